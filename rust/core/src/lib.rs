@@ -1,0 +1,10 @@
+//! The moepack core: bit packing, entropy coding and matrix products of compressed weights.
+//!
+//! Nothing here knows Python. Every decoder of bytes treats them as untrusted: it checks each length, offset and
+//! code before using it and reports an [`Error`] instead of panicking.
+
+pub mod error;
+pub mod pool;
+pub mod simd;
+
+pub use error::{Error, Result};

@@ -1,0 +1,125 @@
+//! Which instruction set runs: detected once, forced through `MOEPACK_ISA`.
+//!
+//! Every kernel family exists in each set named here that is worth a kernel, the scalar one always; a caller passes
+//! the [`Isa`] to use, so that tests can run all of them on one machine. A forced set that the processor lacks is an
+//! error and never an illegal instruction.
+
+use std::sync::OnceLock;
+
+use crate::{Error, Result};
+
+/// An instruction set that kernels are written for, from the most general to the most special.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Portable Rust.
+    Scalar,
+    /// x86-64 with AVX2, FMA, BMI1 and BMI2.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI and VNNI (Ice Lake, Zen 4 and later).
+    Avx512,
+}
+
+/// The environment variable that forces an instruction set: `scalar`, `avx2` or `avx512`.
+pub const ISA_VARIABLE: &str = "MOEPACK_ISA";
+
+impl Isa {
+    /// All sets, in ascending order.
+    pub const ALL: [Isa; 3] = [Isa::Scalar, Isa::Avx2, Isa::Avx512];
+
+    /// The name that `MOEPACK_ISA` and the reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Scalar => "scalar",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        }
+    }
+
+    /// Parses [`Isa::name`].
+    pub fn from_name(name: &str) -> Result<Isa> {
+        Isa::ALL
+            .into_iter()
+            .find(|isa| isa.name() == name)
+            .ok_or_else(|| {
+                Error::InvalidArgument(format!(
+                    "unknown instruction set {name:?}: use scalar, avx2 or avx512"
+                ))
+            })
+    }
+
+    /// Whether this processor (and its operating system) runs the set.
+    #[cfg(target_arch = "x86_64")]
+    pub fn available(self) -> bool {
+        match self {
+            Isa::Scalar => true,
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("bmi1")
+                    && is_x86_feature_detected!("bmi2")
+            }
+            Isa::Avx512 => {
+                Isa::Avx2.available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vbmi")
+                    && is_x86_feature_detected!("avx512vnni")
+            }
+        }
+    }
+
+    /// Whether this processor (and its operating system) runs the set.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub fn available(self) -> bool {
+        self == Isa::Scalar
+    }
+
+    /// The set itself if the processor runs it, an error that says so otherwise.
+    pub fn require(self) -> Result<Isa> {
+        if self.available() {
+            Ok(self)
+        } else {
+            Err(Error::InvalidArgument(format!(
+                "this processor does not run {}",
+                self.name()
+            )))
+        }
+    }
+}
+
+/// The set in use: the one `MOEPACK_ISA` forces, otherwise the most special one that the processor runs.
+///
+/// The variable is read once in the life of the process.
+pub fn active() -> Result<Isa> {
+    static ACTIVE: OnceLock<Result<Isa>> = OnceLock::new();
+    ACTIVE
+        .get_or_init(|| match std::env::var(ISA_VARIABLE) {
+            Ok(name) if !name.is_empty() => Isa::from_name(&name)?.require(),
+            _ => Ok(Isa::ALL
+                .into_iter()
+                .rev()
+                .find(|isa| isa.available())
+                .unwrap_or(Isa::Scalar)),
+        })
+        .clone()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_parse_back_and_others_are_refused() {
+        for isa in Isa::ALL {
+            assert_eq!(Isa::from_name(isa.name()), Ok(isa));
+        }
+        assert!(Isa::from_name("avx1024").is_err());
+    }
+
+    #[test]
+    fn the_active_set_is_available() {
+        assert!(active().unwrap().available());
+    }
+}
