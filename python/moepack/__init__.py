@@ -1,0 +1,49 @@
+"""moepack: compress Mixture-of-Experts checkpoints below one bit a weight and run them packed.
+
+Names are imported on first use (`_EXPORTS` says from where), so that `import moepack` does not pay for what a program
+never touches. Errors are imported at once: they are what everybody catches.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from moepack.errors import (
+    CheckpointError,
+    CorruptionError,
+    DiskError,
+    InvalidTensorError,
+    LoadError,
+    MoepackError,
+    OutputExistsError,
+    ResumeError,
+    SerializationError,
+    UnsupportedModelError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "CorruptionError",
+    "DiskError",
+    "InvalidTensorError",
+    "LoadError",
+    "MoepackError",
+    "OutputExistsError",
+    "ResumeError",
+    "SerializationError",
+    "UnsupportedModelError",
+]
+
+_EXPORTS: dict[str, str] = {}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an exported name when it is first asked for (PEP 562)."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'moepack' has no attribute '{name}'")
+    value = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

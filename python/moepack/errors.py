@@ -1,0 +1,86 @@
+"""Every error that moepack raises on purpose, sorted by what the caller can do about it.
+
+All derive from `MoepackError`, so `except MoepackError` catches exactly the failures that moepack foresaw; where a
+builtin says the same (`ValueError`, `FileExistsError`, `OSError`), the class derives from that too. A message always
+names the file and the tensor when there are any, and `file` and `tensor` carry them for programs.
+
+A plain `ValueError` or `TypeError` is raised only for an argument that has no meaning whatever the data are.
+"""
+
+from os import PathLike, fspath
+
+__all__ = [
+    "CheckpointError",
+    "CorruptionError",
+    "DiskError",
+    "InvalidTensorError",
+    "LoadError",
+    "MoepackError",
+    "OutputExistsError",
+    "ResumeError",
+    "SerializationError",
+    "UnsupportedModelError",
+]
+
+
+class MoepackError(Exception):
+    """Base of every error of this package.
+
+    Attributes:
+        file: path of the file at fault, or None.
+        tensor: name of the tensor at fault, or None.
+    """
+
+    file: str | None
+    tensor: str | None
+
+    def __init__(self, message: str, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
+        self.file = None if file is None else fspath(file)
+        self.tensor = tensor
+        self.detail = message
+        places = [self.file, None if tensor is None else f"tensor '{tensor}'"]
+        super().__init__(": ".join([place for place in places if place is not None] + [message]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.detail, self.file, self.tensor)
+
+
+def _rebuild(kind: type[MoepackError], detail: str, file: str | None, tensor: str | None) -> MoepackError:
+    """Unpickle an error: keyword-only arguments are out of the default protocol's reach."""
+    return kind(detail, file=file, tensor=tensor)
+
+
+class CheckpointError(MoepackError):
+    """The source checkpoint cannot be read: a missing or damaged shard, an index that points elsewhere, no config."""
+
+
+class UnsupportedModelError(MoepackError):
+    """The checkpoint is sound, but moepack has no adapter for its architecture or its weight format."""
+
+
+class CorruptionError(MoepackError, ValueError):
+    """A packed file contradicts its format or its checksums."""
+
+
+class InvalidTensorError(MoepackError, ValueError):
+    """A tensor holds what cannot be quantized or encoded: NaN, infinity, a wrong shape or dtype."""
+
+
+class OutputExistsError(MoepackError, FileExistsError):
+    """The output directory exists; nothing is ever overwritten."""
+
+
+class ResumeError(MoepackError):
+    """An unfinished output belongs to another model, method or setting."""
+
+
+class DiskError(MoepackError, OSError):
+    """Writing failed: the disk is full, read-only or gone."""
+
+
+class LoadError(MoepackError):
+    """A packed directory is sound but cannot become the model that was asked for."""
+
+
+class SerializationError(MoepackError):
+    """A loaded model cannot be written back as a packed directory."""
