@@ -1,0 +1,64 @@
+# Everything a fresh machine needs beyond Python >= 3.11 and a Rust toolchain is installed into .venv by the first target.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := build/demo
+RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name '*.rs' -o -name '*.toml' -o -name '*.bin' \) -print)
+
+.PHONY: help setup demo test test-rust test-python lint format wheel bench clean
+
+help: ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+$(BIN)/maturin:
+	$(PYTHON) -c 'import sys; sys.exit("moepack needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet 'maturin>=1.9,<2'
+
+$(VENV)/built: $(BIN)/maturin pyproject.toml $(RUST)
+	$(BIN)/maturin develop --release --extras dev
+	@touch $@
+
+setup: $(VENV)/built ## Create .venv with all dependencies and the release build
+
+demo: setup ## Compress examples/tiny-moe, inspect, verify and evaluate it, generate from it
+	rm -rf $(DEMO) && mkdir -p $(dir $(DEMO))
+	$(BIN)/moepack compress examples/tiny-moe $(DEMO) --method ternary
+	$(BIN)/moepack inspect $(DEMO)
+	$(BIN)/moepack verify $(DEMO)
+	$(BIN)/moepack eval $(DEMO) --text examples/texts/white-fang.txt --reference examples/tiny-moe
+	$(BIN)/moepack generate $(DEMO) --prompt "The wolf looked at the fire, and" --max-new-tokens 60
+
+test: test-rust test-python ## Run all tests, Rust and Python
+
+test-rust: ## Run the Rust tests
+	cargo test --workspace --quiet
+
+test-python: setup ## Run the Python tests
+	$(BIN)/python -m pytest
+
+lint: setup ## Check formatting, lints, types and stubs; warnings are errors
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest moepack._core
+
+format: setup ## Rewrite the sources in the project's format
+	cargo fmt --all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/
+	$(BIN)/maturin build --release --out dist
+
+bench: setup ## Run the benchmarks: the Rust kernels, then moepack beside torch
+	cargo bench --package moepack-core
+	$(BIN)/python benches/ternary.py
+
+clean: ## Remove everything that the other targets made
+	rm -rf $(VENV) target build dist python/moepack/_core*.so
