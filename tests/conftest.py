@@ -1,0 +1,35 @@
+"""Fixtures that every test file shares: tiny random checkpoints, built once a session. Treat them as read-only."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tiny_models
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from an architecture (`tiny_models.ARCHITECTURES`) to the directory of its tiny checkpoint."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def directory(architecture: str) -> Path:
+        path = root / architecture
+        return path if path.exists() else tiny_models.build(architecture, path)
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mixtral(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("mixtral")
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def switch(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("switch_transformers")
