@@ -1,0 +1,9 @@
+"""Source checkpoints: reading them lazily and naming the parts of a Mixture-of-Experts model.
+
+`Checkpoint` (see `reader`) opens a directory; `describe` (see `architectures`) says which tensors are experts.
+"""
+
+from moepack.checkpoint.header import TensorInfo
+from moepack.checkpoint.reader import Checkpoint
+
+__all__ = ["Checkpoint", "TensorInfo"]

@@ -1,0 +1,237 @@
+"""A Hugging Face checkpoint directory: config.json and safetensors shards, read lazily.
+
+Why not `safe_open` for everything: the directory is untrusted, and the index decides which files are opened. Here every
+header is validated when the checkpoint is opened (see `header`), every name is known to lie in exactly one shard, and a
+tensor's bytes are mapped only while somebody holds the tensor.
+
+Invariants of an open `Checkpoint`:
+
+* every shard is a plain file name inside the directory (the file itself may be a symbolic link: a snapshot of the hub's
+  cache consists of links into its `blobs` directory);
+* every tensor that the index lists exists in the shard that it names, and no tensor exists twice;
+* no tensor data have been read.
+"""
+
+import hashlib
+import mmap
+from collections.abc import Mapping
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moepack.checkpoint.header import Header, TensorInfo, parse_json, read_header
+from moepack.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["Checkpoint"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+class Checkpoint:
+    """An open checkpoint directory.
+
+    Attributes:
+        path: the directory.
+        config: the parsed config.json.
+        shards: the validated headers, by file name in sorted order.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shards: Mapping[str, Header]
+
+    def __init__(self, path: Path, config: dict[str, Any], shards: Mapping[str, Header]) -> None:
+        self.path = path
+        self.config = config
+        self.shards = shards
+        self._tensors = _merge(shards)
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> "Checkpoint":
+        """Open `path` and validate every header in it. No tensor is read.
+
+        Args:
+            path: a directory with config.json and either model.safetensors or a safetensors index with its shards.
+
+        Raises:
+            CheckpointError: a file is missing, unreadable, truncated or contradicts another one.
+            UnsupportedModelError: the weights are stored only as pickles (`pytorch_model.bin`).
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise CheckpointError(
+                "no such directory (a model of the hub must be downloaded first: `hf download NAME --local-dir DIR`)",
+                file=directory,
+            )
+        config = _read_json(directory / "config.json")
+        if not isinstance(config.get("model_type"), str):
+            raise CheckpointError("has no model_type", file=directory / "config.json")
+        if (directory / _SINGLE).is_file():
+            return cls(directory, config, {_SINGLE: read_header(directory / _SINGLE)})
+        weight_map = _weight_map(directory)
+        shards = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}
+        for tensor, shard in weight_map.items():
+            if tensor not in shards[shard].tensors:
+                raise CheckpointError("listed in the index, absent in the shard", file=directory / shard, tensor=tensor)
+        return cls(directory, config, shards)
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors, shard by shard in the order of their data."""
+        return tuple(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self._tensors)} tensors, {len(self.shards)} files)"
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype and place of a tensor.
+
+        Raises:
+            CheckpointError: there is no tensor of that name.
+        """
+        info = self._tensors.get(name)
+        if info is None:
+            raise CheckpointError("no such tensor in the checkpoint", file=self.path, tensor=name)
+        return info
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, mapped from its shard: pages are read when they are touched, and given back with the tensor.
+
+        The mapping is private: writing to the tensor never reaches the file.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file changed since the checkpoint was opened.
+        """
+        info = self.info(name)
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=info.dtype)
+        data = self.raw(name)
+        if info.offset % info.dtype.itemsize:
+            # A file may put its data anywhere; torch's kernels assume aligned elements.
+            data = data.copy()
+        return torch.from_numpy(data).view(info.dtype).reshape(info.shape)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of the tensor as they lie in the file, `[nbytes]`, mapped like `tensor`.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file changed since the checkpoint was opened.
+        """
+        info = self.info(name)
+        if info.nbytes == 0:
+            return np.empty(0, dtype=np.uint8)
+        start = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            with info.file.open("rb") as stream:
+                if stream.seek(0, 2) != self.shards[info.file.name].size:
+                    raise CheckpointError("changed its size while it was in use", file=info.file, tensor=name)
+                # Copy-on-write, so that the array is writable as torch wants it; one mapping for each tensor, because
+                # the kernel may refuse a private mapping larger than the machine's memory.
+                mapping = mmap.mmap(
+                    stream.fileno(), info.offset - start + info.nbytes, access=mmap.ACCESS_COPY, offset=start
+                )
+        except OSError as cause:
+            raise CheckpointError(
+                f"cannot be mapped: {cause.strerror or cause}", file=info.file, tensor=name
+            ) from cause
+        return np.frombuffer(mapping, dtype=np.uint8, count=info.nbytes, offset=info.offset - start)
+
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, of what identifies the checkpoint.
+
+        Covered are config.json, the names, sizes and headers of the shards, and up to 64 blocks of 4 KiB at even
+        distances in each shard: cheap whatever the size, and another training run of the same architecture differs.
+        It does not replace a checksum of every byte.
+        """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        digest.update(hashlib.sha256((self.path / "config.json").read_bytes()).digest())
+        for name, header in self.shards.items():
+            digest.update(f"{name}\n{header.size}\n{header.digest}\n".encode())
+            try:
+                with header.file.open("rb") as stream:
+                    for position in _sample_positions(header.size):
+                        stream.seek(position)
+                        digest.update(stream.read(_SAMPLE_BYTES))
+            except OSError as cause:
+                raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=header.file) from cause
+        return digest.hexdigest()
+
+
+def _sample_positions(size: int) -> list[int]:
+    """Where the sampled blocks of a file of `size` bytes begin; all of a small file is covered."""
+    last = max(size - _SAMPLE_BYTES, 0)
+    return sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
+
+
+def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:
+    """One table of all tensors; a name in two shards is an error, because nobody knows which one is meant."""
+    tensors: dict[str, TensorInfo] = {}
+    for header in shards.values():
+        for name, info in header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"is also in {tensors[name].file.name}", file=header.file, tensor=name)
+            tensors[name] = info
+    return tensors
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError("does not exist", file=file)
+    try:
+        raw = file.read_bytes()
+    except OSError as cause:
+        raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=file) from cause
+    return parse_json(raw, file)
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """The index of a sharded checkpoint: tensor names to names of files that exist in the directory."""
+    index = directory / _INDEX
+    if not index.exists():
+        raise _no_weights(directory)
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("has no weight_map", file=index)
+    for tensor, shard in weight_map.items():
+        _check_shard_name(shard, index, tensor)
+        if not (directory / shard).is_file():
+            raise CheckpointError(f"the shard {shard} does not exist", file=index, tensor=tensor)
+    return weight_map
+
+
+def _check_shard_name(shard: object, index: Path, tensor: str) -> None:
+    """A shard is a plain file name: whoever wrote the index must not choose which files of this machine are opened."""
+    if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+        raise CheckpointError(f"the shard {shard!r} is not a safetensors file", file=index, tensor=tensor)
+    if any(mark in shard for mark in "/\\\0"):
+        raise CheckpointError(f"the shard {shard!r} points outside the directory", file=index, tensor=tensor)
+
+
+def _no_weights(directory: Path) -> Exception:
+    pickles = sorted(
+        file.name for pattern in ("*.bin", "*.bin.index.json", "*.pt", "*.pth") for file in directory.glob(pattern)
+    )
+    if pickles:
+        return UnsupportedModelError(
+            f"holds its weights as pickles only ({pickles[0]}); load it once with transformers and write it back with "
+            "save_pretrained, which writes safetensors",
+            file=directory,
+        )
+    return CheckpointError(f"holds neither {_SINGLE} nor {_INDEX}", file=directory)
