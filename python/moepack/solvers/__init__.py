@@ -1,0 +1,1 @@
+"""Algorithms that turn weights into codes. None of them opens a file or knows a method."""

@@ -1,0 +1,304 @@
+"""GPTQ for many experts at once: one 3-D problem instead of thousands of small ones (QMoE, section 3.2).
+
+Each row w of a weight matrix is rounded column by column, and the error of a column is spread over the columns that
+are still free so that the output error of the layer, (w - q) H (w - q)^T with H = X^T X, grows least:
+
+    e_j = (w_j - q_j) / U_jj,    w_k -= e_j U_jk  for k > j,    H^-1 = U^T U with U upper triangular.
+
+Columns are taken in blocks of 128: inside a block only its own columns are updated, the rest once a block by one
+matrix product (the lazy updates of the GPTQ paper); blocks are cut again into 16 columns for the same reason.
+
+Invariants: a result never holds NaN, whatever the Hessian; a row never depends on another row or another expert;
+an expert whose Hessian cannot be used gets U = I, which is rounding to nearest, and its report says why.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidTensorError
+from .grids import Grid
+
+#: Columns updated eagerly; a power of two that keeps the inner matrix-vector products in the first-level cache.
+SUB_BLOCK = 16
+#: The factor by which damping grows after a failed factorisation, and the last value tried. A positive semi-definite
+#: matrix scaled to a mean diagonal of one is diagonally dominant long before: its largest eigenvalue is at most C.
+DAMPING_GROWTH, DAMPING_LIMIT = 10.0, 1e4
+#: Damping d bounds the condition number by C / d; beyond this bound float32 loses the small eigenvalues.
+FLOAT32_CONDITION = 1e6
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """How the solver works.
+
+    Attributes:
+        damping: added to the diagonal, relative to its mean over live columns. QMoE uses 0.1, dense GPTQ 0.01.
+        block_size: columns between two lazy updates.
+        act_order: take columns by falling diagonal of H. Group-wise grids must then be static.
+    """
+
+    damping: float = 0.1
+    block_size: int = 128
+    act_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.damping) and self.damping > 0):
+            raise ValueError(f"damping must be positive and finite, not {self.damping}")
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {self.block_size}")
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """What happened to one expert.
+
+    Attributes:
+        outcome: "gptq", or "rtn" where error compensation was impossible.
+        reason: why not, or ``None``.
+        damping: the relative damping with which the factorisation held; 0 for "rtn".
+        dead_columns: columns that no token excites. They keep their rounded weights.
+        loss: the damped quadratic output error, sum of e_j^2 over live columns times the mean diagonal of H; for
+            "rtn" the squared error of the weights.
+    """
+
+    outcome: str
+    reason: str | None
+    damping: float
+    dead_columns: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class GptqResult:
+    """Codes [E, R, C] as the grid makes them, the float32 values [E, R, C] they stand for, one report an expert."""
+
+    codes: Tensor
+    values: Tensor
+    reports: tuple[ExpertReport, ...]
+
+
+@dataclass
+class _Factors:
+    upper: Tensor  # U, [E, C, C] float32; the identity where reasons[e] is set
+    scale: list[float]  # mean diagonal that H was divided by
+    damping: list[float]
+    dead: Tensor  # [E, C] bool
+    reasons: list[str | None]
+
+
+def gptq(weights: Tensor, hessians: Tensor, grid: Grid, settings: GptqSettings | None = None) -> GptqResult:
+    """Quantize a batch of matrices with error compensation.
+
+    Args:
+        weights: [E, R, C], any floating type, finite. Not modified.
+        hessians: [E, C, C], X^T X of each expert's tokens up to a positive factor; anything is survived. Not modified.
+        grid: where the weights may go. Its parameters are set by this call.
+        settings: see :class:`GptqSettings`.
+
+    Returns:
+        Codes, values and reports; tensors on the device of ``weights``.
+
+    Raises:
+        InvalidTensorError: the shapes do not fit or a weight is NaN or infinite.
+        ValueError: act-order with a grid whose groups follow the compensated weights.
+    """
+    settings = settings or GptqSettings()
+    _validate(weights, hessians)
+    if settings.act_order and grid.group_size is not None:
+        raise ValueError("act_order needs a grid with static groups")
+    weights = weights.float()
+    order = _column_order(hessians, settings.act_order)
+    factors = factorize(_permuted(hessians, order), settings.damping)
+    grid.fit(weights)
+    codes, values, loss = _solve(weights, factors.upper, order, grid, settings.block_size)
+    failed = [e for e in torch.nonzero(~torch.isfinite(loss).all(1)).flatten().tolist() if factors.reasons[e] is None]
+    if failed:
+        # Overflow inside the compensation: only weights near the largest float get here. Everything is solved again,
+        # those experts by rounding; the grid must see the whole batch.
+        for e in failed:
+            factors.reasons[e] = "the compensated weights overflow"
+            factors.upper[e] = torch.eye(factors.upper.shape[-1], device=weights.device)
+        grid.fit(weights)
+        codes, values, loss = _solve(weights, factors.upper, order, grid, settings.block_size)
+    return GptqResult(codes, values, _reports(factors, loss))
+
+
+def factorize(hessians: Tensor, damping: float) -> _Factors:
+    """U with H^-1 = U^T U of each damped Hessian [E, C, C].
+
+    With J the reversal of order, J H J = L L^T gives H = (J L J)(J L J)^T, so U = J L^-1 J: one Cholesky
+    factorisation and one triangular inverse, never an explicit inverse of H.
+    """
+    experts, columns = hessians.shape[:2]
+    diagonal = hessians.diagonal(dim1=1, dim2=2).double()
+    dead = diagonal == 0
+    scale = diagonal.sum(1) / (~dead).sum(1).clamp(min=1)
+    reasons = [_unusable(hessians[e], diagonal[e], float(scale[e])) for e in range(experts)]
+    upper = torch.eye(columns, device=hessians.device).repeat(experts, 1, 1)
+    used = [0.0] * experts
+    todo = [e for e in range(experts) if reasons[e] is None]
+    while todo and damping <= DAMPING_LIMIT:
+        solved = _attempt(hessians, scale, dead, todo, damping, upper)
+        for e in solved:
+            used[e] = damping
+        todo = [e for e in todo if e not in set(solved)]
+        damping *= DAMPING_GROWTH
+    for e in todo:
+        reasons[e] = "the Hessian has no Cholesky factor under any damping"
+    return _Factors(upper, scale.tolist(), used, dead, reasons)
+
+
+def _unusable(hessian: Tensor, diagonal: Tensor, scale: float) -> str | None:
+    """Why a Hessian cannot be used at all, or ``None``."""
+    if not bool(torch.isfinite(hessian).all()):
+        return "the Hessian is not finite"
+    if bool((diagonal < 0).any()):
+        return "the Hessian has a negative diagonal"
+    if scale == 0:
+        return "no token reached the expert"
+    return None
+
+
+def _attempt(
+    hessians: Tensor, scale: Tensor, dead: Tensor, experts: list[int], damping: float, upper: Tensor
+) -> list[int]:
+    """Factorise ``experts`` at one damping, first in float32 where that is enough; returns those that worked."""
+    columns = hessians.shape[-1]
+    dtypes = [torch.float64] if columns / damping > FLOAT32_CONDITION else [torch.float32, torch.float64]
+    solved: list[int] = []
+    for dtype in dtypes:
+        todo = [e for e in experts if e not in set(solved)]
+        if not todo:
+            break
+        factor, held = _cholesky(hessians[todo].to(dtype), scale[todo].to(dtype), dead[todo], damping)
+        good = [e for e, ok in zip(todo, held.tolist(), strict=True) if ok]
+        upper[good] = factor[held].float()
+        solved += good
+    return solved
+
+
+def _cholesky(hessians: Tensor, scale: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """U [n, C, C] of Hessians (a copy that may be changed), and whether each is usable, [n] bool."""
+    columns = hessians.shape[-1]
+    matrix = hessians.div_(scale[:, None, None])
+    # A dead column has no cross terms in a true Gram matrix; clear what rounding or a caller left there.
+    matrix.masked_fill_(dead[:, :, None] | dead[:, None, :], 0)
+    matrix.diagonal(dim1=1, dim2=2).add_(damping + dead.to(matrix.dtype))
+    lower, info = torch.linalg.cholesky_ex(matrix.flip(1, 2))
+    eye = torch.eye(columns, dtype=matrix.dtype, device=matrix.device)
+    inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    upper = inverse.flip(1, 2)
+    held = (info == 0) & torch.isfinite(upper).all(2).all(1) & (upper.diagonal(dim1=1, dim2=2) > 0).all(1)
+    return upper, held
+
+
+def _solve(weights: Tensor, upper: Tensor, order: Tensor, grid: Grid, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round all columns. Works on the transposed weights so that a column is contiguous.
+
+    Returns:
+        codes and values [E, R, C] in the original order; the sum over rows of e_j^2, [E, C] float64 in solving order.
+    """
+    experts, rows, columns = weights.shape
+    work = _permuted_columns(weights, order).transpose(1, 2).contiguous()
+    values = torch.empty_like(work)
+    codes: Tensor | None = None
+    loss = torch.zeros((experts, columns), dtype=torch.float64, device=weights.device)
+    block, sub = _block_sizes(block, grid.group_size)
+    for start in range(0, columns, block):
+        stop = min(start + block, columns)
+        errors = work.new_empty((experts, stop - start, rows))
+        for left in range(start, stop, sub):
+            right = min(left + sub, stop)
+            if grid.group_size is not None and left % grid.group_size == 0:
+                grid.enter(left, work[:, left : left + grid.group_size].transpose(1, 2))
+            for j in range(left, right):
+                column, done = work[:, j], errors[:, left - start : j - start]
+                if j > left:
+                    column = column - torch.bmm(upper[:, None, left:j, j], done).squeeze(1)
+                pivot = upper[:, j, j]
+                code, value = grid.quantize(column, order[:, j], 1 / pivot**2)
+                torch.div(column - value, pivot[:, None], out=errors[:, j - start])
+                if codes is None:
+                    codes = torch.empty(work.shape, dtype=code.dtype, device=work.device)
+                codes[:, j], values[:, j] = code, value
+            _spread(work[:, right:stop], upper[:, left:right, right:stop], errors[:, left - start : right - start])
+        _spread(work[:, stop:], upper[:, start:stop, stop:], errors)
+        loss[:, start:stop] = errors.square().sum(dim=2, dtype=torch.float64)
+    if codes is None:
+        codes = torch.empty(work.shape, dtype=torch.int8, device=work.device)
+    return _restored(codes, order), _restored(values, order), loss
+
+
+def _spread(free: Tensor, upper: Tensor, errors: Tensor) -> None:
+    """free [E, K, R] -= upper [E, B, K]^T errors [E, B, R], in place."""
+    if free.shape[1]:
+        free.baddbmm_(upper.transpose(1, 2), errors, alpha=-1)
+
+
+def _block_sizes(block: int, group: int | None) -> tuple[int, int]:
+    """Block and sub-block such that a group starts a sub-block and lies in one block: its weights are then current."""
+    if group is None:
+        return block, min(SUB_BLOCK, block)
+    block = max(block // group, 1) * group
+    return block, math.gcd(group, SUB_BLOCK)
+
+
+def _column_order(hessians: Tensor, act_order: bool) -> Tensor:
+    """The order [E, C] in which columns are taken: natural, or by falling diagonal (ties and NaN: natural order)."""
+    experts, columns = hessians.shape[:2]
+    if not act_order:
+        return torch.arange(columns, device=hessians.device).expand(experts, columns)
+    diagonal = torch.nan_to_num(hessians.diagonal(dim1=1, dim2=2).float())
+    return torch.argsort(diagonal, dim=1, descending=True, stable=True)
+
+
+def _natural(order: Tensor) -> bool:
+    return order.stride(0) == 0
+
+
+def _permuted(hessians: Tensor, order: Tensor) -> Tensor:
+    if _natural(order):
+        return hessians
+    batch = torch.arange(order.shape[0], device=order.device)[:, None, None]
+    return hessians[batch, order[:, :, None], order[:, None, :]]
+
+
+def _permuted_columns(weights: Tensor, order: Tensor) -> Tensor:
+    return weights if _natural(order) else weights.gather(2, order[:, None, :].expand_as(weights))
+
+
+def _restored(columns_first: Tensor, order: Tensor) -> Tensor:
+    """[E, C, R] in solving order to [E, R, C] in the original order."""
+    if not _natural(order):
+        columns_first = torch.empty_like(columns_first).scatter_(
+            1, order[:, :, None].expand_as(columns_first), columns_first
+        )
+    return columns_first.transpose(1, 2).contiguous()
+
+
+def _reports(factors: _Factors, loss: Tensor) -> tuple[ExpertReport, ...]:
+    dead = factors.dead.sum(1).tolist()
+    live = loss.masked_fill(factors.dead, 0).sum(1)
+    return tuple(
+        ExpertReport("gptq", None, factors.damping[e], dead[e], float(live[e]) * factors.scale[e])
+        if reason is None
+        else ExpertReport("rtn", reason, 0.0, dead[e], float(loss[e].sum()))
+        for e, reason in enumerate(factors.reasons)
+    )
+
+
+def _validate(weights: Tensor, hessians: Tensor) -> None:
+    if weights.dim() != 3 or not weights.is_floating_point():
+        raise InvalidTensorError(f"weights must be floating [E, R, C], not {weights.dtype} {list(weights.shape)}")
+    expected = (weights.shape[0], weights.shape[2], weights.shape[2])
+    if tuple(hessians.shape) != expected or not hessians.is_floating_point():
+        raise InvalidTensorError(
+            f"hessians must be floating {list(expected)}, not {hessians.dtype} {list(hessians.shape)}"
+        )
+    if not bool(torch.isfinite(weights).all()):
+        raise InvalidTensorError("weights hold NaN or infinite values")

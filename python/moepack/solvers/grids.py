@@ -1,0 +1,143 @@
+"""The grids that GPTQ rounds to: ternary rows and affine groups.
+
+A grid knows which values a weight may take and nothing about error compensation; :func:`moepack.solvers.gptq.gptq`
+asks it column by column. The parameters of a grid are rounded to the type in which they are stored *before* the first
+weight is rounded, so that the values that the solver compensates are exactly those that a reader reconstructs.
+
+Shapes: E experts, R rows (outputs), C columns (inputs), G groups of columns. All tensors are float32 unless said
+otherwise and live on the device of the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Grid(Protocol):
+    """What the solver needs of a grid. One instance serves one batch of weights.
+
+    ``group_size`` is the number of columns that share parameters which follow the *compensated* weights: the solver
+    then calls :meth:`enter` before the first column of each group. ``None`` means that :meth:`fit` says everything.
+    """
+
+    group_size: int | None
+
+    def fit(self, weights: Tensor) -> None:
+        """Choose the parameters from the original weights [E, R, C]."""
+
+    def enter(self, start: int, weights: Tensor) -> None:
+        """Choose the parameters of the group that starts at column ``start`` from its weights [E, R, width]."""
+
+    def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
+        """Round one column of every expert.
+
+        Args:
+            values: [E, R], the compensated weights.
+            columns: [E] int64, the column of the original matrix that each expert is at.
+            curvature: [E], the loss of a unit of squared rounding error there (1 / U_jj^2), for grids that trade
+                error for something else; plain rounding ignores it.
+
+        Returns:
+            codes [E, R] (int8 or uint8) and the values [E, R] that they stand for.
+        """
+
+
+class TernaryGrid:
+    """The row grid {min, 0, max} of the original weights (QMoE, section 4.1).
+
+    A value beyond half a level goes to that level, every other to zero; each level is forced to include zero.
+    Codes are int8: -1, 0, 1. ``levels`` [E, R, 2] holds (negative, positive), rounded to ``storage``.
+    """
+
+    group_size: int | None = None
+
+    def __init__(self, storage: torch.dtype = torch.bfloat16) -> None:
+        self.storage = storage
+        self.levels = torch.empty(0)
+
+    def fit(self, weights: Tensor) -> None:
+        """Take the minimum and maximum of each row; a row without columns has the levels (0, 0)."""
+        if weights.shape[-1] == 0:
+            self.levels = weights.new_zeros((*weights.shape[:-1], 2))
+            return
+        low, high = torch.aminmax(weights, dim=-1)
+        levels = torch.stack([low.clamp(max=0), high.clamp(min=0)], dim=-1)
+        self.levels = _store(levels, self.storage)
+
+    def enter(self, start: int, weights: Tensor) -> None:
+        """Nothing to do: the levels belong to the original row."""
+
+    def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
+        """Round to the nearest of the three levels; a value half-way goes to zero."""
+        low, high = self.levels.unbind(-1)
+        above, below = values > 0.5 * high, values < 0.5 * low
+        codes = above.to(torch.int8) - below.to(torch.int8)
+        zero = values.new_zeros(())
+        return codes, torch.where(above, high, torch.where(below, low, zero))
+
+
+class AffineGrid:
+    """``scale * code + offset`` with 2^bits codes a group of columns, or a row; asymmetric.
+
+    The offset is the group's minimum and ``offset + (2^bits - 1) * scale`` its maximum. A constant group has the scale
+    zero and its constant as the offset. Codes are uint8; ``scales`` and ``offsets`` are [E, R, G], rounded to
+    ``storage``.
+
+    Args:
+        bits: 1 to 8.
+        group: columns a group, or ``None`` for one group a row.
+        static: take every group from the original weights instead of the compensated ones. Needed for act-order,
+            whose groups are not contiguous in time; one group a row is always static.
+        storage: the type of the stored parameters.
+    """
+
+    def __init__(
+        self, bits: int, group: int | None = None, *, static: bool = False, storage: torch.dtype = torch.float16
+    ) -> None:
+        if not 1 <= bits <= 8:
+            raise ValueError(f"bits must be 1 to 8, not {bits}")
+        if group is not None and group < 1:
+            raise ValueError(f"a group must have at least one column, not {group}")
+        self.levels = 2**bits - 1
+        self.group = group
+        self.group_size = None if static else group
+        self.storage = storage
+        self.scales = self.offsets = torch.empty(0)
+
+    def fit(self, weights: Tensor) -> None:
+        """Size the parameters, and fill those of every group (dynamic groups are filled again on entry)."""
+        experts, rows, columns = weights.shape
+        width = self.group or max(columns, 1)
+        groups = -(-columns // width)
+        self.width = width
+        self.scales = weights.new_zeros((experts, rows, groups))
+        self.offsets = torch.zeros_like(self.scales)
+        for group in range(groups):
+            self._take(group, weights[..., group * width : (group + 1) * width])
+
+    def enter(self, start: int, weights: Tensor) -> None:
+        """Refit the group that starts at ``start`` to its compensated weights."""
+        self._take(start // self.width, weights)
+
+    def _take(self, group: int, weights: Tensor) -> None:
+        low, high = torch.aminmax(weights, dim=-1)
+        offset = _store(low, self.storage)
+        scale = _store((high - offset).clamp(min=0) / self.levels, self.storage)
+        self.scales[..., group], self.offsets[..., group] = scale, offset
+
+    def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
+        """Round half to even and clamp to the codes there are."""
+        experts = torch.arange(values.shape[0], device=values.device)
+        scale, offset = self.scales[experts, :, columns // self.width], self.offsets[experts, :, columns // self.width]
+        divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+        codes = ((values - offset) / divisor).round_().clamp_(0, self.levels)
+        return codes.to(torch.uint8), codes * scale + offset
+
+
+def _store(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the stored type, saturating at its largest finite value."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype).to(values.dtype)
