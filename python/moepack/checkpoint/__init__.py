@@ -3,7 +3,9 @@
 `Checkpoint` (see `reader`) opens a directory; `describe` (see `architectures`) says which tensors are experts.
 """
 
+from moepack.checkpoint.architectures import describe
 from moepack.checkpoint.header import TensorInfo
+from moepack.checkpoint.model import MoeLayer, MoeModel, Projection
 from moepack.checkpoint.reader import Checkpoint
 
-__all__ = ["Checkpoint", "TensorInfo"]
+__all__ = ["Checkpoint", "MoeLayer", "MoeModel", "Projection", "TensorInfo", "describe"]

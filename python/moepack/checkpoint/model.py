@@ -1,0 +1,116 @@
+"""A Mixture-of-Experts model as the compressor sees it: layers of stacked projections, and everything else.
+
+These values name tensors; they hold none. One projection of one layer is the unit of compression: `E` experts, each a
+matrix of `R` outputs by `C` inputs, whatever the checkpoint's layout (a tensor for each expert, or one tensor that
+stacks them and may also join gate and up).
+
+Invariants: `MoeModel.dense_names` and the sources of all projections partition the checkpoint's tensors; the experts of
+a projection have equal shapes; layers are in the order of execution.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from moepack.checkpoint.reader import Checkpoint
+
+__all__ = ["MoeLayer", "MoeModel", "Part", "Projection"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one expert's matrix lies.
+
+    Attributes:
+        tensor: name of the checkpoint's tensor.
+        expert: index into the first dimension of a stacked tensor, or None where the tensor is the matrix.
+        rows: first row and end of the expert's part of the stacked matrix, or None for all of it (gate and up share
+            one matrix).
+    """
+
+    tensor: str
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of all experts of a layer.
+
+    Attributes:
+        name: "gate_proj", "up_proj" or "down_proj"; "wi" or "wo" in SwitchTransformers.
+        shape: experts, output rows, input columns.
+        packed_name: name of the packed tensor in a packed directory.
+        parts: where each expert's matrix lies.
+        checkpoint: the checkpoint that holds them.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    packed_name: str
+    parts: tuple[Part, ...]
+    checkpoint: Checkpoint
+
+    def expert(self, index: int) -> torch.Tensor:
+        """The matrix of one expert, `[R, C]`, in the checkpoint's dtype, mapped and not read.
+
+        Raises:
+            CheckpointError: the file changed since the checkpoint was opened.
+        """
+        part = self.parts[index]
+        tensor = self.checkpoint.tensor(part.tensor)
+        if part.expert is None:
+            return tensor
+        matrix = tensor[part.expert]
+        return matrix if part.rows is None else matrix[slice(*part.rows)]
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The checkpoint's tensors that this projection consumes, without repetition (gate and up may share one)."""
+        return tuple(dict.fromkeys(part.tensor for part in self.parts))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size in bytes of all experts as the checkpoint stores them."""
+        matrix = self.shape[1] * self.shape[2]
+        return sum(matrix * self.checkpoint.info(part.tensor).dtype.itemsize for part in self.parts)
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """One sparse layer.
+
+    Attributes:
+        name: path of the experts module in transformers' model, such as `model.layers.0.mlp.experts`.
+        projections: what is compressed, in the order of the computation.
+        router: the checkpoint's tensors of the router.
+        shared: the checkpoint's tensors of the experts that every token visits, and of their gate.
+    """
+
+    name: str
+    projections: tuple[Projection, ...]
+    router: tuple[str, ...]
+    shared: tuple[str, ...]
+
+    @property
+    def experts(self) -> int:
+        """How many experts the router chooses from."""
+        return self.projections[0].shape[0]
+
+
+@dataclass(frozen=True)
+class MoeModel:
+    """A described checkpoint.
+
+    Attributes:
+        architecture: transformers' model type.
+        layers: the sparse layers.
+        dense_names: every tensor that no projection consumes, in the checkpoint's order.
+        notes: what a user should know, in full sentences.
+    """
+
+    architecture: str
+    layers: tuple[MoeLayer, ...]
+    dense_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
