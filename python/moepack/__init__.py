@@ -5,7 +5,7 @@ never touches. Errors are imported at once: they are what everybody catches.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.errors import (
     CheckpointError,
@@ -20,7 +20,12 @@ from moepack.errors import (
     UnsupportedModelError,
 )
 
+if TYPE_CHECKING:
+    from moepack.checkpoint import Checkpoint, describe
+    from moepack.solvers.rtn import quantize_ternary
+
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "CorruptionError",
     "DiskError",
@@ -31,9 +36,15 @@ __all__ = [
     "ResumeError",
     "SerializationError",
     "UnsupportedModelError",
+    "describe",
+    "quantize_ternary",
 ]
 
-_EXPORTS: dict[str, str] = {}
+_EXPORTS = {
+    "Checkpoint": "moepack.checkpoint",
+    "describe": "moepack.checkpoint",
+    "quantize_ternary": "moepack.solvers.rtn",
+}
 
 
 def __getattr__(name: str) -> Any:
