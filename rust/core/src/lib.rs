@@ -4,7 +4,9 @@
 //! code before using it and reports an [`Error`] instead of panicking.
 
 pub mod error;
+pub mod limits;
 pub mod pool;
 pub mod simd;
+pub mod ternary;
 
 pub use error::{Error, Result};

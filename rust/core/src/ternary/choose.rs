@@ -1,0 +1,100 @@
+//! Choosing dictionaries: up to eight for a tensor, then one of them for each row.
+//!
+//! What a row costs under a dictionary is estimated by cross-entropy: a zero, a symbol 1 and a symbol 2 each cost
+//! their information under the probabilities that the dictionary was searched for, scaled by what the dictionary
+//! loses there. Costs are integers (2^-20 of a code), so that sums, and with them the choice, are the same everywhere.
+
+use std::sync::OnceLock;
+
+use super::fsv8::{COUNT, Dictionary};
+use super::layout::MAX_DICTIONARIES;
+use super::scan::Counts;
+
+/// A code in units of cost.
+const CODE: u64 = 1 << 20;
+
+/// Rows that the choice for a tensor looks at; more would not change it measurably.
+pub(super) const SAMPLE_ROWS: usize = 4096;
+
+/// A dictionary is added only while it saves more than this part of the whole: kernels pay for every change of table.
+const LEAST_GAIN: u64 = 2000;
+
+/// Rows try every dictionary whose estimate is within this part of the least.
+const NEAR: u64 = 200;
+
+/// The most dictionaries that a row tries.
+const MAX_TRIES: usize = 3;
+
+/// The cost of the symbols 0, 1 and 2 under a dictionary.
+type Costs = [u64; 3];
+
+fn costs() -> &'static [Costs; COUNT] {
+    static COSTS: OnceLock<[Costs; COUNT]> = OnceLock::new();
+    COSTS.get_or_init(|| std::array::from_fn(|id| costs_of(&Dictionary::all()[id])))
+}
+
+fn costs_of(dictionary: &Dictionary) -> Costs {
+    let probabilities = dictionary.probabilities();
+    let entropy: f64 = probabilities.iter().map(|p| -p * p.log2()).sum();
+    let codes_per_bit = 1e4 / (f64::from(dictionary.expected_length) * entropy);
+    probabilities.map(|p| (-p.log2() * codes_per_bit * CODE as f64).round() as u64)
+}
+
+fn cost(costs: &Costs, columns: usize, counts: Counts) -> u64 {
+    // Symbol 1 is the likelier one of every dictionary; levels are swapped to make it the more frequent one.
+    let often = u64::from(counts.negative.max(counts.positive));
+    let seldom = u64::from(counts.negative.min(counts.positive));
+    (columns as u64 - often - seldom) * costs[0] + often * costs[1] + seldom * costs[2]
+}
+
+fn raw_cost(columns: usize) -> u64 {
+    columns.div_ceil(4) as u64 * CODE
+}
+
+/// Chooses the dictionaries of a tensor, given its rows or a sample of them: greedily, each time the one that saves
+/// most. Returns their ids in ascending order, at least one.
+pub(super) fn for_tensor(columns: usize, rows: &[Counts]) -> Vec<u8> {
+    let costs = costs();
+    let mut best = vec![raw_cost(columns); rows.len()];
+    let mut chosen = Vec::new();
+    while chosen.len() < MAX_DICTIONARIES {
+        let total_with = |id: usize| {
+            let each = rows
+                .iter()
+                .zip(&best)
+                .map(|(&counts, &best)| best.min(cost(&costs[id], columns, counts)));
+            each.sum::<u64>()
+        };
+        let (total, id) = (0..COUNT)
+            .map(|id| (total_with(id), id))
+            .min()
+            .unwrap_or_default();
+        let before: u64 = best.iter().sum();
+        if !chosen.is_empty() && before - total <= before / LEAST_GAIN {
+            break;
+        }
+        chosen.push(id as u8);
+        for (best, &counts) in best.iter_mut().zip(rows) {
+            *best = (*best).min(cost(&costs[id], columns, counts));
+        }
+    }
+    chosen.sort_unstable();
+    chosen
+}
+
+/// The dictionaries (by place among `chosen`) that a row should try, the most promising first; none if even the best
+/// is sure to come out longer than a raw row.
+pub(super) fn for_row(columns: usize, counts: Counts, chosen: &[u8], out: &mut Vec<usize>) {
+    let costs = costs();
+    let cost_of = |slot: usize| cost(&costs[usize::from(chosen[slot])], columns, counts);
+    out.clear();
+    out.extend(0..chosen.len());
+    out.sort_by_key(|&slot| cost_of(slot));
+    let least = cost_of(out[0]);
+    if least > raw_cost(columns) + raw_cost(columns) / 4 {
+        out.clear();
+        return;
+    }
+    out.retain(|&slot| cost_of(slot) <= least + least / NEAR);
+    out.truncate(MAX_TRIES);
+}

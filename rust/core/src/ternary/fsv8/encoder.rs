@@ -1,0 +1,192 @@
+//! Encoding a row: a walk over the gaps between its non-zeros, driven by tables.
+//!
+//! Within a state the words form a complete parse, so exactly one word fits whatever follows, and the greedy parse is
+//! the shortest. A walk starts at the root of a state and looks at the gap to the next non-zero weight. The gap alone
+//! decides: either it ends a word (after some of its zeros, with a promise that the rest of the gap confirms), or the
+//! word holds that non-zero and the walk goes on at a node of its own. A word has at most three non-zeros, so a code
+//! costs at most four look-ups, however many weights it stands for.
+
+use std::sync::OnceLock;
+
+use super::dictionary::{COUNT, Dictionary, Word};
+use crate::{Error, Result};
+
+/// Marks an action that ends a word: bits 0-7 code, 8-15 zeros of the gap that the word takes, 16-30 the next root.
+const END: u32 = 1 << 31;
+
+/// The node's actions by gap; the last one holds for all larger gaps too.
+#[derive(Debug, Clone, Copy, Default)]
+struct Node {
+    first: u32,
+    last: u32,
+}
+
+/// The tables that encode rows with one dictionary.
+#[derive(Debug)]
+pub struct Encoder {
+    nodes: Vec<Node>,
+    /// An action without [`END`] is the node to go to after symbol 1; the one after symbol 2 follows it.
+    actions: Vec<u32>,
+}
+
+struct Item {
+    word: Word,
+    code: u8,
+    next: usize,
+}
+
+/// The words that begin with the same `depth` non-zeros, the last of them just before `start`. A promise (or 0) says
+/// that gaps of so many zeros do not occur here.
+struct Branch {
+    items: Vec<Item>,
+    depth: usize,
+    start: u8,
+    promise: u8,
+}
+
+impl Encoder {
+    /// Builds the tables.
+    ///
+    /// # Errors
+    /// [`Error::Corruption`] if the words of a state are not a complete parse: some weights would fit no word or two.
+    pub fn new(dictionary: &Dictionary) -> Result<Encoder> {
+        let states = dictionary.states();
+        let mut encoder = Encoder {
+            nodes: vec![Node::default(); states],
+            actions: Vec::new(),
+        };
+        for (state, words) in dictionary.words.iter().enumerate() {
+            let items = words.iter().enumerate().filter_map(|(code, word)| {
+                let code = code as u8;
+                word.map(|word| Item {
+                    word,
+                    code,
+                    next: dictionary.class_of(code),
+                })
+            });
+            let branch = Branch {
+                items: items.collect(),
+                depth: 0,
+                start: 0,
+                promise: dictionary.promises[state],
+            };
+            encoder.grow(state, branch, &dictionary.promises)?;
+        }
+        Ok(encoder)
+    }
+
+    /// The tables of an embedded dictionary, built at its first use.
+    ///
+    /// # Panics
+    /// If `id` is not below [`COUNT`].
+    pub fn embedded(id: usize) -> &'static Encoder {
+        static ALL: [OnceLock<Encoder>; COUNT] = [const { OnceLock::new() }; COUNT];
+        ALL[id].get_or_init(|| {
+            Encoder::new(&Dictionary::all()[id]).expect("the embedded dictionaries are complete parses")
+        })
+    }
+
+    fn grow(&mut self, node: usize, branch: Branch, promises: &[u8]) -> Result<()> {
+        let Branch {
+            items,
+            depth,
+            start,
+            promise,
+        } = branch;
+        let (ends, longer): (Vec<Item>, Vec<Item>) = items
+            .into_iter()
+            .partition(|item| item.word.nonzeros().count() == depth);
+        let open_end = ends
+            .iter()
+            .find(|item| promises[item.next] == 0)
+            .map(|item| item.word.length - start);
+        let last = promise
+            .checked_sub(1)
+            .or(open_end)
+            .ok_or_else(|| incomplete("no word for a long gap"))?;
+        let mut actions = vec![None; usize::from(last) + 1];
+        for item in &ends {
+            let taken = item.word.length - start;
+            let gaps = match promises[item.next] {
+                0 => taken..=last,
+                promise => taken..=last.min(taken.saturating_add(promise - 1)),
+            };
+            let action = END | (item.next as u32) << 16 | u32::from(taken) << 8 | u32::from(item.code);
+            gaps.into_iter()
+                .try_for_each(|gap| set(&mut actions, gap, action))?;
+        }
+        for (gap, children) in by_gap(longer, depth, start) {
+            let child = self.nodes.len();
+            self.nodes.extend([Node::default(); 2]);
+            set(&mut actions, gap, child as u32)?;
+            for (symbol, items) in children.into_iter().enumerate() {
+                let branch = Branch {
+                    items,
+                    depth: depth + 1,
+                    start: start + gap + 1,
+                    promise: 0,
+                };
+                self.grow(child + symbol, branch, promises)?;
+            }
+        }
+        self.nodes[node] = Node {
+            first: self.actions.len() as u32,
+            last: u32::from(last),
+        };
+        for action in actions {
+            self.actions
+                .push(action.ok_or_else(|| incomplete("a gap fits no word"))?);
+        }
+        Ok(())
+    }
+
+    /// Appends the codes of a row of `columns` weights, at least one, to `out`.
+    ///
+    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order and then [`super::SENTINEL`];
+    /// `swapped` is 0 if symbol 1 stands for the negative level, 1 if for the positive one.
+    pub fn encode(&self, nonzeros: &[u32], columns: u32, swapped: u32, out: &mut Vec<u8>) {
+        let mut at = 0;
+        let mut next = 0;
+        let mut node = 0;
+        loop {
+            let nonzero = nonzeros[next];
+            let Node { first, last } = self.nodes[node];
+            let action = self.actions[(first + last.min((nonzero >> 1) - at)) as usize];
+            if action & END == 0 {
+                node = (action + ((nonzero & 1) ^ swapped)) as usize;
+                at = (nonzero >> 1) + 1;
+                next += 1;
+                continue;
+            }
+            out.push(action as u8);
+            at += action >> 8 & 0xff;
+            node = (action >> 16 & 0x7fff) as usize;
+            if at >= columns {
+                break;
+            }
+        }
+    }
+}
+
+fn set(actions: &mut [Option<u32>], gap: u8, action: u32) -> Result<()> {
+    match actions.get_mut(usize::from(gap)) {
+        Some(place @ None) => *place = Some(action),
+        _ => return Err(incomplete("a gap fits two words")),
+    }
+    Ok(())
+}
+
+/// Sorts words by the gap before their non-zero number `depth`, then by its symbol.
+fn by_gap(items: Vec<Item>, depth: usize, start: u8) -> std::collections::BTreeMap<u8, [Vec<Item>; 2]> {
+    let mut children = std::collections::BTreeMap::<u8, [Vec<Item>; 2]>::new();
+    for item in items {
+        if let Some((position, symbol)) = item.word.nonzeros().nth(depth) {
+            children.entry(position - start).or_default()[usize::from(symbol) - 1].push(item);
+        }
+    }
+    children
+}
+
+fn incomplete(why: &str) -> Error {
+    Error::Corruption(format!("FSV8 dictionary is not a complete parse: {why}"))
+}

@@ -1,0 +1,113 @@
+//! The look-up table of a decoder: one entry for each pair of a code and the class of the code before it.
+//!
+//! The table is total: an index that no valid row can produce holds an entry of length 1 without non-zeros, so that a
+//! kernel that decodes damaged bytes moves on by a bounded number of weights and never reads outside the table.
+
+use std::sync::OnceLock;
+
+use super::dictionary::{CODES, COUNT, Dictionary, Word};
+
+/// The entry of an index that no valid row produces.
+const IMPOSSIBLE: u32 = 1 << 24;
+
+/// A decoding table. The entry of a code is `entries[(code << s) | (previous_code >> (8 - s))]` with `s = class_bits`;
+/// the code before the first of a row counts as 0.
+///
+/// ```text
+/// two slots:   position 1 :8 | position 2 :8 | type 1 :2 @16 | type 2 :2 @18 | length :8 @24
+/// three slots: position 1 :5 | position 2 :5 | position 3 :5 | type 1 :2 @16 | type 2 :2 @18 | type 3 :2 @20 | length :8 @24
+/// ```
+///
+/// A type is 1 or 2, the symbol of the non-zero weight at that position of the word; type 0 is an unused slot, whose
+/// position is 0. Positions count from the word's first weight and are less than its length.
+#[derive(Debug, Clone)]
+pub struct Lut {
+    /// The 256 << `class_bits` entries.
+    pub entries: Vec<u32>,
+    /// The number of top bits of the previous code that select its class: 2 or 3.
+    pub class_bits: u32,
+    /// Whether entries have three slots of 5-bit positions instead of two of 8.
+    pub three_slots: bool,
+    /// The largest length of any entry, at most 255.
+    pub max_length: u32,
+    possible: Vec<bool>,
+    /// The number of codes of class 0, which lead to state 0.
+    unpromising: usize,
+}
+
+impl Lut {
+    /// Builds the table of a dictionary.
+    pub fn new(dictionary: &Dictionary) -> Lut {
+        let class_bits = u32::from(dictionary.class_bits);
+        let three_slots = dictionary.max_nonzeros == 3;
+        let mut entries = vec![IMPOSSIBLE; CODES << class_bits];
+        let mut possible = vec![false; CODES << class_bits];
+        for class in 0..1 << class_bits {
+            let state = dictionary.class_of((class << (8 - class_bits)) as u8);
+            for (code, word) in dictionary.words[state].iter().enumerate() {
+                let Some(word) = word else { continue };
+                let index = code << class_bits | class;
+                entries[index] = entry(word, three_slots);
+                possible[index] = true;
+            }
+        }
+        let unpromising = usize::from(dictionary.class_sizes[0]);
+        Lut {
+            entries,
+            class_bits,
+            three_slots,
+            max_length: u32::from(dictionary.max_length()),
+            possible,
+            unpromising,
+        }
+    }
+
+    /// The table of an embedded dictionary, built at its first use.
+    ///
+    /// # Panics
+    /// If `id` is not below [`COUNT`]; a parsed blob never names such a dictionary.
+    pub fn embedded(id: usize) -> &'static Lut {
+        static ALL: [OnceLock<Lut>; COUNT] = [const { OnceLock::new() }; COUNT];
+        ALL[id].get_or_init(|| Lut::new(&Dictionary::all()[id]))
+    }
+
+    /// The index of a code that follows `previous` (0 for the first of a row).
+    #[inline(always)]
+    pub fn index(&self, code: u8, previous: u8) -> usize {
+        usize::from(code) << self.class_bits | usize::from(previous) >> (8 - self.class_bits)
+    }
+
+    /// Whether a valid row can produce an index.
+    #[inline(always)]
+    pub fn possible(&self, index: usize) -> bool {
+        self.possible[index]
+    }
+
+    /// Whether a code leads to state 0, as the last one of a row does.
+    #[inline(always)]
+    pub fn ends_row(&self, code: u8) -> bool {
+        usize::from(code) < self.unpromising
+    }
+}
+
+/// Packs a word of up to two or three non-zeros.
+fn entry(word: &Word, three_slots: bool) -> u32 {
+    let position_bits = if three_slots { 5 } else { 8 };
+    word.nonzeros().enumerate().fold(
+        u32::from(word.length) << 24,
+        |entry, (slot, (position, symbol))| {
+            entry | u32::from(position) << (position_bits * slot) | u32::from(symbol) << (16 + 2 * slot)
+        },
+    )
+}
+
+/// The non-zero weights of an entry: (position, symbol).
+#[inline(always)]
+pub fn nonzeros(entry: u32, three_slots: bool) -> impl Iterator<Item = (usize, u8)> {
+    let (bits, slots) = if three_slots { (5, 3) } else { (8, 2) };
+    (0..slots).filter_map(move |slot| {
+        let symbol = (entry >> (16 + 2 * slot) & 3) as u8;
+        let position = (entry >> (bits * slot)) as usize & ((1 << bits) - 1);
+        (symbol != 0).then_some((position, symbol))
+    })
+}
