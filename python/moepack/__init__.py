@@ -19,9 +19,12 @@ from moepack.errors import (
     SerializationError,
     UnsupportedModelError,
 )
+from moepack.integrations import register
 
 if TYPE_CHECKING:
     from moepack.checkpoint import Checkpoint, describe
+    from moepack.evaluation import EvaluationReport, evaluate
+    from moepack.runtime.loading import load
     from moepack.solvers.rtn import quantize_ternary
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "CorruptionError",
     "DiskError",
+    "EvaluationReport",
     "InvalidTensorError",
     "LoadError",
     "MoepackError",
@@ -37,12 +41,17 @@ __all__ = [
     "SerializationError",
     "UnsupportedModelError",
     "describe",
+    "evaluate",
+    "load",
     "quantize_ternary",
 ]
 
 _EXPORTS = {
     "Checkpoint": "moepack.checkpoint",
+    "EvaluationReport": "moepack.evaluation",
     "describe": "moepack.checkpoint",
+    "evaluate": "moepack.evaluation",
+    "load": "moepack.runtime.loading",
     "quantize_ternary": "moepack.solvers.rtn",
 }
 
@@ -58,3 +67,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_EXPORTS})
+
+
+register()

@@ -1,0 +1,44 @@
+"""`moepack doctor`: what this machine offers and what moepack makes of it."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["doctor_command"]
+
+
+def doctor_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show versions, instruction sets, the kernel of each format, huge pages, GPU and memory bandwidth."""
+    from moepack.runtime.machine import examine
+
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    table = Table(show_header=False, box=None)
+    for section, content in facts.items():
+        for label, value in _rows(section, content):
+            table.add_row(label, value)
+    Console(highlight=False).print(table)
+
+
+def _rows(section: str, content: Any) -> list[tuple[str, str]]:
+    """One row for each fact, the first labelled with the section's name."""
+    if not isinstance(content, dict):
+        return [(section, _text(content))]
+    return [(f"{section}: {name}", _text(value)) for name, value in content.items()]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

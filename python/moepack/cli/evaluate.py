@@ -1,0 +1,82 @@
+"""`moepack eval`: loss and perplexity of a model on a text, and its distance from a reference."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+__all__ = ["eval_command"]
+
+
+def eval_command(
+    directory: Annotated[Path, typer.Argument(help="Model directory, packed or not.")],
+    text: Annotated[Path, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)],
+    reference: Annotated[Path | None, typer.Option(help="Model directory to compare with.")] = None,
+    chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
+    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+) -> None:
+    """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement."""
+    from moepack.evaluation import evaluate
+    from moepack.runtime.loading import set_threads
+
+    quiet_transformers()
+    if threads is not None:
+        set_threads(threads)
+    with _bar() as progress:
+        try:
+            report = evaluate(directory, text, chars, reference, dtype=dtype, progress=progress)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print(json.dumps({"model": str(directory), "text": str(text), **report.to_json()}))
+    else:
+        Console().print(_table(report.to_json()))
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and advice out of a command's output."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None)
+    rows = {
+        "loss": ("loss (nats a token)", "{:.5f}"),
+        "perplexity": ("perplexity", "{:.4f}"),
+        "reference_loss": ("reference loss", "{:.5f}"),
+        "reference_perplexity": ("reference perplexity", "{:.4f}"),
+        "kl": ("mean KL(reference || model)", "{:.5f}"),
+        "top1_agreement": ("top-1 agreement", "{:.2%}"),
+        "tokens": ("tokens", "{:,}"),
+        "seconds": ("seconds", "{:.1f}"),
+    }
+    for name, (label, form) in rows.items():
+        if name in figures:
+            table.add_row(label, form.format(figures[name]))
+    return table
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """A bar on stderr that counts windows and shows the loss so far and the time left."""
+    columns = (
+        TextColumn("windows"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, loss="")
+        yield lambda done, total, loss: bar.update(task, completed=done, total=total, loss=f"{loss:.4f}")

@@ -1,0 +1,55 @@
+"""`moepack generate`: continue a prompt, token by token, and say how fast it went."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["generate_command"]
+
+
+def generate_command(
+    directory: Annotated[Path, typer.Argument(help="Model directory, packed or not.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; for Switch with <extra_id_0> where text is missing.")],
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, more samples.", min=0.0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+) -> None:
+    """Generate text; the tokens go to stdout as they come, the speed to stderr at the end."""
+    from moepack.cli.evaluate import quiet_transformers
+    from moepack.runtime.generation import generate
+    from moepack.runtime.loading import open_model, open_tokenizer
+    from moepack.runtime.memory import process_memory
+
+    quiet_transformers()
+    try:
+        model = open_model(directory, dtype, threads)
+        tokenizer = open_tokenizer(directory)
+        if not model.config.is_encoder_decoder:
+            _write(prompt)
+        report = generate(
+            *(model, tokenizer, prompt),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            on_text=_write,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    _write("\n")
+    memory = process_memory()
+    Console(stderr=True, highlight=False).print(
+        f"{report.tokens} tokens, {report.tokens_per_second:.1f} tokens/s; "
+        f"first token after {report.first_token_seconds:.3f} s ({report.prompt_tokens} tokens of prompt); "
+        f"peak memory {memory.peak / 1e6:.0f} MB, of it now {memory.anonymous / 1e6:.0f} MB own "
+        f"and {memory.mapped / 1e6:.0f} MB of mapped files"
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,241 @@
+"""Reading packed directories through transformers: `AutoModelForCausalLM.from_pretrained(directory)`.
+
+A packed directory names the quantization method `moepack` in its config. Transformers then builds the model on the
+meta device, hands it to `MoepackQuantizer`, loads the weights, and hands it over again. Before the weights come, every
+packed experts module is replaced by one that has no parameters at all, so that transformers finds nothing to load,
+convert, cast or initialize there and never touches a packed byte; the packed tensors, which no parameter asks for, are
+declared as expected leftovers. After the weights came, the mapped bytes are attached. So the loader's renaming and
+conversion rules, which differ between versions, cannot interfere, and loading adds no anonymous memory for experts.
+
+Transformers without moepack must fail on such a directory rather than make up random experts: each layer has a packed
+tensor under a name that the stock model has with another shape (`experts.down_proj`, or the first expert of Switch).
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moepack.errors import CorruptionError, LoadError, SerializationError, UnsupportedModelError
+from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
+
+__all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
+
+METHOD = "moepack"
+SUPPORTED_VERSION = 1
+
+PackedModule = PackedExperts | PackedSwitchExperts
+Shapes = dict[str, tuple[int, int, int]]
+
+
+class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of a packed directory.
+
+    Args:
+        version: version of the directory's format.
+        packed: for each experts module (its path in the model), the shape (E, R, C) of each packed projection.
+        **settings: what the method that packed the directory notes for the reader (method, code and so on).
+
+    Raises:
+        LoadError: the directory is newer than this moepack.
+        CorruptionError: the entries are not what the format says.
+    """
+
+    def __init__(self, version: int = 0, packed: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        if not isinstance(version, int) or version < 1:
+            raise CorruptionError(f"quantization_config names no format version: {version!r}", file="config.json")
+        if version > SUPPORTED_VERSION:
+            raise LoadError(
+                f"the directory has format version {version}, this moepack reads up to {SUPPORTED_VERSION}: "
+                "upgrade moepack (pip install --upgrade moepack)",
+                file="config.json",
+            )
+        settings["quant_method"] = METHOD
+        self.__dict__.update(settings)
+        self.version = version
+        self.packed = _checked_packed(packed)
+
+
+def _checked_packed(packed: Any) -> dict[str, dict[str, list[int]]]:
+    """The mapping from module to projection to shape, refused unless it is exactly that."""
+    if not isinstance(packed, Mapping):
+        raise CorruptionError("quantization_config lists no packed modules", file="config.json")
+    for module, shapes in packed.items():
+        if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
+            raise CorruptionError(f"quantization_config: bad packed shapes of '{module}'", file="config.json")
+    return {module: {name: list(shape) for name, shape in shapes.items()} for module, shapes in packed.items()}
+
+
+def _is_shape(shape: Any) -> bool:
+    sizes = shape if isinstance(shape, list | tuple) else ()
+    return len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
+
+
+class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts packed experts into a model that transformers loads; see the module's text for how."""
+
+    requires_calibration = True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse devices that the packed kernels do not run on.
+
+        Raises:
+            LoadError: the device map names anything but the CPU.
+        """
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, dict):
+            for module, device in device_map.items():
+                name = torch.device(device).type if device != "disk" else "disk"
+                if name != "cpu":
+                    where = f"'{module}'" if module else "the model"
+                    raise LoadError(f"packed experts run on the CPU; the device map puts {where} on '{device}'")
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Turn the automatic maps ("auto", "balanced" and so on) into the CPU."""
+        return {"": torch.device("cpu")} if isinstance(device_map, str) else device_map
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        files = kwargs.get("checkpoint_files")
+        if not files:
+            raise LoadError("a packed model is loaded from a directory, not from a state dict")
+        self._directory = _open_directory(Path(files[0]).parent, model)
+        self._modules: dict[str, PackedModule] = {}
+        leftovers = set(model._keys_to_ignore_on_load_unexpected or ())
+        for recorded, shapes in self.quantization_config.packed.items():
+            path = _module_path(model, recorded)
+            module = _packed_module(model.get_submodule(path), path, {k: tuple(v) for k, v in shapes.items()})
+            model.set_submodule(path, module)
+            _mark_initialized(model, path)
+            self._modules[recorded] = module
+            leftovers.add(rf"(^|\.){re.escape(path)}\.")
+        model._keys_to_ignore_on_load_unexpected = leftovers
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        directory, tensors = self._directory, self._directory.tensors()
+        names = {(record.module, record.projection): name for name, record in directory.manifest.packed().items()}
+        for recorded, module in self._modules.items():
+            for projection in module.projections:
+                name = names.get((recorded, projection))
+                if name is None:
+                    message = f"the manifest lists no {projection} of '{recorded}', which config.json lists as packed"
+                    raise CorruptionError(message, file=directory.path / "moepack.json")
+                file = directory.path / directory.manifest.tensors[name].file
+                module.attach(projection, tensors[name], file=file, tensor=name)
+        model._weight_conversions = None
+        del self._directory, self._modules
+        return model
+
+    def is_serializable(self) -> bool:
+        """Raise, with what to do instead of `save_pretrained`.
+
+        Raises:
+            SerializationError: always; what could be written is the directory that the model was loaded from.
+        """
+        raise SerializationError(
+            "a packed model is not saved through save_pretrained: its packed bytes are the files of the directory "
+            "that it was loaded from. Copy that directory instead (shutil.copytree, cp -r)"
+        )
+
+    @property
+    def is_trainable(self) -> bool:
+        """False: there is no gradient through packed experts."""
+        return False
+
+
+def install() -> None:
+    """Register the configuration and the quantizer; again is a no-op, and a reloaded moepack replaces the old one."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MoepackConfig
+    auto.AUTO_QUANTIZER_MAPPING[METHOD] = MoepackQuantizer
+
+
+def _open_directory(path: Path, model: Any) -> Any:
+    """Open the packed directory; a snapshot of the hub gets its manifest first, which transformers does not fetch."""
+    from moepack.format import PackedDirectory
+
+    if not (path / "moepack.json").exists() and not Path(model.config.name_or_path).is_dir():
+        from transformers.utils import cached_file
+
+        commit = getattr(model.config, "_commit_hash", None)
+        cached_file(model.config.name_or_path, "moepack.json", revision=commit, _commit_hash=commit)
+    return PackedDirectory.open(path)
+
+
+def _module_path(model: Any, recorded: str) -> str:
+    """The path in this model of a packed module, whose recorded path is that in the model with its head.
+
+    Raises:
+        LoadError: the model has no such module.
+    """
+    prefix = f"{model.base_model_prefix}."
+    for path in (recorded, recorded.removeprefix(prefix), prefix + recorded):
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            continue
+        return path
+    import transformers
+
+    raise LoadError(
+        f"{type(model).__name__} of transformers {transformers.__version__} has no module '{recorded}', which the "
+        "directory lists as packed; another version of transformers may have it (5.20 and newer are known to)"
+    )
+
+
+def _mark_initialized(model: Any, path: str) -> None:
+    """Keep transformers from initializing the packed module, and its parent, whose rule reaches into the experts."""
+    parent, _, _ = path.rpartition(".")
+    for module in (model.get_submodule(path), model.get_submodule(parent)):
+        module._is_hf_initialized = True
+
+
+def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> PackedModule:
+    """The packed twin of an experts module.
+
+    Raises:
+        LoadError: the directory's shapes are not those of the model's configuration.
+        UnsupportedModelError: the module computes something that packed experts do not.
+    """
+    packed: PackedModule
+    if set(shapes) == set(PackedSwitchExperts.projections) and isinstance(original, nn.ModuleDict):
+        expected, act_fn = _switch_layout(original)
+        kind: type[PackedModule] = PackedSwitchExperts
+    elif set(shapes) == set(PackedExperts.projections) and not isinstance(original, nn.ModuleDict):
+        expected, act_fn = _gated_layout(original, path)
+        kind = PackedExperts
+    else:
+        raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
+    if shapes != expected:
+        raise LoadError(f"the directory packs '{path}' as {shapes}, the model's configuration says {expected}")
+    packed = kind(shapes, act_fn)
+    return packed
+
+
+def _switch_layout(original: nn.ModuleDict) -> tuple[Shapes, Any]:
+    """Shapes and activation of the experts of Switch Transformers."""
+    first: Any = next(iter(original.values()))
+    shapes = {name: (len(original), *getattr(first, name).weight.shape) for name in PackedSwitchExperts.projections}
+    return shapes, first.act
+
+
+def _gated_layout(original: Any, path: str) -> tuple[Shapes, Any]:
+    """Shapes and activation of a standard experts module, refused where its arithmetic is not the standard one."""
+    gate = getattr(original, "_apply_gate", None)
+    standard = (
+        all(hasattr(original, name) for name in ("gate_up_proj", "down_proj", "act_fn"))
+        and getattr(gate, "__name__", "") == "_default_apply_gate"
+        and not any(getattr(original, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
+    )
+    if not standard:
+        message = f"'{path}' ({type(original).__name__}) is no experts module of the standard layout"
+        raise UnsupportedModelError(message)
+    experts, double, hidden = original.gate_up_proj.shape
+    inner = (experts, double // 2, hidden)
+    shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": tuple(original.down_proj.shape)}
+    return shapes, original.act_fn

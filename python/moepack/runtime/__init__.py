@@ -1,0 +1,1 @@
+"""Running packed models: expert modules that compute from mapped bytes, loading, generating."""

@@ -1,0 +1,125 @@
+"""Loading a model directory with the class, dtype and threads that running it needs.
+
+`load` is for packed directories. `open_model` also takes ordinary checkpoints, because evaluation compares the two.
+"""
+
+import json
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack.errors import LoadError
+
+__all__ = ["is_packed", "load", "open_model", "open_tokenizer", "set_threads"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(directory: str | PathLike[str], dtype: torch.dtype | str | None = None, threads: int | None = None) -> Any:
+    """Load a packed directory as a transformers model, in evaluation mode, on the CPU.
+
+    The experts stay in the mapped files; loading them adds next to nothing to the process's own memory.
+
+    Args:
+        directory: what `moepack compress` wrote.
+        dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
+        threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
+            them as they are.
+
+    Returns:
+        The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
+
+    Raises:
+        LoadError: the directory is no packed model, or needs a newer moepack.
+        CorruptionError: its files contradict each other or are truncated.
+    """
+    if not is_packed(directory):
+        message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
+        raise LoadError(message, file=directory)
+    return open_model(directory, dtype, threads)
+
+
+def open_model(
+    directory: str | PathLike[str], dtype: torch.dtype | str | None = None, threads: int | None = None
+) -> Any:
+    """Load a packed or an ordinary model directory; arguments, result and errors as for `load`."""
+    config = _read_config(directory)
+    if threads is not None:
+        set_threads(threads)
+    import transformers
+
+    from moepack.integrations import register
+
+    register()
+    seq2seq = config.get("is_encoder_decoder", False)
+    auto = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
+    model, report = auto.from_pretrained(
+        fspath(directory), dtype=_dtype(dtype), local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise LoadError(f"the model needs tensors that the directory does not have: {names}", file=directory)
+    return model.eval()
+
+
+def open_tokenizer(directory: str | PathLike[str]) -> Any:
+    """Load the tokenizer of a model directory.
+
+    Raises:
+        LoadError: it has none that transformers can read.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(fspath(directory), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"no tokenizer can be loaded: {error}", file=directory) from error
+
+
+def is_packed(directory: str | PathLike[str]) -> bool:
+    """Say whether a directory's config names moepack as its quantization method.
+
+    Raises:
+        LoadError: there is no readable config.
+    """
+    settings = _read_config(directory).get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == "moepack"
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads of the packed kernels and of torch, for the whole process.
+
+    Raises:
+        ValueError: `threads` is less than 1.
+    """
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    from moepack import _core
+
+    _core.set_threads(threads)
+    torch.set_num_threads(threads)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
+    if dtype is None or dtype == "auto":
+        return "auto"
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or auto, got '{dtype}'")
+        return DTYPES[dtype]
+    return dtype
+
+
+def _read_config(directory: str | PathLike[str]) -> dict[str, Any]:
+    file = Path(directory) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoadError(f"cannot be read: {error.strerror}", file=file) from error
+    except ValueError as error:
+        raise LoadError(f"is not valid JSON: {error}", file=file) from error
+    if not isinstance(config, dict):
+        raise LoadError("is no JSON object", file=file)
+    return config

@@ -1,0 +1,95 @@
+"""What the machine offers to packed models: facts for `moepack doctor` and for benchmark reports.
+
+Nothing here changes anything. A fact that cannot be found out is None.
+"""
+
+import os
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["examine", "read_bandwidth"]
+
+PACKAGES = ("moepack", "torch", "transformers", "numpy", "safetensors", "cupy-cuda13x")
+PROBE_BYTES = 512 << 20
+"""Larger than the last-level cache of current machines, so that the probe reads memory."""
+
+
+def examine() -> dict[str, Any]:
+    """Collect everything that `moepack doctor` shows; takes about a second, most of it measuring bandwidth."""
+    from moepack import _core
+
+    return {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "processor": {
+            "model": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "instruction sets found": _core.available_isas(),
+            "instruction set used": _core.isa(),
+            "threads of packed kernels": _core.threads(),
+            "threads of torch": torch.get_num_threads(),
+        },
+        "kernels": _core.kernels(),
+        "memory": {
+            "total GB": _total_memory(),
+            "read bandwidth GB/s": round(read_bandwidth() / 1e9, 1),
+            "transparent huge pages": _huge_pages(),
+        },
+        "gpu": _gpu(),
+    }
+
+
+def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
+    """Measure how fast all of torch's threads together read memory, in bytes a second: the best of some rounds."""
+    words = torch.ones(size // 8, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        words.sum()
+        best = min(best, time.perf_counter() - start)
+    return size / best
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _total_memory() -> float | None:
+    if not hasattr(os, "sysconf"):
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+
+
+def _huge_pages() -> str | None:
+    """The chosen mode of transparent huge pages, which stands in brackets."""
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return None
+    return modes[modes.find("[") + 1 : modes.find("]")]
+
+
+def _gpu() -> dict[str, Any]:
+    found = torch.cuda.is_available()
+    return {
+        "found": torch.cuda.get_device_name(0) if found else None,
+        "cupy": _version("cupy-cuda13x") or _version("cupy-cuda12x") or ("loaded" if "cupy" in sys.modules else None),
+        "used": "no: packed experts run on the CPU",
+    }

@@ -1,0 +1,173 @@
+"""Tiny models of every supported architecture, and packed directories of them in a trivial format.
+
+The format here ("MOEPTEST": a header and the weights as float32) stands in for a real one where a test is about
+loading and routing, so that a fault of a codec cannot hide one of the runtime, nor the other way round.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from moepack.runtime.matrix import register_format
+
+MAGIC = b"MOEPTEST"
+
+
+class DenseMatrix:
+    """Float32 weights behind a header of eight 64-bit words: the magic, E, R, C and zeros."""
+
+    format = "test-dense"
+
+    def __init__(self, data):
+        sizes = data[8:32].view(np.uint64)
+        self.shape = tuple(int(size) for size in sizes)
+        self.nbytes = data.nbytes
+        if data.nbytes != 64 + 4 * int(np.prod(self.shape)):
+            raise ValueError(f"{data.nbytes} bytes do not hold {self.shape}")
+        self.weights = data[64:].view(np.float32).reshape(self.shape)
+
+    def matmul_grouped(self, x, offsets):
+        if x.dtype == np.uint16:
+            x = (x.astype(np.uint32) << 16).view(np.float32)
+        y = np.empty((len(x), self.shape[1]), np.float32)
+        for expert in range(self.shape[0]):
+            rows = slice(offsets[expert], offsets[expert + 1])
+            y[rows] = x[rows] @ self.weights[expert].T
+        return y
+
+
+register_format(MAGIC, DenseMatrix)
+
+
+def dense_blob(weights):
+    """Pack float32 weights [E, R, C] into the test format."""
+    header = np.zeros(64, np.uint8)
+    header[:8] = np.frombuffer(MAGIC, np.uint8)
+    header[8:32] = np.array(weights.shape, np.uint64).view(np.uint8)
+    return np.concatenate([header, np.ascontiguousarray(weights, np.float32).view(np.uint8).reshape(-1)])
+
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+SETTINGS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"num_experts": 6, "head_dim": 8},
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "olmoe": {"num_experts": 6},
+    "phimoe": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
+    "switch_transformers": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "num_experts": 4,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+    },
+}
+ARCHITECTURES = sorted(SETTINGS)
+SWITCH = "switch_transformers"
+
+
+def tiny_model(architecture, seed=0):
+    """A random float32 model whose expert weights are large enough to matter."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(architecture, **{**COMMON, **SETTINGS[architecture]})
+    seq2seq = architecture == SWITCH
+    auto = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
+    return model
+
+
+def experts_modules(model):
+    """(path, module) of every experts module of the model."""
+    found = [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
+    assert found
+    return found
+
+
+def expert_weights(module):
+    """projection -> [E, R, C] of an experts module of transformers."""
+    if isinstance(module, torch.nn.ModuleDict):
+        names = ("wi", "wo")
+        return {name: torch.stack([getattr(expert, name).weight for expert in module.values()]) for name in names}
+    gate, up = module.gate_up_proj.chunk(2, dim=1)
+    return {"gate_proj": gate, "up_proj": up, "down_proj": module.down_proj}
+
+
+def packed_name(path, projection):
+    return f"{path}.expert_0.{projection}.weight" if projection in ("wi", "wo") else f"{path}.{projection}"
+
+
+def inputs(model, tokens=20, batch=2, seed=1):
+    """Token ids that the model's forward takes."""
+    ids = torch.from_numpy(np.random.default_rng(seed).integers(3, 64, (batch, tokens)))
+    return {"input_ids": ids, **({"labels": ids[:, :7].contiguous()} if model.config.is_encoder_decoder else {})}
+
+
+def logits(model, **kwargs):
+    with torch.inference_mode():
+        return model(**inputs(model, **kwargs)).logits
+
+
+def write_packed(model, directory, pack=dense_blob, name="dense"):
+    """Write a packed directory of a model, every expert projection through `pack`; return the path."""
+    directory = Path(directory)
+    directory.mkdir()
+    packed, tensors = {}, {}
+    consumed = []
+    for path, module in experts_modules(model):
+        weights = expert_weights(module)
+        packed[path] = {projection: list(weight.shape) for projection, weight in weights.items()}
+        for projection, weight in weights.items():
+            tensors[packed_name(path, projection)] = torch.from_numpy(pack(weight.detach().numpy()))
+        consumed.append(f"{path}.")
+    for key, value in model.state_dict().items():
+        if not key.startswith(tuple(consumed)) and not (key == "lm_head.weight" and model.config.tie_word_embeddings):
+            tensors[key] = value.clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict()
+    config["architectures"] = [type(model).__name__]
+    config["quantization_config"] = {"quant_method": "moepack", "version": 1, "method": name, "packed": packed}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
