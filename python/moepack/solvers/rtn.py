@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moepack.arrays import as_tensor
 from moepack.errors import InvalidTensorError
+from moepack.solvers.chunks import row_chunks
 
 __all__ = ["quantize_ternary"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_CHUNK = 1 << 19
-"""Weights handled at a time: their temporaries take about 4 MB whatever the tensor's size, and stay in the caches."""
 
 
 @overload
@@ -52,67 +52,53 @@ def quantize_ternary(
             representable in `level_dtype`. Both are of the same library and on the same device as `weight`.
 
     Raises:
-        InvalidTensorError: the weight holds NaN or infinity, is no stack of matrices, is not of a floating-point dtype,
-            or has a level beyond the range of `level_dtype`.
+        InvalidTensorError: the weight holds NaN or infinity, is no stack of matrices, is not dense and of a
+            floating-point dtype, or has a level beyond the range of `level_dtype`.
         TypeError: `weight` is neither a torch tensor nor a numpy array.
     """
-    if isinstance(weight, np.ndarray):
-        if weight.dtype.kind != "f" or weight.dtype.itemsize not in (2, 4, 8):
-            raise InvalidTensorError(f"cannot quantize {weight.dtype}; expected floating-point weights", tensor=name)
-        native = np.ascontiguousarray(weight, dtype=weight.dtype.newbyteorder("="))
-        # A read-only array (a memory map) is only read here; torch would warn about sharing it.
-        codes, levels = quantize_ternary(
-            torch.from_numpy(native if native.flags.writeable else native.copy()), level_dtype=level_dtype, name=name
-        )
-        return codes.numpy(), levels.numpy()
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"expected a torch tensor or a numpy array, got {type(weight).__name__}")
-    _check(weight, level_dtype, name)
-    return _quantize(weight.detach(), level_dtype, name)
+    values = as_tensor(weight, "weight" if name is None else f"weight '{name}'")
+    _check(values, level_dtype, name)
+    codes, levels = _quantize(values, level_dtype, name)
+    return (codes.numpy(), levels.numpy()) if isinstance(weight, np.ndarray) else (codes, levels)
 
 
 def _check(weight: torch.Tensor, level_dtype: torch.dtype, name: str | None) -> None:
     if level_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"level_dtype must be bfloat16, float16 or float32, got {level_dtype}")
-    if weight.dtype not in _FLOATS or weight.layout != torch.strided or weight.is_meta:
-        raise InvalidTensorError(
-            f"cannot quantize {weight.dtype} ({weight.layout}, {weight.device}); expected dense floating-point weights",
-            tensor=name,
-        )
+    if weight.dtype not in _FLOATS:
+        raise InvalidTensorError(f"has dtype {weight.dtype}, expected a floating-point one", tensor=name)
     if weight.ndim < 2:
         raise InvalidTensorError(f"has shape {list(weight.shape)}, expected [..., rows, columns]", tensor=name)
 
 
 def _quantize(weight: torch.Tensor, level_dtype: torch.dtype, name: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a checked tensor, a few rows at a time."""
-    rows, columns = weight.shape[-2:]
     codes = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
     levels = torch.zeros((*weight.shape[:-1], 2), dtype=torch.float32, device=weight.device)
-    if weight.numel() == 0:
-        return codes, levels
-    step = max(1, _CHUNK // columns)
-    for matrix in np.ndindex(*weight.shape[:-2]):
-        for start in range(0, rows, step):
-            place = (*matrix, slice(start, start + step))
-            chunk = weight[place]
-            values = chunk if chunk.dtype == torch.float64 else chunk.float()
-            # Two passes: torch's aminmax is 30 times slower than amin or amax along the last dimension.
-            low = values.amin(dim=-1, keepdim=True).clamp(max=0)
-            high = values.amax(dim=-1, keepdim=True).clamp(min=0)
-            rounded = torch.cat((low, high), dim=-1).to(level_dtype).float()
-            if not bool(rounded.isfinite().all()):
-                raise _not_finite(values, rounded, (*matrix, start), level_dtype, name)
-            codes[place] = (values > high / 2).view(torch.int8) - (values < low / 2).view(torch.int8)
-            levels[place] = rounded
+    for matrix, rows in row_chunks(tuple(weight.shape)):
+        chunk = weight[matrix][rows]
+        values = chunk if chunk.dtype == torch.float64 else chunk.float()
+        # Two passes: torch's aminmax is 30 times slower than amin or amax along the last dimension.
+        low = values.amin(dim=-1, keepdim=True).clamp(max=0)
+        high = values.amax(dim=-1, keepdim=True).clamp(min=0)
+        rounded = torch.cat((low, high), dim=-1).to(level_dtype).float()
+        if not bool(rounded.isfinite().all()):
+            raise _not_finite(values, rounded, [*matrix, rows.start], level_dtype, name)
+        codes[matrix][rows] = (values > high / 2).view(torch.int8) - (values < low / 2).view(torch.int8)
+        levels[matrix][rows] = rounded
     return codes, levels
 
 
 def _not_finite(
-    values: torch.Tensor, rounded: torch.Tensor, start: tuple[int, ...], level_dtype: torch.dtype, name: str | None
+    values: torch.Tensor,
+    rounded: torch.Tensor,
+    first: list[int],
+    level_dtype: torch.dtype,
+    name: str | None,
 ) -> InvalidTensorError:
-    """The error for a chunk of which some level is not finite; `start` is the place of the chunk's first row."""
+    """The error for a chunk of which some level is not finite; `first` is the place of its first row."""
     row = int((~rounded.isfinite()).any(dim=-1).nonzero()[0])
-    place = [*start[:-1], start[-1] + row]
+    place = [*first[:-1], first[-1] + row]
     bad = (~values[row].isfinite()).nonzero()
     if len(bad):
         column = int(bad[0])

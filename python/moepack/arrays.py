@@ -1,0 +1,40 @@
+"""What users pass as tensors: torch or numpy, any byte order, any strides. Here they become torch tensors."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moepack.errors import InvalidTensorError
+
+__all__ = ["AnyTensor", "as_tensor"]
+
+AnyTensor = torch.Tensor | npt.NDArray[Any]
+
+_KINDS = "fiub"
+
+
+def as_tensor(array: AnyTensor, what: str = "tensor") -> torch.Tensor:
+    """Give a dense torch tensor with the values of `array`, detached, on the device where they are.
+
+    Memory is shared where it can be, so the result must not be written to.
+
+    Args:
+        array: a torch tensor or a numpy array.
+        what: how the error calls it.
+
+    Raises:
+        TypeError: it is neither of the two, or it is a masked array.
+        InvalidTensorError: it has no values (meta device) or no plain memory (sparse), or torch lacks its dtype.
+    """
+    if isinstance(array, torch.Tensor):
+        if array.layout != torch.strided or array.is_meta:
+            raise InvalidTensorError(f"the {what} is not dense in memory ({array.layout}, {array.device})")
+        return array.detach().resolve_neg()
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"the {what} must be a torch tensor or a numpy array, not {type(array).__name__}")
+    if array.dtype.kind not in _KINDS or array.dtype.itemsize > 8:
+        raise InvalidTensorError(f"the {what} has dtype {array.dtype}, which torch does not know")
+    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=not array.flags.writeable)
+    return torch.from_numpy(np.ascontiguousarray(native))
