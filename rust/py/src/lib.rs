@@ -1,10 +1,21 @@
 //! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
 
+mod error;
+mod machine;
+mod ternary;
+
 use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
     use super::*;
+
+    #[pymodule_export]
+    use super::error::CorruptionError;
+    #[pymodule_export]
+    use super::machine::{available_isas, isa, set_threads, threads};
+    #[pymodule_export]
+    use super::ternary::{TernaryBlob, encode_ternary};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

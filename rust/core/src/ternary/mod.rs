@@ -21,7 +21,7 @@ mod view;
 pub use decode::{decode_codes, decode_row, decode_values_bf16, decode_values_f32};
 pub use encode::encode;
 pub use levels::LevelType;
-pub use view::{PlacedRow, Row, TernaryView};
+pub use view::{Metadata, PlacedRow, Row, TernaryView};
 
 use crate::{Error, Result};
 

@@ -17,6 +17,45 @@ pub struct TernaryView<'a> {
     layout: Layout,
 }
 
+/// What parsing found, without the bytes: for an owner of the bytes who cannot hold a borrow of them.
+#[derive(Debug, Clone)]
+pub struct Metadata {
+    header: Header,
+    layout: Layout,
+}
+
+impl Metadata {
+    /// The entropy code.
+    pub fn code(&self) -> Code {
+        self.header.code
+    }
+
+    /// Experts, rows and columns, and the rank that the user sees.
+    pub fn shape(&self) -> Shape {
+        self.header.shape
+    }
+
+    /// The number of weights that are not zero, as the header says.
+    pub fn nonzeros(&self) -> u64 {
+        self.header.nonzeros
+    }
+
+    /// The type in which levels are stored.
+    pub fn level_type(&self) -> LevelType {
+        self.header.level_type
+    }
+
+    /// The number of bytes of codes.
+    pub fn payload_bytes(&self) -> usize {
+        self.layout.payload.len()
+    }
+
+    /// The number of bytes of the whole tensor.
+    pub fn total_bytes(&self) -> usize {
+        self.layout.total
+    }
+}
+
 /// The codes of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Row<'a> {
@@ -77,6 +116,31 @@ impl<'a> TernaryView<'a> {
             Code::Dict16 => view.check_row_starts()?,
         }
         Ok(view)
+    }
+
+    /// What parsing found, to be used again by [`TernaryView::again`].
+    pub fn metadata(&self) -> Metadata {
+        Metadata {
+            header: self.header,
+            layout: self.layout.clone(),
+        }
+    }
+
+    /// A view of bytes that have been parsed before, at no cost.
+    ///
+    /// The bytes must be those that [`TernaryView::parse`] accepted. Other bytes make methods panic; they never make
+    /// them read outside `data`, because every access is checked against its length.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if their number differs.
+    pub fn again(data: &'a [u8], metadata: &Metadata) -> Result<TernaryView<'a>> {
+        let Metadata { header, layout } = metadata.clone();
+        if data.len() != layout.total {
+            return Err(Error::InvalidArgument(
+                "ternary tensor: not the bytes that were parsed".into(),
+            ));
+        }
+        Ok(TernaryView { data, header, layout })
     }
 
     /// The entropy code.

@@ -1,0 +1,95 @@
+"""The Rust core: packed ternary tensors, threads and instruction sets."""
+
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "CorruptionError",
+    "TernaryBlob",
+    "__version__",
+    "available_isas",
+    "encode_ternary",
+    "isa",
+    "set_threads",
+    "threads",
+]
+
+__version__: str
+
+class CorruptionError(ValueError):
+    """Bytes of a packed tensor contradict its format or end too early."""
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads of all later calls, 1 to 1024; ValueError for any other number."""
+
+def threads() -> int:
+    """Return the number of threads that calls use."""
+
+def isa() -> str:
+    """Return the instruction set in use: "scalar", "avx2" or "avx512"; ValueError if MOEPACK_ISA forces a wrong one."""
+
+def available_isas() -> list[str]:
+    """Return the instruction sets that the processor runs, the most general first."""
+
+def encode_ternary(
+    codes: NDArray[np.int8], levels: NDArray[np.float32], *, rank: int, code: str = "fsv8"
+) -> NDArray[np.uint8]:
+    """Encode ternary codes into a packed tensor, uint8 [bytes].
+
+    Args:
+        codes: int8 [experts, rows, columns], C-contiguous, each -1, 0 or 1.
+        levels: float32 [experts, rows, 2], C-contiguous: the negative (<= 0) and the positive (>= 0) value of a row.
+        rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+        code: "fsv8" or "dict16" (the dictionary of the QMoE paper, section 4.3).
+
+    Raises:
+        ValueError: a code, level or shape is out of range; the message names expert and row.
+    """
+
+@final
+class TernaryBlob:
+    """A packed ternary tensor of experts x rows x columns over an array that it keeps and reads in place.
+
+    Raises CorruptionError at construction if header, levels or offsets contradict the format.
+    """
+
+    def __new__(cls, data: NDArray[np.uint8]) -> TernaryBlob: ...
+    @property
+    def code(self) -> str:
+        """The entropy code: "fsv8" or "dict16"."""
+    @property
+    def experts(self) -> int:
+        """The number of experts, 1 for a matrix."""
+    @property
+    def rows(self) -> int:
+        """The number of rows of an expert."""
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+    @property
+    def rank(self) -> int:
+        """The rank of the tensor as its user sees it: 2 or 3."""
+    @property
+    def nonzeros(self) -> int:
+        """The number of weights that are not zero."""
+    @property
+    def nbytes(self) -> int:
+        """The size of the packed tensor in bytes, everything counted."""
+    @property
+    def payload_bytes(self) -> int:
+        """The size of the codes alone in bytes."""
+    @property
+    def level_dtype(self) -> str:
+        """The type of the stored levels: "bfloat16", "float16" or "float32"."""
+    def decode(self) -> NDArray[np.int8]:
+        """Return the codes, int8 [experts, rows, columns]; CorruptionError names expert, row and byte."""
+    def decode_rows(self, expert: int, start: int, stop: int) -> NDArray[np.int8]:
+        """Return the codes of some rows of an expert, int8 [stop - start, columns]; IndexError if there are none."""
+    def dequantize(self, dtype: Literal["float32", "bfloat16"]) -> NDArray[np.float32] | NDArray[np.uint16]:
+        """Return the values [experts, rows, columns]; bfloat16 comes as its bits in uint16."""
+    def levels(self) -> NDArray[np.float32]:
+        """Return the levels, float32 [experts, rows, 2]: negative and positive."""
+    def verify(self) -> None:
+        """Check every code, offset and padding byte; CorruptionError names expert, row and byte."""

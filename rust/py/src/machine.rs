@@ -1,0 +1,38 @@
+//! Threads and instruction sets.
+
+use moepack_core::{pool, simd};
+use pyo3::prelude::*;
+
+use crate::error::raise;
+
+/// Sets the number of threads of all later calls, 1 to 1024. Other libraries' threads are not touched.
+///
+/// Raises ValueError for any other number.
+#[pyfunction]
+pub fn set_threads(threads: usize) -> PyResult<()> {
+    pool::set_threads(threads).map_err(raise)
+}
+
+/// The number of threads that calls use.
+#[pyfunction]
+pub fn threads() -> PyResult<usize> {
+    Ok(pool::current().map_err(raise)?.current_num_threads())
+}
+
+/// The instruction set in use: the one that MOEPACK_ISA forces, otherwise the best that the processor runs.
+///
+/// Raises ValueError if the forced set is unknown or the processor does not run it.
+#[pyfunction]
+pub fn isa() -> PyResult<&'static str> {
+    simd::active().map(simd::Isa::name).map_err(raise)
+}
+
+/// The instruction sets that the processor runs, the most general first.
+#[pyfunction]
+pub fn available_isas() -> Vec<&'static str> {
+    simd::Isa::ALL
+        .into_iter()
+        .filter(|isa| isa.available())
+        .map(simd::Isa::name)
+        .collect()
+}

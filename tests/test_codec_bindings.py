@@ -1,0 +1,139 @@
+"""The extension module: what it accepts, what it returns and what it raises."""
+
+import numpy as np
+import pytest
+
+from moepack import _core
+
+
+def ternary(shape: tuple[int, int, int], p0: float = 0.885, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    codes = rng.choice(np.array([-1, 0, 1], np.int8), shape, p=[(1 - p0) / 2, p0, (1 - p0) / 2])
+    levels = rng.uniform(0.01, 1, (*shape[:2], 2)).astype(np.float32) * np.array([-1, 1], np.float32)
+    return codes, levels
+
+
+@pytest.mark.parametrize("code", ["fsv8", "dict16"])
+@pytest.mark.parametrize(
+    "shape", [(1, 70, 301), (3, 65, 64), (0, 4, 5), (2, 0, 5), (2, 3, 0), (1, 1, 1), (1, 2, 20001)]
+)
+def test_round_trip(code: str, shape: tuple[int, int, int]) -> None:
+    codes, levels = ternary(shape)
+    data = _core.encode_ternary(codes, levels, rank=3, code=code)
+    assert data.dtype == np.uint8 and data.nbytes % 64 == 0
+    blob = _core.TernaryBlob(data)
+    blob.verify()
+    assert (blob.experts, blob.rows, blob.columns) == shape
+    assert (blob.code, blob.rank, blob.nbytes) == (code, 3, data.nbytes)
+    assert blob.nonzeros == np.count_nonzero(codes)
+    np.testing.assert_array_equal(blob.decode(), codes)
+    np.testing.assert_array_equal(blob.levels(), levels)
+    values = np.where(codes < 0, levels[..., :1], np.where(codes > 0, levels[..., 1:], 0)).astype(np.float32)
+    np.testing.assert_array_equal(blob.dequantize("float32"), values)
+
+
+def test_bfloat16_values_are_returned_as_bits() -> None:
+    codes, _ = ternary((1, 5, 100))
+    levels = np.tile(np.array([-0.5, 1.0], np.float32), (1, 5, 1))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=2))
+    assert blob.level_dtype == "bfloat16"
+    bits = blob.dequantize("bfloat16")
+    assert bits.dtype == np.uint16
+    widened = (bits.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(widened, blob.dequantize("float32"))
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"), [(1.0, "bfloat16"), (1 + 2**-10, "float16"), (1 + 2**-20, "float32"), (2.0**-130, "bfloat16")]
+)
+def test_levels_are_stored_in_the_narrowest_exact_type(level: float, dtype: str) -> None:
+    levels = np.array([[[-level, level]]], np.float32)
+    blob = _core.TernaryBlob(_core.encode_ternary(np.ones((1, 1, 9), np.int8), levels, rank=2))
+    assert blob.level_dtype == dtype
+    np.testing.assert_array_equal(blob.levels(), levels)
+
+
+def test_rows_are_decoded_apart() -> None:
+    codes, levels = ternary((2, 130, 77))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=3))
+    np.testing.assert_array_equal(blob.decode_rows(1, 63, 129), codes[1, 63:129])
+    assert blob.decode_rows(0, 5, 5).shape == (0, 77)
+    for expert, start, stop in [(2, 0, 1), (0, 3, 2), (0, 0, 131)]:
+        with pytest.raises(IndexError):
+            blob.decode_rows(expert, start, stop)
+
+
+def test_a_read_only_memory_map_is_read_in_place(tmp_path) -> None:
+    codes, levels = ternary((1, 100, 500))
+    data = _core.encode_ternary(codes, levels, rank=2)
+    path = tmp_path / "blob"
+    data.tofile(path)
+    mapped = np.memmap(path, np.uint8, mode="r")
+    np.testing.assert_array_equal(_core.TernaryBlob(mapped).decode(), codes)
+    # One byte further on nothing is aligned, and nothing needs to be.
+    shifted = np.concatenate([np.zeros(1, np.uint8), data])[1:]
+    np.testing.assert_array_equal(_core.TernaryBlob(shifted).decode(), codes)
+
+
+def test_threads_do_not_change_the_bytes() -> None:
+    codes, levels = ternary((3, 200, 400), p0=0.6)
+    before = _core.threads()
+    try:
+        blobs = []
+        for threads in (1, 2, 5):
+            _core.set_threads(threads)
+            assert _core.threads() == threads
+            blobs.append(_core.encode_ternary(codes, levels, rank=3).tobytes())
+    finally:
+        _core.set_threads(before)
+    assert len(set(blobs)) == 1
+
+
+def test_wrong_arguments_are_value_or_type_errors() -> None:
+    codes, levels = ternary((1, 4, 10))
+    bad_code = codes.copy()
+    bad_code[0, 2, 7] = 2
+    with pytest.raises(ValueError, match="expert 0, row 2, column 7"):
+        _core.encode_ternary(bad_code, levels, rank=2)
+    for value in (np.nan, np.inf, 0.5):
+        bad_levels = levels.copy()
+        bad_levels[0, 3, 0] = value
+        with pytest.raises(ValueError, match="row 3"):
+            _core.encode_ternary(codes, bad_levels, rank=2)
+    with pytest.raises(ValueError, match="rank"):
+        _core.encode_ternary(codes, levels, rank=4)
+    with pytest.raises(ValueError, match="shape"):
+        _core.encode_ternary(codes, levels[:, :3], rank=2)
+    with pytest.raises(ValueError, match="unknown ternary code"):
+        _core.encode_ternary(codes, levels, rank=2, code="zip")
+    with pytest.raises(ValueError, match="contiguous"):
+        _core.encode_ternary(np.repeat(codes, 2, axis=2)[:, :, ::2], levels, rank=2)
+    with pytest.raises(TypeError):
+        _core.encode_ternary(codes.astype(np.int16), levels, rank=2)
+    with pytest.raises(ValueError, match="dtype"):
+        _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=2)).dequantize("float64")
+
+
+@pytest.mark.parametrize("code", ["fsv8", "dict16"])
+def test_damage_raises_corruption_errors(code: str) -> None:
+    codes, levels = ternary((1, 66, 200))
+    data = _core.encode_ternary(codes, levels, rank=2, code=code)
+    for length in (0, 7, 127, 128, data.size - 64, data.size - 1):
+        with pytest.raises(_core.CorruptionError, match=r"truncated|corrupt"):
+            _core.TernaryBlob(data[:length].copy())
+    longer = np.concatenate([data, np.zeros(64, np.uint8)])
+    with pytest.raises(_core.CorruptionError):
+        _core.TernaryBlob(longer)
+    damaged = data.copy()
+    damaged[-1] = 1
+    with pytest.raises(_core.CorruptionError, match="padding"):
+        _core.TernaryBlob(damaged).verify()
+    assert issubclass(_core.CorruptionError, ValueError)
+
+
+def test_the_instruction_set_in_use_is_available() -> None:
+    assert _core.available_isas()[0] == "scalar"
+    assert _core.isa() in _core.available_isas()
+    for threads in (0, 100_000):
+        with pytest.raises(ValueError, match="threads"):
+            _core.set_threads(threads)
