@@ -178,11 +178,12 @@ fn code_fsv8_row(
     let swapped = counts.positive > counts.negative;
     choose::for_row(codes.len(), counts, dictionaries, slots);
     let mut shortest = None;
+    trial.resize(trial.len().max(codes.len() + 1), 0);
+    best.resize(trial.len(), 0);
     for &slot in &*slots {
-        trial.clear();
-        encoders[slot].encode(nonzeros, codes.len() as u32, u32::from(swapped), trial);
-        if shortest.is_none_or(|(length, _)| trial.len() < length) {
-            shortest = Some((trial.len(), slot));
+        let length = encoders[slot].encode(nonzeros, codes.len() as u32, u32::from(swapped), trial);
+        if shortest.is_none_or(|(least, _)| length < least) {
+            shortest = Some((length, slot));
             std::mem::swap(trial, best);
         }
     }
@@ -191,7 +192,7 @@ fn code_fsv8_row(
         Some((length, slot)) => {
             let field = slot as u32 | if swapped { SWAPPED } else { 0 };
             group.rows.push((length as u32, field));
-            group.payload.extend_from_slice(best);
+            group.payload.extend_from_slice(&best[..length]);
         }
         None => {
             group.rows.push((raw_bytes as u32, 0));

@@ -1,10 +1,12 @@
 //! Finding the non-zeros of a row: the first step of every encoder, eight weights at a time.
 //!
 //! A code is a byte of value 0, 1 or 0xff, so its lowest bit says whether the weight is not zero and its highest
-//! whether it is negative. Eight codes are handled as one 64-bit word, which every 64-bit processor does well: the
-//! scan takes a tenth of the time that encoding takes, and vector instructions would gain nothing worth their code.
+//! whether it is negative. Eight codes are handled as one 64-bit word, which every 64-bit processor does well.
 
 use super::fsv8::SENTINEL;
+
+/// Codes are looked at 64 at a time.
+const BLOCK: usize = 64;
 
 const LOW: u64 = 0x0101_0101_0101_0101;
 
@@ -15,13 +17,25 @@ pub(super) struct Counts {
     pub positive: u32,
 }
 
-/// The low bits of eight codes: which are not zero, and which are negative. `None` if one is not -1, 0 or 1.
+/// The flags of eight codes, in the lowest bit of each byte.
+struct Flags {
+    nonzero: u64,
+    negative: u64,
+    /// All are -1, 0 or 1.
+    valid: bool,
+}
+
 #[inline(always)]
-fn flags(codes: u64) -> Option<(u64, u64)> {
+fn flags(codes: u64) -> Flags {
     let nonzero = codes & LOW;
     let negative = codes >> 7 & LOW;
     // A negative code has all bits set, a positive one only the lowest.
-    (codes == (nonzero | (negative * 0xfe)) && negative & !nonzero == 0).then_some((nonzero, negative))
+    let valid = codes == (nonzero | (negative * 0xfe)) && negative & !nonzero == 0;
+    Flags {
+        nonzero,
+        negative,
+        valid,
+    }
 }
 
 /// Gathers the lowest bit of each byte into the lowest byte.
@@ -30,50 +44,66 @@ fn gather(low_bits: u64) -> u64 {
     low_bits.wrapping_mul(0x0102_0408_1020_4080) >> 56
 }
 
+/// The flags of 64 codes, a bit each: which are not zero, and which are negative.
 #[inline(always)]
-fn words(row: &[i8]) -> impl Iterator<Item = u64> + '_ {
-    let (whole, rest) = row.as_chunks::<8>();
-    let mut last = [0; 8];
+fn masks(codes: &[i8; BLOCK]) -> Option<(u64, u64)> {
+    let (mut nonzero, mut negative, mut valid) = (0, 0, true);
+    let (words, _) = codes.as_chunks::<8>();
+    for (i, eight) in words.iter().enumerate() {
+        let flags = flags(u64::from_le_bytes(eight.map(|code| code as u8)));
+        valid &= flags.valid;
+        nonzero |= gather(flags.nonzero) << (8 * i);
+        negative |= gather(flags.negative) << (8 * i);
+    }
+    valid.then_some((nonzero, negative))
+}
+
+/// Calls `found(first column, non-zeros, negatives)` for every 64 codes; zeros follow the last. `Err` with the column
+/// of the first code that is not -1, 0 or 1.
+#[inline(always)]
+fn blocks(row: &[i8], mut found: impl FnMut(usize, u64, u64)) -> Result<(), usize> {
+    let (whole, rest) = row.as_chunks::<BLOCK>();
+    let mut last = [0; BLOCK];
     last[..rest.len()].copy_from_slice(rest);
-    let tail = (!rest.is_empty()).then_some(last);
-    whole
-        .iter()
-        .copied()
-        .chain(tail)
-        .map(|codes| u64::from_le_bytes(codes.map(|code| code as u8)))
+    for (i, codes) in whole.iter().chain([&last]).enumerate() {
+        let (nonzero, negative) = masks(codes).ok_or_else(|| first_invalid(row, BLOCK * i))?;
+        found(BLOCK * i, nonzero, negative);
+    }
+    Ok(())
 }
 
 /// Counts the codes of a row by sign; `Err` with the column of the first that is not -1, 0 or 1.
 pub(super) fn count(row: &[i8]) -> Result<Counts, usize> {
     let mut counts = Counts::default();
-    for (i, word) in words(row).enumerate() {
-        let (nonzero, negative) = flags(word).ok_or_else(|| first_invalid(row, 8 * i))?;
+    blocks(row, |_, nonzero, negative| {
         counts.negative += negative.count_ones();
         counts.positive += (nonzero ^ negative).count_ones();
-    }
+    })?;
     Ok(counts)
 }
 
-/// Lists the non-zeros of a row as `position << 1 | positive`, then [`SENTINEL`]; `Err` as in [`count`].
+/// Lists the non-zeros of a row at the beginning of `out` as `position << 1 | positive`, then [`SENTINEL`] twice;
+/// `Err` as in [`count`].
 pub(super) fn list(row: &[i8], out: &mut Vec<u32>) -> Result<Counts, usize> {
-    out.resize(row.len() + 8, 0);
+    // Places are written four at a time, up to three more than there are non-zeros.
+    out.resize(out.len().max(row.len() + 5), 0);
     let mut counts = Counts::default();
     let mut n = 0;
-    for (i, word) in words(row).enumerate() {
-        let (nonzero, negative) = flags(word).ok_or_else(|| first_invalid(row, 8 * i))?;
-        let positive = gather(nonzero ^ negative);
-        let mut left = gather(nonzero);
+    blocks(row, |column, mut nonzero, negative| {
         counts.negative += negative.count_ones();
-        while left != 0 {
-            let bit = left.trailing_zeros();
-            out[n] = (8 * i as u32 + bit) << 1 | (positive >> bit & 1) as u32;
-            n += 1;
-            left &= left - 1;
+        let mut at = n;
+        n += nonzero.count_ones() as usize;
+        while at < n {
+            for place in &mut out[at..at + 4] {
+                let bit = nonzero.trailing_zeros() & 63;
+                *place = (column as u32 + bit) << 1 | (!negative >> bit & 1) as u32;
+                nonzero &= nonzero.wrapping_sub(1);
+            }
+            at += 4;
         }
-    }
+    })?;
     counts.positive = n as u32 - counts.negative;
-    out.truncate(n);
-    out.push(SENTINEL);
+    out[n..n + 2].fill(SENTINEL);
     Ok(counts)
 }
 
@@ -99,9 +129,9 @@ mod tests {
                 let result = list(&row, &mut found);
                 assert_eq!(result, count(&row));
                 match byte {
-                    0 => assert_eq!(found, [SENTINEL]),
-                    1 => assert_eq!(found, [(place as u32) << 1 | 1, SENTINEL]),
-                    -1 => assert_eq!(found, [(place as u32) << 1, SENTINEL]),
+                    0 => assert_eq!(found[..2], [SENTINEL; 2]),
+                    1 => assert_eq!(found[..3], [(place as u32) << 1 | 1, SENTINEL, SENTINEL]),
+                    -1 => assert_eq!(found[..3], [(place as u32) << 1, SENTINEL, SENTINEL]),
                     _ => assert_eq!(result, Err(place)),
                 }
             }
@@ -117,7 +147,7 @@ mod tests {
             .filter(|&i| row[i] != 0)
             .map(|i| (i as u32) << 1 | u32::from(row[i] > 0))
             .collect();
-        assert_eq!(found[..found.len() - 1], expected);
+        assert_eq!(found[..expected.len()], expected);
         assert_eq!(
             counts.negative as usize,
             row.iter().filter(|&&code| code < 0).count()

@@ -11,8 +11,14 @@ use std::sync::OnceLock;
 use super::dictionary::{COUNT, Dictionary, Word};
 use crate::{Error, Result};
 
-/// Marks an action that ends a word: bits 0-7 code, 8-15 zeros of the gap that the word takes, 16-30 the next root.
+/// An action that ends a word. Its other bits: 0-7 the code, 8-15 the weights that the walk moves on by, 16-30 the next
+/// node. An action without this bit takes the non-zero at the end of the gap into the word and goes on at that node if
+/// it is symbol 1, at the one after if it is symbol 2.
 const END: u32 = 1 << 31;
+
+fn action(end: u32, node: usize, advance: u8, code: u8) -> u32 {
+    end | (node as u32) << 16 | u32::from(advance) << 8 | u32::from(code)
+}
 
 /// The node's actions by gap; the last one holds for all larger gaps too.
 #[derive(Debug, Clone, Copy, Default)]
@@ -24,8 +30,8 @@ struct Node {
 /// The tables that encode rows with one dictionary.
 #[derive(Debug)]
 pub struct Encoder {
+    /// The roots of the states come first.
     nodes: Vec<Node>,
-    /// An action without [`END`] is the node to go to after symbol 1; the one after symbol 2 follows it.
     actions: Vec<u32>,
 }
 
@@ -111,14 +117,14 @@ impl Encoder {
                 0 => taken..=last,
                 promise => taken..=last.min(taken.saturating_add(promise - 1)),
             };
-            let action = END | (item.next as u32) << 16 | u32::from(taken) << 8 | u32::from(item.code);
+            let action = action(END, item.next, taken, item.code);
             gaps.into_iter()
                 .try_for_each(|gap| set(&mut actions, gap, action))?;
         }
         for (gap, children) in by_gap(longer, depth, start) {
             let child = self.nodes.len();
             self.nodes.extend([Node::default(); 2]);
-            set(&mut actions, gap, child as u32)?;
+            set(&mut actions, gap, action(0, child, gap + 1, 0))?;
             for (symbol, items) in children.into_iter().enumerate() {
                 let branch = Branch {
                     items,
@@ -140,29 +146,30 @@ impl Encoder {
         Ok(())
     }
 
-    /// Appends the codes of a row of `columns` weights, at least one, to `out`.
+    /// Encodes a row of `columns` weights, at least one, into the beginning of `out` and returns the number of codes.
     ///
-    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order and then [`super::SENTINEL`];
-    /// `swapped` is 0 if symbol 1 stands for the negative level, 1 if for the positive one.
-    pub fn encode(&self, nonzeros: &[u32], columns: u32, swapped: u32, out: &mut Vec<u8>) {
-        let mut at = 0;
-        let mut next = 0;
-        let mut node = 0;
+    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order and then [`super::SENTINEL`] twice;
+    /// `swapped` is 0 if symbol 1 stands for the negative level, 1 if for the positive one; `out` has more than
+    /// `columns` places.
+    pub fn encode(&self, nonzeros: &[u32], columns: u32, swapped: u32, out: &mut [u8]) -> usize {
+        // The two kinds of actions come in no predictable order, so both take the same instructions.
+        let (mut at, mut count) = (0, 0);
+        let mut node = self.nodes[0];
+        let (mut nonzero, mut following, mut next) = (nonzeros[0], nonzeros[1], 1);
         loop {
-            let nonzero = nonzeros[next];
-            let Node { first, last } = self.nodes[node];
-            let action = self.actions[(first + last.min((nonzero >> 1) - at)) as usize];
-            if action & END == 0 {
-                node = (action + ((nonzero & 1) ^ swapped)) as usize;
-                at = (nonzero >> 1) + 1;
-                next += 1;
-                continue;
-            }
-            out.push(action as u8);
+            let gap = (nonzero >> 1) - at;
+            let action = self.actions[(node.first + node.last.min(gap)) as usize];
+            let end = action >> 31;
+            let symbol = (nonzero ^ swapped) & 1 & !end;
+            node = self.nodes[((action >> 16 & 0x7fff) + symbol) as usize];
             at += action >> 8 & 0xff;
-            node = (action >> 16 & 0x7fff) as usize;
-            if at >= columns {
-                break;
+            out[count] = action as u8;
+            count += end as usize;
+            next += 1 - end as usize;
+            nonzero = if end != 0 { nonzero } else { following };
+            following = nonzeros[next];
+            if at >= columns && end != 0 {
+                return count;
             }
         }
     }
