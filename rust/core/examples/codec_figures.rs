@@ -62,15 +62,11 @@ fn iid(n: usize, p0: f64) -> Vec<i8> {
 fn measure(codes: &[i8], shape: Shape, code: Code) -> Result<usize, Box<dyn Error>> {
     let pool = pool::current()?;
     let levels = vec![(-0.5, 0.5); shape.rows];
-    let mut blob = Vec::new();
-    let encoding = best_of(5, || {
-        Ok(blob = ternary::encode(codes, &levels, shape, code, &pool)?)
-    })?;
-    let view = TernaryView::parse(&blob)?;
-    let parsing = best_of(5, || Ok(drop(TernaryView::parse(&blob)?)))?;
-    let verifying = best_of(5, || Ok(view.verify(&pool)?))?;
+    let (blob, encoding) = best_of(5, || ternary::encode(codes, &levels, shape, code, &pool))?;
+    let (view, parsing) = best_of(5, || TernaryView::parse(&blob))?;
+    let ((), verifying) = best_of(5, || view.verify(&pool))?;
     let mut out = vec![0; codes.len()];
-    let decoding = best_of(5, || Ok(ternary::decode_codes(&view, &mut out, &pool)?))?;
+    let ((), decoding) = best_of(5, || ternary::decode_codes(&view, &mut out, &pool))?;
     assert!(out == codes);
     let speed = |seconds: f64| codes.len() as f64 / seconds / 1e9;
     println!(
@@ -88,13 +84,19 @@ fn measure(codes: &[i8], shape: Shape, code: Code) -> Result<usize, Box<dyn Erro
     Ok(blob.len())
 }
 
-/// The least time of some runs in seconds.
-fn best_of(runs: usize, mut run: impl FnMut() -> Result<(), Box<dyn Error>>) -> Result<f64, Box<dyn Error>> {
-    let mut best = f64::INFINITY;
-    for _ in 0..runs {
+/// The result of the last of some runs, and the least time of all in seconds.
+fn best_of<T>(
+    runs: usize,
+    mut run: impl FnMut() -> moepack_core::Result<T>,
+) -> moepack_core::Result<(T, f64)> {
+    let mut timed = || {
         let start = Instant::now();
-        run()?;
-        best = best.min(start.elapsed().as_secs_f64());
+        run().map(|result| (result, start.elapsed().as_secs_f64()))
+    };
+    let (mut result, mut best) = timed()?;
+    for _ in 1..runs {
+        let (next, seconds) = timed()?;
+        (result, best) = (next, best.min(seconds));
     }
-    Ok(best)
+    Ok((result, best))
 }
