@@ -71,6 +71,7 @@ STANDARD: dict[str, tuple[dict[str, Any], list[int]]] = {
     "glm4_moe": ({**DECODER, **LATENT, **GROUPS, "head_dim": 8}, [1, 2]),
     "granitemoeshared": ({**DECODER, **GRANITE, "shared_intermediate_size": 12}, [0, 1, 2]),
     "dots1": ({**DECODER, **LATENT, **GROUPS, "head_dim": 8}, [1, 2]),
+    "ernie4_5_moe": ({**DECODER, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 20, "head_dim": 8}, [1, 2]),
     "minimax": ({**DECODER, "num_local_experts": 4, "head_dim": 8}, [0, 1, 2]),
 }
 MODELS = {**KNOWN, **STANDARD}

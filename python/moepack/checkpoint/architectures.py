@@ -163,8 +163,8 @@ def refusal(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
     )
 
 
-def read_family(checkpoint: Checkpoint, family: Family) -> MoeModel:
-    """Describe a checkpoint whose names follow `family`.
+def read_family(checkpoint: Checkpoint, family: Family, experts: int | None = None) -> MoeModel:
+    """Describe a checkpoint whose names follow `family`; each layer has `experts`, by default as config.json says.
 
     Raises:
         UnsupportedModelError: no layer has experts, or their dtype is not supported.
@@ -172,11 +172,12 @@ def read_family(checkpoint: Checkpoint, family: Family) -> MoeModel:
     """
     layers: dict[str, MoeLayer] = {}
     notes: list[str] = []
+    experts = _expert_count(checkpoint) if experts is None else experts
     for block, layer_index, rests in _blocks(checkpoint, family):
         if layer_index >= _layer_count(checkpoint):
             notes.append(f"{block} lies behind the model's last layer (multi-token prediction) and is kept as it is.")
             continue
-        layer = _read_layer(checkpoint, family, block, rests)
+        layer = _read_layer(checkpoint, family, block, rests, experts)
         if layer.name in layers:
             raise CheckpointError("the layer is stored twice, under two names", file=checkpoint.path, tensor=layer.name)
         layers[layer.name] = layer
@@ -234,10 +235,9 @@ def _sizes(checkpoint: Checkpoint, what: str, keys: tuple[str, ...]) -> dict[str
     return sizes
 
 
-def _read_layer(checkpoint: Checkpoint, family: Family, block: str, rests: list[str]) -> MoeLayer:
+def _read_layer(checkpoint: Checkpoint, family: Family, block: str, rests: list[str], experts: int) -> MoeLayer:
     """Describe the sparse block at `block`, whose tensors are called `rests` below it."""
     layout = _layout(checkpoint, family, block, rests)
-    experts = _expert_count(checkpoint)
     rows = 0
     if isinstance(layout, Stacked):
         rows = _stacked_rows(checkpoint, f"{block}.{layout.gate_up}", experts)

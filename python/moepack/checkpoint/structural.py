@@ -40,9 +40,10 @@ def recognise(checkpoint: Checkpoint) -> MoeModel:
     """
     modules = _expert_modules(checkpoint)
     blocks = {name.removesuffix(".experts").rpartition(".")[2] for name in modules}
-    if len(blocks) != 1:
-        raise refusal(checkpoint, "its experts lie in blocks of different names")
-    model = read_family(checkpoint, replace(STANDARD, module=blocks.pop()))
+    counts = {shape[0] for shape in modules.values()}
+    if len(blocks) != 1 or len(counts) != 1:
+        raise refusal(checkpoint, "its experts lie in blocks of different names or numbers")
+    model = read_family(checkpoint, replace(STANDARD, module=blocks.pop()), counts.pop())
     found = {layer.name: layer for layer in model.layers}
     if set(found) != set(modules):
         strange = min(set(found) ^ set(modules))
