@@ -4,6 +4,7 @@
 //! code before using it and reports an [`Error`] instead of panicking.
 
 pub mod error;
+pub mod gemm;
 pub mod limits;
 pub mod pool;
 pub mod simd;

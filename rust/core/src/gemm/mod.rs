@@ -1,0 +1,3 @@
+//! Matrix products by packed weights: y = W x without unpacking W.
+
+pub mod ternary;

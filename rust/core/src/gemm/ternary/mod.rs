@@ -1,0 +1,234 @@
+//! Products by ternary-coded weights, for one token or many: decoded on the fly, never stored.
+//!
+//! # How a product is cut
+//! A call is a list of (expert, its tokens). Each expert's rows are cut into units of whole row groups (64 rows), by
+//! sizes only, and the units of all experts run in one parallel region. A row's sum is computed by one unit from
+//! start to end, in an order that its codes fix, so results do not depend on the number of threads.
+//!
+//! # What a row costs
+//! y = n * (sum of x where the weight is negative) + p * (sum of x where it is positive), with the row's levels
+//! (n, p): kernels add activations and multiply twice a row. Weights that are zero cost nothing, so the work is
+//! proportional to the codes: bytes of weights are read at 1 to 2 GB/s, far below what memory gives, and every
+//! kernel is bound by loads and by instructions a code. The modules of the kernels give their counts.
+//!
+//! # Accuracy
+//! Sums are of f32. With m non-zeros in a row, u = 2^-24 and S = sum of |w_i x_i|, the error of an output is at most
+//! (m + 3) u S / (1 - (m + 3) u), whatever the kernel. Activations must be finite: a NaN or an infinity makes outputs
+//! of its token unspecified (some kernels skip zero weights, others multiply by them). The tests hold every kernel
+//! against decoded weights in f64 with this bound.
+//!
+//! # Safety on damaged tensors
+//! [`TernaryView::parse`] proves that a row's codes lie in the payload and nothing more. Look-up tables are total, a
+//! word moves the position on by at most 255 weights, positions are bounded by the row's width once in a few codes,
+//! and activations are followed by as many zeros as those codes can reach. Damaged codes give wrong numbers only.
+
+mod drive;
+mod lists;
+mod scalar;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use rayon::ThreadPool;
+
+use crate::simd::Isa;
+use crate::ternary::{Code, TernaryView};
+use crate::{Error, Result};
+use drive::Task;
+
+/// Activations, one token after the other.
+#[derive(Debug, Clone, Copy)]
+pub enum Activations<'a> {
+    /// Single precision.
+    F32(&'a [f32]),
+    /// The bits of bf16 values.
+    Bf16(&'a [u16]),
+}
+
+impl<'a> From<&'a [f32]> for Activations<'a> {
+    fn from(x: &'a [f32]) -> Self {
+        Activations::F32(x)
+    }
+}
+
+impl<'a> From<&'a [u16]> for Activations<'a> {
+    fn from(x: &'a [u16]) -> Self {
+        Activations::Bf16(x)
+    }
+}
+
+impl Activations<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Activations::F32(x) => x.len(),
+            Activations::Bf16(x) => x.len(),
+        }
+    }
+
+    #[inline(always)]
+    fn get(&self, i: usize) -> f32 {
+        match self {
+            Activations::F32(x) => x[i],
+            Activations::Bf16(x) => half::bf16::from_bits(x[i]).to_f32(),
+        }
+    }
+}
+
+/// A family of kernels; see [`kernel_for`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kernel {
+    /// Portable Rust.
+    Scalar,
+}
+
+impl Kernel {
+    /// All kernels.
+    pub const ALL: [Kernel; 1] = [Kernel::Scalar];
+
+    /// The name that reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kernel::Scalar => "scalar",
+        }
+    }
+
+    /// The instruction set that the kernel needs.
+    pub fn isa(self) -> Isa {
+        match self {
+            Kernel::Scalar => Isa::Scalar,
+        }
+    }
+}
+
+/// The kernel that an instruction set runs on this processor: the same one every time.
+pub fn kernel_for(_code: Code, _isa: Isa) -> Kernel {
+    Kernel::Scalar
+}
+
+/// y = W x for one expert: `x` is T x C, `y` is T x R, both row-major.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if there is no such expert, the sizes do not match, or the processor lacks `isa`.
+pub fn matmul<'a>(
+    view: &TernaryView,
+    expert: usize,
+    x: impl Into<Activations<'a>>,
+    y: &mut [f32],
+    isa: Isa,
+    pool: &ThreadPool,
+) -> Result<()> {
+    matmul_with(kernel_for(view.code(), isa.require()?), view, expert, x, y, pool)
+}
+
+/// [`matmul`] by a kernel of the caller's choice, for tests and benchmarks.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn matmul_with<'a>(
+    kernel: Kernel,
+    view: &TernaryView,
+    expert: usize,
+    x: impl Into<Activations<'a>>,
+    y: &mut [f32],
+    pool: &ThreadPool,
+) -> Result<()> {
+    let x = x.into();
+    if expert >= view.experts() {
+        let experts = view.experts();
+        return Err(Error::InvalidArgument(format!("expert {expert} of {experts}")));
+    }
+    let tokens = match view.columns() {
+        // Without columns the activations do not say how many tokens there are; the outputs do.
+        0 => y.len() / view.rows().max(1),
+        columns => x.len() / columns,
+    };
+    check_sizes(view, tokens, x, y)?;
+    let kernel = kernel.checked()?;
+    if tokens > 0 {
+        drive::run(
+            kernel,
+            view,
+            &[Task {
+                expert,
+                first: 0,
+                tokens,
+            }],
+            x,
+            y,
+            pool,
+        );
+    }
+    Ok(())
+}
+
+/// y = W x with each expert's own tokens: `x` is N x C and `y` is N x R, rows sorted by expert; tokens
+/// `offsets[e]..offsets[e + 1]` belong to expert e, so there are E + 1 offsets, from 0 to N. Experts without tokens
+/// are not read.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the offsets do not ascend from 0 to N, the sizes do not match, or the processor lacks
+/// `isa`.
+pub fn matmul_grouped<'a>(
+    view: &TernaryView,
+    x: impl Into<Activations<'a>>,
+    offsets: &[usize],
+    y: &mut [f32],
+    isa: Isa,
+    pool: &ThreadPool,
+) -> Result<()> {
+    let kernel = kernel_for(view.code(), isa.require()?);
+    matmul_grouped_with(kernel, view, x, offsets, y, pool)
+}
+
+/// [`matmul_grouped`] by a kernel of the caller's choice, for tests and benchmarks.
+///
+/// # Errors
+/// As [`matmul_grouped`].
+pub fn matmul_grouped_with<'a>(
+    kernel: Kernel,
+    view: &TernaryView,
+    x: impl Into<Activations<'a>>,
+    offsets: &[usize],
+    y: &mut [f32],
+    pool: &ThreadPool,
+) -> Result<()> {
+    let x = x.into();
+    let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
+    if offsets.len() != view.experts() + 1 || !ascending {
+        return Err(Error::InvalidArgument(format!(
+            "{} offsets for {} experts: they must ascend from 0 and be one more than the experts",
+            offsets.len(),
+            view.experts()
+        )));
+    }
+    check_sizes(view, offsets[view.experts()], x, y)?;
+    let tasks: Vec<Task> = (0..view.experts())
+        .map(|expert| Task {
+            expert,
+            first: offsets[expert],
+            tokens: offsets[expert + 1] - offsets[expert],
+        })
+        .filter(|task| task.tokens > 0)
+        .collect();
+    drive::run(kernel.checked()?, view, &tasks, x, y, pool);
+    Ok(())
+}
+
+fn check_sizes(view: &TernaryView, tokens: usize, x: Activations, y: &[f32]) -> Result<()> {
+    let (rows, columns) = (view.rows(), view.columns());
+    if tokens.checked_mul(columns) != Some(x.len()) || tokens.checked_mul(rows) != Some(y.len()) {
+        return Err(Error::InvalidArgument(format!(
+            "{} activations and {} outputs for {tokens} tokens of {columns} columns and {rows} rows",
+            x.len(),
+            y.len()
+        )));
+    }
+    Ok(())
+}
+
+impl Kernel {
+    /// The kernel, if this processor runs it.
+    fn checked(self) -> Result<Kernel> {
+        self.isa().require().map(|_| self)
+    }
+}
