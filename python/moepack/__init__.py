@@ -8,8 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moepack.errors import (
+    CalibrationError,
     CheckpointError,
     CorruptionError,
+    DeviceMemoryError,
     DiskError,
     InvalidTensorError,
     LoadError,
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from moepack.solvers.rtn import quantize_ternary
 
 __all__ = [
+    "CalibrationError",
     "Checkpoint",
     "CheckpointError",
     "CorruptionError",
+    "DeviceMemoryError",
     "DiskError",
     "EvaluationReport",
     "InvalidTensorError",

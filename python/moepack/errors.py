@@ -10,8 +10,10 @@ A plain `ValueError` or `TypeError` is raised only for an argument that has no m
 from os import PathLike, fspath
 
 __all__ = [
+    "CalibrationError",
     "CheckpointError",
     "CorruptionError",
+    "DeviceMemoryError",
     "DiskError",
     "InvalidTensorError",
     "LoadError",
@@ -68,6 +70,14 @@ class InvalidTensorError(MoepackError, ValueError):
 
 class OutputExistsError(MoepackError, FileExistsError):
     """The output directory exists; nothing is ever overwritten."""
+
+
+class CalibrationError(MoepackError, ValueError):
+    """The calibration text or the model's answer to it is unusable: empty, binary, out of the vocabulary, NaN."""
+
+
+class DeviceMemoryError(MoepackError, MemoryError):
+    """A device ran out of memory even with the smallest groups of work."""
 
 
 class ResumeError(MoepackError):

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InvalidTensorError
-from .grids import Grid
+from moepack.errors import InvalidTensorError
+from moepack.solvers.grids import Grid
 
 #: Columns updated eagerly; a power of two that keeps the inner matrix-vector products in the first-level cache.
 SUB_BLOCK = 16

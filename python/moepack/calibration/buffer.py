@@ -1,0 +1,69 @@
+"""The list buffer: all hidden states of the calibration set in one place (QMoE, section 3.2 and figure 3).
+
+Tokens of all samples lie back to back, with delimiters between the samples. So a sample is a slice, and the tokens of
+an expert, wherever they are, are one vectorised gather; results are written back in place. The storage is memory, or a
+memory-mapped file where the calibration set is larger than memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moepack.errors import DiskError
+
+__all__ = ["ListBuffer"]
+
+
+class ListBuffer:
+    """Hidden states [T, H] of N samples.
+
+    Attributes:
+        tokens: the storage [T, H]; changing it changes the buffer.
+        starts: [N + 1] int64 delimiters: sample i is ``tokens[starts[i] : starts[i + 1]]``.
+    """
+
+    def __init__(
+        self, lengths: list[int], width: int, dtype: torch.dtype = torch.float32, file: Path | None = None
+    ) -> None:
+        """Make a buffer of zeros.
+
+        Args:
+            lengths: tokens of each sample.
+            width: H.
+            dtype: of the states.
+            file: where to map the storage, or ``None`` for memory. The file is made anew; the caller removes it.
+
+        Raises:
+            DiskError: the file cannot be made.
+        """
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64).cumsum(0)])
+        size = int(self.starts[-1]) * width
+        if file is None or size == 0:
+            self.tokens = torch.zeros(size, dtype=dtype).view(-1, width)
+        else:
+            try:
+                file.unlink(missing_ok=True)
+                self.tokens = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(-1, width)
+            except (OSError, RuntimeError) as error:
+                raise DiskError(f"cannot map {size * dtype.itemsize} bytes: {error}", file=file) from error
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.starts) - 1
+
+    def samples(self, first: int, last: int) -> Tensor:
+        """Samples ``first`` to ``last`` (exclusive), which must have one length: a view [last - first, L, H]."""
+        states = self.tokens[int(self.starts[first]) : int(self.starts[last])]
+        return states.view(last - first, -1, states.shape[-1])
+
+    def gather(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
+        """Rows of ``tokens`` [n] int64 (positions in the whole buffer), [n, H], on ``device``."""
+        rows = self.tokens.index_select(0, tokens)
+        return rows if device is None else rows.to(device)
+
+    def add(self, tokens: Tensor, states: Tensor) -> None:
+        """Add states [n, H] to the rows ``tokens`` [n] in place; a row may occur more than once."""
+        self.tokens.index_add_(0, tokens, states.to(self.tokens.device, self.tokens.dtype))

@@ -1,0 +1,169 @@
+"""Calibration text: from a file, a directory or a data set to token windows.
+
+A source is plain text, JSON lines (field "text", or the only string field), a directory of both, or the name of a data
+set on the hub. The tokens of all documents are joined, and windows are taken from them at even distances, so that a
+short calibration run still sees the whole text. Nothing here is random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moepack.errors import CalibrationError
+
+__all__ = ["Tokenizer", "read_texts", "token_windows"]
+
+#: Text beyond this many characters a token asked for is not read: natural text has 3 to 6.
+CHARACTERS_PER_TOKEN = 32
+#: Endings read from a directory.
+TEXT_SUFFIXES, JSON_SUFFIXES = (".txt", ".md", ".text"), (".jsonl", ".ndjson", ".json")
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
+        """Return an object whose `input_ids` is a list of token ids."""
+
+
+def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iterator[str]:
+    """Documents of a calibration source, in a fixed order.
+
+    Args:
+        source: a file, a directory (searched in sorted order, without descending), or a data set of the hub as
+            ``owner/name`` or ``owner/name:split``.
+        limit: stop after this many characters.
+
+    Raises:
+        CalibrationError: the source does not exist, is empty, or is not text.
+    """
+    path = Path(source)
+    documents: Iterator[str]
+    if path.is_dir():
+        files = sorted(f for f in path.iterdir() if f.is_file() and f.suffix in TEXT_SUFFIXES + JSON_SUFFIXES)
+        if not files:
+            raise CalibrationError(f"no {', '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} file in the directory", file=path)
+        documents = (document for file in files for document in _file_documents(file))
+    elif path.exists():
+        documents = _file_documents(path)
+    else:
+        documents = _hub_documents(str(source))
+    return _limited(documents, limit)
+
+
+def token_windows(
+    tokenizer: Tokenizer, source: str | PathLike[str], samples: int, length: int, vocabulary: int
+) -> Tensor:
+    """Token windows [N, length] int64 with N <= samples; fewer where the text is shorter, one at least.
+
+    Args:
+        tokenizer: of the model to be calibrated.
+        source: see `read_texts`.
+        samples: windows wanted.
+        length: tokens a window.
+        vocabulary: rows of the model's embedding; no id may reach it.
+
+    Raises:
+        CalibrationError: the text is empty, binary or shorter than one window, or a token is out of the vocabulary.
+    """
+    if samples < 1 or length < 1:
+        raise ValueError(f"samples and length must be positive, not {samples} and {length}")
+    ids: list[int] = []
+    for document in read_texts(source, limit=samples * length * CHARACTERS_PER_TOKEN):
+        ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids
+    if len(ids) < length:
+        raise CalibrationError(f"{len(ids)} tokens are less than one sample of {length}", file=source)
+    tokens = torch.tensor(ids, dtype=torch.int64)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise CalibrationError(
+            f"token {low if low < 0 else high} is out of the model's vocabulary of {vocabulary}: another tokenizer?",
+            file=source,
+        )
+    count = min(samples, len(ids) // length)
+    slack = len(ids) - count * length
+    starts = [i * length + (slack * i // (count - 1) if count > 1 else 0) for i in range(count)]
+    return torch.stack([tokens[start : start + length] for start in starts])
+
+
+def _limited(documents: Iterator[str], limit: int | None) -> Iterator[str]:
+    used = 0
+    for document in documents:
+        if limit is not None and used >= limit:
+            return
+        yield document if limit is None else document[: limit - used]
+        used += len(document)
+
+
+def _file_documents(file: Path) -> Iterator[str]:
+    text = _decode(file)
+    if not text.strip():
+        raise CalibrationError("the file is empty", file=file)
+    if file.suffix not in JSON_SUFFIXES:
+        yield text
+        return
+    if file.suffix == ".json":
+        # Many ".json" files hold one array; everything else is read as lines.
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError:
+            rows = None
+        if isinstance(rows, list):
+            yield from (_field(row, file, number) for number, row in enumerate(rows, 1))
+            return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise CalibrationError(f"line {number} is no JSON: {error}", file=file) from error
+            yield _field(row, file, number)
+
+
+def _decode(file: Path) -> str:
+    data = file.read_bytes()
+    if b"\0" in data:
+        raise CalibrationError("the file is binary, not text", file=file)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            f"the file is not UTF-8 text: {error.reason} at byte {error.start}", file=file
+        ) from error
+
+
+def _field(row: object, file: Path | str, number: int) -> str:
+    if isinstance(row, str):
+        return row
+    if isinstance(row, dict):
+        if isinstance(row.get("text"), str):
+            return str(row["text"])
+        strings = [value for value in row.values() if isinstance(value, str)]
+        if len(strings) == 1:
+            return strings[0]
+    raise CalibrationError(f"record {number} has no field 'text' and not exactly one string field", file=file)
+
+
+def _hub_documents(name: str) -> Iterator[str]:
+    repository, _, split = name.partition(":")
+    if repository.count("/") != 1 or repository.startswith(("/", ".")):
+        raise CalibrationError("no such file, directory or data set (owner/name[:split])", file=name)
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise CalibrationError(
+            "not a file; reading a data set of the hub needs `pip install datasets`", file=name
+        ) from error
+    try:
+        rows = load_dataset(repository, split=split or "train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield _field(row, name, number)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"the data set cannot be read: {error}", file=name) from error

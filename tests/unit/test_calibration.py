@@ -1,0 +1,206 @@
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GraniteMoeConfig, GraniteMoeForCausalLM
+
+import tiny_models
+from moepack.calibration import (
+    CalibrationSettings,
+    Calibrator,
+    SpanTokens,
+    decoder_samples,
+    seq2seq_samples,
+)
+from moepack.checkpoint import Checkpoint, describe
+from moepack.errors import CalibrationError, DeviceMemoryError, DiskError
+
+SPECIAL = SpanTokens(sentinels=tuple(18 - i for i in range(16)), end=1, start=0)
+WINDOWS = torch.randint(19, tiny_models.VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(0))
+
+
+def keep(stage):
+    return dict(stage.weights)
+
+
+def samples_for(architecture):
+    return seq2seq_samples(WINDOWS, SPECIAL) if architecture == "switch_transformers" else decoder_samples(WINDOWS)
+
+
+def calibrator(path, samples, **settings):
+    checkpoint = Checkpoint.open(path)
+    return Calibrator(checkpoint, describe(checkpoint), samples, CalibrationSettings(**settings))
+
+
+def final_states(run, solve=keep):
+    """The hidden state behind the last block of the stream that Hessians use, with the coverage of each layer."""
+    streams = []
+    make = run._stream
+    run._stream = lambda *args: streams.append(make(*args)) or streams[-1]
+    coverage = [coverage for _, coverage in run.layers(solve)]
+    number = run._streams()
+    return [stream.hidden.tokens for stream in streams[-number:]], coverage
+
+
+def reference(path, samples):
+    """Hidden states of transformers' own forward, before the last norm, and the experts that its routers choose."""
+    seq2seq = samples.targets is not None
+    auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+    model = auto.from_pretrained(path, dtype=torch.float32).eval()
+    norm = model.decoder.final_layer_norm if seq2seq else model.model.norm
+    seen = []
+    norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.inference_mode():
+        if seq2seq:
+            model(input_ids=samples.inputs, decoder_input_ids=samples.targets)
+        else:
+            model(input_ids=samples.inputs)
+    return seen[-1].flatten(0, 1)
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize("group, batch, cap", [(16, 8, 4.0), (3, 2, 0.3)])
+def test_untouched_weights_give_the_states_of_the_model(tiny_checkpoint, architecture, group, batch, cap):
+    path, samples = tiny_checkpoint(architecture), samples_for(architecture)
+    states, _ = final_states(calibrator(path, samples, group=group, batch=batch, token_cap=cap))
+    expected = reference(path, samples)
+    for stream in states:
+        torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_hessians_are_the_gram_matrices_of_each_experts_tokens(mixtral):
+    samples = decoder_samples(WINDOWS)
+    model = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32).eval()
+    calls = []
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda module, args: calls.append(args))
+    with torch.inference_mode():
+        model(input_ids=samples.inputs)
+    hidden, index, _ = calls[0]
+    gate_up = model.model.layers[1].mlp.experts.gate_up_proj
+
+    def solve(stage):
+        if stage.layer.name == "model.layers.1.mlp.experts":
+            for position, expert in enumerate(stage.experts):
+                x = hidden[(index == expert).any(-1)]
+                assert int(stage.tokens[position]) == len(x)
+                if "down_proj" in stage.weights:
+                    gate, up = (x @ gate_up[expert].T).chunk(2, dim=-1)
+                    x = torch.nn.functional.silu(gate) * up
+                torch.testing.assert_close(stage.hessians()[position], (x.T @ x).detach(), rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(sum(len(piece) for piece in stage.inputs(position)), len(x))
+        return keep(stage)
+
+    coverage = [c for _, c in calibrator(mixtral, samples, group=3, token_cap=0.4).layers(solve)]
+    assert [c.layer for c in coverage] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert torch.equal(coverage[1].original, torch.bincount(index.flatten(), minlength=4))
+
+
+def halve(stage):
+    return {name: weights * 0.5 for name, weights in stage.weights.items()}
+
+
+def test_compressed_experts_feed_the_compressed_stream_only(mixtral):
+    samples = decoder_samples(WINDOWS)
+    expected = reference(mixtral, samples)
+    (compressed, original), _ = final_states(calibrator(mixtral, samples), halve)
+    torch.testing.assert_close(original, expected, rtol=1e-4, atol=1e-4)
+    assert (compressed - expected).abs().max() > 2e-3
+    (alone,), coverage = final_states(calibrator(mixtral, samples, activations="original"), halve)
+    torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(c.original, c.compressed) for c in coverage)
+    (single,), _ = final_states(calibrator(mixtral, samples, routing="compressed"), halve)
+    torch.testing.assert_close(single, compressed)
+
+
+def test_a_replay_gives_the_same_bits(mixtral):
+    samples = decoder_samples(WINDOWS)
+    first, _ = final_states(calibrator(mixtral, samples), halve)
+    again, _ = final_states(calibrator(mixtral, samples), halve)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_buffers_may_lie_in_files(mixtral, tmp_path):
+    samples = decoder_samples(WINDOWS)
+    memory, _ = final_states(calibrator(mixtral, samples))
+    mapped, _ = final_states(calibrator(mixtral, samples, buffer_directory=tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(memory, mapped, strict=True))
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "model.hidden.0", "model.hidden.1", "model.inputs.0", "model.inputs.1",
+    ]  # fmt: skip
+    with pytest.raises(DiskError, match="cannot map"):
+        calibrator(mixtral, samples, buffer_directory=tmp_path / "none").layers(keep).__next__()
+
+
+def test_premasked_positions_are_left_out_of_hessians(switch):
+    masked = calibrator(switch, seq2seq_samples(WINDOWS, SPECIAL))
+    everything = calibrator(switch, seq2seq_samples(WINDOWS, SPECIAL, premask=False))
+    counts = [int(c.original.sum()) for _, c in masked.layers(keep)]
+    full = [int(c.original.sum()) for _, c in everything.layers(keep)]
+    assert full == [5 * (40 - 6 + 2 + 1), 5 * (6 + 2 + 1)]
+    assert counts == [5 * (40 - 6 + 1), 5 * (6 + 1)]
+
+
+def test_smaller_groups_are_tried_when_memory_runs_out(mixtral):
+    samples, seen = decoder_samples(WINDOWS), []
+
+    def solve(stage):
+        if len(stage.experts) > 1:
+            raise torch.OutOfMemoryError
+        seen.append(stage.experts[0])
+        return keep(stage)
+
+    states, _ = final_states(calibrator(mixtral, samples), solve)
+    torch.testing.assert_close(states[0], reference(mixtral, samples), rtol=1e-4, atol=1e-4)
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+
+    def never(stage):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(DeviceMemoryError, match=r"one expert of 'model\.layers\.0"):
+        list(calibrator(mixtral, samples).layers(never))
+
+
+def broken(mixtral, tmp_path, name, value):
+    path = tmp_path / "broken"
+    shutil.copytree(mixtral, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_a_model_that_computes_nan_is_a_typed_error(mixtral, tmp_path):
+    path = broken(mixtral, tmp_path, "model.layers.1.self_attn.o_proj.weight", float("nan"))
+    with pytest.raises(CalibrationError, match=r"NaN or infinity in 'model\.layers\.1'"):
+        list(calibrator(path, decoder_samples(WINDOWS)).layers(keep))
+
+
+def test_experts_that_compute_infinity_are_a_typed_error(mixtral, tmp_path):
+    def explode(stage):
+        return {name: weights * 1e38 for name, weights in stage.weights.items()}
+
+    with pytest.raises(CalibrationError, match=r"expert \d of 'model\.layers\.0\.mlp\.experts' computes"):
+        list(calibrator(mixtral, decoder_samples(WINDOWS)).layers(explode))
+
+
+def test_samples_of_the_wrong_kind_are_refused(mixtral, switch):
+    with pytest.raises(CalibrationError, match="encoder-decoder"):
+        calibrator(mixtral, seq2seq_samples(WINDOWS, SPECIAL))
+    with pytest.raises(CalibrationError, match="encoder-decoder"):
+        calibrator(switch, decoder_samples(WINDOWS))
+
+
+def test_granite_scales_the_output_of_its_experts(tmp_path):
+    torch.manual_seed(0)
+    config = GraniteMoeConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.22,
+        embedding_multiplier=6.0, attention_multiplier=0.2, logits_scaling=3.0,
+    )  # fmt: skip
+    GraniteMoeForCausalLM(config).save_pretrained(tmp_path)
+    samples = decoder_samples(WINDOWS)
+    run = calibrator(tmp_path, samples)
+    states, _ = final_states(run)
+    torch.testing.assert_close(states[0], reference(tmp_path, samples), rtol=1e-4, atol=1e-4)
+    assert run._factors["model"] == pytest.approx(0.22, abs=1e-5)
