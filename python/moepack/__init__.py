@@ -26,6 +26,8 @@ from moepack.integrations import register
 if TYPE_CHECKING:
     from moepack.checkpoint import Checkpoint, describe
     from moepack.evaluation import EvaluationReport, evaluate
+    from moepack.format import PackedDirectory, VerifyReport, verify
+    from moepack.pipeline import CompressReport, compress
     from moepack.runtime.loading import load
     from moepack.solvers.rtn import quantize_ternary
 
@@ -33,6 +35,7 @@ __all__ = [
     "CalibrationError",
     "Checkpoint",
     "CheckpointError",
+    "CompressReport",
     "CorruptionError",
     "DeviceMemoryError",
     "DiskError",
@@ -41,22 +44,31 @@ __all__ = [
     "LoadError",
     "MoepackError",
     "OutputExistsError",
+    "PackedDirectory",
     "ResumeError",
     "SerializationError",
     "UnsupportedModelError",
+    "VerifyReport",
+    "compress",
     "describe",
     "evaluate",
     "load",
     "quantize_ternary",
+    "verify",
 ]
 
 _EXPORTS = {
     "Checkpoint": "moepack.checkpoint",
+    "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
+    "PackedDirectory": "moepack.format",
+    "VerifyReport": "moepack.format",
+    "compress": "moepack.pipeline",
     "describe": "moepack.checkpoint",
     "evaluate": "moepack.evaluation",
     "load": "moepack.runtime.loading",
     "quantize_ternary": "moepack.solvers.rtn",
+    "verify": "moepack.format",
 }
 
 

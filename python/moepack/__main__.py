@@ -1,0 +1,5 @@
+"""`python -m moepack`: the command line."""
+
+from moepack.cli import main
+
+main()

@@ -1,0 +1,58 @@
+"""The command line `moepack`: one module a command, listed in `COMMANDS`.
+
+The module of the command NAME offers `NAME_command`, the function that typer makes a command of. Modules import what is
+heavy (torch, the pipeline) inside the function, so that `--help` is quick.
+
+Exit codes: 0 success, 1 a foreseen failure (one line on standard error) or damage found, 2 wrong usage, 130 Ctrl-C.
+"""
+
+import sys
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from moepack.errors import MoepackError
+
+COMMANDS = {
+    "compress": "compress",
+    "inspect": "inspect",
+    "verify": "verify",
+    "eval": "evaluate",
+    "generate": "generate",
+    "doctor": "doctor",
+}
+"""Commands in the order of the help, and their modules here."""
+
+app = typer.Typer(
+    name="moepack",
+    help="Compress Mixture-of-Experts checkpoints and run them packed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _name, _module in COMMANDS.items():
+    app.command(_name)(getattr(import_module(f"{__name__}.{_module}"), f"{_name}_command"))
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+) -> None:
+    """Compress Mixture-of-Experts checkpoints and run them packed."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        arguments: what follows the program's name; None takes it from the process.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(given)
+    except MoepackError as error:
+        if "--debug" in given:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

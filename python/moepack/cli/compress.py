@@ -1,0 +1,60 @@
+"""`moepack compress`: make a packed directory from a checkpoint."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from moepack.units import size, speed
+
+if TYPE_CHECKING:
+    from moepack.pipeline import CompressReport
+
+
+def compress_command(
+    model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint (safetensors).")],
+    out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
+    method: Annotated[str, typer.Option(help="Compression method: ternary.")] = "ternary",
+    code: Annotated[str, typer.Option(help="Entropy code: fsv8 or dict16.")] = "fsv8",
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")
+    ] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Compress the experts of MODEL into the packed directory OUT.
+
+    An interrupted run leaves OUT.partial; the same command continues it.
+    """
+    from moepack.methods import create
+    from moepack.pipeline import PARTIAL, compress
+    from moepack.progress import Silent, terminal_progress
+
+    console = Console(stderr=True)
+    progress = Silent() if quiet else terminal_progress(console)
+    try:
+        chosen = create(method, code=code)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        report = compress(model, out, method=chosen, threads=threads, resume=resume, progress=progress)
+    except KeyboardInterrupt:
+        partial = out.with_name(out.name + PARTIAL)
+        console.print(f"interrupted; the same command continues from {partial}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    _print(report)
+
+
+def _print(report: "CompressReport") -> None:
+    for note in report.notes:
+        print(f"note: {note}")
+    if report.skipped:
+        print(f"not taken over: {', '.join(report.skipped)}")
+    experts = f"{size(report.expert_source_bytes)} -> {size(report.expert_bytes)}"
+    print(f"experts    {experts} ({report.bits_per_weight:.3f} bits a weight)")
+    ratio = report.source_bytes / max(report.packed_bytes, 1)
+    print(f"directory  {size(report.source_bytes)} -> {size(report.packed_bytes)} ({ratio:.2f}x)")
+    rate = speed(report.weights_per_second)
+    print(f"time       {report.seconds:.1f} s ({rate}), peak memory {size(report.peak_memory)}")
+    print(f"wrote      {report.path}")

@@ -1,0 +1,129 @@
+"""`moepack inspect`: what a packed directory holds, by layer and projection. Reads metadata only."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moepack.units import size
+
+if TYPE_CHECKING:
+    from moepack.format import Manifest, TensorRecord
+
+WIDTH = 110
+"""Columns of text that the table takes at least."""
+
+_ORDER = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A packed tensor as it is shown. Sizes in bytes; `zeros` is the share of weights that are zero, or None."""
+
+    layer: str
+    projection: str
+    format: str
+    shape: tuple[int, ...]
+    bits_per_weight: float
+    zeros: float | None
+    before: int
+    after: int
+
+
+def inspect_command(
+    directory: Annotated[Path, typer.Argument(help="A packed directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show each layer and projection of DIRECTORY: format, bits a weight, share of zeros, size before and after."""
+    from moepack.format import PackedDirectory
+
+    manifest = PackedDirectory.open(directory).manifest
+    rows = [_row(record) for record in sorted(manifest.packed().values(), key=_place)]
+    totals = _totals(manifest, rows)
+    if as_json:
+        settings = {"version": manifest.version, "method": manifest.method, "settings": dict(manifest.settings)}
+        about = {"architecture": manifest.architecture, **settings}
+        print(json.dumps({**about, "tensors": [asdict(row) for row in rows], "totals": totals}, indent=2))
+        return
+    _print(manifest, rows, totals)
+
+
+def _place(record: "TensorRecord") -> tuple[str, int]:
+    """Sort key: layer by layer as stored, projections in the order of the computation."""
+    name = record.projection
+    return record.file, _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+def _row(record: "TensorRecord") -> Row:
+    weights = math.prod(record.shape)
+    nonzeros, code = record.details.get("nonzeros"), record.details.get("code")
+    zeros = None if nonzeros is None or not weights else 1 - nonzeros / weights
+    name = record.kind if code is None else f"{record.kind} {code}"
+    bits = 8 * record.nbytes / max(weights, 1)
+    return Row(record.module, record.projection, name, record.shape, bits, zeros, record.source_bytes, record.nbytes)
+
+
+def _totals(manifest: "Manifest", rows: list[Row]) -> dict[str, Any]:
+    """Add up: experts, dense tensors (the same before and after), other files, and the whole directory."""
+    weights = sum(math.prod(row.shape) for row in rows)
+    before, after = sum(row.before for row in rows), sum(row.after for row in rows)
+    dense = sum(record.nbytes for record in manifest.tensors.values() if not record.packed)
+    directory = sum(record.size for record in manifest.files.values()) + len(manifest.to_bytes())
+    other = directory - after - dense
+    return {
+        "weights": weights,
+        "experts": {"before": before, "after": after, "bits_per_weight": 8 * after / max(weights, 1)},
+        "dense": dense,
+        "other_files": other,
+        "directory": {"before": before + dense + other, "after": directory},
+    }
+
+
+def _print(manifest: "Manifest", rows: list[Row], totals: Mapping[str, Any]) -> None:
+    settings = ", ".join(f"{key} {value}" for key, value in manifest.settings.items())
+    table = Table(
+        title=f"{manifest.architecture}: {manifest.method} ({settings}), format {manifest.version}",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    table.add_column("layer / projection", no_wrap=True)
+    table.add_column("format", no_wrap=True)
+    for name in ("shape", "bits/weight", "zeros", "before", "after", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    layer = None
+    for row in rows:
+        if row.layer != layer:
+            table.add_row(row.layer)
+            layer = row.layer
+        table.add_row(*_cells(row))
+    table.add_section()
+    experts, dense = totals["experts"], {"before": totals["dense"], "after": totals["dense"]}
+    bits = f"{experts['bits_per_weight']:.3f}"
+    table.add_row("all experts", "", f"{totals['weights']:,}", bits, *_sizes(experts))
+    table.add_row("dense tensors", "", "", "", *_sizes(dense))
+    table.add_row("directory", "", "", "", *_sizes(totals["directory"]))
+    # A table squeezed below this width cannot be read; a log has no width of its own.
+    Console(width=max(Console().width, WIDTH)).print(table)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    zeros = "" if row.zeros is None else f"{row.zeros:.1%}"
+    shape = " x ".join(map(str, row.shape))
+    sizes = (size(row.before), size(row.after), _ratio(row.before, row.after))
+    return f"  {row.projection}", row.format, shape, f"{row.bits_per_weight:.3f}", zeros, *sizes
+
+
+def _sizes(pair: Mapping[str, int]) -> tuple[str, str, str, str]:
+    return "", size(pair["before"]), size(pair["after"]), _ratio(pair["before"], pair["after"])
+
+
+def _ratio(before: int, after: int) -> str:
+    return f"{before / after:.2f}x" if after else ""

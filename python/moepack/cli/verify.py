@@ -1,0 +1,38 @@
+"""`moepack verify`: find any damage to a packed directory."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moepack.units import size
+
+SHOWN = 10
+"""Faults printed before the rest is only counted."""
+
+
+def verify_command(
+    directory: Annotated[Path, typer.Argument(help="A packed directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check every byte, offset and code of DIRECTORY. Exit code 1 and the places of the faults if there are any."""
+    from moepack.format import VerifyReport, verify
+
+    def show(report: VerifyReport) -> None:
+        for fault in report.faults[:SHOWN]:
+            print(f"fault: {fault}")
+        if len(report.faults) > SHOWN:
+            print(f"and {len(report.faults) - SHOWN} more")
+        verdict = "sound" if report.ok else "DAMAGED"
+        checked = f"{report.files} files, {size(report.nbytes)}, {report.tensors} packed tensors"
+        print(f"{report.path} is {verdict}: {checked} checked in {report.seconds:.1f} s")
+
+    report = verify(directory)
+    if as_json:
+        print(json.dumps({"ok": report.ok, **asdict(report)}, default=str, indent=2))
+    else:
+        show(report)
+    if not report.ok:
+        raise typer.Exit(1)

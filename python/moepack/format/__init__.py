@@ -1,0 +1,21 @@
+"""The packed directory: writing its files, opening it, verifying it. docs/format.md specifies every byte.
+
+`shard` writes safetensors files, `manifest` is moepack.json, `hub` the files that transformers reads, `directory` opens
+and maps, `verification` finds damage, `atomic` publishes files. Nothing here computes on weights.
+"""
+
+from moepack.format.directory import PackedDirectory
+from moepack.format.manifest import MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
+from moepack.format.verification import Fault, VerifyReport, verify
+
+__all__ = [
+    "MANIFEST",
+    "VERSION",
+    "Fault",
+    "FileRecord",
+    "Manifest",
+    "PackedDirectory",
+    "TensorRecord",
+    "VerifyReport",
+    "verify",
+]

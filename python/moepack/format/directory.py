@@ -1,0 +1,165 @@
+"""A packed directory, open for reading.
+
+Opening checks the manifest, that every shard is there with its size, and that its header says what the manifest says.
+No tensor is read: the packed ones are mapped, so they cost address space until a kernel touches them. Their bytes are
+checked by `verify` (checksums) and by the reader of each blob (structure). Files that a model does not need to run (a
+model card, a license) may be absent: transformers fetches from the hub only what it reads. `verify` wants them all.
+
+Invariant: `tensors()` are slices of read-only mappings, 64-byte aligned, inside their files. A file that is truncated
+while it is mapped kills the process when it is touched, as with any mapped file: never write into an open directory.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moepack import _core
+from moepack.checkpoint.header import Header, read_header
+from moepack.errors import CorruptionError, LoadError
+from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
+from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
+
+
+@dataclass(frozen=True)
+class PackedDirectory:
+    """An open packed directory.
+
+    Attributes:
+        path: the directory.
+        manifest: what it holds.
+        config: the content of config.json.
+    """
+
+    path: Path
+    manifest: Manifest
+    config: Mapping[str, Any]
+    _tensors: Mapping[str, npt.NDArray[np.uint8]]
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> "PackedDirectory":
+        """Open and validate a packed directory; tensors are mapped, not read.
+
+        Raises:
+            LoadError: `path` is no directory, or none that moepack wrote.
+            CorruptionError: a shard is missing, has another size or contradicts the manifest, or the directory is of a
+                format version newer than this code reads.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        packed = manifest.packed()
+        tensors: dict[str, npt.NDArray[np.uint8]] = {}
+        for file in sorted({record.file for record in manifest.tensors.values()}):
+            check_size(path / file, manifest.files[file].size)
+            header = check_header(path / file, manifest)
+            names = [name for name, record in packed.items() if record.file == file]
+            tensors.update(_map(path / file, header, names))
+        return cls(path, manifest, read_config(path), tensors)
+
+    def tensors(self) -> dict[str, npt.NDArray[np.uint8]]:
+        """Return the packed tensors by name: flat mapped uint8 arrays, read-only and 64-byte aligned."""
+        return dict(self._tensors)
+
+    def tensor(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return one packed tensor; `KeyError` if there is none of that name."""
+        return self._tensors[name]
+
+    def blob(self, name: str) -> _core.TernaryBlob:
+        """Return the ternary tensor `name`, its metadata checked against the bytes and the manifest.
+
+        Raises:
+            CorruptionError: the blob's header, sizes or row table contradict each other or the manifest.
+        """
+        return open_blob(self._tensors[name], name, self.manifest.tensors[name], self.path)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check `path`/moepack.json.
+
+    Raises:
+        LoadError: there is no such directory, or no manifest in it.
+        CorruptionError: the manifest is damaged or of a newer version.
+    """
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise LoadError("no such directory", file=path)
+    if not file.is_file():
+        raise LoadError(f"not a packed directory: there is no {MANIFEST} in it", file=path)
+    try:
+        with open(file, "rb") as stream:
+            data = stream.read(MAX_MANIFEST + 1)
+    except OSError as error:
+        raise CorruptionError(f"cannot be read: {error.strerror}", file=file) from error
+    if len(data) > MAX_MANIFEST:
+        raise CorruptionError(f"longer than {MAX_MANIFEST} bytes", file=file)
+    return Manifest.parse(data, file)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read `path`/config.json; `CorruptionError` if it is missing or no JSON object."""
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"cannot be read: {error}", file=file) from error
+    if not isinstance(config, dict):
+        raise CorruptionError("must be a JSON object", file=file)
+    return config
+
+
+def check_size(file: Path, size: int) -> None:
+    """Check that a file is there and has `size` bytes; `CorruptionError` if not."""
+    if not file.is_file():
+        raise CorruptionError("missing", file=file)
+    found = file.stat().st_size
+    if found != size:
+        raise CorruptionError(f"has {found} bytes, the manifest says {size}", file=file)
+
+
+def check_header(file: Path, manifest: Manifest) -> Header:
+    """Read a shard's header and compare it with the manifest; `CorruptionError` names what differs."""
+    header = read_header(file, CorruptionError)
+    expected = {name: record for name, record in manifest.tensors.items() if record.file == file.name}
+    for name in sorted(header.tensors.keys() ^ expected.keys()):
+        where = "the manifest" if name in header.tensors else "the file"
+        raise CorruptionError(f"{where} does not know it", file=file, tensor=name)
+    for name, record in expected.items():
+        info = header.tensors[name]
+        shape = (record.nbytes,) if record.packed else record.shape
+        if (DTYPE_NAMES[info.dtype], info.shape, info.nbytes) != (record.dtype, shape, record.nbytes):
+            raise CorruptionError("dtype, shape or size differ from the manifest's", file=file, tensor=name)
+        if record.packed and info.offset % ALIGNMENT:
+            raise CorruptionError(f"starts at byte {info.offset}, no multiple of {ALIGNMENT}", file=file, tensor=name)
+    return header
+
+
+def _map(file: Path, header: Header, names: list[str]) -> dict[str, npt.NDArray[np.uint8]]:
+    if not names:
+        return {}
+    try:
+        mapped = np.memmap(file, np.uint8, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise CorruptionError(f"cannot be mapped: {error}", file=file) from error
+    slices = {name: header.tensors[name] for name in names}
+    return {name: mapped[info.offset : info.offset + info.nbytes] for name, info in slices.items()}
+
+
+def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path: Path) -> _core.TernaryBlob:
+    """Parse a ternary blob (metadata only) and compare it with its record; `CorruptionError` says what is wrong."""
+    file = path / record.file
+    if record.kind != "ternary":
+        raise CorruptionError(f"unknown kind of packed tensor '{record.kind}'", file=file, tensor=name)
+    try:
+        blob = _core.TernaryBlob(data)
+    except ValueError as error:
+        raise CorruptionError(str(error), file=file, tensor=name) from error
+    found = {"shape": (blob.experts, blob.rows, blob.columns), "code": blob.code, "nonzeros": blob.nonzeros}
+    for key, value in {"shape": record.shape, **record.details}.items():
+        if key in found and found[key] != value:
+            raise CorruptionError(f"{key} is {found[key]}, the manifest says {value}", file=file, tensor=name)
+    return blob

@@ -1,0 +1,111 @@
+"""A writer of safetensors files that streams, aligns and hashes.
+
+Why not the safetensors package: its writers take all tensors at once, and the packed blobs must start at multiples of
+64 bytes, because kernels read them in place from the mapped file.
+
+Invariants of a written file: the data begin at a multiple of 64 (the header is padded with spaces); packed blobs, whose
+lengths are multiples of 64, come first, so each starts aligned; the other tensors follow by falling element size, so
+each is aligned to its elements; the same entries give the same bytes.
+"""
+
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from moepack.checkpoint.header import DTYPES
+from moepack.format.atomic import publish_file, write_all
+
+ALIGNMENT = 64
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""What safetensors calls torch's dtypes."""
+
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written.
+
+    Attributes:
+        dtype: safetensors name of the element type.
+        data: gives the tensor's bytes, little-endian and C-contiguous, as a flat buffer; called once, when the writer
+            reaches the tensor, so that no more than one needs to be in memory.
+        packed: a packed blob: placed first and 64-byte aligned.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Callable[[], memoryview]
+    packed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes that dtype and shape imply."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What was written: the file's size in bytes, its SHA-256 (hex) and the CRC-32 of each tensor."""
+
+    size: int
+    sha256: str
+    crc32: dict[str, int]
+
+
+def _order(entry: Entry) -> tuple[bool, int, str]:
+    return not entry.packed, -DTYPES[entry.dtype].itemsize, entry.name
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for entry in entries:
+        stop = start + entry.nbytes
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> WrittenShard:
+    """Publish `entries` as the safetensors file `path`.
+
+    Raises:
+        DiskError: the disk refused.
+        ValueError: a packed blob's length is no multiple of 64, or an entry's data have another length than it said.
+    """
+    ordered = sorted(entries, key=_order)
+    if any(entry.packed and entry.nbytes % ALIGNMENT for entry in ordered):
+        raise ValueError(f"a packed blob's length must be a multiple of {ALIGNMENT}")
+    digest, crc32 = hashlib.sha256(), {}
+    with publish_file(path) as file:
+        header = _header(ordered, metadata)
+        digest.update(header)
+        write_all(file, memoryview(header))
+        for entry in ordered:
+            crc32[entry.name] = _write_tensor(file, entry, digest.update)
+        size = file.tell()
+    return WrittenShard(size, digest.hexdigest(), crc32)
+
+
+def _write_tensor(file: FileIO, entry: Entry, update: Callable[[memoryview], None]) -> int:
+    """Write one tensor in chunks (hashing while the chunk is in the cache); return its CRC-32."""
+    data, crc32 = entry.data(), 0
+    if data.nbytes != entry.nbytes:
+        raise ValueError(f"tensor '{entry.name}' has {data.nbytes} bytes, its shape says {entry.nbytes}")
+    for start in range(0, data.nbytes, _CHUNK):
+        chunk = data[start : start + _CHUNK]
+        update(chunk)
+        crc32 = zlib.crc32(chunk, crc32)
+        write_all(file, chunk)
+    return crc32

@@ -1,0 +1,215 @@
+"""`verify`: find any damage to a packed directory, down to one flipped bit.
+
+Three passes, each of which runs even when one before it found something:
+1. every byte of every file against the SHA-256 in the manifest (the manifest against its own checksum); where a file
+   differs, the CRC-32 of its tensors says which one;
+2. every shard's header, config.json and the index against the manifest;
+3. every packed tensor decoded: each offset, length and code.
+
+The first pass finds every accident. The third also finds what a faulty writer would have recorded as sound.
+"""
+
+import hashlib
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from moepack.checkpoint.header import Header, parse_json, read_header
+from moepack.errors import CorruptionError
+from moepack.format.directory import check_header, open_blob, read_manifest
+from moepack.format.hub import CONFIG, INDEX, contradictions
+from moepack.format.manifest import MANIFEST, Manifest
+
+TRANSPORT = frozenset({".gitattributes", ".git", ".cache"})
+"""What the hub and git add to a directory that they carry; nothing reads it, so it is no fault."""
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A place where a directory is damaged.
+
+    Attributes:
+        file: name of the file, inside the directory.
+        what: what is wrong with it.
+        tensor: name of the tensor at fault, or None.
+        offset: first byte of that tensor in the file, or None.
+    """
+
+    file: str
+    what: str
+    tensor: str | None = None
+    offset: int | None = None
+
+    def __str__(self) -> str:
+        tensor = "" if self.tensor is None else f": tensor '{self.tensor}'"
+        offset = "" if self.offset is None else f" (from byte {self.offset})"
+        return f"{self.file}{tensor}{offset}: {self.what}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+        path: the directory.
+        faults: in the order found; empty if it is sound.
+        files: files read, the manifest included.
+        tensors: packed tensors decoded.
+        nbytes: bytes read.
+        seconds: time taken.
+    """
+
+    path: Path
+    faults: tuple[Fault, ...]
+    files: int
+    tensors: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether no fault was found."""
+        return not self.faults
+
+
+def verify(path: str | PathLike[str]) -> VerifyReport:
+    """Check every byte, offset and code of a packed directory.
+
+    Damage is reported, not raised.
+
+    Raises:
+        LoadError: `path` is no directory, or holds no manifest at all.
+    """
+    directory, start = Path(path), time.perf_counter()
+    try:
+        manifest = read_manifest(directory)
+    except CorruptionError as error:
+        return VerifyReport(directory, (_fault(error, MANIFEST),), 1, 0, 0, time.perf_counter() - start)
+    faults = [*_listing(directory, manifest), *_checksums(directory, manifest)]
+    faults += [*_agreement(directory, manifest), *_blobs(directory, manifest)]
+    unique = tuple(dict.fromkeys(faults))
+    nbytes = sum(record.size for record in manifest.files.values())
+    seconds = time.perf_counter() - start
+    return VerifyReport(directory, unique, 1 + len(manifest.files), len(manifest.packed()), nbytes, seconds)
+
+
+def _fault(error: CorruptionError, file: str, offset: int | None = None) -> Fault:
+    return Fault(file, error.detail, error.tensor, offset)
+
+
+def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Find files that the manifest does not list. (Missing ones are found when they are read.)"""
+    for entry in sorted(directory.iterdir()):
+        if entry.name not in manifest.files and entry.name != MANIFEST and entry.name not in TRANSPORT:
+            yield Fault(entry.name, "the manifest does not list it")
+
+
+def _checksums(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+    for name, record in sorted(manifest.files.items()):
+        file = directory / name
+        if not file.is_file():
+            yield Fault(name, "missing")
+            continue
+        try:
+            size, sha256 = file.stat().st_size, _sha256(file)
+        except OSError as error:
+            yield Fault(name, f"cannot be read: {error.strerror}")
+            continue
+        if size != record.size:
+            yield Fault(name, f"has {size} bytes, the manifest says {record.size}")
+        elif sha256 != record.sha256:
+            yield from _locate(file, manifest)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _locate(file: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Say which tensors of a damaged shard differ; the file as a whole if none does or if it is no shard."""
+    tensors = {name: record for name, record in manifest.tensors.items() if record.file == file.name}
+    whole = Fault(file.name, "the SHA-256 differs from the manifest's")
+    header = _header(file) if tensors else None
+    if header is None:
+        yield whole
+        return
+    damaged = 0
+    for name, info in header.tensors.items():
+        if name in tensors and _crc32(file, info.offset, info.nbytes) != tensors[name].crc32:
+            damaged += 1
+            yield Fault(file.name, "the CRC-32 differs from the manifest's", name, info.offset)
+    if not damaged:
+        yield whole
+
+
+def _header(file: Path) -> Header | None:
+    try:
+        return read_header(file, CorruptionError)
+    except CorruptionError:
+        return None
+
+
+def _crc32(file: Path, offset: int, nbytes: int) -> int:
+    crc32 = 0
+    with open(file, "rb") as stream:
+        stream.seek(offset)
+        while nbytes > 0 and (chunk := stream.read(min(nbytes, _CHUNK))):
+            crc32, nbytes = zlib.crc32(chunk, crc32), nbytes - len(chunk)
+    return crc32
+
+
+def _agreement(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Compare headers, config.json and the index with the manifest."""
+    for file in _shards(directory, manifest):
+        try:
+            check_header(file, manifest)
+        except CorruptionError as error:
+            yield _fault(error, file.name)
+    parsed = {}
+    for name in (CONFIG, INDEX):
+        try:
+            parsed[name] = parse_json((directory / name).read_bytes(), directory / name, CorruptionError)
+        except CorruptionError as error:
+            yield _fault(error, name)
+        except OSError:
+            yield Fault(name, "missing")
+    if len(parsed) == 2:
+        for name, what in contradictions(manifest, parsed[CONFIG], parsed[INDEX]).items():
+            yield Fault(name, what)
+
+
+def _shards(directory: Path, manifest: Manifest) -> Iterator[Path]:
+    """Give the shards that are there."""
+    for name in sorted({record.file for record in manifest.tensors.values()}):
+        if (directory / name).is_file():
+            yield directory / name
+
+
+def _blobs(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Decode every packed tensor whose place in its file is known."""
+    packed = manifest.packed()
+    for file in _shards(directory, manifest):
+        header = _header(file)
+        if header is None:
+            continue
+        mapped = np.memmap(file, np.uint8, mode="r").view(np.ndarray)
+        for name, info in header.tensors.items():
+            if name not in packed or packed[name].file != file.name:
+                continue
+            try:
+                data = mapped[info.offset : info.offset + info.nbytes]
+                open_blob(data, name, packed[name], directory).verify()
+            except ValueError as error:
+                what = error.detail if isinstance(error, CorruptionError) else str(error)
+                yield Fault(file.name, what, name, info.offset)

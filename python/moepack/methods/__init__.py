@@ -1,0 +1,26 @@
+"""Compression methods, one room each. `create` finds one by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from moepack.methods.base import Method, PackedTensor, Shape, Weights
+from moepack.methods.ternary import Ternary
+
+METHODS: dict[str, Callable[..., Method]] = {"ternary": Ternary}
+"""The methods by name; each is called with its settings as keywords."""
+
+__all__ = ["METHODS", "Method", "PackedTensor", "Shape", "Weights", "create"]
+
+
+def create(name: str, **settings: Any) -> Method:
+    """Return the method `name` with `settings`.
+
+    Raises:
+        ValueError: there is no such method, or it has no such setting.
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method '{name}'; there is: {', '.join(sorted(METHODS))}")
+    try:
+        return METHODS[name](**settings)
+    except TypeError as error:
+        raise ValueError(f"method '{name}': {error}") from error

@@ -1,0 +1,268 @@
+"""`compress`: from a checkpoint to a packed directory, one layer at a time.
+
+Everything is written to `OUT.partial` beside `OUT`: a shard for each MoE layer, shards of dense tensors copied byte for
+byte, the small files, at last the manifest; then the directory is renamed. So `OUT` is either complete or absent, and
+the anonymous memory stays below 1 GiB + 4 x the largest layer: the codes of one projection, one expert in floating
+point, the blobs of one layer.
+"""
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack import _core
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, Projection, describe
+from moepack.errors import CheckpointError, DiskError, InvalidTensorError, OutputExistsError
+from moepack.format.atomic import write_file
+from moepack.format.directory import read_manifest
+from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
+from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
+from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.memory import PeakMemory
+from moepack.methods import Method, PackedTensor, Weights, create
+from moepack.pipeline.journal import ShardRecord, Workspace
+from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
+from moepack.pipeline.report import CompressReport, Totals, directory_bytes
+from moepack.progress import Progress, Silent
+
+PARTIAL = ".partial"
+"""Suffix of the directory in which the work happens."""
+
+_METADATA = {"format": "pt"}
+
+
+def compress(
+    model: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    method: str | Method = "ternary",
+    code: str = "fsv8",
+    threads: int | None = None,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> CompressReport:
+    """Compress the experts of a Mixture-of-Experts checkpoint into a packed directory.
+
+    Args:
+        model: directory of a Hugging Face checkpoint (safetensors).
+        out: directory to be made; it must not exist.
+        method: name of a method, or one with its settings.
+        code: entropy code of a method given by name: `fsv8` or `dict16`.
+        threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it.
+        resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
+        progress: where progress is shown; None shows nothing.
+
+    Returns:
+        Sizes, times and memory.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        UnsupportedModelError: its architecture is unknown, or it is already quantized.
+        InvalidTensorError: a weight is NaN or infinite. Nothing is left behind: the job can never succeed.
+        OutputExistsError: `out` exists.
+        ResumeError: `out`.partial belongs to another job.
+        DiskError: the disk is full or refuses. `out`.partial stays and the same call continues it.
+        KeyboardInterrupt: as DiskError.
+    """
+    started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
+    if os.path.lexists(target):
+        raise OutputExistsError("exists; choose another directory or remove it", file=target)
+    chosen = create(method, code=code) if isinstance(method, str) else method
+    _set_threads(threads)
+    checkpoint = Checkpoint.open(model)
+    job = _Job(checkpoint, describe(checkpoint), chosen, progress or Silent(), peak)
+    return job.run(target, resume, started)
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ValueError(f"threads must be positive, not {threads}")
+    _core.set_threads(threads)
+    torch.set_num_threads(threads)
+
+
+class _Job:
+    def __init__(
+        self, checkpoint: Checkpoint, model: MoeModel, method: Method, progress: Progress, peak: PeakMemory
+    ) -> None:
+        self.checkpoint, self.model, self.method = checkpoint, model, method
+        self.progress, self.peak = progress, peak
+        self.plan: Plan = make_plan(checkpoint, model)
+
+    def run(self, target: Path, resume: bool, started: float) -> CompressReport:
+        """Do the work that is missing, publish, report."""
+        workspace = Workspace.open(target.with_name(target.name + PARTIAL), self._fingerprint(), resume)
+        try:
+            before = self._done_weights(workspace)
+            if not workspace.complete:
+                self._write(workspace)
+            manifest = read_manifest(workspace.path)
+            if os.path.lexists(target):
+                raise OutputExistsError("was made by somebody else in the meantime", file=target)
+            workspace.publish(target)
+        except InvalidTensorError:
+            workspace.discard()
+            raise
+        finally:
+            workspace.close()
+        return self._report(target, manifest, before, time.perf_counter() - started)
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Return what must be equal for two runs to be the same job."""
+        settings = ", ".join(f"{key}={value}" for key, value in sorted(self.method.settings.items()))
+        return {
+            "model": self.checkpoint.fingerprint(),
+            "method": self.method.name,
+            "settings": settings,
+            "format": str(VERSION),
+            "moepack": _core.__version__,
+        }
+
+    def _done_weights(self, workspace: Workspace) -> int:
+        layers = [shard for shard in self.plan.shards if shard.layer is not None]
+        return sum(_weights(shard) for shard in layers if workspace.complete or shard.file in workspace.done)
+
+    def _write(self, workspace: Workspace) -> None:
+        self._check_space(workspace)
+        self.progress.start(sum(map(_weights, self.plan.shards)), self._done_weights(workspace))
+        try:
+            for shard in self.plan.shards:
+                if shard.file not in workspace.done:
+                    workspace.append(self._write_shard(shard, workspace.path))
+            self.progress.stage("manifest")
+            self._write_small_files(workspace)
+        finally:
+            self.progress.finish()
+
+    def _check_space(self, workspace: Workspace) -> None:
+        """Refuse to begin what may not fit: a full disk after hours of work helps nobody."""
+        need = space_bound(self.plan, self.checkpoint, self.method, workspace.done)
+        free = shutil.disk_usage(workspace.path).free
+        if need > free:
+            if not workspace.done:
+                workspace.discard()
+            raise DiskError(f"needs up to {need:,} bytes, {free:,} are free", file=workspace.path.parent)
+
+    def _write_shard(self, shard: Shard, directory: Path) -> ShardRecord:
+        path = directory / shard.file
+        if shard.layer is None:
+            self.progress.stage("dense tensors")
+            return _write_dense(path, self.checkpoint, shard.names)
+        self.progress.stage(shard.layer.name)
+        return self._write_layer(path, shard.layer)
+
+    def _write_layer(self, path: Path, layer: MoeLayer) -> ShardRecord:
+        by_name = {projection.name: projection for projection in layer.projections}
+        weights = {name: self._lazy(projection) for name, projection in by_name.items()}
+        packed = dict(self._compress(weights))
+        entries = [_packed_entry(by_name[name], tensor) for name, tensor in packed.items()]
+        written = write_shard(path, entries, _METADATA)
+        self._advance(0)
+        records = {}
+        for name, tensor in packed.items():
+            projection = by_name[name]
+            crc32 = written.crc32[projection.packed_name]
+            records[projection.packed_name] = TensorRecord(
+                path.name, tensor.kind, "U8", projection.shape, tensor.data.nbytes, crc32,
+                layer.name, projection.name, projection.nbytes, dict(tensor.details),
+            )  # fmt: skip
+        return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
+
+    def _compress(self, weights: Mapping[str, Weights]) -> Iterator[tuple[str, PackedTensor]]:
+        try:
+            yield from self.method.compress_layer(weights, self._advance)
+        except InvalidTensorError as error:
+            known = error.tensor in self.checkpoint
+            file = self.checkpoint.info(error.tensor).file if error.tensor and known else self.checkpoint.path
+            raise InvalidTensorError(error.detail, file=file, tensor=error.tensor) from error
+
+    def _lazy(self, projection: Projection) -> Weights:
+        sources = tuple(part.tensor for part in projection.parts)
+        return Weights(projection.packed_name, projection.shape, projection.expert, sources)
+
+    def _advance(self, weights: int) -> None:
+        self.progress.advance(weights, self.peak.sample())
+
+    def _write_small_files(self, workspace: Workspace) -> None:
+        """Write copies, config, index and manifest. Cheap, so a resumed job writes all of them again."""
+        tensors = {name: record for shard in workspace.done.values() for name, record in shard.tensors.items()}
+        quantization = quantization_config(self.method.name, self.method.settings, tensors)
+        content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
+        files = {name: shard.file for name, shard in workspace.done.items()}
+        for name, data in [*_read_copies(self.plan), *content.items()]:
+            write_file(workspace.path / name, data)
+            files[name] = FileRecord.of(data)
+        manifest = Manifest(
+            self.method.name, self.method.settings, self.model.architecture, self._fingerprint(), tensors, files
+        )
+        workspace.sweep(files)
+        write_file(workspace.path / MANIFEST, manifest.to_bytes())
+
+    def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
+        totals = Totals.of(manifest)
+        names = self.checkpoint.names()
+        source = sum(self.checkpoint.info(name).nbytes for name in names)
+        source += sum(manifest.files[path.name].size for path in self.plan.copies)
+        return CompressReport(
+            path=target,
+            method=self.method.name,
+            source_bytes=source,
+            packed_bytes=directory_bytes(manifest),
+            expert_source_bytes=totals.source_bytes,
+            expert_bytes=totals.packed_bytes,
+            expert_weights=totals.weights,
+            bits_per_weight=totals.bits_per_weight,
+            seconds=seconds,
+            weights_per_second=(totals.weights - before) / seconds,
+            peak_memory=self.peak.sample(),
+            resumed_weights=before,
+            skipped=self.plan.skipped,
+            notes=self.model.notes,
+        )
+
+
+def _weights(shard: Shard) -> int:
+    """Return how many weights a shard compresses."""
+    return 0 if shard.layer is None else sum(math.prod(projection.shape) for projection in shard.layer.projections)
+
+
+def _packed_entry(projection: Projection, tensor: PackedTensor) -> Entry:
+    return Entry(projection.packed_name, "U8", (tensor.data.nbytes,), lambda: _view(tensor.data), packed=True)
+
+
+def _view(data: Any) -> memoryview:
+    return memoryview(data)
+
+
+def _write_dense(path: Path, checkpoint: Checkpoint, names: tuple[str, ...]) -> ShardRecord:
+    """Copy tensors byte for byte; their pages are mapped, so nothing is held in anonymous memory."""
+    entries, records = [], {}
+    for name in names:
+        info = checkpoint.info(name)
+        entries.append(Entry(name, DTYPE_NAMES[info.dtype], info.shape, _raw(checkpoint, name)))
+    written = write_shard(path, entries, _METADATA)
+    for entry in entries:
+        crc32 = written.crc32[entry.name]
+        records[entry.name] = TensorRecord(path.name, DENSE, entry.dtype, entry.shape, entry.nbytes, crc32)
+    return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
+
+
+def _raw(checkpoint: Checkpoint, name: str) -> Callable[[], memoryview]:
+    return lambda: _view(checkpoint.raw(name))
+
+
+def _read_copies(plan: Plan) -> Iterator[tuple[str, bytes]]:
+    for path in plan.copies:
+        try:
+            yield path.name, path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error

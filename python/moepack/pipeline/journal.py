@@ -1,0 +1,200 @@
+"""The journal of an unfinished `compress`: whose work a partial directory is, and which shards in it are done.
+
+`journal.jsonl` lies in the partial directory. Its first line is the job's fingerprint; each further line is a finished
+shard with everything that the manifest will say about it. A line is appended and flushed after its shard was published,
+so whatever moment a process is killed at, the journal never claims more than the disk holds. A torn last line is a
+shard that must be done again.
+
+One process works in a directory at a time: it holds a lock that the kernel drops with the process.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moepack.errors import CorruptionError, ResumeError
+from moepack.format.atomic import disk_errors, is_temporary, sync_directory, write_file
+from moepack.format.directory import read_manifest
+from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
+
+JOURNAL = "journal.jsonl"
+
+Fingerprint = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard: its file and the tensors in it."""
+
+    name: str
+    file: FileRecord
+    tensors: Mapping[str, TensorRecord]
+
+    def to_line(self) -> bytes:
+        """Return the journal's line."""
+        tensors = {name: record.to_json() for name, record in self.tensors.items()}
+        return _line({"shard": self.name, "size": self.file.size, "sha256": self.file.sha256, "tensors": tensors})
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "ShardRecord":
+        """Read a line; `ValueError` or `KeyError` if it is torn."""
+        content = json.loads(line)
+        file = FileRecord.from_json({"size": content["size"], "sha256": content["sha256"]})
+        tensors = {name: TensorRecord.from_json(record) for name, record in content["tensors"].items()}
+        return cls(content["shard"], file, tensors)
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, sort_keys=True) + "\n").encode()
+
+
+class Workspace:
+    """A partial directory, locked for this process.
+
+    Attributes:
+        path: the directory.
+        done: the finished shards by name.
+        complete: whether everything is written and only the publication is missing.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.done: dict[str, ShardRecord] = {}
+        self.complete = False
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path, fingerprint: Fingerprint, resume: bool) -> "Workspace":
+        """Create `path`, or continue in it if it is the work of the same job.
+
+        Args:
+            path: the partial directory.
+            fingerprint: identity of the job.
+            resume: False starts over, whatever job the directory belongs to.
+
+        Raises:
+            ResumeError: another job's work, another process at work, or a directory that moepack did not make.
+            DiskError: it cannot be created.
+        """
+        with disk_errors(path, "create"):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        workspace = cls(path, lock)
+        try:
+            workspace._claim(fingerprint, resume)
+        except BaseException:
+            workspace.close()
+            raise
+        return workspace
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._lock)
+
+    def append(self, shard: ShardRecord) -> None:
+        """Record a published shard as done."""
+        file = self.path / JOURNAL
+        with disk_errors(file), open(file, "ab") as stream:
+            stream.write(shard.to_line())
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.done[shard.name] = shard
+
+    def discard(self) -> None:
+        """Remove the directory and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def sweep(self, keep: Collection[str]) -> None:
+        """Remove what is neither in `keep` nor the journal: copies of what the source lost since an earlier run."""
+        with disk_errors(self.path, "clear"):
+            for entry in self.path.iterdir():
+                if entry.name not in keep and entry.name != JOURNAL:
+                    entry.unlink()
+
+    def publish(self, target: Path) -> None:
+        """Drop the journal and give the directory its final name.
+
+        `target` must not exist: the kernel replaces an empty directory without asking.
+        """
+        with disk_errors(target, "publish"):
+            (self.path / JOURNAL).unlink(missing_ok=True)
+            sync_directory(self.path)
+            self.path.rename(target)
+            sync_directory(target.parent)
+
+    def _claim(self, fingerprint: Fingerprint, resume: bool) -> None:
+        self._take_lock()
+        names = sorted(entry.name for entry in self.path.iterdir() if not is_temporary(entry.name))
+        if names and JOURNAL not in names and MANIFEST not in names:
+            raise ResumeError(f"exists and is not the work of moepack: it holds '{names[0]}'", file=self.path)
+        if names and resume:
+            self._continue(fingerprint)
+        else:
+            self._clear()
+        if not self.complete:
+            lines = [_line(fingerprint), *(record.to_line() for record in self.done.values())]
+            write_file(self.path / JOURNAL, b"".join(lines))
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ResumeError("another process is at work in it", file=self.path) from error
+
+    def _continue(self, fingerprint: Fingerprint) -> None:
+        journal = self.path / JOURNAL
+        if not journal.exists():
+            try:
+                found = read_manifest(self.path).fingerprint
+            except CorruptionError as error:
+                raise ResumeError(f"cannot be continued: {error}", file=self.path) from error
+            _compare(found, fingerprint, self.path)
+            self.complete = True
+            return
+        first, *rest = journal.read_bytes().split(b"\n")
+        _compare(_parse_fingerprint(first, journal), fingerprint, self.path)
+        for line in rest:
+            try:
+                record = ShardRecord.from_line(line)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                break
+            if _intact(self.path / record.name, record.file):
+                self.done[record.name] = record
+
+    def _clear(self) -> None:
+        """Empty the directory, the journal last: without it the rest would not be known as moepack's."""
+        with disk_errors(self.path, "clear"):
+            for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
+                entry.unlink()
+
+
+def _parse_fingerprint(line: bytes, journal: Path) -> dict[str, str]:
+    try:
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return found
+    except ValueError:
+        pass
+    raise ResumeError("cannot be continued: its first line is damaged", file=journal)
+
+
+def _compare(found: Fingerprint, expected: Fingerprint, path: Path) -> None:
+    differing = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
+    if differing:
+        changes = "; ".join(f"{key} was {found.get(key)}, is {expected.get(key)}" for key in differing)
+        raise ResumeError(f"is unfinished work of another job ({changes}); start over to discard it", file=path)
+
+
+def _intact(file: Path, record: FileRecord) -> bool:
+    """Say whether a finished shard is what it was; reading it again is cheap beside computing it again."""
+    try:
+        with open(file, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == record.sha256
+    except OSError:
+        return False

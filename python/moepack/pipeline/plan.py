@@ -1,0 +1,109 @@
+"""What `compress` will do, decided before anything is written: shards, copies, and the space they need.
+
+The plan depends only on the checkpoint, so a resumed job plans the same shards under the same names.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
+from moepack.errors import CheckpointError
+from moepack.format.hub import CONFIG, INDEX, shard_name
+from moepack.format.manifest import MANIFEST
+from moepack.methods import Method
+
+DENSE_SHARD = 2 << 30
+"""Bytes after which a shard of dense tensors is closed."""
+
+COPY_LIMIT = 64 << 20
+"""Largest file in bytes that counts as a small one and is copied."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file to be written: the packed tensors of `layer`, or the dense tensors `names`."""
+
+    file: str
+    layer: MoeLayer | None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole job.
+
+    Attributes:
+        shards: in the order of work: layers, then dense tensors.
+        copies: small files of the source to be copied.
+        skipped: names in the source directory that are not taken over.
+    """
+
+    shards: tuple[Shard, ...]
+    copies: tuple[Path, ...]
+    skipped: tuple[str, ...]
+
+
+def make_plan(checkpoint: Checkpoint, model: MoeModel) -> Plan:
+    """Return the plan for a checkpoint.
+
+    Raises:
+        CheckpointError: the directory cannot be listed.
+    """
+    groups = [*_dense_groups(checkpoint, model.dense_names)]
+    count = len(model.layers) + len(groups)
+    shards = [Shard(shard_name(i, count), layer) for i, layer in enumerate(model.layers, 1)]
+    first = len(shards) + 1
+    shards += [Shard(shard_name(i, count), None, names) for i, names in enumerate(groups, first)]
+    copies, skipped = _small_files(checkpoint.path)
+    return Plan(tuple(shards), copies, skipped)
+
+
+def _dense_groups(checkpoint: Checkpoint, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
+    group: list[str] = []
+    nbytes = 0
+    for name in names:
+        more = checkpoint.info(name).nbytes
+        if group and nbytes + more > DENSE_SHARD:
+            yield tuple(group)
+            group, nbytes = [], 0
+        group.append(name)
+        nbytes += more
+    if group:
+        yield tuple(group)
+
+
+def _small_files(source: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Split the source's entries into those to copy (tokenizer, generation config, license, ...) and the rest.
+
+    Weights, their indices, config.json (rewritten) and hidden files are neither: nobody misses them.
+    """
+    copies: list[Path] = []
+    skipped: list[Path] = []
+    try:
+        for entry in sorted(source.iterdir()):
+            if entry.name in (CONFIG, INDEX, MANIFEST) or entry.name.startswith("."):
+                continue
+            if entry.name.endswith(_WEIGHTS):
+                continue
+            small = entry.is_file() and entry.stat().st_size <= COPY_LIMIT
+            (copies if small else skipped).append(entry)
+    except OSError as error:
+        raise CheckpointError(f"cannot be listed: {error.strerror}", file=source) from error
+    return tuple(copies), tuple(entry.name for entry in skipped)
+
+
+def space_bound(plan: Plan, checkpoint: Checkpoint, method: Method, done: Iterable[str]) -> int:
+    """Return the most bytes that the shards not yet `done` and the copies can take."""
+    finished = set(done)
+    total = sum(path.stat().st_size for path in plan.copies)
+    for shard in plan.shards:
+        if shard.file in finished:
+            continue
+        if shard.layer is not None:
+            total += sum(method.bound(projection.shape) for projection in shard.layer.projections)
+        total += sum(checkpoint.info(name).nbytes for name in shard.names)
+    headers = 1 << 20  # headers, config, index and manifest of any model with few tensors
+    return total + headers + 1024 * sum(1 for _ in checkpoint.names())

@@ -1,0 +1,112 @@
+"""Progress on a terminal (rich's bar) and in a log (a plain line every few seconds)."""
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from moepack.progress.base import Progress as Target
+from moepack.units import size, speed
+
+LINE_INTERVAL = 5.0
+"""Seconds between two plain lines about the same stage."""
+
+
+class _Clock:
+    """Counts weights and seconds since `start`; weights done by an earlier run do not count for the speed."""
+
+    def start(self, weights: int, done: int) -> None:
+        self.total, self.done, self.fresh = weights, done, 0
+        self.began = time.perf_counter()
+
+    def advance(self, weights: int) -> None:
+        self.done += weights
+        self.fresh += weights
+
+    def speed(self) -> float:
+        return self.fresh / max(time.perf_counter() - self.began, 1e-9)
+
+    def remaining(self) -> float | None:
+        return (self.total - self.done) / self.speed() if self.fresh else None
+
+
+class Bar:
+    """A bar with layer, speed, time left and peak memory, redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._clock = _Clock()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            TextColumn("peak {task.fields[memory]}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = TaskID(0)
+
+    def start(self, weights: int, done: int) -> None:
+        """Draw the bar."""
+        self._clock.start(weights, done)
+        self._task = self._progress.add_task("", total=weights, completed=done, speed="", memory="")
+        self._progress.start()
+
+    def stage(self, name: str) -> None:
+        """Show the stage's name before the bar."""
+        self._progress.update(self._task, description=name)
+
+    def advance(self, weights: int, memory: int) -> None:
+        """Move the bar."""
+        self._clock.advance(weights)
+        self._progress.update(self._task, advance=weights, speed=speed(self._clock.speed()), memory=size(memory))
+
+    def finish(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
+
+
+class Lines:
+    """One plain line a stage, and one every `LINE_INTERVAL` seconds within it."""
+
+    def __init__(self, console: Console, interval: float = LINE_INTERVAL) -> None:
+        self._console, self._interval = console, interval
+        self._clock, self._stage, self._memory, self._last = _Clock(), "", 0, 0.0
+
+    def start(self, weights: int, done: int) -> None:
+        """Say how much there is to do."""
+        self._clock.start(weights, done)
+        resumed = f", {done / weights:.0%} done by an earlier run" if done else ""
+        self._print(f"{weights:,} expert weights{resumed}")
+
+    def stage(self, name: str) -> None:
+        """Print where the job is."""
+        self._stage = name
+        self._line()
+
+    def advance(self, weights: int, memory: int) -> None:
+        """Print a line if the last one is old."""
+        self._clock.advance(weights)
+        self._memory = memory
+        if time.perf_counter() - self._last >= self._interval:
+            self._line()
+
+    def finish(self) -> None:
+        """Nothing to give back."""
+
+    def _line(self) -> None:
+        clock = self._clock
+        parts = [f"{clock.done / max(clock.total, 1):4.0%}", self._stage]
+        left = clock.remaining()
+        if left is not None:
+            parts += [speed(clock.speed()), f"{left:.0f} s left", f"peak {size(self._memory)}"]
+        self._print("  ".join(parts))
+        self._last = time.perf_counter()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def terminal_progress(console: Console) -> Target:
+    """Return a bar if `console` is a terminal, plain lines if it is not."""
+    return Bar(console) if console.is_terminal else Lines(console)
