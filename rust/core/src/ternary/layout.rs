@@ -5,7 +5,7 @@
 //!  8 u16 version 1           11 u8 level dtype (0 bf16 1 f16 2 f32)  24 u64 experts E       56 u64 non-zero codes
 //!                            12 u8 rank 2 or 3                       32 u64 rows R          64 64 zeros
 //!                            13 u8 number of dictionaries            40 u64 columns C
-//!                            14 8 x u8 dictionary ids
+//!                            14 8 x u8 dictionary ids, ascending
 //! levels   E*R pairs (negative, positive)
 //! index    fsv8: a tail a row, length | dictionary << k: u16, k = 12 if a raw row has at most 4095 bytes, else u32, k = 28
 //!          dict16: u32 a row, its start in codes from its expert's start
@@ -128,7 +128,9 @@ impl Header {
             return corrupt(format!("{count} dictionaries"));
         }
         let (used, unused) = self.dictionary_ids.split_at(count);
-        if used.iter().any(|&id| usize::from(id) >= super::fsv8::COUNT) || unused.iter().any(|&id| id != 0) {
+        let ascending = used.is_sorted_by(|a, b| a < b);
+        let known = used.iter().all(|&id| usize::from(id) < super::fsv8::COUNT);
+        if !ascending || !known || unused.iter().any(|&id| id != 0) {
             return corrupt("dictionary ids");
         }
         Ok(())

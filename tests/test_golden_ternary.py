@@ -1,0 +1,39 @@
+"""Packed ternary tensors that were written once are read for ever, and written the same again."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moepack import _core
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "ternary"
+CASES = json.loads((GOLDEN / "cases.json").read_text())
+
+
+def codes_and_levels(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    text = "".join(case["rows"]).encode()
+    codes = np.array([b"-0+".index(byte) - 1 for byte in text], np.int8).reshape(case["shape"])
+    return codes, np.array(case["levels"], np.float32).reshape(*case["shape"][:2], 2)
+
+
+@pytest.mark.parametrize("code", ["fsv8", "dict16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_golden_file(case: dict[str, Any], code: str) -> None:
+    codes, levels = codes_and_levels(case)
+    data = np.fromfile(GOLDEN / f"{case['name']}.{code}.bin", np.uint8)
+    blob = _core.TernaryBlob(data)
+    blob.verify()
+    assert (blob.code, blob.rank, blob.level_dtype) == (code, case["rank"], case["level_dtype"])
+    np.testing.assert_array_equal(blob.decode(), codes)
+    np.testing.assert_array_equal(blob.levels(), levels)
+    again = _core.encode_ternary(codes, levels, rank=case["rank"], code=code)
+    assert again.tobytes() == data.tobytes()
+
+
+def test_every_file_is_a_case() -> None:
+    names = sorted(f"{case['name']}.{code}.bin" for case in CASES for code in ("fsv8", "dict16"))
+    assert names == sorted(path.name for path in GOLDEN.glob("*.bin"))
+    assert {case["level_dtype"] for case in CASES} == {"bfloat16", "float16", "float32"}
