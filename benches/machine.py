@@ -1,0 +1,41 @@
+"""What a measurement ran on: every benchmark stores this beside its figures, because a figure without it says nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moepack
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """The processor, memory, versions and thread count of this run."""
+    cpu = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    }
+    flags = cpu.get("flags", "").split()
+    interesting = ("avx2", "avx512f", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_int8", "amx_bf16")
+    return {
+        "processor": cpu.get("model name", platform.processor()),
+        "family": f"{cpu.get('vendor_id', '?')} family {cpu.get('cpu family', '?')} model {cpu.get('model', '?')}",
+        "instruction_sets": [flag for flag in interesting if flag in flags],
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "moepack": moepack.__version__,
+    }
+
+
+def save(path: Path, threads: int, figures: Any) -> None:
+    """Write the figures with the machine's description as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": describe(threads), "figures": figures}, indent=1) + "\n")
+    print(f"wrote {path}")
