@@ -53,8 +53,9 @@ format: setup ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/
-	$(BIN)/maturin build --release --out dist
+wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/, for every Linux since glibc 2.17
+	$(BIN)/python -m pip install --quiet ziglang
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --out dist
 
 bench: setup ## Run the benchmarks: the Rust kernels, then moepack beside torch
 	cargo bench --package moepack-core
