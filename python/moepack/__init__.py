@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moepack.pipeline import CompressReport, compress
     from moepack.runtime.loading import load
     from moepack.solvers.rtn import quantize_ternary
+    from moepack.ternary import TernaryTensor, encode_ternary
 
 __all__ = [
     "CalibrationError",
@@ -47,10 +48,12 @@ __all__ = [
     "PackedDirectory",
     "ResumeError",
     "SerializationError",
+    "TernaryTensor",
     "UnsupportedModelError",
     "VerifyReport",
     "compress",
     "describe",
+    "encode_ternary",
     "evaluate",
     "load",
     "quantize_ternary",
@@ -58,6 +61,8 @@ __all__ = [
 ]
 
 _EXPORTS = {
+    "TernaryTensor": "moepack.ternary",
+    "encode_ternary": "moepack.ternary",
     "Checkpoint": "moepack.checkpoint",
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
