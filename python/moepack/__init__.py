@@ -61,15 +61,15 @@ __all__ = [
 ]
 
 _EXPORTS = {
-    "TernaryTensor": "moepack.ternary",
-    "encode_ternary": "moepack.ternary",
     "Checkpoint": "moepack.checkpoint",
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
     "PackedDirectory": "moepack.format",
+    "TernaryTensor": "moepack.ternary",
     "VerifyReport": "moepack.format",
     "compress": "moepack.pipeline",
     "describe": "moepack.checkpoint",
+    "encode_ternary": "moepack.ternary",
     "evaluate": "moepack.evaluation",
     "load": "moepack.runtime.loading",
     "quantize_ternary": "moepack.solvers.rtn",
