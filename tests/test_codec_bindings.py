@@ -89,6 +89,47 @@ def test_threads_do_not_change_the_bytes() -> None:
     assert len(set(blobs)) == 1
 
 
+@pytest.mark.parametrize("code", ["fsv8", "dict16"])
+@pytest.mark.parametrize("isa", _core.available_isas())
+def test_products_are_those_of_the_decoded_weights(code: str, isa: str) -> None:
+    codes, levels = ternary((3, 70, 301))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=3, code=code))
+    weights = blob.dequantize("float32").astype(np.float64)
+    x = np.random.default_rng(1).standard_normal((5, 301)).astype(np.float32)
+    np.testing.assert_allclose(blob.matmul(x, 2, isa), x @ weights[2].T, rtol=0, atol=1e-4)
+    bits = (x.view(np.uint32) >> 16).astype(np.uint16)
+    truncated = (bits.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(blob.matmul(bits, isa=isa), truncated @ weights[0].T, rtol=0, atol=1e-4)
+    grouped = blob.matmul_grouped(x, np.array([0, 2, 2, 5]), isa=isa)
+    expected = np.concatenate([x[:2] @ weights[0].T, x[2:] @ weights[2].T])
+    np.testing.assert_allclose(grouped, expected, rtol=0, atol=1e-4)
+
+
+def test_wrong_operands_are_value_or_type_errors() -> None:
+    codes, levels = ternary((2, 4, 10))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=3))
+    x = np.ones((3, 10), np.float32)
+    assert blob.matmul(x[:0]).shape == (0, 4)
+    for call in (
+        lambda: blob.matmul(x[:, :9].copy()),
+        lambda: blob.matmul(x[:, ::-1]),
+        lambda: blob.matmul(x, 2),
+        lambda: blob.matmul(x, isa="mmx"),
+        lambda: blob.matmul_grouped(x, np.array([0, 3])),
+        lambda: blob.matmul_grouped(x, np.array([0, 2, 4])),
+        lambda: blob.matmul_grouped(x, np.array([0, -1, 3])),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    for wrong in (x.astype(np.float64), x[0], x.tolist()):
+        with pytest.raises(TypeError):
+            blob.matmul(wrong)
+
+
+def test_every_format_has_a_kernel() -> None:
+    assert set(_core.kernels()) == {"fsv8", "dict16"}
+
+
 def test_wrong_arguments_are_value_or_type_errors() -> None:
     codes, levels = ternary((1, 4, 10))
     bad_code = codes.copy()

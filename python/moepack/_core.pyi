@@ -12,6 +12,7 @@ __all__ = [
     "available_isas",
     "encode_ternary",
     "isa",
+    "kernels",
     "set_threads",
     "threads",
 ]
@@ -32,6 +33,9 @@ def isa() -> str:
 
 def available_isas() -> list[str]:
     """Return the instruction sets that the processor runs, the most general first."""
+
+def kernels() -> dict[str, str]:
+    """Return the kernel that matrix products of every packed format run on this machine, by the format's name."""
 
 def encode_ternary(
     codes: NDArray[np.int8], levels: NDArray[np.float32], *, rank: int, code: str = "fsv8"
@@ -93,3 +97,30 @@ class TernaryBlob:
         """Return the levels, float32 [experts, rows, 2]: negative and positive."""
     def verify(self) -> None:
         """Check every code, offset and padding byte; CorruptionError names expert, row and byte."""
+    def matmul(
+        self, x: NDArray[np.float32] | NDArray[np.uint16], expert: int = 0, isa: str | None = None
+    ) -> NDArray[np.float32]:
+        """Return W x for one expert without unpacking W, float32 [tokens, rows], accumulated in float32.
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, finite.
+            expert: whose weights.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes do not match, there is no such expert, or the processor lacks the set.
+        """
+    def matmul_grouped(
+        self, x: NDArray[np.float32] | NDArray[np.uint16], offsets: NDArray[np.int64], isa: str | None = None
+    ) -> NDArray[np.float32]:
+        """Return W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+
+        Args:
+            x: as in `matmul`, its tokens sorted by expert.
+            offsets: int64 [experts + 1], ascending from 0 to the number of tokens: expert e takes the tokens
+                `offsets[e]` to `offsets[e + 1]`.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes or offsets do not match, or the processor lacks the set.
+        """

@@ -13,7 +13,7 @@ mod _core {
     #[pymodule_export]
     use super::error::CorruptionError;
     #[pymodule_export]
-    use super::machine::{available_isas, isa, set_threads, threads};
+    use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]
     use super::ternary::{TernaryBlob, encode_ternary};
 

@@ -1,6 +1,9 @@
 //! Threads and instruction sets.
 
-use moepack_core::{pool, simd};
+use std::collections::BTreeMap;
+
+use moepack_core::ternary::Code;
+use moepack_core::{gemm, pool, simd};
 use pyo3::prelude::*;
 
 use crate::error::raise;
@@ -35,4 +38,16 @@ pub fn available_isas() -> Vec<&'static str> {
         .filter(|isa| isa.available())
         .map(simd::Isa::name)
         .collect()
+}
+
+/// The kernel that matrix products of every packed format run on this machine, by the format's name.
+///
+/// Raises ValueError as `isa`.
+#[pyfunction]
+pub fn kernels() -> PyResult<BTreeMap<&'static str, &'static str>> {
+    let isa = simd::active().map_err(raise)?;
+    Ok(Code::ALL
+        .into_iter()
+        .map(|code| (code.name(), gemm::ternary::kernel_for(code, isa).name()))
+        .collect())
 }

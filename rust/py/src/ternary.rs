@@ -1,9 +1,11 @@
 //! Packed ternary tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
+use moepack_core::gemm::ternary as gemm;
+use moepack_core::simd::{self, Isa};
 use moepack_core::ternary::{self, Code, Metadata, Shape, TernaryView};
 use moepack_core::{Result, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, dtype};
-use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
+use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArray3, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
@@ -78,6 +80,37 @@ pub fn encode_ternary<'py>(
     Ok(blob.map_err(raise)?.into_pyarray(py))
 }
 
+/// Activations [tokens, columns].
+#[derive(FromPyObject)]
+pub enum Activations<'py> {
+    #[pyo3(transparent, annotation = "float32 [tokens, columns]")]
+    F32(PyReadonlyArray2<'py, f32>),
+    #[pyo3(transparent, annotation = "uint16 [tokens, columns]")]
+    Bf16(PyReadonlyArray2<'py, u16>),
+}
+
+impl Activations<'_> {
+    fn shape(&self) -> [usize; 2] {
+        let shape = match self {
+            Activations::F32(x) => x.shape(),
+            Activations::Bf16(x) => x.shape(),
+        };
+        [shape[0], shape[1]]
+    }
+
+    fn values(&self) -> PyResult<gemm::Activations<'_>> {
+        Ok(match self {
+            Activations::F32(x) => contiguous(x.as_slice(), "x")?.into(),
+            Activations::Bf16(x) => contiguous(x.as_slice(), "x")?.into(),
+        })
+    }
+}
+
+/// The instruction set of a name, or the active one.
+fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
+    name.map_or_else(simd::active, Isa::from_name).map_err(raise)
+}
+
 /// A packed ternary tensor of experts x rows x columns, read in place.
 ///
 /// Args:
@@ -123,6 +156,29 @@ impl TernaryBlob {
         self.with_view(py, |view| work(view, values))?;
         drop(borrowed);
         Ok(out)
+    }
+
+    /// Multiplies activations without the interpreter lock into a new array [tokens, rows].
+    fn multiply<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Activations<'py>,
+        product: impl FnOnce(&TernaryView, gemm::Activations, &mut [f32]) -> Result<()> + Send,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let Shape { rows, columns, .. } = self.metadata.shape();
+        let [tokens, width] = x.shape();
+        if width != columns {
+            return Err(PyValueError::new_err(format!(
+                "x has {width} columns instead of {columns}"
+            )));
+        }
+        let values = x.values()?;
+        let out = zeros::<f32>(py, [1, tokens, rows])?;
+        let mut borrowed = out.try_readwrite()?;
+        let y = contiguous(borrowed.as_slice_mut(), "output")?;
+        self.with_view(py, |view| product(view, values, y))?;
+        drop(borrowed);
+        out.reshape([tokens, rows])
     }
 }
 
@@ -280,6 +336,57 @@ impl TernaryBlob {
     /// Raises CorruptionError that names expert, row and byte.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
         self.with_view(py, |view| view.verify(&*pool::current()?))
+    }
+
+    /// y = W x for one expert, without unpacking W: float32 [tokens, rows], accumulated in float32.
+    ///
+    /// Args:
+    ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, finite.
+    ///     expert: whose weights.
+    ///     isa: the instruction set, by default the active one.
+    ///
+    /// Raises ValueError if sizes do not match, there is no such expert, or the processor lacks the set.
+    #[pyo3(signature = (x, expert=0, isa=None))]
+    fn matmul<'py>(
+        &self,
+        py: Python<'py>,
+        x: Activations<'py>,
+        expert: usize,
+        isa: Option<&str>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let isa = chosen_isa(isa)?;
+        self.multiply(py, &x, |view, x, y| {
+            gemm::matmul(view, expert, x, y, isa, &*pool::current()?)
+        })
+    }
+
+    /// y = W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+    ///
+    /// Args:
+    ///     x: as in `matmul`, its tokens sorted by expert.
+    ///     offsets: int64 [experts + 1], ascending from 0 to the number of tokens: expert e takes the tokens
+    ///         `offsets[e]` to `offsets[e + 1]`.
+    ///     isa: the instruction set, by default the active one.
+    ///
+    /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set.
+    #[pyo3(signature = (x, offsets, isa=None))]
+    fn matmul_grouped<'py>(
+        &self,
+        py: Python<'py>,
+        x: Activations<'py>,
+        offsets: PyReadonlyArray1<'py, i64>,
+        isa: Option<&str>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let isa = chosen_isa(isa)?;
+        let offsets: std::result::Result<Vec<_>, _> = offsets
+            .as_array()
+            .iter()
+            .map(|&offset| usize::try_from(offset))
+            .collect();
+        let offsets = offsets.map_err(|_| PyValueError::new_err("offsets must not be negative"))?;
+        self.multiply(py, &x, |view, x, y| {
+            gemm::matmul_grouped(view, x, &offsets, y, isa, &*pool::current()?)
+        })
     }
 
     fn __repr__(&self) -> String {
