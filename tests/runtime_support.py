@@ -4,14 +4,16 @@ The format here ("MOEPTEST": a header and the weights as float32) stands in for 
 loading and routing, so that a fault of a codec cannot hide one of the runtime, nor the other way round.
 """
 
-import json
+import math
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 
+from moepack.methods import PackedTensor
+from moepack.pipeline import compress
 from moepack.runtime.matrix import register_format
 
 MAGIC = b"MOEPTEST"
@@ -26,9 +28,10 @@ class DenseMatrix:
         sizes = data[8:32].view(np.uint64)
         self.shape = tuple(int(size) for size in sizes)
         self.nbytes = data.nbytes
-        if data.nbytes != 64 + 4 * int(np.prod(self.shape)):
+        count = math.prod(self.shape)
+        if data.nbytes != 64 + -(-4 * count // 64) * 64:
             raise ValueError(f"{data.nbytes} bytes do not hold {self.shape}")
-        self.weights = data[64:].view(np.float32).reshape(self.shape)
+        self.weights = data[64 : 64 + 4 * count].view(np.float32).reshape(self.shape)
 
     def matmul_grouped(self, x, offsets):
         if x.dtype == np.uint16:
@@ -48,7 +51,8 @@ def dense_blob(weights):
     header = np.zeros(64, np.uint8)
     header[:8] = np.frombuffer(MAGIC, np.uint8)
     header[8:32] = np.array(weights.shape, np.uint64).view(np.uint8)
-    return np.concatenate([header, np.ascontiguousarray(weights, np.float32).view(np.uint8).reshape(-1)])
+    body = np.ascontiguousarray(weights, np.float32).view(np.uint8).reshape(-1)
+    return np.concatenate([header, body, np.zeros(-len(body) % 64, np.uint8)])
 
 
 COMMON = {
@@ -135,10 +139,6 @@ def expert_weights(module):
     return {"gate_proj": gate, "up_proj": up, "down_proj": module.down_proj}
 
 
-def packed_name(path, projection):
-    return f"{path}.expert_0.{projection}.weight" if projection in ("wi", "wo") else f"{path}.{projection}"
-
-
 def inputs(model, tokens=20, batch=2, seed=1):
     """Token ids that the model's forward takes."""
     ids = torch.from_numpy(np.random.default_rng(seed).integers(3, 64, (batch, tokens)))
@@ -150,24 +150,26 @@ def logits(model, **kwargs):
         return model(**inputs(model, **kwargs)).logits
 
 
-def write_packed(model, directory, pack=dense_blob, name="dense"):
-    """Write a packed directory of a model, every expert projection through `pack`; return the path."""
+class DenseMethod:
+    """A compression method for tests: float32 weights in the test format."""
+
+    name = "test-dense"
+    settings: ClassVar = {}
+
+    def bound(self, shape):
+        return 128 + 4 * math.prod(shape)
+
+    def compress_layer(self, layer, advance):
+        for name, weights in layer.items():
+            values = torch.stack([weights.expert(expert).float() for expert in range(weights.shape[0])])
+            advance(values.numel())
+            yield name, PackedTensor("test-dense", dense_blob(values.numpy()))
+
+
+def write_packed(model, directory, method=None):
+    """Compress a model into a new packed directory; return its path."""
     directory = Path(directory)
-    directory.mkdir()
-    packed, tensors = {}, {}
-    consumed = []
-    for path, module in experts_modules(model):
-        weights = expert_weights(module)
-        packed[path] = {projection: list(weight.shape) for projection, weight in weights.items()}
-        for projection, weight in weights.items():
-            tensors[packed_name(path, projection)] = torch.from_numpy(pack(weight.detach().numpy()))
-        consumed.append(f"{path}.")
-    for key, value in model.state_dict().items():
-        if not key.startswith(tuple(consumed)) and not (key == "lm_head.weight" and model.config.tie_word_embeddings):
-            tensors[key] = value.clone()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict()
-    config["architectures"] = [type(model).__name__]
-    config["quantization_config"] = {"quant_method": "moepack", "version": 1, "method": name, "packed": packed}
-    (directory / "config.json").write_text(json.dumps(config))
+    source = directory.with_name(directory.name + "-source")
+    model.save_pretrained(source)
+    compress(source, directory, method=method or DenseMethod())
     return directory

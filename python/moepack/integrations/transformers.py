@@ -48,7 +48,7 @@ class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """
 
     def __init__(self, version: int = 0, packed: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        if not isinstance(version, int) or version < 1:
+        if type(version) is not int or version < 1:
             raise CorruptionError(f"quantization_config names no format version: {version!r}", file="config.json")
         if version > SUPPORTED_VERSION:
             raise LoadError(

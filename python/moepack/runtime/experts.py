@@ -173,9 +173,10 @@ class _PackedModule(nn.Module):
             summed = weights[order] @ outputs
             return summed.to(hidden_states.dtype).unsqueeze(0)
         complete = len(order) == tokens * top_k
-        placed = (torch.empty if complete else torch.zeros)(tokens * top_k, outputs.shape[1])
+        width = outputs.shape[1]
+        placed = (torch.empty if complete else torch.zeros)(tokens * top_k, width)
         placed.index_copy_(0, order, outputs)
-        summed = torch.bmm(weights.view(tokens, 1, top_k), placed.view(tokens, top_k, -1)).squeeze(1)
+        summed = torch.bmm(weights.view(tokens, 1, top_k), placed.view(tokens, top_k, width)).squeeze(1)
         return summed.to(hidden_states.dtype)
 
     def _run(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
