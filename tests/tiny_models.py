@@ -22,7 +22,7 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-SENTINELS = 16
+SENTINELS = 26
 VOCABULARY = 3 + SENTINELS + 256
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 2
 

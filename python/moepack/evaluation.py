@@ -27,7 +27,6 @@ WINDOW = 512
 BATCH = 8
 NOISE_DENSITY = 0.15
 MEAN_SPAN = 3
-SENTINELS = 100
 LOGITS_BUDGET = 1 << 30
 """Bytes of float32 logits of a batch; models with large vocabularies get smaller batches, which changes no figure."""
 
@@ -92,6 +91,8 @@ def evaluate(
     """
     loaded, tokenizer = _open(model, tokenizer, dtype)
     other = None if reference is None else _open(reference, tokenizer, dtype)[0]
+    if other is not None and other.config.is_encoder_decoder != loaded.config.is_encoder_decoder:
+        raise ValueError("the reference and the model are not both decoders, or both encoder-decoders")
     windows = _windows(Path(text), chars, tokenizer)
     totals = _Totals()
     start = time.perf_counter()
@@ -175,7 +176,10 @@ def _batches(
 
 
 def _corrupted(windows: NDArray[np.int64], tokenizer: Any) -> Iterator[tuple[int, dict[str, Any], torch.Tensor]]:
-    sentinels = [tokenizer.convert_tokens_to_ids(f"<extra_id_{number}>") for number in range(SENTINELS)]
+    spans = int(WINDOW * NOISE_DENSITY) // MEAN_SPAN
+    sentinels = [tokenizer.convert_tokens_to_ids(f"<extra_id_{number}>") for number in range(spans)]
+    if missing := [number for number, token in enumerate(sentinels) if token in (None, tokenizer.unk_token_id)]:
+        raise ValueError(f"the tokenizer has no <extra_id_{missing[0]}>: span corruption needs {spans} sentinels")
     generator = np.random.default_rng(0)
     for done, window in enumerate(windows, 1):
         source, target = span_corrupt(window, sentinels, tokenizer.eos_token_id, generator)
