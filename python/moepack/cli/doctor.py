@@ -7,10 +7,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["command"]
+__all__ = ["doctor_command"]
 
 
-def command(
+def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show versions, instruction sets, the kernel of each format, huge pages, GPU and memory bandwidth."""

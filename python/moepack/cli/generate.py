@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-__all__ = ["command"]
+from moepack.errors import MoepackError
+
+__all__ = ["generate_command"]
 
 
-def command(
+def generate_command(
     directory: Annotated[Path, typer.Argument(help="Model directory, packed or not.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; for Switch with <extra_id_0> where text is missing.")],
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.", min=1)] = 64,
@@ -20,23 +22,28 @@ def command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
 ) -> None:
     """Generate text; the tokens go to stdout as they come, the speed to stderr at the end."""
-    from moepack.cli.eval import quiet_transformers
+    from moepack.cli.evaluate import quiet_transformers
     from moepack.runtime.generation import generate
     from moepack.runtime.loading import open_model, open_tokenizer
     from moepack.runtime.memory import process_memory
 
     quiet_transformers()
-    model = open_model(directory, dtype, threads)
-    tokenizer = open_tokenizer(directory)
-    if not model.config.is_encoder_decoder:
-        _write(prompt)
-    report = generate(
-        *(model, tokenizer, prompt),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        on_text=_write,
-    )
+    try:
+        model = open_model(directory, dtype, threads)
+        tokenizer = open_tokenizer(directory)
+        if not model.config.is_encoder_decoder:
+            _write(prompt)
+        report = generate(
+            *(model, tokenizer, prompt),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            on_text=_write,
+        )
+    except MoepackError:
+        raise
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     _write("\n")
     memory = process_memory()
     Console(stderr=True, highlight=False).print(

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["command", "quiet_transformers"]
+from moepack.errors import MoepackError
+
+__all__ = ["eval_command", "quiet_transformers"]
 
 
-def command(
+def eval_command(
     directory: Annotated[Path, typer.Argument(help="Model directory, packed or not.")],
     text: Annotated[Path, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)],
     reference: Annotated[Path | None, typer.Option(help="Model directory to compare with.")] = None,
@@ -31,7 +33,12 @@ def command(
     if threads is not None:
         set_threads(threads)
     with _bar() as progress:
-        report = evaluate(directory, text, chars, reference, dtype=dtype, progress=progress)
+        try:
+            report = evaluate(directory, text, chars, reference, dtype=dtype, progress=progress)
+        except MoepackError:
+            raise
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
     if as_json:
         print(json.dumps({"model": str(directory), "text": str(text), **report.to_json()}))
     else:
