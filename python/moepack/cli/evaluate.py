@@ -1,6 +1,7 @@
 """`moepack eval`: loss and perplexity of a model on a text, and its distance from a reference."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ from rich.table import Table
 from moepack.errors import MoepackError
 
 __all__ = ["eval_command", "quiet_transformers"]
+
+LINE_INTERVAL = 5.0
+"""Seconds between two lines of progress in a log."""
 
 
 def eval_command(
@@ -73,7 +77,11 @@ def _table(figures: dict[str, Any]) -> Table:
 
 @contextmanager
 def _bar() -> Iterator[Any]:
-    """A bar on stderr that counts windows and shows the loss so far and the time left."""
+    """A bar on stderr that counts windows and shows loss and time left; in a log, a line now and then."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
     columns = (
         TextColumn("windows"),
         BarColumn(),
@@ -81,6 +89,21 @@ def _bar() -> Iterator[Any]:
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None, loss="")
         yield lambda done, total, loss: bar.update(task, completed=done, total=total, loss=f"{loss:.4f}")
+
+
+class _Lines:
+    """A plain line every `LINE_INTERVAL` seconds, for output that is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._start = self._last = time.perf_counter()
+
+    def __call__(self, done: int, total: int, loss: float) -> None:
+        now = time.perf_counter()
+        if now - self._last >= LINE_INTERVAL:
+            self._last = now
+            left = (now - self._start) / done * (total - done)
+            self._console.print(f"{done} of {total} windows, loss {loss:.4f}, {left:.0f} s left", highlight=False)

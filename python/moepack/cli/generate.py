@@ -50,7 +50,8 @@ def generate_command(
         f"{report.tokens} tokens, {report.tokens_per_second:.1f} tokens/s; "
         f"first token after {report.first_token_seconds:.3f} s ({report.prompt_tokens} tokens of prompt); "
         f"peak memory {memory.peak / 1e6:.0f} MB, of it now {memory.anonymous / 1e6:.0f} MB own "
-        f"and {memory.mapped / 1e6:.0f} MB of mapped files"
+        f"and {memory.mapped / 1e6:.0f} MB of mapped files",
+        soft_wrap=True,
     )
 
 

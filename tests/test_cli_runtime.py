@@ -1,0 +1,121 @@
+"""The commands `eval`, `generate` and `doctor`, on packed and plain tiny models."""
+
+import json
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+import moepack
+from moepack.cli import app
+from moepack.evaluation import evaluate
+from moepack.runtime.generation import generate
+from moepack.runtime.loading import open_model, open_tokenizer
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a command; transformers' verbosity, which commands lower, is put back."""
+    verbosity = transformers.logging.get_verbosity()
+    yield lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+    transformers.logging.set_verbosity(verbosity)
+
+
+@pytest.fixture(scope="module")
+def packed(mixtral, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cli") / "packed"
+    moepack.compress(mixtral, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("the sea and the wolf and the fire said " * 40, encoding="utf-8")
+    return file
+
+
+def test_eval_json_is_what_evaluate_measures(run, packed, mixtral, text):
+    result = run("eval", packed, "--text", text, "--reference", mixtral, "--chars", 600, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    expected = evaluate(packed, text, 600, reference=mixtral).to_json()
+    assert printed.pop("model") == str(packed)
+    assert printed.pop("text") == str(text)
+    assert printed.pop("seconds") > 0
+    del expected["seconds"]
+    assert printed == pytest.approx(expected, rel=1e-5)
+
+
+def test_eval_table(run, mixtral, text):
+    result = run("eval", mixtral, "--text", text, "--chars", 600)
+    assert result.exit_code == 0, result.output
+    assert f"{evaluate(mixtral, text, 600).perplexity:.4f}" in result.stdout
+    assert "KL" not in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--chars", 0], ["--chars", 100], ["--dtype", "int3"], ["--threads", 0]])
+def test_eval_usage_errors(run, mixtral, text, arguments):
+    assert run("eval", mixtral, "--text", text, *arguments).exit_code == 2
+
+
+def test_eval_without_a_text(run, mixtral, tmp_path):
+    assert run("eval", mixtral, "--text", tmp_path / "nothing.txt").exit_code == 2
+
+
+@pytest.mark.parametrize("command", [["eval", "--text"], ["generate", "--prompt"]])
+def test_no_model_is_a_foreseen_failure(run, tmp_path, text, command):
+    result = run(command[0], tmp_path / "nowhere", command[1], text)
+    assert isinstance(result.exception, moepack.LoadError)
+    assert "nowhere/config.json" in str(result.exception)
+
+
+def test_generate_prints_prompt_text_and_speed(run, packed):
+    result = run("generate", packed, "--prompt", "The sea", "--max-new-tokens", 12, "--threads", 2)
+    assert result.exit_code == 0, result.output
+    report = generate(open_model(packed), open_tokenizer(packed), "The sea", max_new_tokens=12)
+    assert result.stdout == f"The sea{report.text}\n"
+    assert "12 tokens" in result.stderr
+    for part in ("tokens/s", "first token after", "peak memory"):
+        assert part in result.stderr
+
+
+def test_generate_with_switch_shows_sentinels_and_no_prompt(run, switch):
+    result = run("generate", switch, "--prompt", "The <extra_id_0> sea", "--max-new-tokens", 5)
+    assert result.exit_code == 0, result.output
+    assert "The" not in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--max-new-tokens", 0], ["--temperature", -1], ["--prompt", ""]])
+def test_generate_usage_errors(run, mixtral, arguments):
+    assert run("generate", mixtral, "--prompt", "a", *arguments).exit_code == 2
+
+
+def test_streamed_pieces_join_to_the_text_and_never_split_a_character(mixtral):
+    """Random weights write random bytes, so that characters do straddle tokens."""
+    model, tokenizer = open_model(mixtral), open_tokenizer(mixtral)
+    pieces = []
+    settings = {"max_new_tokens": 200, "temperature": 1.0, "seed": 3}
+    report = generate(model, tokenizer, "é", on_text=pieces.append, **settings)
+    assert "".join(pieces) == report.text
+    assert 1 < len(pieces) < report.tokens
+    assert report.tokens <= 200
+    assert report.prompt_tokens == 2
+    assert report.tokens_per_second > 0
+    again = generate(model, tokenizer, "é", **settings)
+    assert again.text == report.text
+    assert generate(model, tokenizer, "é", **{**settings, "seed": 4}).text != report.text
+
+
+def test_doctor(run):
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["versions"]["torch"]
+    assert facts["processor"]["instruction set used"] in facts["processor"]["instruction sets found"]
+    assert facts["kernels"]
+    assert facts["memory"]["read bandwidth GB/s"] > 0.1
+    table = run("doctor")
+    assert table.exit_code == 0
+    for word in ("instruction set used", "transparent huge pages", "read bandwidth", *facts["kernels"]):
+        assert word in table.stdout
