@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.granitemoe import modeling_granitemoe
 
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, describe
 from moepack.checkpoint import MoeModel
@@ -103,6 +104,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Build:
     root = tmp_path_factory.mktemp("architectures")
 
     def directory(model_type: str) -> Path:
+        if model_type.startswith("granitemoe") and not hasattr(modeling_granitemoe, "GraniteMoeExperts"):
+            pytest.skip("transformers keeps Granite's experts in its standard module from 5.13 on")
         path = root / model_type
         return path if path.exists() else build(model_type, MODELS[model_type][0], path)
 
