@@ -1,4 +1,4 @@
-"""What a measurement ran on: every benchmark stores this beside its figures, because a figure without it says nothing."""
+"""What a measurement ran on: every benchmark stores this beside its figures, which say nothing without it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Compresses models and scores them: size, loss and speed of each method beside the original, as a Markdown table.
 
-    python benches/quality.py MODEL [MODEL ...] --text FILE [--text FILE] [--option=--code=dict16] [--out build/quality.json]
+    python benches/quality.py MODEL [MODEL ...] --text FILE [--text FILE] [--code fsv8] [--out build/quality.json]
 
-Sizes come from the directories, losses from `moepack.evaluate`: the same windows for the original and the packed model.
+Sizes come from the directories, losses from `moepack.evaluate`: the same windows for the original and the packed
+model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import machine
-
 import moepack
 
 

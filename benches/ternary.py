@@ -12,12 +12,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import machine
 import numpy as np
 import torch
 
+import machine
 import moepack
 from moepack import _core
 
@@ -80,21 +81,23 @@ class Peer:
 def peers(rows: int, columns: int, tokens: int, isas: list[str]) -> list[Peer]:
     """Torch bf16, then each code on each instruction set."""
     x = torch.randn(tokens, columns, dtype=torch.float32)
+    xs = x.numpy()
     x16 = x.bfloat16()
     dense = [torch.randn(rows, columns).bfloat16() for _ in range(1 + COLD_BYTES // (2 * rows * columns))]
+
+    def multiply(blobs: list[_core.TernaryBlob], isa: str, copy: int) -> object:
+        return blobs[copy].matmul(xs, isa=isa)
+
     found = [Peer("torch bf16", lambda i: torch.nn.functional.linear(x16, dense[i]), len(dense))]
     for code in ("fsv8", "dict16"):
-        source = np.asarray(encode(rows, columns, code).blob_bytes)
+        source = np.asarray(encode(rows, columns, code).data)
         stride = -(-source.size // 4096) * 4096
         copies = 1 + COLD_BYTES // source.size
         arena = np.zeros((copies, stride), np.uint8)
         arena[:, : source.size] = source
         blobs = [_core.TernaryBlob(arena[i, : source.size]) for i in range(copies)]
-        xs = x.numpy()
         for isa in isas:
-            found.append(
-                Peer(f"{code} {isa}", lambda i, blobs=blobs, isa=isa: blobs[i].matmul(xs, isa=isa), len(blobs))
-            )
+            found.append(Peer(f"{code} {isa}", partial(multiply, blobs, isa), len(blobs)))
     return found
 
 

@@ -24,6 +24,7 @@ from moepack.errors import (
 from moepack.integrations import register
 
 if TYPE_CHECKING:
+    from moepack._core import __version__
     from moepack.checkpoint import Checkpoint, describe
     from moepack.evaluation import EvaluationReport, evaluate
     from moepack.format import PackedDirectory, VerifyReport, verify
@@ -51,6 +52,7 @@ __all__ = [
     "TernaryTensor",
     "UnsupportedModelError",
     "VerifyReport",
+    "__version__",
     "compress",
     "describe",
     "encode_ternary",
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 _EXPORTS = {
+    "__version__": "moepack._core",
     "Checkpoint": "moepack.checkpoint",
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
