@@ -164,15 +164,15 @@ class _PackedModule(nn.Module):
         """Route, run and sum: hidden_states [T, H], index and weights [T, k], to [T, H] in the input's dtype."""
         _require_cpu(hidden_states)
         tokens, top_k = index.shape
-        routing = sort_by_expert(index.reshape(-1).numpy(), self.num_experts)
-        order = torch.from_numpy(routing.order)
-        rows = torch.from_numpy(routing.order // top_k)
-        outputs = self._experts(hidden_states.index_select(0, rows), routing.offsets)
+        positions, offsets = sort_by_expert(index.reshape(-1).numpy(), self.num_experts)
+        order = torch.from_numpy(positions)
         weights = weights.reshape(-1).float()
         if tokens == 1:
-            summed = weights[order] @ outputs
-            return summed.to(hidden_states.dtype).unsqueeze(0)
-        complete = len(order) == tokens * top_k
+            outputs = self._experts(hidden_states.expand(len(positions), -1), offsets)
+            return torch.mm(weights.take(order).unsqueeze(0), outputs).to(hidden_states.dtype)
+        rows = torch.from_numpy(positions // top_k)
+        outputs = self._experts(hidden_states.index_select(0, rows), offsets)
+        complete = len(positions) == tokens * top_k
         width = outputs.shape[1]
         placed = (torch.empty if complete else torch.zeros)(tokens * top_k, width)
         placed.index_copy_(0, order, outputs)
@@ -212,9 +212,9 @@ class PackedExperts(_PackedModule):
         return self._run(hidden_states, top_k_index, top_k_weights)
 
     def _experts(self, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
+        x = x.contiguous()
         gated = self.act_fn(self._product("gate_proj", x, offsets))
-        gated = gated * self._product("up_proj", x, offsets)
-        return self._product("down_proj", gated, offsets)
+        return self._product("down_proj", gated.mul_(self._product("up_proj", x, offsets)), offsets)
 
 
 class PackedSwitchExperts(_PackedModule):

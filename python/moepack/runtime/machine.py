@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["examine", "read_bandwidth"]
 
-PACKAGES = ("moepack", "torch", "transformers", "numpy", "safetensors", "cupy-cuda13x")
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "cupy-cuda13x")
 PROBE_BYTES = 512 << 20
 """Larger than the last-level cache of current machines, so that the probe reads memory."""
 
@@ -25,7 +25,11 @@ def examine() -> dict[str, Any]:
     from moepack import _core
 
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {
+            "moepack": _core.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
         "processor": {
             "model": _processor(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
