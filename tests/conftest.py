@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import moepack
 import tiny_models
 
 
@@ -33,3 +34,11 @@ def qwen3_moe(tiny_checkpoint: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def switch(tiny_checkpoint: Callable[[str], Path]) -> Path:
     return tiny_checkpoint("switch_transformers")
+
+
+@pytest.fixture(scope="session")
+def packed(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packed directory of the tiny Mixtral. Read-only: copy it to damage it."""
+    out = tmp_path_factory.mktemp("packed") / "mixtral"
+    moepack.compress(mixtral, out)
+    return out

@@ -1,0 +1,14 @@
+"""Compress a checkpoint and say how much anonymous memory the imports alone took. A script of its own.
+
+python memory_worker.py MODEL OUT
+"""
+
+import sys
+
+import moepack.methods
+import moepack.pipeline
+from moepack.memory import anonymous_bytes
+
+print(anonymous_bytes(), flush=True)
+report = moepack.pipeline.compress(sys.argv[1], sys.argv[2], threads=1)
+print(report.peak_memory, report.expert_weights, flush=True)
