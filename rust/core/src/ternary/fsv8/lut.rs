@@ -111,3 +111,44 @@ pub fn nonzeros(entry: u32, three_slots: bool) -> impl Iterator<Item = (usize, u
         (symbol != 0).then_some((position, symbol))
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_entry_of_every_table_is_bounded() {
+        for id in 0..COUNT {
+            let lut = Lut::embedded(id);
+            assert_eq!(lut.entries.len(), 256 << lut.class_bits);
+            for (index, &entry) in lut.entries.iter().enumerate() {
+                let length = entry >> 24;
+                assert!((1..=lut.max_length).contains(&length));
+                assert!(nonzeros(entry, lut.three_slots).all(|(position, _)| position < length as usize));
+                assert!(lut.possible(index) || entry == IMPOSSIBLE);
+            }
+        }
+    }
+
+    #[test]
+    fn entries_say_the_same_as_words() {
+        for (id, dictionary) in Dictionary::all().iter().enumerate() {
+            let lut = Lut::embedded(id);
+            for previous in [0, 100, 200, 255] {
+                let words = &dictionary.words[dictionary.class_of(previous)];
+                for (code, word) in words.iter().enumerate() {
+                    let index = lut.index(code as u8, previous);
+                    assert_eq!(lut.possible(index), word.is_some());
+                    let Some(word) = word else { continue };
+                    assert_eq!(lut.entries[index] >> 24, u32::from(word.length));
+                    let listed = nonzeros(lut.entries[index], lut.three_slots);
+                    assert!(
+                        listed.eq(word
+                            .nonzeros()
+                            .map(|(position, symbol)| (usize::from(position), symbol)))
+                    );
+                }
+            }
+        }
+    }
+}
