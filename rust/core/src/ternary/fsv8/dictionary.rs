@@ -23,7 +23,7 @@ pub const CODES: usize = 256;
 /// The most non-zero weights that any word may hold.
 pub const MAX_NONZEROS: usize = 3;
 
-/// Checked-in data, made from the searched words by the example `fsv8_pack`.
+/// Checked-in data, made from the searched words by the example `fsv8_dictionaries`.
 static EMBEDDED: &[u8] = include_bytes!("dictionaries.bin");
 
 /// A string of weights that one code stands for: where its non-zeros are, which symbols, and how long it is.

@@ -1,0 +1,323 @@
+//! Searching a dictionary for given probabilities.
+//!
+//! A dictionary is a set of complete trees, one for each state. A leaf is a word with its promise; a tree grows by
+//! replacing a leaf by several ([`splits`]), until it has as many leaves as there are codes. What a state is worth,
+//! against state 0 and in weights, follows from the trees of all states ([`chain`]), and what a leaf is worth follows
+//! from the worth of the state that it leads to. So the search alternates: it improves the tree of each state at fixed
+//! worths, then works out the worths of the improved trees.
+//!
+//! Every class holds a fixed number of codes, which a greedy tree fills too early or too late. A price for the leaves
+//! of each class, found by random steps that are kept where they help, makes the greedy choice look ahead.
+
+mod chain;
+mod splits;
+mod tree;
+
+use super::dictionary::{CODES, Dictionary};
+use crate::{Error, Result};
+use splits::Split;
+use tree::{Grower, Tree};
+
+/// Words are no longer than this; hardly any word of a good dictionary is, and kernels read ahead by the longest.
+const MAX_LENGTH: u8 = 120;
+
+/// How often trees and worths are improved in turn.
+const ROUNDS: usize = 6;
+
+/// What to search for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Goal {
+    /// Share of zeros in thousandths, 1 to 999.
+    pub p0_thousandths: u16,
+    /// Share of symbol 1 among the non-zeros in thousandths, 500 to 999.
+    pub share_thousandths: u16,
+    /// Most non-zeros of a word: 2 or 3. Three pay below p0 = 0.81.
+    pub max_nonzeros: u8,
+    /// Random steps for each tree in each round. The embedded dictionaries are reached with 60.
+    pub effort: usize,
+    /// Where the random numbers start.
+    pub seed: u64,
+}
+
+/// The source that a dictionary is made for.
+#[derive(Debug, Clone, Copy)]
+struct Source {
+    probabilities: [f64; 3],
+}
+
+impl Source {
+    /// The probability of so many zeros in a row.
+    fn zeros(&self, count: u8) -> f64 {
+        self.probabilities[0].powi(i32::from(count))
+    }
+
+    /// Bits a weight.
+    fn entropy(&self) -> f64 {
+        self.probabilities.iter().map(|p| -p * p.log2()).sum()
+    }
+}
+
+/// The states of a dictionary and how the codes are shared among their classes.
+#[derive(Debug, Clone, PartialEq)]
+struct Plan {
+    promises: Vec<u8>,
+    class_sizes: Vec<u16>,
+}
+
+/// Searches a dictionary: tries all plans briefly and the best one thoroughly. The same goal gives the same words.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the goal is out of range.
+pub fn search(goal: &Goal) -> Result<Dictionary> {
+    let (p0, share) = (goal.p0_thousandths, goal.share_thousandths);
+    let in_range =
+        (1..1000).contains(&p0) && (500..1000).contains(&share) && (2..=3).contains(&goal.max_nonzeros);
+    if !in_range {
+        return Err(Error::InvalidArgument(format!(
+            "no dictionary can be searched for {goal:?}"
+        )));
+    }
+    let (p0, share) = (f64::from(p0) / 1e3, f64::from(share) / 1e3);
+    let source = Source {
+        probabilities: [p0, (1.0 - p0) * share, (1.0 - p0) * (1.0 - share)],
+    };
+    let brief = goal.effort / 6 + 1;
+    let tried = plans(p0)
+        .into_iter()
+        .map(|plan| (Search::new(goal, source, &plan).run(brief).gain, plan));
+    let best = tried.max_by(|a, b| a.0.total_cmp(&b.0));
+    let (_, plan) = best.ok_or_else(|| Error::InvalidArgument("no plan for this share of zeros".into()))?;
+    let found = Search::new(goal, source, &plan).run(goal.effort);
+    Ok(assemble(goal, &plan, &found))
+}
+
+/// The plans worth trying. A promise of d zeros not all coming true splits evenly where d is the half-life of a run of
+/// zeros, so promises are near it, a part of it, and 1; class sizes are multiples of 32, for classes named by 3 bits.
+fn plans(p0: f64) -> Vec<Plan> {
+    let half_life = 0.5f64.ln() / p0.ln();
+    let longest = [0.7, 1.0, 1.25].map(|part| (half_life * part).round().clamp(2.0, 60.0) as u8);
+    let mut promises: Vec<Vec<u8>> = longest.into_iter().flat_map(promises_of).collect();
+    promises.sort();
+    promises.dedup();
+    let with_sizes = |promises: Vec<u8>| {
+        let sizes: &[&[u16]] = match promises.len() {
+            3 => &[&[4, 2, 2], &[3, 3, 2], &[3, 2, 3]],
+            4 => &[&[2, 2, 2, 2], &[3, 2, 2, 1], &[3, 2, 1, 2], &[3, 1, 2, 2]],
+            _ => &[&[3, 2, 1, 1, 1], &[3, 1, 2, 1, 1]],
+        };
+        let plan = move |sizes: &&[u16]| Plan {
+            promises: promises.clone(),
+            class_sizes: sizes.iter().map(|eighths| eighths * 32).collect(),
+        };
+        sizes.iter().map(plan).collect::<Vec<_>>()
+    };
+    promises.into_iter().flat_map(with_sizes).collect()
+}
+
+/// Sets of promises (0 first, the promise of nothing) whose longest is `d`.
+fn promises_of(d: u8) -> Vec<Vec<u8>> {
+    let mut sets = vec![vec![0, d, 1]];
+    let thirds = [(4, d / 2), (6, d / 3), (5, 2), (3, 2)];
+    sets.extend(
+        thirds
+            .into_iter()
+            .filter(|&(least, second)| d >= least && second < d)
+            .map(|(_, s)| vec![0, d, s, 1]),
+    );
+    if d >= 8 {
+        sets.push(vec![0, d, d / 2, d / 4, 1]);
+    }
+    sets.retain(|set| set[1..].is_sorted_by(|a, b| a > b));
+    sets
+}
+
+/// Trees of all states, and the weights that a code stands for on average.
+struct Found {
+    trees: Vec<Tree>,
+    gain: f64,
+}
+
+struct Search<'a> {
+    plan: &'a Plan,
+    max_nonzeros: u8,
+    source: Source,
+    splits: Vec<Vec<Split>>,
+    random: Random,
+}
+
+impl<'a> Search<'a> {
+    fn new(goal: &Goal, source: Source, plan: &'a Plan) -> Search<'a> {
+        let splits = splits::all(&plan.promises, &source);
+        Search {
+            plan,
+            max_nonzeros: goal.max_nonzeros,
+            source,
+            splits,
+            random: Random(goal.seed),
+        }
+    }
+
+    fn run(&mut self, effort: usize) -> Found {
+        let states = self.plan.promises.len();
+        let mut worths = chain::first_guess(&self.plan.promises, &self.source);
+        let mut prices = vec![vec![0.0; states]; states];
+        let mut trees: Vec<Option<Tree>> = vec![None; states];
+        let mut best = Found {
+            trees: Vec::new(),
+            gain: f64::NEG_INFINITY,
+        };
+        for _ in 0..ROUNDS {
+            for state in 0..states {
+                self.improve(state, &worths, &mut prices[state], &mut trees[state], effort);
+            }
+            let grown: Vec<Tree> = trees.iter().flatten().cloned().collect();
+            let (gain, next) = chain::solve(&grown);
+            worths = next;
+            if gain > best.gain {
+                best = Found { trees: grown, gain };
+            }
+        }
+        best
+    }
+
+    /// Takes random steps of a state's prices and keeps those that give a more valuable tree.
+    fn improve(
+        &mut self,
+        state: usize,
+        worths: &[f64],
+        prices: &mut Vec<f64>,
+        best: &mut Option<Tree>,
+        effort: usize,
+    ) {
+        // A code is worth about this many weights at the margin.
+        let unit = 1.0 / (self.source.entropy() * CODES as f64);
+        let grower = Grower::new(self.plan, &self.splits, worths, self.max_nonzeros, MAX_LENGTH);
+        let mut most = best.as_ref().map_or(f64::NEG_INFINITY, |tree| tree.value(worths));
+        for step in 0..effort {
+            let width = unit * [0.6, 0.2, 0.05][step % 3];
+            let tried: Vec<f64> = match (step, &best) {
+                (0, None) => prices.clone(),
+                _ => prices
+                    .iter()
+                    .map(|price| price + width * self.random.gaussian())
+                    .collect(),
+            };
+            let tree = grower.grow(state, &tried);
+            let value = tree.value(worths);
+            if value > most {
+                (most, *prices, *best) = (value, tried, Some(tree));
+            }
+        }
+    }
+}
+
+fn assemble(goal: &Goal, plan: &Plan, found: &Found) -> Dictionary {
+    let class_bits = if plan.class_sizes.iter().all(|size| size % 64 == 0) {
+        2
+    } else {
+        3
+    };
+    let words = found.trees.iter().map(|tree| {
+        let mut words = vec![None; CODES];
+        let mut next: Vec<u16> = (0..plan.class_sizes.len())
+            .map(|c| plan.class_sizes[..c].iter().sum())
+            .collect();
+        for (word, class) in tree.words() {
+            words[usize::from(next[class])] = Some(word);
+            next[class] += 1;
+        }
+        words
+    });
+    Dictionary {
+        p0_thousandths: goal.p0_thousandths,
+        share_thousandths: goal.share_thousandths,
+        expected_length: (found.gain * 1e4).round() as u32,
+        max_nonzeros: goal.max_nonzeros,
+        class_bits,
+        promises: plan.promises.clone(),
+        class_sizes: plan.class_sizes.clone(),
+        words: words.collect(),
+    }
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    /// Uniform in [0, 1).
+    fn uniform(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 * 2f64.powi(-53)
+    }
+
+    /// Normal with deviation 1, nearly: the sum of twelve uniforms.
+    fn gaussian(&mut self) -> f64 {
+        (0..12).map(|_| self.uniform()).sum::<f64>() - 6.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Encoder, Lut};
+    use super::*;
+
+    #[test]
+    fn a_brief_search_comes_close_to_the_embedded_dictionaries() {
+        for (p0_thousandths, max_nonzeros) in [(885, 2), (600, 3)] {
+            let goal = Goal {
+                p0_thousandths,
+                share_thousandths: 500,
+                max_nonzeros,
+                effort: 3,
+                seed: 1,
+            };
+            let found = search(&goal).unwrap();
+            let embedded = Dictionary::all()
+                .iter()
+                .find(|d| (d.p0_thousandths, d.share_thousandths) == (p0_thousandths, 500))
+                .unwrap();
+            assert!(
+                found.expected_length * 100 > embedded.expected_length * 99,
+                "{}",
+                found.expected_length
+            );
+            Encoder::new(&found).unwrap();
+            assert!(Lut::new(&found).max_length <= u32::from(MAX_LENGTH));
+            assert_eq!(search(&goal).unwrap(), found);
+        }
+    }
+
+    #[test]
+    fn goals_out_of_range_are_refused() {
+        let goal = Goal {
+            p0_thousandths: 885,
+            share_thousandths: 500,
+            max_nonzeros: 2,
+            effort: 1,
+            seed: 1,
+        };
+        assert!(
+            search(&Goal {
+                p0_thousandths: 1000,
+                ..goal
+            })
+            .is_err()
+        );
+        assert!(
+            search(&Goal {
+                share_thousandths: 400,
+                ..goal
+            })
+            .is_err()
+        );
+        assert!(
+            search(&Goal {
+                max_nonzeros: 4,
+                ..goal
+            })
+            .is_err()
+        );
+    }
+}

@@ -1,0 +1,35 @@
+//! The embedded dictionaries and their readable form say the same.
+
+#[path = "../examples/fsv8_dictionaries/json.rs"]
+mod json;
+
+use moepack_core::ternary::fsv8::Dictionary;
+
+/// Names a JSON file to hold the embedded dictionaries against.
+const VARIABLE: &str = "MOEPACK_FSV8_JSON";
+
+#[test]
+fn dictionaries_survive_json() {
+    assert_eq!(
+        json::read(&json::write(Dictionary::all())).as_deref(),
+        Some(Dictionary::all())
+    );
+}
+
+#[test]
+fn malformed_json_is_refused() {
+    let text = json::write(&Dictionary::all()[24..25]);
+    assert!(json::read(&text[..text.len() / 2]).is_none());
+    assert!(json::read(&text.replace("\"words\"", "\"strings\"")).is_none());
+    assert!(json::read(&text.replacen(",0]", ",1]", 1)).is_none());
+}
+
+#[test]
+fn the_embedded_dictionaries_are_those_of_the_search() {
+    let Some(path) = std::env::var_os(VARIABLE) else {
+        eprintln!("skipped: {VARIABLE} is not set");
+        return;
+    };
+    let text = std::fs::read_to_string(path).unwrap();
+    assert_eq!(json::read(&text).as_deref(), Some(Dictionary::all()));
+}
