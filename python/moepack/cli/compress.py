@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 def compress_command(
     model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint (safetensors).")],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
-    method: Annotated[str, typer.Option(help="Compression method: ternary.")] = "ternary",
+    method: Annotated[str, typer.Option(help="Compression method: ternary or qmoe.")] = "ternary",
     code: Annotated[str, typer.Option(help="Entropy code: fsv8 or dict16.")] = "fsv8",
+    calibration: Annotated[
+        str | None, typer.Option(help="qmoe: text file, JSON lines, directory, or data set of the hub.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="qmoe: calibration samples; default 128.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="qmoe: tokens a sample; default 512.")] = None,
+    bits: Annotated[str | None, typer.Option(help="qmoe: ternary or 2; default ternary.")] = None,
+    device: Annotated[str | None, typer.Option(help="qmoe: device of the calibration; default cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
     resume: Annotated[
         bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")
@@ -34,7 +41,10 @@ def compress_command(
     console = Console(stderr=True)
     progress = Silent() if quiet else terminal_progress(console)
     try:
-        chosen = create(method, code=code)
+        options = {"calibration": calibration, "samples": samples, "sequence_length": sequence_length}
+        options |= {"bits": bits, "device": device}
+        given = {name: value for name, value in options.items() if value is not None}
+        chosen = create(method, code=code, **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:

@@ -58,7 +58,7 @@ class PackedDirectory:
             check_size(path / file, manifest.files[file].size)
             header = check_header(path / file, manifest)
             names = [name for name, record in packed.items() if record.file == file]
-            tensors.update(_map(path / file, header, names))
+            tensors.update(map_tensors(path / file, header, names))
         return cls(path, manifest, read_config(path), tensors)
 
     def tensors(self) -> dict[str, npt.NDArray[np.uint8]]:
@@ -138,7 +138,8 @@ def check_header(file: Path, manifest: Manifest) -> Header:
     return header
 
 
-def _map(file: Path, header: Header, names: list[str]) -> dict[str, npt.NDArray[np.uint8]]:
+def map_tensors(file: Path, header: Header, names: list[str]) -> dict[str, npt.NDArray[np.uint8]]:
+    """Map the bytes of some tensors of a shard, read-only; `CorruptionError` if the file refuses."""
     if not names:
         return {}
     try:

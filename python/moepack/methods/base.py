@@ -9,11 +9,13 @@ because resumed work must equal uninterrupted work.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 
 Shape = tuple[int, int, int]
 """Shape of a projection: experts, rows (outputs), columns (inputs)."""
@@ -82,5 +84,38 @@ class Method(Protocol):
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
+        """
+        ...
+
+
+@runtime_checkable
+class CalibratedMethod(Method, Protocol):
+    """A method that watches the model run. The pipeline gives it every layer in the order of execution.
+
+    Its `settings` are complete, and identify the calibration set, once `begin` has returned.
+    """
+
+    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Prepare to run the model of `checkpoint`. Called once a job, before anything else.
+
+        Raises:
+            CalibrationError: the calibration set is unusable.
+        """
+        ...
+
+    def restore(self, layer: MoeLayer, packed: Mapping[str, PackedTensor]) -> None:
+        """Take notice of the next layer, which an earlier run of the job packed.
+
+        Args:
+            layer: the layer.
+            packed: its packed projections by name; the arrays are mapped and read-only.
+        """
+        ...
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return what the user should know of a finished job, in full sentences.
+
+        Args:
+            layers: by layer, the details of its first projection.
         """
         ...

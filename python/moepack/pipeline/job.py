@@ -19,14 +19,15 @@ import torch
 
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, Projection, describe
+from moepack.checkpoint.header import read_header
 from moepack.errors import CheckpointError, DiskError, InvalidTensorError, OutputExistsError
 from moepack.format.atomic import write_file
-from moepack.format.directory import read_manifest
+from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import Method, PackedTensor, Weights, create
+from moepack.methods import CalibratedMethod, Method, PackedTensor, Weights, create
 from moepack.pipeline.journal import ShardRecord, Workspace
 from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
@@ -55,7 +56,8 @@ def compress(
         out: directory to be made; it must not exist.
         method: name of a method, or one with its settings.
         code: entropy code of a method given by name: `fsv8` or `dict16`.
-        threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it.
+        threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it,
+            but for methods that run the model: torch's sums do.
         resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
         progress: where progress is shown; None shows nothing.
 
@@ -65,6 +67,7 @@ def compress(
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
         UnsupportedModelError: its architecture is unknown, or it is already quantized.
+        CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
         InvalidTensorError: a weight is NaN or infinite. Nothing is left behind: the job can never succeed.
         OutputExistsError: `out` exists.
         ResumeError: `out`.partial belongs to another job.
@@ -77,7 +80,10 @@ def compress(
     chosen = create(method, code=code) if isinstance(method, str) else method
     _set_threads(threads)
     checkpoint = Checkpoint.open(model)
-    job = _Job(checkpoint, describe(checkpoint), chosen, progress or Silent(), peak)
+    described = describe(checkpoint)
+    if isinstance(chosen, CalibratedMethod):
+        chosen.begin(checkpoint, described)
+    job = _Job(checkpoint, described, chosen, progress or Silent(), peak)
     return job.run(target, resume, started)
 
 
@@ -138,10 +144,24 @@ class _Job:
             for shard in self.plan.shards:
                 if shard.file not in workspace.done:
                     workspace.append(self._write_shard(shard, workspace.path))
+                elif shard.layer is not None and not self._layers_done(workspace):
+                    self._restore(shard.layer, workspace.done[shard.file], workspace.path)
             self.progress.stage("manifest")
             self._write_small_files(workspace)
         finally:
             self.progress.finish()
+
+    def _layers_done(self, workspace: Workspace) -> bool:
+        return all(shard.layer is None or shard.file in workspace.done for shard in self.plan.shards)
+
+    def _restore(self, layer: MoeLayer, record: ShardRecord, directory: Path) -> None:
+        """Show a finished layer to a method that watches the model run."""
+        if isinstance(self.method, CalibratedMethod):
+            self.progress.stage(f"{layer.name} (done before)")
+            file = directory / record.name
+            mapped = map_tensors(file, read_header(file), list(record.tensors))
+            packed = {t.projection: PackedTensor(t.kind, mapped[n], t.details) for n, t in record.tensors.items()}
+            self.method.restore(layer, packed)
 
     def _check_space(self, workspace: Workspace) -> None:
         """Refuse to begin what may not fit: a full disk after hours of work helps nobody."""
@@ -207,6 +227,13 @@ class _Job:
         workspace.sweep(files)
         write_file(workspace.path / MANIFEST, manifest.to_bytes())
 
+    def _notes(self, manifest: Manifest) -> tuple[str, ...]:
+        if not isinstance(self.method, CalibratedMethod):
+            return ()
+        records = manifest.packed()
+        firsts = {layer.name: layer.projections[0].packed_name for layer in self.model.layers}
+        return self.method.notes({layer: records[name].details for layer, name in firsts.items()})
+
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
         names = self.checkpoint.names()
@@ -226,7 +253,7 @@ class _Job:
             peak_memory=self.peak.sample(),
             resumed_weights=before,
             skipped=self.plan.skipped,
-            notes=self.model.notes,
+            notes=self.model.notes + self._notes(manifest),
         )
 
 

@@ -1,0 +1,69 @@
+"""From a checkpoint and a source of text to calibration samples: the tokenizer and the special tokens."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
+from moepack.calibration.text import token_windows
+from moepack.checkpoint import Checkpoint
+from moepack.errors import CalibrationError
+
+__all__ = ["load_samples", "span_tokens"]
+
+#: T5's tokenizers have this many sentinels; a smaller vocabulary may have fewer.
+SENTINELS = 100
+
+
+def load_samples(
+    checkpoint: Checkpoint,
+    source: str | PathLike[str],
+    samples: int,
+    length: int,
+    *,
+    premask: bool = True,
+    seed: int = 0,
+) -> Samples:
+    """Calibration samples of a checkpoint's model.
+
+    Args:
+        checkpoint: with a tokenizer beside its weights.
+        source: see `read_texts`.
+        samples: windows, at most.
+        length: tokens a window, before span corruption.
+        premask: leave the positions of special tokens out of the Hessians (encoder-decoder models).
+        seed: of the span corruption.
+
+    Raises:
+        CalibrationError: the text or the tokenizer is unusable, or a window is longer than the model's positions.
+    """
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"no tokenizer can be loaded: {error}", file=checkpoint.path) from error
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise CalibrationError(f"samples of {length} tokens are longer than the model's {positions} positions")
+    windows = token_windows(tokenizer, source, samples, length, int(config.vocab_size))
+    if not config.is_encoder_decoder:
+        return decoder_samples(windows)
+    return seq2seq_samples(windows, span_tokens(tokenizer, config), seed=seed, premask=premask)
+
+
+def span_tokens(tokenizer: Any, config: Any) -> SpanTokens:
+    """Special ids of an encoder-decoder model with T5's sentinels `<extra_id_0>`, `<extra_id_1>`, ...
+
+    Raises:
+        CalibrationError: the tokenizer has no sentinels, or the model no end or start token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    sentinels: list[int] = []
+    while len(sentinels) < SENTINELS and (token := f"<extra_id_{len(sentinels)}>") in vocabulary:
+        sentinels.append(int(vocabulary[token]))
+    if not sentinels or config.eos_token_id is None or config.decoder_start_token_id is None:
+        raise CalibrationError("span corruption needs <extra_id_0> in the tokenizer and end and start tokens")
+    return SpanTokens(tuple(sentinels), int(config.eos_token_id), int(config.decoder_start_token_id))

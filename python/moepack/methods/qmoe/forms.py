@@ -1,0 +1,101 @@
+"""What a projection is quantized to and stored as: ternary rows, or two-bit groups.
+
+A form knows its grid, the parameters beside the codes, and the packed bytes. Values are always computed from the
+parameters *as stored*, so that what calibration feeds to the next block is what a reader of the packed file sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack import _core
+from moepack.methods.base import PackedTensor, Shape
+from moepack.methods.ternary import Ternary
+from moepack.solvers.grids import TernaryGrid
+
+__all__ = ["Form", "TernaryForm"]
+
+
+class Form(Protocol):
+    """One way to store a projection. Codes are [E, R, C], parameters [E, R, P]."""
+
+    @property
+    def kind(self) -> str:
+        """Return what readers call the format."""
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Return the type of the codes."""
+
+    def grid(self) -> Any:
+        """Return a fresh grid for the solver."""
+
+    def parameters(self, grid: Any) -> Tensor:
+        """Return the fitted grid's parameters."""
+
+    def scaled(self, parameters: Tensor, factors: Tensor) -> Tensor:
+        """Parameters, rounded as stored, whose values are those of `parameters` times `factors` [E, R]."""
+
+    def values(self, codes: Tensor, parameters: Tensor) -> Tensor:
+        """Return the float32 values of codes."""
+
+    def width(self, columns: int) -> int:
+        """Return P."""
+
+    def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
+        """Pack a projection; both tensors lie on the CPU."""
+
+    def unpack(self, packed: PackedTensor) -> Tensor:
+        """Return the values of a packed projection, [E, R, C] float32."""
+
+    def bound(self, shape: Shape) -> int:
+        """Return the most bytes that a projection can take packed."""
+
+
+@dataclass(frozen=True)
+class TernaryForm:
+    """Ternary rows, entropy coded. Parameters are the two levels of a row, in bf16."""
+
+    code: str = "fsv8"
+    kind: str = "ternary"
+    code_dtype: torch.dtype = torch.int8
+
+    def grid(self) -> TernaryGrid:
+        """Return the paper's grid: minimum, zero and maximum of each row."""
+        return TernaryGrid()
+
+    def parameters(self, grid: TernaryGrid) -> Tensor:
+        """Return the levels, (negative, positive)."""
+        return grid.levels
+
+    def scaled(self, parameters: Tensor, factors: Tensor) -> Tensor:
+        """Scale the levels."""
+        limit = torch.finfo(torch.bfloat16).max
+        return (parameters * factors[..., None]).clamp(-limit, limit).bfloat16().float()
+
+    def values(self, codes: Tensor, parameters: Tensor) -> Tensor:
+        """Look the levels up."""
+        low, high = parameters.unsqueeze(2).unbind(-1)
+        return torch.where(codes > 0, high, torch.where(codes < 0, low, torch.zeros_like(low)))
+
+    def width(self, columns: int) -> int:
+        """Return 2."""
+        return 2
+
+    def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
+        """Encode the codes."""
+        blob = _core.encode_ternary(codes.numpy(), parameters.numpy().astype(np.float32), rank=3, code=self.code)
+        return PackedTensor(self.kind, blob, {"code": self.code, "nonzeros": _core.TernaryBlob(blob).nonzeros})
+
+    def unpack(self, packed: PackedTensor) -> Tensor:
+        """Decode a blob."""
+        return torch.from_numpy(_core.TernaryBlob(packed.data).dequantize("float32"))
+
+    def bound(self, shape: Shape) -> int:
+        """Return the size of a blob all of whose rows are as bad as the code allows."""
+        return Ternary(self.code).bound(shape)

@@ -1,0 +1,213 @@
+"""The method `qmoe`: batched GPTQ on the paper's grids over streaming calibration (QMoE, sections 3.2 and 3.3).
+
+The calibrator runs the model block by block and hands each group of experts to `solve`; the method quantizes the group,
+remembers codes and parameters of the layer, and packs them when the layer is complete. A resumed run feeds the layers
+that were packed before through the same calibration, with the values in their packed bytes instead of solving again, so
+later layers see bit for bit what they would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from moepack.calibration import CalibrationSettings, Calibrator, Stage
+from moepack.calibration.load import load_samples
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
+from moepack.errors import InvalidTensorError
+from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.qmoe.forms import Form, TernaryForm
+from moepack.methods.qmoe.notes import coverage_notes
+from moepack.solvers.energy import energy_factors
+from moepack.solvers.gptq import ExpertReport, GptqSettings, gptq
+
+__all__ = ["Qmoe"]
+
+
+@dataclass
+class Qmoe:
+    """Settings of the method.
+
+    Attributes:
+        calibration: text file, JSON lines, directory or data set of the hub.
+        samples: calibration windows, at most.
+        sequence_length: tokens a window.
+        bits: "ternary".
+        code: entropy code of ternary experts, `fsv8` or `dict16`.
+        damping: relative to the mean diagonal of the Hessian.
+        act_order: take columns by falling diagonal.
+        match_energy: restore the output energy of each row by a factor on its levels.
+        activations: "compressed" or "original": what enters the next block.
+        routing: "original" or "compressed": whose router assigns tokens for the Hessians.
+        premask: leave positions of special tokens out (span corruption).
+        group: experts solved together.
+        token_cap: most tokens of an expert held at a time, as a multiple of the mean.
+        minimum_tokens: experts with fewer are named in the notes.
+        device: where the model and the solver run.
+        seed: of the span corruption.
+    """
+
+    calibration: str
+    samples: int = 128
+    sequence_length: int = 512
+    bits: Literal["ternary"] = "ternary"
+    code: str = "fsv8"
+    damping: float = 0.01
+    act_order: bool = False
+    match_energy: bool = True
+    activations: Literal["compressed", "original"] = "compressed"
+    routing: Literal["original", "compressed"] = "original"
+    premask: bool = True
+    group: int = 16
+    token_cap: float = 4.0
+    minimum_tokens: int = 64
+    device: str = "cpu"
+    seed: int = 0
+    name: ClassVar[str] = "qmoe"
+    _fingerprint: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.bits != "ternary":
+            raise ValueError(f"bits must be 'ternary', not {self.bits!r}")
+        self._form: Form = TernaryForm(self.code)
+        self._gptq = GptqSettings(damping=self.damping, act_order=self.act_order)
+        self._settings()  # its checks
+
+    def _settings(self) -> CalibrationSettings:
+        return CalibrationSettings(
+            activations=self.activations,
+            routing=self.routing,
+            group=self.group,
+            token_cap=self.token_cap,
+            device=torch.device(self.device),
+        )
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting that changes the bytes; of the calibration set its fingerprint, once `begin` has read it."""
+        ignored = {"minimum_tokens", "device", "calibration"}
+        values = {
+            name: value for name, value in asdict(self).items() if not name.startswith("_") and name not in ignored
+        }
+        return {**values, "calibration_sha256": self._fingerprint}
+
+    def bound(self, shape: Shape) -> int:
+        """Return the most bytes that a projection can take packed, with the list of its coverage."""
+        return self._form.bound(shape) + 128 * shape[0]
+
+    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Read the calibration set and build the model's skeleton.
+
+        Raises:
+            CalibrationError: the calibration set is unusable.
+        """
+        samples = load_samples(
+            checkpoint, self.calibration, self.samples, self.sequence_length, premask=self.premask, seed=self.seed
+        )
+        self._fingerprint = samples.fingerprint()
+        self._current: _Packed | _Solving | None = None
+        self._steps = Calibrator(checkpoint, model, samples, self._settings()).layers(self._solve)
+
+    def compress_layer(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Run the model up to the next layer with experts, which must be `layer`, and quantize it."""
+        work = _Solving(self._form, self._gptq, self.match_energy, layer, advance)
+        self._current = work
+        _, coverage = next(self._steps)
+        routing = "compressed" if self.activations == "original" else self.routing
+        yield from work.pack({"tokens": coverage.used(routing).tolist(), "rounded": work.rounded})
+
+    def restore(self, layer: MoeLayer, packed: Mapping[str, PackedTensor]) -> None:
+        """Run the model through a layer that an earlier run packed."""
+        self._current = _Packed({name: self._form.unpack(tensor) for name, tensor in packed.items()})
+        next(self._steps)
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Name experts that saw few tokens, and experts that were rounded to nearest."""
+        return coverage_notes(layers, self.minimum_tokens)
+
+    def _solve(self, stage: Stage) -> dict[str, Tensor]:
+        assert self._current is not None
+        return self._current.solve(stage)
+
+
+class _Packed:
+    """A layer whose values are known."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.values = values
+
+    def solve(self, stage: Stage) -> dict[str, Tensor]:
+        """Return the values of the stage's experts."""
+        group = slice(stage.experts.start, stage.experts.stop)
+        return {name: self.values[name][group].to(weights.device) for name, weights in stage.weights.items()}
+
+
+class _Solving:
+    """A layer being quantized: codes and parameters of all projections, filled group by group."""
+
+    def __init__(
+        self,
+        form: Form,
+        settings: GptqSettings,
+        match_energy: bool,
+        layer: Mapping[str, Weights],
+        advance: Callable[[int], None],
+    ) -> None:
+        self.form, self.settings, self.match_energy, self.advance = form, settings, match_energy, advance
+        self.layer = layer
+        self.codes = {name: torch.empty(w.shape, dtype=form.code_dtype) for name, w in layer.items()}
+        self.parameters = {
+            name: torch.empty((*w.shape[:2], form.width(w.shape[2])), dtype=torch.float32) for name, w in layer.items()
+        }
+        self.rounded: dict[str, str] = {}
+
+    def solve(self, stage: Stage) -> dict[str, Tensor]:
+        """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
+        self._check(stage)
+        weights = torch.cat(list(stage.weights.values()), dim=1)
+        hessians = stage.hessians()
+        grid = self.form.grid()
+        result = gptq(weights, hessians, grid, self.settings)
+        parameters, values = self.form.parameters(grid), result.values
+        if self.match_energy:
+            factors = energy_factors(weights, values, hessians)
+            parameters = self.form.scaled(parameters, factors)
+            values = self.form.values(result.codes, parameters)
+        self._record(stage, result.reports)
+        rows = [w.shape[1] for w in stage.weights.values()]
+        pieces = [torch.split(tensor, rows, dim=1) for tensor in (result.codes, parameters, values)]
+        return {name: self._keep(stage, name, *tensors) for name, *tensors in zip(stage.weights, *pieces, strict=True)}
+
+    def _keep(self, stage: Stage, name: str, codes: Tensor, parameters: Tensor, values: Tensor) -> Tensor:
+        group = slice(stage.experts.start, stage.experts.stop)
+        self.codes[name][group].copy_(codes)
+        self.parameters[name][group].copy_(parameters)
+        self.advance(codes.numel())
+        return values
+
+    def _check(self, stage: Stage) -> None:
+        for name, weights in stage.weights.items():
+            finite = torch.isfinite(weights).flatten(1).all(1)
+            if not bool(finite.all()):
+                expert = stage.experts[int((~finite).nonzero()[0])]
+                raise InvalidTensorError(
+                    f"expert {expert} holds NaN or infinite weights", tensor=self.layer[name].sources[expert]
+                )
+
+    def _record(self, stage: Stage, reports: tuple[ExpertReport, ...]) -> None:
+        for expert, report in zip(stage.experts, reports, strict=True):
+            if report.reason is not None:
+                self.rounded.setdefault(str(expert), report.reason)
+
+    def pack(self, details: Mapping[str, Any]) -> Iterator[tuple[str, PackedTensor]]:
+        """Pack all projections; the first one carries the layer's `details`."""
+        for position, name in enumerate(self.layer):
+            packed = self.form.pack(self.codes.pop(name), self.parameters.pop(name))
+            extra = details if position == 0 else {}
+            yield name, PackedTensor(packed.kind, packed.data, {**packed.details, **extra})

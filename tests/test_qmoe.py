@@ -1,0 +1,251 @@
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import moepack
+from moepack.calibration.load import load_samples
+from moepack.checkpoint import Checkpoint
+from moepack.cli import app
+from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
+from moepack.format import PackedDirectory
+from moepack.methods import Qmoe, create
+from moepack.methods.qmoe.notes import coverage_notes
+from moepack.pipeline import compress
+from moepack.pipeline.journal import Workspace
+from moepack.solvers.energy import energy_factors
+
+ARCHITECTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
+    return file
+
+
+def method(text, **settings):
+    return Qmoe(**{"calibration": str(text), "samples": 6, "sequence_length": 64, **settings})
+
+
+def contents(directory):
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architecture, text, tmp_path):
+    report = compress(tiny_checkpoint(architecture), tmp_path / "out", method=method(text))
+    assert report.method == "qmoe" and report.bits_per_weight < 4
+    assert moepack.verify(tmp_path / "out").ok
+    model = moepack.load(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(20, 50)[None]
+    extra = {"decoder_input_ids": ids[:, :5]} if architecture == "switch_transformers" else {}
+    with torch.inference_mode():
+        assert torch.isfinite(model(input_ids=ids, **extra).logits).all()
+
+
+def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, text, tmp_path):
+    """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
+    chosen, streams = method(text, routing="compressed"), []
+    begin = chosen.begin
+
+    def spying(checkpoint, model):
+        begin(checkpoint, model)
+        calibrator = chosen._steps.gi_frame.f_locals["self"]
+        make = calibrator._stream
+        calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
+
+    chosen.begin = spying
+    compress(mixtral, tmp_path / "out", method=chosen)
+    model, seen = moepack.load(tmp_path / "out", dtype=torch.float32), []
+    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    samples = load_samples(Checkpoint.open(mixtral), text, 6, 64)
+    with torch.inference_mode():
+        model(input_ids=samples.inputs)
+    torch.testing.assert_close(streams[0].hidden.tokens, seen[0].flatten(0, 1), rtol=1e-3, atol=1e-3)
+
+
+def test_calibration_beats_rounding_on_the_layers_outputs(mixtral, text, tmp_path):
+    compress(mixtral, tmp_path / "rtn", method="ternary")
+    compress(mixtral, tmp_path / "qmoe", method=method(text))
+    samples = load_samples(Checkpoint.open(mixtral), text, 6, 64)
+    models = {name: moepack.load(tmp_path / name, dtype=torch.float32) for name in ("rtn", "qmoe")}
+    models["original"] = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = {name: model(input_ids=samples.inputs).logits for name, model in models.items()}
+    error = {name: (logits[name] - logits["original"]).square().sum() for name in ("rtn", "qmoe")}
+    assert error["qmoe"] < 0.9 * error["rtn"], error
+
+
+def test_two_runs_and_any_resume_give_the_same_bytes(qwen3_moe, text, tmp_path, monkeypatch):
+    compress(qwen3_moe, tmp_path / "whole", method=method(text))
+    append = Workspace.append
+
+    def die_after_the_first(self, shard):
+        append(self, shard)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workspace, "append", die_after_the_first)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            compress(qwen3_moe, tmp_path / "pieces", method=method(text))
+    monkeypatch.undo()
+    report = compress(qwen3_moe, tmp_path / "pieces", method=method(text))
+    assert report.resumed_weights > 0
+    assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
+
+
+KILLED = """
+import os, signal, sys
+from moepack.methods import Qmoe
+from moepack.pipeline import compress
+from moepack.pipeline.journal import Workspace
+append = Workspace.append
+def die(self, shard):
+    append(self, shard)
+    os.kill(os.getpid(), signal.SIGKILL)
+Workspace.append = die
+compress(sys.argv[1], sys.argv[2], method=Qmoe(sys.argv[3], samples=6, sequence_length=64))
+"""
+
+
+def test_kill_9_between_blocks_and_resume_is_byte_identical(mixtral, text, tmp_path):
+    threads = torch.get_num_threads()
+    compress(mixtral, tmp_path / "whole", method=method(text))
+    environment = {**os.environ, "PYTHONPATH": str(Path(moepack.__file__).parents[1]), "OMP_NUM_THREADS": str(threads)}
+    arguments = [sys.executable, "-c", KILLED, str(mixtral), str(tmp_path / "out"), str(text)]
+    died = subprocess.run(arguments, env=environment, capture_output=True, timeout=300)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    assert (tmp_path / "out.partial").exists() and not (tmp_path / "out").exists()
+    compress(mixtral, tmp_path / "out", method=method(text))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_another_calibration_set_is_another_job(mixtral, text, tmp_path, monkeypatch):
+    append = Workspace.append
+
+    def die(self, shard):
+        append(self, shard)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "append", die)
+        with pytest.raises(KeyboardInterrupt):
+            compress(mixtral, tmp_path / "out", method=method(text))
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().upper())
+    with pytest.raises(ResumeError, match="calibration_sha256"):
+        compress(mixtral, tmp_path / "out", method=method(other))
+
+
+def test_coverage_is_in_the_manifest_and_in_the_report(mixtral, text, tmp_path):
+    report = compress(mixtral, tmp_path / "out", method=method(text, samples=1, minimum_tokens=10_000))
+    manifest = PackedDirectory.open(tmp_path / "out").manifest
+    first = manifest.tensors["model.layers.0.mlp.experts.gate_proj"].details
+    assert sum(first["tokens"]) == 2 * 64 and len(first["tokens"]) == 4
+    assert "tokens" not in manifest.tensors["model.layers.0.mlp.experts.down_proj"].details
+    assert any(note.startswith("model.layers.0.mlp.experts: fewer than 10000") for note in report.notes)
+    assert len(manifest.settings["calibration_sha256"]) == 64
+
+
+def test_experts_without_tokens_are_rounded_and_named(tiny_checkpoint, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("a" * 64)  # one token, so at most top-k experts of a layer see any
+    report = compress(tiny_checkpoint("qwen3_moe"), tmp_path / "out", method=method(file, samples=1))
+    assert any("no calibration token reached" in note for note in report.notes)
+    assert moepack.verify(tmp_path / "out").ok
+    record = PackedDirectory.open(tmp_path / "out").manifest.tensors["model.layers.0.mlp.experts.gate_proj"]
+    unseen = [str(e) for e, count in enumerate(record.details["tokens"]) if count == 0]
+    assert unseen and all(record.details["rounded"][e] == "no token reached the expert" for e in unseen)
+
+
+def test_notes_name_a_dozen_and_count_the_rest():
+    layers = {"l": {"tokens": [0] * 15 + [3, 900], "rounded": {"16": "the Hessian is not finite"}}}
+    assert coverage_notes(layers, 64) == (
+        "l: no calibration token reached experts 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 3 more; rounded to nearest.",
+        "l: fewer than 64 calibration tokens reached expert 15.",
+        "l: expert 16 rounded to nearest: the Hessian is not finite.",
+    )
+
+
+def test_switch_packs_with_span_corruption_and_generates(switch, text, tmp_path):
+    compress(switch, tmp_path / "out", method=method(text))
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = tokenizer("Line <extra_id_0> of a text", return_tensors="pt")
+    assert model.generate(input_ids=inputs.input_ids, max_new_tokens=4).shape[1] > 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "empty"), (b"\0\1\2", "binary"), (b"short", "less than one sample")],
+)
+def test_unusable_calibration_leaves_nothing_behind(mixtral, tmp_path, content, message):
+    file = tmp_path / "text.txt"
+    file.write_bytes(content)
+    with pytest.raises(CalibrationError, match=message):
+        compress(mixtral, tmp_path / "out", method=method(file))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["text.txt"]
+
+
+def test_samples_longer_than_the_models_positions_are_refused(mixtral, text, tmp_path):
+    with pytest.raises(CalibrationError, match="2048 positions"):
+        compress(mixtral, tmp_path / "out", method=method(text, sequence_length=4096))
+
+
+def test_nan_weights_name_the_tensor(mixtral, text, tmp_path):
+    shutil.copytree(mixtral, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    name = next(n for n in tensors if "layers.1" in n and n.endswith("experts.2.w2.weight"))
+    tensors[name].view(-1)[7] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises((InvalidTensorError, CalibrationError), match=r"experts\.2\.w2|expert 2 of"):
+        compress(tmp_path / "model", tmp_path / "out", method=method(text))
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(ValueError, match="bits"):
+        create("qmoe", calibration="x", bits="3")
+    with pytest.raises(ValueError, match="calibration"):
+        create("qmoe")
+    with pytest.raises(ValueError, match="damping"):
+        create("qmoe", calibration="x", damping=-1)
+
+
+def test_the_command_line_compresses_with_calibration(mixtral, text, tmp_path):
+    arguments = ["compress", str(mixtral), str(tmp_path / "out"), "--method", "qmoe", "-q"]
+    options = ["--calibration", str(text), "--samples", "4", "--sequence-length", "32"]
+    done = CliRunner().invoke(app, [*arguments, *options])
+    assert done.exit_code == 0, done.output
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["method"] == "qmoe"
+    arguments[2] = str(tmp_path / "other")
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_energy_factors_restore_the_energy_of_every_row():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, 8, 16, generator=generator)
+    x = torch.randn(2, 40, 16, generator=generator)
+    hessians = x.mT @ x
+    values = weights * torch.rand(2, 8, 1, generator=generator).clamp(min=0.6)
+    values[0, 0] = 0
+    factors = energy_factors(weights, values, hessians)
+    assert factors[0, 0] == 1
+    wanted = torch.einsum("erc,ecd,erd->er", weights, hessians, weights)
+    scaled = values * factors[..., None]
+    found = torch.einsum("erc,ecd,erd->er", scaled, hessians, scaled)
+    torch.testing.assert_close(found[factors != 1], wanted[factors != 1], rtol=1e-4, atol=1e-4)
+    assert (energy_factors(weights, weights * 100, hessians) == 0.5).all()
+    assert (energy_factors(weights, weights, hessians * 0) == 1).all()
