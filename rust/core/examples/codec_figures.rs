@@ -13,6 +13,9 @@ use moepack_core::ternary::{self, Code, Shape, TernaryView};
 /// The shapes of the two matrices of an expert of SwitchTransformers c2048.
 const SHAPES: [(usize, usize); 2] = [(2080, 6144), (6144, 2080)];
 
+/// The best of so many runs counts.
+const RUNS: usize = 25;
+
 fn main() -> Result<(), Box<dyn Error>> {
     let p0 = std::env::args().nth(1).map_or(Ok(0.885), |p0| p0.parse())?;
     pool::set_threads(1)?;
@@ -62,11 +65,11 @@ fn iid(n: usize, p0: f64) -> Vec<i8> {
 fn measure(codes: &[i8], shape: Shape, code: Code) -> Result<usize, Box<dyn Error>> {
     let pool = pool::current()?;
     let levels = vec![(-0.5, 0.5); shape.rows];
-    let (blob, encoding) = best_of(5, || ternary::encode(codes, &levels, shape, code, &pool))?;
-    let (view, parsing) = best_of(5, || TernaryView::parse(&blob))?;
-    let ((), verifying) = best_of(5, || view.verify(&pool))?;
+    let (blob, encoding) = best_of(RUNS, || ternary::encode(codes, &levels, shape, code, &pool))?;
+    let (view, parsing) = best_of(RUNS, || TernaryView::parse(&blob))?;
+    let ((), verifying) = best_of(RUNS, || view.verify(&pool))?;
     let mut out = vec![0; codes.len()];
-    let ((), decoding) = best_of(5, || ternary::decode_codes(&view, &mut out, &pool))?;
+    let ((), decoding) = best_of(RUNS, || ternary::decode_codes(&view, &mut out, &pool))?;
     assert!(out == codes);
     let speed = |seconds: f64| codes.len() as f64 / seconds / 1e9;
     println!(

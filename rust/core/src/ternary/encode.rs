@@ -212,12 +212,12 @@ fn raw_byte(codes: &[i8]) -> u8 {
 
 fn encode_dict16(codes: &[i8], levels: &[(f32, f32)], shape: Shape) -> Result<Vec<u8>> {
     let encoder = dict16::Encoder::get();
-    let groups = groups(shape, |row, group, _| {
-        let row_codes = row_codes(codes, shape, row);
-        let counts = scan::count(row_codes).map_err(|at| invalid_code(shape, row, at))?;
+    let groups = groups(shape, |row, group, Scratch { nonzeros, .. }| {
+        let counts =
+            scan::list(row_codes(codes, shape, row), nonzeros).map_err(|at| invalid_code(shape, row, at))?;
         group.nonzeros += u64::from(counts.negative) + u64::from(counts.positive);
         let before = group.payload.len();
-        encoder.encode(row_codes, &mut group.payload);
+        encoder.encode(nonzeros, shape.columns, &mut group.payload);
         group.rows.push((((group.payload.len() - before) / 2) as u32, 0));
         Ok(())
     })?;

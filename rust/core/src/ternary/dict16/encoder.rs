@@ -1,8 +1,12 @@
-//! Encoding by the longest match: a walk down the tree of all words, a pair of weights a step.
+//! Encoding by the longest match: a walk down the tree of all words, a run of zeros or a pair of weights a step.
+//!
+//! Most pairs are zeros, and what a word becomes by more of them is a chain of words. Chains lie in one array, so that
+//! a whole run of zeros takes one step.
 
 use std::sync::OnceLock;
 
-use super::{PAIRS, WORDS, words};
+use super::super::fsv8::SENTINEL;
+use super::{PAIRS, WORDS, Word, words};
 
 /// No word extends this one by that pair. Code 0 is a single pair, so it extends nothing.
 const NONE: u16 = 0;
@@ -11,8 +15,19 @@ const NONE: u16 = 0;
 pub struct Encoder {
     /// The words of one pair.
     first: [u16; PAIRS],
-    /// The word that a pair makes of a word.
-    longer: Vec<[u16; PAIRS]>,
+    /// The word that a pair other than 0 makes of a word.
+    longer: Vec<[u16; PAIRS - 1]>,
+    /// Words, each followed by what it becomes by a pair of zeros where there is such a word.
+    chains: Vec<u16>,
+    /// Where a word is in `chains`.
+    places: Vec<Place>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Place {
+    at: u16,
+    /// The pairs of zeros that the word can take up.
+    left: u16,
 }
 
 impl Encoder {
@@ -25,39 +40,121 @@ impl Encoder {
     fn new() -> Encoder {
         let mut encoder = Encoder {
             first: [NONE; PAIRS],
-            longer: vec![[NONE; PAIRS]; WORDS],
+            longer: vec![[NONE; PAIRS - 1]; WORDS],
+            chains: Vec::with_capacity(WORDS),
+            places: vec![Place::default(); WORDS],
         };
+        let mut by_zeros = vec![NONE; WORDS];
         for (code, word) in words().iter().enumerate() {
-            let pair = usize::from(word.pairs()[word.pairs().len() - 1]);
-            match word.pairs().len() {
-                1 => encoder.first[pair] = code as u16,
-                _ => encoder.longer[usize::from(word.prefix)][pair] = code as u16,
+            let (prefix, last) = (usize::from(word.prefix), last_pair(word));
+            match (word.pairs().len(), last) {
+                (1, _) => encoder.first[last] = code as u16,
+                (_, 0) => by_zeros[prefix] = code as u16,
+                _ => encoder.longer[prefix][last - 1] = code as u16,
+            }
+        }
+        for (code, word) in words().iter().enumerate() {
+            if word.pairs().len() == 1 || last_pair(word) != 0 {
+                encoder.add_chain(code as u16, &by_zeros);
             }
         }
         encoder
     }
 
-    /// Appends the codes of a row of -1, 0 and 1 to `out`, two bytes each.
-    pub fn encode(&self, row: &[i8], out: &mut Vec<u8>) {
-        let mut pairs = row.chunks(2).map(pair);
-        let Some(pair) = pairs.next() else { return };
-        let mut code = self.first[pair];
-        for pair in pairs {
-            let longer = self.longer[usize::from(code)][pair];
-            if longer == NONE {
-                out.extend(code.to_le_bytes());
-                code = self.first[pair];
-            } else {
-                code = longer;
-            }
+    fn add_chain(&mut self, first: u16, by_zeros: &[u16]) {
+        let start = self.chains.len();
+        let next = |&code: &u16| Some(by_zeros[usize::from(code)]).filter(|&next| next != NONE);
+        self.chains.extend(std::iter::successors(Some(first), next));
+        for (at, &code) in self.chains.iter().enumerate().skip(start) {
+            self.places[usize::from(code)] = Place {
+                at: at as u16,
+                left: (self.chains.len() - 1 - at) as u16,
+            };
         }
-        out.extend(code.to_le_bytes());
+    }
+
+    /// Appends the codes of a row of `columns` weights to `out`, two bytes each.
+    ///
+    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order and then [`SENTINEL`].
+    pub fn encode(&self, nonzeros: &[u32], columns: usize, out: &mut Vec<u8>) {
+        let mut walk = Walk {
+            encoder: self,
+            code: None,
+            out,
+        };
+        let (mut pair, mut next) = (0, 0);
+        while nonzeros[next] != SENTINEL {
+            let (position, mut symbols) = (nonzeros[next] >> 2, pair_part(nonzeros[next]));
+            next += 1;
+            if nonzeros[next] >> 2 == position {
+                symbols += pair_part(nonzeros[next]);
+                next += 1;
+            }
+            walk.zeros(position - pair);
+            walk.pair(symbols);
+            pair = position + 1;
+        }
+        walk.zeros(columns.div_ceil(2) as u32 - pair);
+        walk.end();
     }
 }
 
-/// The pair of two weights, or of the last one of an odd row and a zero.
+fn last_pair(word: &Word) -> usize {
+    usize::from(word.pairs()[word.pairs().len() - 1])
+}
+
+/// What a non-zero weight adds to `first + 3 * second` of its pair: 1 if negative, 2 if positive.
 #[inline(always)]
-fn pair(codes: &[i8]) -> usize {
-    let symbol = |code: i8| usize::from(code as u8 & 1) << (code == 1) as usize;
-    symbol(codes[0]) + 3 * codes.get(1).map_or(0, |&code| symbol(code))
+fn pair_part(nonzero: u32) -> usize {
+    let symbol = 1 + (nonzero & 1) as usize;
+    if nonzero & 2 == 0 { symbol } else { 3 * symbol }
+}
+
+/// A row being encoded.
+struct Walk<'a> {
+    encoder: &'a Encoder,
+    /// The word that matches so far.
+    code: Option<u16>,
+    out: &'a mut Vec<u8>,
+}
+
+impl Walk<'_> {
+    #[inline(always)]
+    fn end(&mut self) {
+        if let Some(code) = self.code.take() {
+            self.out.extend(code.to_le_bytes());
+        }
+    }
+
+    /// Goes on by one pair that is not 0.
+    #[inline(always)]
+    fn pair(&mut self, pair: usize) {
+        let longer = self
+            .code
+            .map_or(NONE, |code| self.encoder.longer[usize::from(code)][pair - 1]);
+        if longer == NONE {
+            self.end();
+            self.code = Some(self.encoder.first[pair]);
+        } else {
+            self.code = Some(longer);
+        }
+    }
+
+    /// Goes on by so many pairs of zeros.
+    #[inline(always)]
+    fn zeros(&mut self, mut count: u32) {
+        while count > 0 {
+            let code = *self.code.get_or_insert_with(|| {
+                count -= 1;
+                self.encoder.first[0]
+            });
+            let place = self.encoder.places[usize::from(code)];
+            let taken = count.min(place.left.into());
+            self.code = Some(self.encoder.chains[usize::from(place.at) + taken as usize]);
+            count -= taken;
+            if count > 0 {
+                self.end();
+            }
+        }
+    }
 }
