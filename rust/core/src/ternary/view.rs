@@ -179,6 +179,7 @@ impl<'a> TernaryView<'a> {
     }
 
     /// The ids of the dictionaries that rows choose from; empty for dict16.
+    #[inline]
     pub fn dictionaries(&self) -> &[u8] {
         &self.header.dictionary_ids[..usize::from(self.header.dictionary_count)]
     }
@@ -194,6 +195,7 @@ impl<'a> TernaryView<'a> {
     }
 
     /// The codes of all rows and the padding after them, at least 64 bytes.
+    #[inline]
     pub fn padded_payload(&self) -> &'a [u8] {
         &self.data[self.layout.payload.start..]
     }
@@ -215,6 +217,7 @@ impl<'a> TernaryView<'a> {
     ///
     /// # Panics
     /// If there is no such expert or group.
+    #[inline]
     pub fn group_rows(&self, expert: usize, group: usize) -> impl Iterator<Item = PlacedRow<'a>> + '_ {
         assert!(expert < self.experts() && group < self.groups());
         let first = group * GROUP_ROWS;
@@ -251,6 +254,7 @@ impl<'a> TernaryView<'a> {
         }
     }
 
+    #[inline]
     fn index_entry(&self, expert: usize, row: usize) -> u32 {
         self.header
             .tail()
@@ -258,21 +262,25 @@ impl<'a> TernaryView<'a> {
     }
 
     /// The length and the dictionary field of an FSV8 row.
+    #[inline]
     fn tail(&self, expert: usize, row: usize) -> (usize, u32) {
         self.header.tail().split(self.index_entry(expert, row))
     }
 
     /// An entry of the section `starts`. [`TernaryView::parse`] has checked that all fit the payload.
+    #[inline]
     fn start(&self, i: usize) -> usize {
         let mut word = [0; 8];
         word.copy_from_slice(&self.data[self.layout.starts.clone()][8 * i..][..8]);
         usize::try_from(u64::from_le_bytes(word)).unwrap_or(usize::MAX)
     }
 
+    #[inline]
     fn payload(&self) -> &'a [u8] {
         &self.data[self.layout.payload.clone()]
     }
 
+    #[inline]
     fn fsv8_row(&self, expert: usize, row: usize, start: usize) -> Row<'a> {
         let (length, field) = self.tail(expert, row);
         let codes = &self.payload()[start..start + length];
@@ -287,6 +295,7 @@ impl<'a> TernaryView<'a> {
         }
     }
 
+    #[inline]
     fn dict16_row(&self, expert: usize, row: usize) -> PlacedRow<'a> {
         let base = self.start(expert);
         let start = base + self.index_entry(expert, row) as usize;

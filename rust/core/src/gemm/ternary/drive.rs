@@ -7,6 +7,8 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::tile::Tile;
+#[cfg(target_arch = "x86_64")]
+use super::x86;
 use super::{Activations, Kernel, scalar};
 use crate::ternary::TernaryView;
 use crate::ternary::layout::GROUP_ROWS;
@@ -43,12 +45,15 @@ impl Unit<'_> {
 /// About as many products of a weight and a token's activation as a unit is worth: some 50 microseconds.
 const UNIT_PRODUCTS: usize = 1 << 20;
 
+/// The most row groups of a unit; what a unit knows about its rows stays in the cache.
+const UNIT_GROUPS: usize = 8;
+
 /// The units of all tasks: (task, groups). Cut by sizes alone, so that results do not depend on the threads.
 fn cut(view: &TernaryView, tasks: &[Task]) -> Vec<(usize, Range<usize>)> {
     let mut units = Vec::new();
     for (i, task) in tasks.iter().enumerate() {
         let products = (GROUP_ROWS * view.columns().max(1)).saturating_mul(task.tokens);
-        let step = (UNIT_PRODUCTS / products).max(1);
+        let step = (UNIT_PRODUCTS / products).clamp(1, UNIT_GROUPS);
         let starts = (0..view.groups()).step_by(step);
         units.extend(starts.map(|from| (i, from..(from + step).min(view.groups()))));
     }
@@ -81,9 +86,7 @@ pub(super) fn run(
             tile,
         };
         let mut out = vec![0.0; unit.rows().len() * tokens];
-        match kernel {
-            Kernel::Scalar => scalar::rows(&unit, &mut out),
-        }
+        rows(kernel, &unit, &mut out);
         out
     };
     let inline = units.len() < 2 || pool.current_num_threads() == 1;
@@ -94,6 +97,25 @@ pub(super) fn run(
     for ((task, groups), out) in units.iter().zip(results) {
         place(&tasks[*task], view.rows(), groups.start * GROUP_ROWS, &out, y);
     }
+}
+
+/// Computes a unit into `out` (rows x tokens).
+#[cfg(target_arch = "x86_64")]
+fn rows(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
+    let variant = match kernel {
+        Kernel::Scalar => return scalar::rows(unit, out),
+        Kernel::Avx2 => x86::Variant::Avx2 { ahead: false },
+        Kernel::Avx2Ahead => x86::Variant::Avx2 { ahead: true },
+        Kernel::Avx512 => x86::Variant::Avx512 { ahead: false },
+        Kernel::Avx512Ahead => x86::Variant::Avx512 { ahead: true },
+    };
+    x86::rows(unit, variant, out);
+}
+
+/// Computes a unit into `out` (rows x tokens). No other kernel passes the check of its instruction set here.
+#[cfg(not(target_arch = "x86_64"))]
+fn rows(_kernel: Kernel, unit: &Unit, out: &mut [f32]) {
+    scalar::rows(unit, out);
 }
 
 /// Copies a unit's outputs (rows x tokens) to where they belong in `y` (all tokens x all rows).

@@ -13,6 +13,7 @@ pub(super) struct Lists {
     /// Places for positions; those behind the counts are unused. Index 0: negative, 1: positive.
     places: [Vec<u32>; 2],
     counts: [usize; 2],
+    end: u32,
 }
 
 impl Lists {
@@ -26,10 +27,16 @@ impl Lists {
         &self.places[1][..self.counts[1]]
     }
 
+    /// The number of columns, which no position exceeds.
+    pub fn end(&self) -> usize {
+        self.end as usize
+    }
+
     /// Decodes a row of `view`.
     pub fn fill(&mut self, view: &TernaryView, row: Row) {
         self.counts = [0; 2];
         let end = view.columns() as u32;
+        self.end = end;
         match row {
             Row::Zero => {}
             Row::Raw(bytes) => self.fill_raw(bytes, end),

@@ -25,9 +25,12 @@
 mod drive;
 mod lists;
 mod scalar;
+mod table;
 #[cfg(test)]
 mod tests;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use rayon::ThreadPool;
 
@@ -64,14 +67,6 @@ impl Activations<'_> {
             Activations::Bf16(x) => x.len(),
         }
     }
-
-    #[inline(always)]
-    fn get(&self, i: usize) -> f32 {
-        match self {
-            Activations::F32(x) => x[i],
-            Activations::Bf16(x) => half::bf16::from_bits(x[i]).to_f32(),
-        }
-    }
 }
 
 /// A family of kernels; see [`kernel_for`].
@@ -79,16 +74,34 @@ impl Activations<'_> {
 pub enum Kernel {
     /// Portable Rust.
     Scalar,
+    /// AVX2.
+    Avx2,
+    /// AVX2; for one token, tables are looked up ahead of their use.
+    Avx2Ahead,
+    /// AVX-512.
+    Avx512,
+    /// AVX-512; for one token, tables are looked up ahead of their use.
+    Avx512Ahead,
 }
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 1] = [Kernel::Scalar];
+    pub const ALL: [Kernel; 5] = [
+        Kernel::Scalar,
+        Kernel::Avx2,
+        Kernel::Avx2Ahead,
+        Kernel::Avx512,
+        Kernel::Avx512Ahead,
+    ];
 
     /// The name that reports use.
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Scalar => "scalar",
+            Kernel::Avx2 => "avx2",
+            Kernel::Avx2Ahead => "avx2-ahead",
+            Kernel::Avx512 => "avx512",
+            Kernel::Avx512Ahead => "avx512-ahead",
         }
     }
 
@@ -96,13 +109,37 @@ impl Kernel {
     pub fn isa(self) -> Isa {
         match self {
             Kernel::Scalar => Isa::Scalar,
+            Kernel::Avx2 | Kernel::Avx2Ahead => Isa::Avx2,
+            Kernel::Avx512 | Kernel::Avx512Ahead => Isa::Avx512,
         }
     }
 }
 
 /// The kernel that an instruction set runs on this processor: the same one every time.
-pub fn kernel_for(_code: Code, _isa: Isa) -> Kernel {
-    Kernel::Scalar
+///
+/// Processors of AMD look tables up ahead (8 to 13% faster on Zen 4), others do not (8% slower on Sapphire Rapids). The
+/// results are the same.
+pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
+    match (isa, is_amd()) {
+        (Isa::Scalar, _) => Kernel::Scalar,
+        (Isa::Avx2, false) => Kernel::Avx2,
+        (Isa::Avx2, true) => Kernel::Avx2Ahead,
+        (Isa::Avx512, false) => Kernel::Avx512,
+        (Isa::Avx512, true) => Kernel::Avx512Ahead,
+    }
+}
+
+/// Whether the processor's vendor is AMD.
+#[cfg(target_arch = "x86_64")]
+fn is_amd() -> bool {
+    let leaf = std::arch::x86_64::__cpuid(0);
+    [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD"
+}
+
+/// Whether the processor's vendor is AMD.
+#[cfg(not(target_arch = "x86_64"))]
+fn is_amd() -> bool {
+    false
 }
 
 /// y = W x for one expert: `x` is T x C, `y` is T x R, both row-major.

@@ -1,11 +1,24 @@
 //! Activations as the kernels read them: f32, transposed so that a position's values for a block of tokens are
 //! neighbours, followed by the zeros that decoding may touch after the last column.
+//!
+//! One token for the kernels that walk is special: three floats a position, `0, 0, x`, so that every pair of floats
+//! is nothing, (x, 0) or (0, x); [`super::table`] says what for.
 
+use super::table::{STEP, longest_word};
 use super::{Activations, Kernel};
-use crate::ternary::TernaryView;
+use crate::ternary::{Code, TernaryView};
 
 /// The most tokens of a block.
-pub(super) const MAX_LANES: usize = 64;
+const MAX_LANES: usize = 64;
+
+/// The most tokens that are decoded on the fly, as one block.
+const MAX_ON_THE_FLY: usize = 32;
+
+/// Codes between two looks at the position when a block of tokens is decoded on the fly.
+pub(super) const BLOCK_ROUND: usize = 8;
+
+/// Codes between two looks at the position when one token is.
+const STEP_ROUND: usize = 16;
 
 /// Alignment of a tile in bytes: a cache line, so that blocks of 16 tokens never straddle two.
 const ALIGNMENT: usize = 64;
@@ -25,45 +38,66 @@ pub(super) struct Tile {
     data: Vec<f32>,
     /// The tile starts here in `data`, at a multiple of [`ALIGNMENT`].
     offset: usize,
+    columns: usize,
     positions: usize,
+    longest_word: usize,
     tokens: usize,
+    /// Whether this is one token as steps.
+    steps: bool,
     blocks: Vec<Block>,
 }
 
 impl Tile {
     /// Brings `tokens` tokens of `x`, from `first` on, into the layout that `kernel` wants.
-    pub fn new(_kernel: Kernel, view: &TernaryView, x: Activations, first: usize, tokens: usize) -> Tile {
-        let columns = view.columns();
-        let positions = columns + 1;
-        let blocks = blocks(tokens, positions);
+    pub fn new(kernel: Kernel, view: &TernaryView, x: Activations, first: usize, tokens: usize) -> Tile {
+        let (columns, longest_word) = (view.columns(), longest_word(view));
+        let steps = tokens == 1 && kernel != Kernel::Scalar;
+        let on_the_fly = tokens <= MAX_ON_THE_FLY && kernel != Kernel::Scalar && view.code() == Code::Fsv8;
+        let words = match (steps, on_the_fly) {
+            (true, _) => STEP_ROUND + 1,
+            (_, true) => BLOCK_ROUND + 1,
+            _ => 0,
+        };
+        let positions = columns + words * longest_word + 1;
+        let blocks = match steps {
+            true => vec![Block::new(0, 1, STEP, 0)],
+            false => blocks(tokens, positions),
+        };
         let size = blocks.last().map_or(0, |b| b.start + b.lanes * positions);
         let data = vec![0.0f32; size + ALIGNMENT / 4];
         let offset = data.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT / 4);
         let mut tile = Tile {
             data,
             offset,
+            columns,
             positions,
+            longest_word,
             tokens,
+            steps,
             blocks,
         };
         for i in 0..tile.blocks.len() {
-            tile.fill(i, x, first, columns);
+            tile.fill(i, x, first);
         }
         tile
     }
 
-    fn fill(&mut self, i: usize, x: Activations, first: usize, columns: usize) {
+    fn fill(&mut self, i: usize, x: Activations, first: usize) {
         let block = self.blocks[i];
+        let columns = self.columns;
+        // In a step the activation comes last.
+        let shift = if self.steps { STEP - 1 } else { 0 };
         let out = &mut self.data[self.offset + block.start..][..block.lanes * self.positions];
         for lane in 0..block.tokens {
             let from = (first + block.token + lane) * columns;
-            for (column, place) in out[lane..]
-                .iter_mut()
-                .step_by(block.lanes)
-                .take(columns)
-                .enumerate()
-            {
-                *place = x.get(from + column);
+            let places = out[lane + shift..].iter_mut().step_by(block.lanes);
+            match x {
+                Activations::F32(x) => places
+                    .zip(&x[from..from + columns])
+                    .for_each(|(place, &x)| *place = x),
+                Activations::Bf16(x) => places
+                    .zip(&x[from..from + columns])
+                    .for_each(|(place, &x)| *place = half::bf16::from_bits(x).to_f32()),
             }
         }
     }
@@ -83,31 +117,62 @@ impl Tile {
     pub fn values(&self, block: &Block) -> &[f32] {
         &self.data[self.offset + block.start..][..block.lanes * self.positions]
     }
+
+    /// Whether the tile is one token as steps of three floats.
+    pub fn is_steps(&self) -> bool {
+        self.steps
+    }
+
+    /// The values of a block that reaches `words` words behind the columns.
+    ///
+    /// # Panics
+    /// If it does not reach so far.
+    #[inline(always)]
+    pub fn reached_values(&self, block: &Block, words: usize) -> &[f32] {
+        assert!(self.positions > self.columns + words * self.longest_word);
+        self.values(block)
+    }
+
+    /// The steps of one token, which reach `words` words and one position behind the columns.
+    ///
+    /// # Panics
+    /// If the tile holds something else or does not reach so far.
+    #[inline(always)]
+    pub fn reached_steps(&self, words: usize) -> &[f32] {
+        assert!(self.steps);
+        self.reached_values(&self.blocks[0], words)
+    }
 }
 
-/// Cuts tokens into blocks whose numbers of lanes are powers of two.
-fn blocks(tokens: usize, positions: usize) -> Vec<Block> {
-    let (mut blocks, mut token, mut start) = (Vec::new(), 0, 0);
-    while token < tokens {
-        let left = tokens - token;
-        // 40 tokens are 32 + 8: rounding up to 64 would cost more.
-        let lanes = match left {
-            1 => 1,
-            2..=4 => 4,
-            5..=8 => 8,
-            9..=16 => 16,
-            17..=31 => 16,
-            32..=63 => 32,
-            _ => MAX_LANES,
-        };
-        let tokens = left.min(lanes);
-        blocks.push(Block {
+impl Block {
+    fn new(token: usize, tokens: usize, lanes: usize, start: usize) -> Block {
+        Block {
             token,
             tokens,
             lanes,
             start,
-        });
-        token += tokens;
+        }
+    }
+}
+
+/// Cuts tokens into blocks whose numbers of lanes are powers of two; one token alone is a block of one lane.
+fn blocks(tokens: usize, positions: usize) -> Vec<Block> {
+    if tokens == 1 {
+        return vec![Block::new(0, 1, 1, 0)];
+    }
+    let (mut blocks, mut token, mut start) = (Vec::new(), 0, 0);
+    while token < tokens {
+        let lanes = match tokens - token {
+            1..=4 => 4,
+            5..=8 => 8,
+            9..=16 => 16,
+            // 40 tokens are 32 + 8: rounding up to 64 would cost more.
+            17..=48 => 32,
+            _ => MAX_LANES,
+        };
+        let taken = lanes.min(tokens - token);
+        blocks.push(Block::new(token, taken, lanes, start));
+        token += taken;
         start += lanes * positions;
     }
     blocks

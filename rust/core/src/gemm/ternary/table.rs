@@ -1,0 +1,214 @@
+//! Decoding tables in the forms that the vector kernels want, derived from the codec's tables at first use.
+//!
+//! # For one token ([`StepTable`])
+//! The tile holds three floats a position: `0, 0, x` (see [`super::tile`]). The two floats at `3 p + 2` are (x_p, 0), at
+//! `3 p + 1` they are (0, x_p) and at `3 p` (0, 0), so that one load and one addition put x_p into the sum of the
+//! negative weights, of the positive ones, or nowhere. An entry holds these places relative to the word's first
+//! position, and how far the word moves the tile's pointer:
+//!
+//! ```text
+//! two slots:   place 1 :8 | place 2 :8 | bytes to the next word :16
+//! three slots: place 1 :8 | place 2 :8 | place 3 :8 | length in weights :8
+//! ```
+//!
+//! # For 2 to 32 tokens ([`BlockTable`])
+//! Places are byte offsets of a position's values in a tile of L lanes, types select the level from (0, symbol 1,
+//! symbol 2). An unused slot of type 0 repeats the place of slot 1, which is in the cache.
+//!
+//! ```text
+//! place 1 :16 | place 2 :16 | type 1 :8 | type 2 :8 | bytes to the next word :16
+//! ```
+
+use std::sync::OnceLock;
+
+use crate::ternary::fsv8::dictionary::COUNT;
+use crate::ternary::fsv8::{Lut, lut};
+use crate::ternary::{Code, TernaryView, dict16};
+
+/// Floats that the tile of one token holds for each position.
+pub(super) const STEP: usize = 3;
+
+/// The longest word of any table in weights.
+const MAX_LENGTH: usize = 255;
+
+/// A table for one token; indexed as [`Lut`], or by the code of dict16.
+#[derive(Debug)]
+pub(super) struct StepTable {
+    pub entries: Vec<u32>,
+    pub three_slots: bool,
+    /// 2 or 3; 0 for dict16.
+    pub class_bits: u32,
+}
+
+impl StepTable {
+    fn new(entries: &[u32], three_slots: bool, class_bits: u32) -> StepTable {
+        let entries = entries
+            .iter()
+            .map(|&entry| step_entry(entry, three_slots))
+            .collect();
+        StepTable {
+            entries,
+            three_slots,
+            class_bits,
+        }
+    }
+
+    /// The table of an embedded FSV8 dictionary.
+    pub fn fsv8(id: usize) -> &'static StepTable {
+        static ALL: [OnceLock<StepTable>; COUNT] = [const { OnceLock::new() }; COUNT];
+        ALL[id].get_or_init(|| {
+            let lut = Lut::embedded(id);
+            StepTable::new(&lut.entries, lut.three_slots, lut.class_bits)
+        })
+    }
+
+    /// The table of the paper's dictionary.
+    pub fn dict16() -> &'static StepTable {
+        static TABLE: OnceLock<StepTable> = OnceLock::new();
+        TABLE.get_or_init(|| StepTable::new(dict16::sparse(), true, 0))
+    }
+}
+
+fn step_entry(entry: u32, three_slots: bool) -> u32 {
+    let length = entry >> 24;
+    let places =
+        lut::nonzeros(entry, three_slots)
+            .enumerate()
+            .fold(0, |places, (slot, (position, symbol))| {
+                let place = STEP * position + STEP - usize::from(symbol);
+                assert!(
+                    place < 256,
+                    "a word's last non-zero is too far for an 8-bit place"
+                );
+                places | (place as u32) << (8 * slot)
+            });
+    match three_slots {
+        true => places | length << 24,
+        false => places | (length * STEP as u32 * 4) << 16,
+    }
+}
+
+/// A two-slot table for a block of tokens.
+#[derive(Debug)]
+pub(super) struct BlockTable {
+    pub entries: Vec<u64>,
+    pub class_bits: u32,
+}
+
+impl BlockTable {
+    /// Numbers of lanes that tables exist for.
+    const LANES: [usize; 4] = [4, 8, 16, 32];
+
+    /// The table of an embedded FSV8 dictionary for blocks of `lanes` tokens, if its words have two slots.
+    pub fn fsv8(id: usize, lanes: usize) -> Option<&'static BlockTable> {
+        static ALL: [[OnceLock<BlockTable>; COUNT]; 4] = [const { [const { OnceLock::new() }; COUNT] }; 4];
+        let size = BlockTable::LANES.iter().position(|&l| l == lanes)?;
+        let lut = Lut::embedded(id);
+        (!lut.three_slots).then(|| {
+            ALL[size][id].get_or_init(|| BlockTable {
+                entries: lut.entries.iter().map(|&e| block_entry(e, lanes)).collect(),
+                class_bits: lut.class_bits,
+            })
+        })
+    }
+}
+
+fn block_entry(entry: u32, lanes: usize) -> u64 {
+    let bytes = (4 * lanes) as u64;
+    let slots: Vec<(usize, u8)> = lut::nonzeros(entry, false).collect();
+    let (first, symbol_1) = slots.first().copied().unwrap_or((0, 0));
+    let (second, symbol_2) = slots.get(1).copied().unwrap_or((first, 0));
+    // All fields hold at most 255 * 32 * 4 < 2^16.
+    (first as u64 * bytes)
+        | (second as u64 * bytes) << 16
+        | u64::from(symbol_1) << 32
+        | u64::from(symbol_2) << 40
+        | (u64::from(entry >> 24) * bytes) << 48
+}
+
+/// The longest word in weights that the codes of a tensor may stand for, valid or not.
+pub(super) fn longest_word(view: &TernaryView) -> usize {
+    let longest = match view.code() {
+        Code::Fsv8 => {
+            let lengths = view
+                .dictionaries()
+                .iter()
+                .map(|&id| Lut::embedded(usize::from(id)).max_length);
+            lengths.max().unwrap_or(1) as usize
+        }
+        Code::Dict16 => 2 * dict16::MAX_PAIRS,
+    };
+    debug_assert!(longest <= MAX_LENGTH);
+    longest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What an entry of a step table adds: (negative, positive) sums of positions' marks.
+    fn replay(places: &[u32], length: usize) -> Vec<u8> {
+        let mut string = vec![0; length];
+        for &place in places.iter().filter(|&&place| place != 0) {
+            let (position, symbol) = (
+                (place as usize - 1) / STEP,
+                STEP - (place as usize - 1) % STEP - 1,
+            );
+            string[position] = symbol as u8;
+        }
+        string
+    }
+
+    fn symbols(entry: u32, three_slots: bool) -> Vec<u8> {
+        let mut string = vec![0; (entry >> 24) as usize];
+        lut::nonzeros(entry, three_slots).for_each(|(position, symbol)| string[position] = symbol);
+        string
+    }
+
+    #[test]
+    fn step_tables_say_the_same_as_the_tables_of_the_codec() {
+        for id in 0..COUNT {
+            let (lut, table) = (Lut::embedded(id), StepTable::fsv8(id));
+            assert_eq!(lut.entries.len(), table.entries.len());
+            for (&expected, &entry) in lut.entries.iter().zip(&table.entries) {
+                let (places, length) = match table.three_slots {
+                    true => (
+                        vec![entry & 255, entry >> 8 & 255, entry >> 16 & 255],
+                        entry >> 24,
+                    ),
+                    false => (vec![entry & 255, entry >> 8 & 255], (entry >> 16) / 12),
+                };
+                assert_eq!(
+                    replay(&places, length as usize),
+                    symbols(expected, lut.three_slots)
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn block_tables_say_the_same_as_the_tables_of_the_codec() {
+        for id in 0..COUNT {
+            for lanes in BlockTable::LANES {
+                let lut = Lut::embedded(id);
+                let Some(table) = BlockTable::fsv8(id, lanes) else {
+                    assert!(lut.three_slots);
+                    continue;
+                };
+                for (&expected, &entry) in lut.entries.iter().zip(&table.entries) {
+                    let bytes = 4 * lanes as u64;
+                    let mut string = vec![0; ((entry >> 48) / bytes) as usize];
+                    for (place, symbol) in [
+                        (entry & 0xffff, entry >> 32 & 255),
+                        (entry >> 16 & 0xffff, entry >> 40 & 255),
+                    ] {
+                        if symbol != 0 {
+                            string[(place / bytes) as usize] = symbol as u8;
+                        }
+                    }
+                    assert_eq!(string, symbols(expected, false));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Two to 32 tokens, decoded on the fly: every slot of a word is one product-and-add for each vector of tokens.
+//!
+//! A code costs a load of it and of its predecessor, a shift, a look-up, seven instructions that take the entry apart,
+//! and for each slot a level and as many products as there are vectors. Slots without a non-zero (about a quarter)
+//! multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, so that chains of
+//! products of latency 4 do not bind.
+
+use std::arch::x86_64::*;
+
+use super::super::drive::Unit;
+use super::super::table::BlockTable;
+use super::super::tile::BLOCK_ROUND;
+use super::vector::Vector;
+use crate::ternary::{PlacedRow, Row};
+
+/// Writes the outputs of a row for the only block of tokens.
+///
+/// # Safety
+/// The processor has AVX-512 F, AVX2, FMA and BMI2.
+#[target_feature(enable = "avx512f,avx2,fma,bmi1,bmi2")]
+pub(super) unsafe fn row_avx512(unit: &Unit, placed: &PlacedRow, table: &BlockTable, out: &mut [f32]) {
+    // SAFETY: the features are the caller's.
+    unsafe {
+        match unit.tile.blocks()[0].lanes {
+            4 => row::<__m128, 1>(unit, placed, table, out),
+            8 => row::<__m256, 1>(unit, placed, table, out),
+            16 => row::<__m512, 1>(unit, placed, table, out),
+            _ => row::<__m512, 2>(unit, placed, table, out),
+        }
+    }
+}
+
+/// Writes the outputs of a row for the only block of tokens.
+///
+/// # Safety
+/// The processor has AVX2, FMA and BMI2.
+#[target_feature(enable = "avx2,fma,bmi1,bmi2")]
+pub(super) unsafe fn row_avx2(unit: &Unit, placed: &PlacedRow, table: &BlockTable, out: &mut [f32]) {
+    // SAFETY: the features are the caller's.
+    unsafe {
+        match unit.tile.blocks()[0].lanes {
+            4 => row::<__m128, 1>(unit, placed, table, out),
+            8 => row::<__m256, 1>(unit, placed, table, out),
+            16 => row::<__m256, 2>(unit, placed, table, out),
+            _ => row::<__m256, 4>(unit, placed, table, out),
+        }
+    }
+}
+
+/// # Safety
+/// The features of `V`.
+#[inline(always)]
+unsafe fn row<V: Vector, const N: usize>(
+    unit: &Unit,
+    placed: &PlacedRow,
+    table: &BlockTable,
+    out: &mut [f32],
+) {
+    let Row::Fsv8 { codes, swapped, .. } = placed.codes else {
+        return;
+    };
+    let (negative, positive) = unit.levels(placed.row);
+    let levels = match swapped {
+        false => [0.0, negative, positive, 0.0],
+        true => [0.0, positive, negative, 0.0],
+    };
+    let block = &unit.tile.blocks()[0];
+    assert!(block.lanes == N * V::LANES && !codes.is_empty());
+    let payload = &unit.view.padded_payload()[placed.start..];
+    assert!(payload.len() >= codes.len() + BLOCK_ROUND);
+    let values = unit.tile.reached_values(block, BLOCK_ROUND + 1);
+    // SAFETY: whole rounds after the first code read fewer than BLOCK_ROUND bytes behind the row, which the payload
+    // has; `values` reaches as far behind the columns as a round and the first code go.
+    let sums: [V; N] = unsafe {
+        match table.class_bits {
+            2 => sum::<V, N, 2>(
+                payload.as_ptr(),
+                codes.len(),
+                table,
+                &levels,
+                values,
+                unit.view.columns(),
+            ),
+            _ => sum::<V, N, 3>(
+                payload.as_ptr(),
+                codes.len(),
+                table,
+                &levels,
+                values,
+                unit.view.columns(),
+            ),
+        }
+    };
+    let mut buffer = [0.0f32; 64];
+    for (i, sum) in sums.into_iter().enumerate() {
+        // SAFETY: the buffer holds N vectors of at most 16 lanes, N at most 4.
+        unsafe { sum.store(buffer.as_mut_ptr().add(i * V::LANES)) };
+    }
+    out.copy_from_slice(&buffer[..out.len()]);
+}
+
+/// The outputs of a row of `n` codes (at least one) at `codes`.
+///
+/// # Safety
+/// `codes` is readable for n + BLOCK_ROUND bytes. `table` has 256 << CLASS entries, whose places lie in their words and
+/// whose words are at most L weights long. `values` holds `columns + (BLOCK_ROUND + 1) * L` positions of N vectors.
+#[inline(always)]
+unsafe fn sum<V: Vector, const N: usize, const CLASS: usize>(
+    codes: *const u8,
+    n: usize,
+    table: &BlockTable,
+    levels: &[f32; 4],
+    values: &[f32],
+    columns: usize,
+) -> [V; N] {
+    let entries = &table.entries[..256 << CLASS];
+    // SAFETY: indices are below 2^(8 + CLASS). The pointer `at` is at most `columns` positions from the start when a
+    // round begins, so that the round's words stay within the positions promised; types are below 4.
+    unsafe {
+        let (mut even, mut odd) = ([[V::zero(); N]; 2], [[V::zero(); N]; 2]);
+        let entry = |k: usize| *entries.as_ptr().add(k);
+        let end = values.as_ptr().add(columns * N * V::LANES);
+        let mut at = values.as_ptr();
+        let step = |entry: u64, sums: &mut [[V; N]; 2], at: &mut *const f32| {
+            let slots = [
+                (entry & 0xffff, entry >> 32 & 0xff),
+                (entry >> 16 & 0xffff, entry >> 40 & 0xff),
+            ];
+            for (slot, sums) in slots.into_iter().zip(sums) {
+                let x = at.byte_add(slot.0 as usize);
+                let level = V::splat(*levels.as_ptr().add(slot.1 as usize));
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    *sum = sum.add_product(level, V::load(x.add(i * V::LANES)));
+                }
+            }
+            *at = at.byte_add((entry >> 48) as usize);
+        };
+        step(entry(usize::from(*codes) << CLASS), &mut even, &mut at);
+        let mut from = codes;
+        for _ in 0..(n - 1).div_ceil(BLOCK_ROUND) {
+            at = at.min(end);
+            for k in (0..BLOCK_ROUND).step_by(2) {
+                // The code before in the low byte, the code in the high byte.
+                let index = |k| (super::pair(from.add(k)) >> (8 - CLASS)) as usize;
+                step(entry(index(k)), &mut even, &mut at);
+                step(entry(index(k + 1)), &mut odd, &mut at);
+            }
+            from = from.add(BLOCK_ROUND);
+        }
+        std::array::from_fn(|i| even[0][i].add(even[1][i]).add(odd[0][i].add(odd[1][i])))
+    }
+}

@@ -1,0 +1,105 @@
+//! The vectors that the kernels for several tokens are written over: 4, 8 and 16 single-precision lanes.
+
+use std::arch::x86_64::*;
+
+/// A register of floats.
+///
+/// # Safety
+/// Every function needs AVX2 and FMA, those of `__m512` AVX-512 F too. Pointers are valid for the lanes that the
+/// function reads or writes; they need no alignment.
+pub(super) trait Vector: Copy {
+    /// The number of floats.
+    const LANES: usize;
+    /// Zeros.
+    unsafe fn zero() -> Self;
+    /// A float in all lanes.
+    unsafe fn splat(value: f32) -> Self;
+    /// `LANES` floats from memory.
+    unsafe fn load(from: *const f32) -> Self;
+    /// To memory.
+    unsafe fn store(self, to: *mut f32);
+    /// `self + other`.
+    unsafe fn add(self, other: Self) -> Self;
+    /// `self + a * b` with one rounding.
+    unsafe fn add_product(self, a: Self, b: Self) -> Self;
+    /// `a * b`.
+    unsafe fn product(a: Self, b: Self) -> Self;
+}
+
+macro_rules! vector {
+    ($type:ty, $lanes:literal, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident, $mul:ident) => {
+        // SAFETY (all blocks): the trait's contract is the intrinsics'.
+        impl Vector for $type {
+            const LANES: usize = $lanes;
+            #[inline(always)]
+            unsafe fn zero() -> Self {
+                // SAFETY: see above.
+                unsafe { $zero() }
+            }
+            #[inline(always)]
+            unsafe fn splat(value: f32) -> Self {
+                // SAFETY: see above.
+                unsafe { $splat(value) }
+            }
+            #[inline(always)]
+            unsafe fn load(from: *const f32) -> Self {
+                // SAFETY: see above.
+                unsafe { $load(from) }
+            }
+            #[inline(always)]
+            unsafe fn store(self, to: *mut f32) {
+                // SAFETY: see above.
+                unsafe { $store(to, self) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, other: Self) -> Self {
+                // SAFETY: see above.
+                unsafe { $add(self, other) }
+            }
+            #[inline(always)]
+            unsafe fn add_product(self, a: Self, b: Self) -> Self {
+                // SAFETY: see above.
+                unsafe { $fma(a, b, self) }
+            }
+            #[inline(always)]
+            unsafe fn product(a: Self, b: Self) -> Self {
+                // SAFETY: see above.
+                unsafe { $mul(a, b) }
+            }
+        }
+    };
+}
+
+vector!(
+    __m128,
+    4,
+    _mm_setzero_ps,
+    _mm_set1_ps,
+    _mm_loadu_ps,
+    _mm_storeu_ps,
+    _mm_add_ps,
+    _mm_fmadd_ps,
+    _mm_mul_ps
+);
+vector!(
+    __m256,
+    8,
+    _mm256_setzero_ps,
+    _mm256_set1_ps,
+    _mm256_loadu_ps,
+    _mm256_storeu_ps,
+    _mm256_add_ps,
+    _mm256_fmadd_ps,
+    _mm256_mul_ps
+);
+vector!(
+    __m512,
+    16,
+    _mm512_setzero_ps,
+    _mm512_set1_ps,
+    _mm512_loadu_ps,
+    _mm512_storeu_ps,
+    _mm512_add_ps,
+    _mm512_fmadd_ps,
+    _mm512_mul_ps
+);
