@@ -106,6 +106,8 @@ SETTINGS = {
         "dropout_rate": 0.0,
     },
 }
+if not hasattr(transformers.models.granitemoe.modeling_granitemoe, "GraniteMoeExperts"):
+    del SETTINGS["granitemoe"]  # older transformers have no experts module there, and nothing to replace
 ARCHITECTURES = sorted(SETTINGS)
 SWITCH = "switch_transformers"
 

@@ -115,6 +115,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
             self._modules[recorded] = module
             leftovers.add(rf"(^|\.){re.escape(path)}\.")
         model._keys_to_ignore_on_load_unexpected = leftovers
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -128,8 +129,8 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                     raise CorruptionError(message, file=directory.path / "moepack.json")
                 file = directory.path / directory.manifest.tensors[name].file
                 module.attach(projection, tensors[name], file=file, tensor=name)
-        model._weight_conversions = None
-        del self._directory, self._modules
+        _cast_renamed(model, self._dtypes)
+        del self._directory, self._modules, self._dtypes
         return model
 
     def is_serializable(self) -> bool:
@@ -193,6 +194,19 @@ def _mark_initialized(model: Any, path: str) -> None:
     parent, _, _ = path.rpartition(".")
     for module in (model.get_submodule(path), model.get_submodule(parent)):
         module._is_hf_initialized = True
+
+
+def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give parameters the dtype that was asked for where the loader did not.
+
+    Up to 5.20, transformers leaves a parameter of a quantized model in the checkpoint's dtype if its name on disk is
+    another one, such as Mixtral's router. Parameters that a model keeps in float32 on purpose are left as they came.
+    """
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, parameter in model.named_parameters():
+        wanted = dtypes.get(name, parameter.dtype)
+        if parameter.dtype != wanted and parameter.is_floating_point() and not kept & set(name.split(".")):
+            parameter.data = parameter.data.to(wanted)
 
 
 def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> PackedModule:
