@@ -13,6 +13,7 @@ import torch
 
 from moepack import _core
 from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.parallel import for_experts
 from moepack.solvers.rtn import quantize_ternary
 
 CODES = ("fsv8", "dict16")
@@ -59,10 +60,12 @@ class Ternary:
         experts, rows, columns = weights.shape
         codes = np.empty(weights.shape, np.int8)
         levels = np.empty((experts, rows, 2), np.float32)
-        for expert in range(experts):
+
+        def quantize(expert: int) -> None:
             found, pairs = quantize_ternary(weights.expert(expert), name=weights.sources[expert])
             torch.from_numpy(codes[expert]).copy_(found)
             torch.from_numpy(levels[expert]).copy_(pairs)
-            advance(rows * columns)
+
+        for_experts(quantize, experts, lambda: advance(rows * columns))
         blob = _core.encode_ternary(codes, levels, rank=3, code=self.code)
         return PackedTensor("ternary", blob, {"code": self.code, "nonzeros": _core.TernaryBlob(blob).nonzeros})
