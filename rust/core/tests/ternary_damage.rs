@@ -146,3 +146,16 @@ proptest! {
         let _ = read_all(&bytes, &pool);
     }
 }
+
+#[test]
+fn metadata_serve_only_bytes_of_the_same_length() {
+    let pool = pool::current().unwrap();
+    let bytes = tensor(Code::Fsv8, &pool);
+    let metadata = TernaryView::parse(&bytes).unwrap().metadata();
+    TernaryView::again(&bytes, &metadata)
+        .unwrap()
+        .verify(&pool)
+        .unwrap();
+    let error = TernaryView::again(&bytes[1..], &metadata).unwrap_err();
+    assert!(matches!(error, Error::InvalidArgument(_)));
+}

@@ -1,8 +1,8 @@
 //! Searching a dictionary for given probabilities.
 //!
 //! A dictionary is a set of complete trees, one for each state. A leaf is a word with its promise; a tree grows by
-//! replacing a leaf by several ([`splits`]), until it has as many leaves as there are codes. What a state is worth,
-//! against state 0 and in weights, follows from the trees of all states ([`chain`]), and what a leaf is worth follows
+//! replacing a leaf by several (`splits`), until it has as many leaves as there are codes. What a state is worth,
+//! against state 0 and in weights, follows from the trees of all states (`chain`), and what a leaf is worth follows
 //! from the worth of the state that it leads to. So the search alternates: it improves the tree of each state at fixed
 //! worths, then works out the worths of the improved trees.
 //!
