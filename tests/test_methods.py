@@ -67,7 +67,7 @@ def test_ternary_names_the_source_of_a_bad_weight() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown method 'magic'; there is: .*ternary"):
+    with pytest.raises(ValueError, match=r"unknown method 'magic'; there is: .*ternary"):
         create("magic")
     with pytest.raises(ValueError, match="unknown code 'morse'; there is: fsv8, dict16"):
         create("ternary", code="morse")
