@@ -1,113 +1,141 @@
-//! Rows as lists of positions: where the weights are negative and where they are positive.
+//! Rows as lists of their non-zero weights: the form that every code decodes to and that many tokens share.
 //!
-//! The form that every code of a row decodes to, and the one that many tokens share: a row is decoded once and its
-//! lists are run over each block of tokens. Positions never exceed the number of columns, whatever the codes are; the
-//! position that equals it stands for nothing, and tiles hold zeros there.
+//! A row is decoded once and its list is run over each block of tokens. An item is `2 * position`, plus one for
+//! symbol 2. Whatever the codes are, positions stay below [`reach`], and tiles hold zeros from the last column to there.
 
-use crate::ternary::fsv8::Lut;
-use crate::ternary::{Row, TernaryView, dict16};
+use crate::ternary::{Row, TernaryView};
 
-/// The positions of a row's non-zero weights.
-#[derive(Default)]
-pub(super) struct Lists {
-    /// Places for positions; those behind the counts are unused. Index 0: negative, 1: positive.
-    places: [Vec<u32>; 2],
-    counts: [usize; 2],
-    end: u32,
+use super::table::{ListTable, longest_word};
+
+/// A position that no item of a list of a row of `view` reaches.
+pub(super) fn reach(view: &TernaryView) -> usize {
+    view.columns() + longest_word(view)
 }
 
-impl Lists {
-    /// Where the weights are negative.
-    pub fn negative(&self) -> &[u32] {
-        &self.places[0][..self.counts[0]]
+/// The non-zero weights of a row.
+#[derive(Default)]
+pub(super) struct List {
+    /// Places for items; those behind the count are unused.
+    items: Vec<u32>,
+    count: usize,
+    swapped: bool,
+}
+
+impl List {
+    /// The items.
+    pub fn items(&self) -> &[u32] {
+        &self.items[..self.count]
     }
 
-    /// Where the weights are positive.
-    pub fn positive(&self) -> &[u32] {
-        &self.places[1][..self.counts[1]]
-    }
-
-    /// The number of columns, which no position exceeds.
-    pub fn end(&self) -> usize {
-        self.end as usize
+    /// The levels of items by their lowest bit.
+    pub fn levels(&self, (negative, positive): (f32, f32)) -> [f32; 2] {
+        match self.swapped {
+            false => [negative, positive],
+            true => [positive, negative],
+        }
     }
 
     /// Decodes a row of `view`.
     pub fn fill(&mut self, view: &TernaryView, row: Row) {
-        self.counts = [0; 2];
-        let end = view.columns() as u32;
-        self.end = end;
+        self.swapped = matches!(row, Row::Fsv8 { swapped: true, .. });
+        self.count = 0;
+        let columns = view.columns();
         match row {
             Row::Zero => {}
-            Row::Raw(bytes) => self.fill_raw(bytes, end),
+            Row::Raw(bytes) => self.fill_raw(bytes),
             Row::Fsv8 {
-                codes,
-                dictionary,
-                swapped,
+                codes, dictionary, ..
             } => {
-                let lut = Lut::embedded(usize::from(view.dictionaries()[dictionary]));
-                let mut previous = 0;
-                let entries = codes.iter().map(|&code| {
-                    let entry = lut.entries[lut.index(code, previous)];
-                    previous = code;
-                    entry
-                });
-                match lut.three_slots {
-                    false => self.fill_words::<2, 8>(entries, codes.len(), end),
-                    true => self.fill_words::<3, 5>(entries, codes.len(), end),
-                }
-                if swapped {
-                    self.places.swap(0, 1);
-                    self.counts.swap(0, 1);
+                let table = ListTable::fsv8(usize::from(view.dictionaries()[dictionary]));
+                match (table, table.class_bits()) {
+                    (ListTable::Two(table, _), 2) => {
+                        self.fill_two(indices::<2>(codes), &table[..1 << 10], columns)
+                    }
+                    (ListTable::Two(table, _), _) => {
+                        self.fill_two(indices::<3>(codes), &table[..1 << 11], columns)
+                    }
+                    (ListTable::Three(table, _), 2) => {
+                        self.fill_three(indices::<2>(codes), &table[..1 << 10], columns)
+                    }
+                    (ListTable::Three(table, _), _) => {
+                        self.fill_three(indices::<3>(codes), &table[..1 << 11], columns)
+                    }
                 }
             }
             Row::Dict16(bytes) => {
-                let sparse = dict16::sparse();
-                let codes = bytes.chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]]));
-                self.fill_words::<3, 5>(codes.map(|code| sparse[usize::from(code)]), bytes.len() / 2, end);
+                let (words, _) = bytes.as_chunks::<2>();
+                let indices = words.iter().map(|&word| usize::from(u16::from_le_bytes(word)));
+                if let ListTable::Three(table, _) = ListTable::dict16() {
+                    self.fill_three(indices, &table[..1 << 16], columns);
+                }
             }
         }
     }
 
-    fn reserve(&mut self, most: usize) {
-        for places in &mut self.places {
-            if places.len() < most {
-                places.resize(most, 0);
-            }
+    /// Room for `most` items: a slice, since writes through the vector make the compiler read its header every time.
+    fn room(&mut self, most: usize) -> &mut [u32] {
+        if self.items.len() < most {
+            self.items.resize(most, 0);
         }
+        &mut self.items[..most]
     }
 
-    /// Appends the non-zeros of `words` entries. No branch depends on a code: every slot is written to both lists
-    /// and kept by the one that its symbol names.
+    /// Takes words of two slots. No branch depends on a code: both slots are written, and the next word's overwrite
+    /// those that hold nothing.
     #[inline(always)]
-    fn fill_words<const SLOTS: usize, const BITS: usize>(
-        &mut self,
-        entries: impl Iterator<Item = u32>,
-        words: usize,
-        end: u32,
-    ) {
-        self.reserve(SLOTS * words + 1);
-        let [negative, positive] = &mut self.places;
-        let [mut negatives, mut positives] = self.counts;
-        let mut at = 0;
-        for entry in entries {
-            for slot in 0..SLOTS {
-                let position = (at + (entry >> (BITS * slot) & ((1 << BITS) - 1))).min(end);
-                let symbol = entry >> (16 + 2 * slot) & 3;
-                negative[negatives] = position;
-                negatives += usize::from(symbol == 1);
-                positive[positives] = position;
-                positives += usize::from(symbol == 2);
-            }
-            at = (at + (entry >> 24)).min(end);
+    fn fill_two(&mut self, indices: impl ExactSizeIterator<Item = usize>, table: &[u64], columns: usize) {
+        let items = self.room(2 * indices.len() + 2);
+        // The position in both halves.
+        const BOTH: u64 = 2 | 2 << 32;
+        let end = columns as u64 * BOTH;
+        let (mut count, mut at) = (0, 0);
+        for index in indices {
+            let entry = table[index];
+            let word = (entry & 0xffff_0000_ffff) + at;
+            items[count..count + 2].copy_from_slice(&[word as u32, (word >> 32) as u32]);
+            count += (entry >> 16 & 3) as usize;
+            at = (at + (entry >> 24 & 255) * BOTH).min(end);
         }
-        self.counts = [negatives, positives];
+        self.count = count;
     }
 
-    fn fill_raw(&mut self, bytes: &[u8], end: u32) {
-        let entries = bytes.iter().flat_map(|&byte| [byte & 15, byte >> 4]);
-        // Two weights as a word of two slots and length 2.
-        let word = |weights: u8| u32::from(weights) << 16 | 1 << 8 | 2 << 24;
-        self.fill_words::<2, 8>(entries.map(word), 2 * bytes.len(), end);
+    /// Takes words of three slots.
+    #[inline(always)]
+    fn fill_three(&mut self, indices: impl ExactSizeIterator<Item = usize>, table: &[u32], columns: usize) {
+        let items = self.room(3 * indices.len() + 3);
+        let end = 2 * columns as u32;
+        let (mut count, mut at) = (0, 0);
+        for index in indices {
+            let entry = table[index];
+            let slots = [entry & 127, entry >> 7 & 127, entry >> 14 & 127].map(|slot| slot + at);
+            items[count..count + 3].copy_from_slice(&slots);
+            count += (entry >> 21 & 3) as usize;
+            at = (at + (entry >> 24) * 2).min(end);
+        }
+        self.count = count;
     }
+
+    fn fill_raw(&mut self, bytes: &[u8]) {
+        let items = self.room(4 * bytes.len() + 1);
+        let mut count = 0;
+        for (i, &byte) in bytes.iter().enumerate() {
+            for place in 0..4 {
+                let symbol = byte >> (2 * place) & 3;
+                items[count] = 2 * (4 * i + place) as u32 + u32::from(symbol == 2);
+                count += usize::from(symbol == 1 || symbol == 2);
+            }
+        }
+        self.count = count;
+    }
+}
+
+/// The table indices of a row's codes, with CLASS class bits.
+#[inline(always)]
+fn indices<const CLASS: usize>(codes: &[u8]) -> impl ExactSizeIterator<Item = usize> {
+    let mut previous = 0;
+    codes.iter().map(move |&code| {
+        let index = usize::from(code) << CLASS | usize::from(previous) >> (8 - CLASS);
+        previous = code;
+        index
+    })
 }

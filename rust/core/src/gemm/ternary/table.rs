@@ -19,6 +19,14 @@
 //! place 1 :16 | place 2 :16 | type 1 :8 | type 2 :8 | bytes to the next word :16
 //! ```
 
+//! # For lists ([`ListTable`])
+//! A slot is an item of [`super::lists`]: twice the position in the word, plus one for symbol 2.
+//!
+//! ```text
+//! two slots:   item 1 :16 | non-zeros :8 | length :8 | item 2 :16 | 0 :16
+//! three slots: item 1 :7 | item 2 :7 | item 3 :7 | non-zeros :3 | length :8
+//! ```
+
 use std::sync::OnceLock;
 
 use crate::ternary::fsv8::dictionary::COUNT;
@@ -126,7 +134,63 @@ fn block_entry(entry: u32, lanes: usize) -> u64 {
         | (u64::from(entry >> 24) * bytes) << 48
 }
 
-/// The longest word in weights that the codes of a tensor may stand for, valid or not.
+/// A table for lists, with its class bits (0 for dict16).
+#[derive(Debug)]
+pub(super) enum ListTable {
+    Two(Vec<u64>, u32),
+    Three(Vec<u32>, u32),
+}
+
+impl ListTable {
+    /// The table of an embedded FSV8 dictionary.
+    pub fn fsv8(id: usize) -> &'static ListTable {
+        static ALL: [OnceLock<ListTable>; COUNT] = [const { OnceLock::new() }; COUNT];
+        ALL[id].get_or_init(|| {
+            let Lut {
+                entries, class_bits, ..
+            } = Lut::embedded(id);
+            match Lut::embedded(id).three_slots {
+                false => ListTable::Two(entries.iter().map(|&e| two_items(e)).collect(), *class_bits),
+                true => ListTable::Three(entries.iter().map(|&e| three_items(e)).collect(), *class_bits),
+            }
+        })
+    }
+
+    /// The table of the paper's dictionary, whose words have three slots.
+    pub fn dict16() -> &'static ListTable {
+        static TABLE: OnceLock<ListTable> = OnceLock::new();
+        TABLE.get_or_init(|| ListTable::Three(dict16::sparse().iter().map(|&e| three_items(e)).collect(), 0))
+    }
+
+    /// 2 or 3; 0 for dict16.
+    pub fn class_bits(&self) -> u32 {
+        match self {
+            ListTable::Two(_, bits) | ListTable::Three(_, bits) => *bits,
+        }
+    }
+}
+
+/// The items of an entry, those without a weight zero, and how many there are.
+fn items(entry: u32, three_slots: bool) -> ([u32; 3], u32) {
+    let (mut items, mut count) = ([0; 3], 0);
+    for (position, symbol) in lut::nonzeros(entry, three_slots) {
+        items[count] = 2 * position as u32 + u32::from(symbol) - 1;
+        count += 1;
+    }
+    (items, count as u32)
+}
+
+fn two_items(entry: u32) -> u64 {
+    let ([first, second, _], count) = items(entry, false);
+    u64::from(first | count << 16 | entry >> 24 << 24) | u64::from(second) << 32
+}
+
+fn three_items(entry: u32) -> u32 {
+    let ([first, second, third], count) = items(entry, true);
+    first | second << 7 | third << 14 | count << 21 | entry >> 24 << 24
+}
+
+/// The longest word in weights that the codes of a tensor may stand for, valid or not; raw bytes count as words of 4.
 pub(super) fn longest_word(view: &TernaryView) -> usize {
     let longest = match view.code() {
         Code::Fsv8 => {
@@ -134,7 +198,7 @@ pub(super) fn longest_word(view: &TernaryView) -> usize {
                 .dictionaries()
                 .iter()
                 .map(|&id| Lut::embedded(usize::from(id)).max_length);
-            lengths.max().unwrap_or(1) as usize
+            lengths.max().unwrap_or(0).max(4) as usize
         }
         Code::Dict16 => 2 * dict16::MAX_PAIRS,
     };
@@ -183,6 +247,44 @@ mod tests {
                     symbols(expected, lut.three_slots)
                 );
             }
+        }
+    }
+
+    #[test]
+    fn list_tables_say_the_same_as_the_tables_of_the_codec() {
+        let check = |expected: u32, three_slots, items: &[u32], length| {
+            let mut string = vec![0; length as usize];
+            items
+                .iter()
+                .for_each(|item| string[(item >> 1) as usize] = (item & 1) as u8 + 1);
+            assert_eq!(string, symbols(expected, three_slots));
+        };
+        let three = |expected: u32, e: u32| {
+            let items = [e & 127, e >> 7 & 127, e >> 14 & 127];
+            check(expected, true, &items[..(e >> 21 & 7) as usize], e >> 24);
+        };
+        for id in 0..COUNT {
+            let expected = Lut::embedded(id).entries.iter();
+            match ListTable::fsv8(id) {
+                ListTable::Two(table, _) => expected.zip(table).for_each(|(&expected, &e)| {
+                    let items = [e as u32 & 0xffff, (e >> 32) as u32];
+                    check(
+                        expected,
+                        false,
+                        &items[..(e >> 16 & 255) as usize],
+                        (e >> 24) as u32 & 255,
+                    );
+                }),
+                ListTable::Three(table, _) => {
+                    expected.zip(table).for_each(|(&expected, &e)| three(expected, e))
+                }
+            }
+        }
+        if let ListTable::Three(table, _) = ListTable::dict16() {
+            dict16::sparse()
+                .iter()
+                .zip(table)
+                .for_each(|(&expected, &e)| three(expected, e));
         }
     }
 

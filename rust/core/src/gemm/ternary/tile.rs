@@ -8,8 +8,9 @@ use super::table::{STEP, longest_word};
 use super::{Activations, Kernel};
 use crate::ternary::{Code, TernaryView};
 
-/// The most tokens of a block.
-const MAX_LANES: usize = 64;
+/// The most tokens of a block: with more, wide rows' values outgrow the second-level cache (6,144 columns of 64 lanes
+/// are 1.5 MB, and 64 tokens take twice the time).
+const MAX_LANES: usize = 32;
 
 /// The most tokens that are decoded on the fly, as one block.
 const MAX_ON_THE_FLY: usize = 32;
@@ -56,7 +57,8 @@ impl Tile {
         let words = match (steps, on_the_fly) {
             (true, _) => STEP_ROUND + 1,
             (_, true) => BLOCK_ROUND + 1,
-            _ => 0,
+            // The lists and the portable walk look at the position after every word.
+            _ => 1,
         };
         let positions = columns + words * longest_word + 1;
         let blocks = match steps {
@@ -166,8 +168,6 @@ fn blocks(tokens: usize, positions: usize) -> Vec<Block> {
             1..=4 => 4,
             5..=8 => 8,
             9..=16 => 16,
-            // 40 tokens are 32 + 8: rounding up to 64 would cost more.
-            17..=48 => 32,
             _ => MAX_LANES,
         };
         let taken = lanes.min(tokens - token);

@@ -91,9 +91,9 @@ unsafe fn row<V: Vector, const N: usize>(
             ),
         }
     };
-    let mut buffer = [0.0f32; 64];
+    let mut buffer = [0.0f32; 32];
     for (i, sum) in sums.into_iter().enumerate() {
-        // SAFETY: the buffer holds N vectors of at most 16 lanes, N at most 4.
+        // SAFETY: the buffer holds a block's lanes, which are N vectors.
         unsafe { sum.store(buffer.as_mut_ptr().add(i * V::LANES)) };
     }
     out.copy_from_slice(&buffer[..out.len()]);

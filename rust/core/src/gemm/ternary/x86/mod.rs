@@ -1,7 +1,7 @@
 //! Kernels for x86-64 with AVX2 or AVX-512.
 //!
 //! One token: [`walk`]. Two to 32 tokens of a two-slot dictionary: [`blocks`]. Everything else, more tokens above all:
-//! rows become position lists once, and [`sums`] runs them over each block of tokens.
+//! rows become lists once, and [`sums`] runs them over each block of tokens.
 
 mod blocks;
 mod sums;
@@ -9,7 +9,7 @@ mod vector;
 mod walk;
 
 use super::drive::Unit;
-use super::lists::Lists;
+use super::lists::{List, reach};
 use super::table::BlockTable;
 use crate::simd::Isa;
 use crate::ternary::layout::MAX_DICTIONARIES;
@@ -104,36 +104,50 @@ pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
         // SAFETY: both instruction sets include AVX2, FMA, BMI1 and BMI2, and the set is available.
         return unsafe { walk::rows(unit, ahead, out) };
     }
-    let tokens = unit.tile.tokens();
-    let mut lists = Lists::default();
-    let first = unit.rows().start;
     let parts = Parts::new(unit);
-    for placed in (0..parts.len()).flat_map(|i| parts.part(i)) {
-        let out = &mut out[(placed.row - first) * tokens..][..tokens];
+    let rows: Vec<&PlacedRow> = (0..parts.len()).flat_map(|i| parts.part(i)).collect();
+    let (tokens, first) = (unit.tile.tokens(), unit.rows().start);
+    let mut lists: Vec<(&PlacedRow, List)> = Vec::new();
+    for placed in rows {
+        let out_of_row = (placed.row - first) * tokens;
         match block_table(unit, placed) {
             // SAFETY: the instruction set is available.
-            Some(table) if wide => unsafe { blocks::row_avx512(unit, placed, table, out) },
+            Some(table) if wide => unsafe {
+                blocks::row_avx512(unit, placed, table, &mut out[out_of_row..][..tokens])
+            },
             // SAFETY: as above.
-            Some(table) => unsafe { blocks::row_avx2(unit, placed, table, out) },
-            None => {
-                lists.fill(unit.view, placed.codes);
-                add_lists(unit, placed, &lists, wide, out);
-            }
+            Some(table) => unsafe { blocks::row_avx2(unit, placed, table, &mut out[out_of_row..][..tokens]) },
+            None => lists.push((placed, List::default())),
         }
+    }
+    for rows in lists.chunks_mut(LISTED_ROWS) {
+        for (placed, list) in rows.iter_mut() {
+            list.fill(unit.view, placed.codes);
+        }
+        add_lists(unit, rows, wide, out);
     }
 }
 
-/// The outputs of a row from its lists.
-fn add_lists(unit: &Unit, placed: &PlacedRow, lists: &Lists, wide: bool, out: &mut [f32]) {
-    let levels = unit.levels(placed.row);
+/// Rows decoded before their lists are run over the blocks of tokens, so that a block's values are fetched once for
+/// all of them, and few enough for the lists to stay in the second-level cache beside it.
+const LISTED_ROWS: usize = 64;
+
+/// The outputs of rows from their lists.
+fn add_lists(unit: &Unit, rows: &[(&PlacedRow, List)], wide: bool, out: &mut [f32]) {
+    let (tokens, first, reach) = (unit.tile.tokens(), unit.rows().start, reach(unit.view));
     for block in unit.tile.blocks() {
-        let out = &mut out[block.token..][..block.tokens];
         let values = unit.tile.values(block);
-        match wide {
-            // SAFETY: `rows` has checked that the instruction set is available.
-            true => unsafe { sums::block_avx512(lists, values, block.lanes, levels, out) },
-            // SAFETY: as above.
-            false => unsafe { sums::block_avx2(lists, values, block.lanes, levels, out) },
+        // `sums` trusts the items: they are below twice the reach, which the values must cover.
+        assert!(reach * block.lanes <= values.len());
+        for (placed, list) in rows {
+            let levels = list.levels(unit.levels(placed.row));
+            let out = &mut out[(placed.row - first) * tokens + block.token..][..block.tokens];
+            match wide {
+                // SAFETY: as asserted; `rows` has checked that the instruction set is available.
+                true => unsafe { sums::block_avx512(list.items(), values, block.lanes, levels, out) },
+                // SAFETY: as above.
+                false => unsafe { sums::block_avx2(list.items(), values, block.lanes, levels, out) },
+            }
         }
     }
 }

@@ -1,35 +1,33 @@
-//! Sums of activations over position lists, for blocks of 4 to 64 tokens.
+//! Products of lists and blocks of 4 to 32 tokens.
 //!
-//! A non-zero weight costs one load of its position and, for each vector of tokens, one addition straight from memory:
-//! no multiplication, no type. Two sets of accumulators take turns, so that additions of latency 3 to 4 do not wait
-//! for each other. Bound: one 512-bit or two 256-bit loads a cycle on Zen 4, two of either on Intel.
+//! A non-zero weight costs one load of its item, one of its level, and one product for each vector of tokens, straight
+//! from memory. Two sets of accumulators take turns, so that chains of products of latency 4 do not bind with few
+//! vectors. Bound: one 512-bit or two 256-bit loads a cycle on Zen 4, two of either on Intel.
 
 use std::arch::x86_64::*;
 
-use super::super::lists::Lists;
 use super::vector::Vector;
 
 /// Writes the outputs of a row for a block of `lanes` tokens, of which `out` takes the first.
 ///
 /// # Safety
-/// The processor has AVX-512 F.
+/// `values` holds `lanes` floats for every position of `items`. The processor has AVX-512 F, AVX2 and FMA.
 #[target_feature(enable = "avx512f,avx2,fma")]
 pub(super) unsafe fn block_avx512(
-    lists: &Lists,
+    items: &[u32],
     values: &[f32],
     lanes: usize,
-    levels: (f32, f32),
+    levels: [f32; 2],
     out: &mut [f32],
 ) {
-    check(lists, values, lanes);
-    // SAFETY: positions and lanes have been checked against `values`; the features are the caller's.
+    // SAFETY: as the caller promises; the vectors of a call are as wide as `lanes`.
     unsafe {
         match lanes {
-            4 => part::<__m128, 1>(lists, values, lanes, 0, levels, out),
-            8 => part::<__m256, 1>(lists, values, lanes, 0, levels, out),
-            16 => part::<__m512, 1>(lists, values, lanes, 0, levels, out),
-            32 => part::<__m512, 2>(lists, values, lanes, 0, levels, out),
-            _ => part::<__m512, 4>(lists, values, lanes, 0, levels, out),
+            4 => part::<__m128, 1, 4>(items, values, levels, out),
+            8 => part::<__m256, 1, 8>(items, values, levels, out),
+            16 => part::<__m512, 1, 16>(items, values, levels, out),
+            32 => part::<__m512, 2, 32>(items, values, levels, out),
+            _ => unreachable!("tiles have blocks of 4 to 32 lanes"),
         }
     }
 }
@@ -37,93 +35,58 @@ pub(super) unsafe fn block_avx512(
 /// Writes the outputs of a row for a block of `lanes` tokens, of which `out` takes the first.
 ///
 /// # Safety
-/// The processor has AVX2 and FMA.
+/// `values` holds `lanes` floats for every position of `items`. The processor has AVX2 and FMA.
 #[target_feature(enable = "avx2,fma")]
 pub(super) unsafe fn block_avx2(
-    lists: &Lists,
+    items: &[u32],
     values: &[f32],
     lanes: usize,
-    levels: (f32, f32),
+    levels: [f32; 2],
     out: &mut [f32],
 ) {
-    check(lists, values, lanes);
-    // SAFETY: positions and lanes have been checked against `values`; the features are the caller's.
+    // SAFETY: as the caller promises; the vectors of a call are as wide as `lanes`.
     unsafe {
         match lanes {
-            4 => part::<__m128, 1>(lists, values, lanes, 0, levels, out),
-            8 => part::<__m256, 1>(lists, values, lanes, 0, levels, out),
-            16 => part::<__m256, 2>(lists, values, lanes, 0, levels, out),
-            32 => part::<__m256, 4>(lists, values, lanes, 0, levels, out),
-            _ => {
-                let (low, high) = out.split_at_mut(out.len().min(32));
-                part::<__m256, 4>(lists, values, lanes, 0, levels, low);
-                part::<__m256, 4>(lists, values, lanes, 32, levels, high);
-            }
+            4 => part::<__m128, 1, 4>(items, values, levels, out),
+            8 => part::<__m256, 1, 8>(items, values, levels, out),
+            16 => part::<__m256, 2, 16>(items, values, levels, out),
+            32 => part::<__m256, 4, 32>(items, values, levels, out),
+            _ => unreachable!("tiles have blocks of 4 to 32 lanes"),
         }
     }
 }
 
-/// Panics unless every position that [`Lists`] can hold lies in `values`, with its `lanes` values, and `lanes` is a
-/// size that tiles have.
-fn check(lists: &Lists, values: &[f32], lanes: usize) {
-    assert!(matches!(lanes, 4 | 8 | 16 | 32 | 64));
-    assert!((lists.end() + 1) * lanes <= values.len());
-}
-
-/// The outputs of N vectors of tokens, from lane `from` on.
+/// The outputs of N vectors of tokens.
 ///
 /// # Safety
-/// `values` holds `lanes` floats at each position up to `lists.end()`; `from + N * V::LANES <= lanes`; `V`'s features.
+/// N vectors can be read at `values[STRIDE * position]` for every position of `items`; `V`'s features.
 #[inline(always)]
-unsafe fn part<V: Vector, const N: usize>(
-    lists: &Lists,
+unsafe fn part<V: Vector, const N: usize, const STRIDE: usize>(
+    items: &[u32],
     values: &[f32],
-    lanes: usize,
-    from: usize,
-    (negative, positive): (f32, f32),
+    levels: [f32; 2],
     out: &mut [f32],
 ) {
-    // SAFETY: as the caller promises; no position of a list exceeds `lists.end()`; the buffer holds N vectors of at
-    // most 16 lanes, N at most 4.
+    let mut buffer = [0.0f32; 32];
+    // SAFETY: as the caller promises; the lowest bit of an item is 0 or 1; the buffer holds a block's lanes.
     unsafe {
-        let low = sum::<V, N>(values.as_ptr().add(from), lanes, lists.negative());
-        let high = sum::<V, N>(values.as_ptr().add(from), lanes, lists.positive());
-        let (negative, positive) = (V::splat(negative), V::splat(positive));
-        let mut buffer = [0.0f32; 64];
-        for i in 0..N {
-            let y = V::product(negative, low[i]).add_product(positive, high[i]);
-            y.store(buffer.as_mut_ptr().add(i * V::LANES));
-        }
-        out.copy_from_slice(&buffer[..out.len()]);
-    }
-}
-
-/// The sum of N vectors over the positions of a list.
-///
-/// # Safety
-/// N vectors can be read at `values + lanes * position` for every position of the list; `V`'s features.
-#[inline(always)]
-unsafe fn sum<V: Vector, const N: usize>(values: *const f32, lanes: usize, list: &[u32]) -> [V; N] {
-    // SAFETY: as the caller promises.
-    unsafe {
+        let add = |sums: &mut [V; N], item: u32| {
+            let level = V::splat(*levels.as_ptr().add((item & 1) as usize));
+            let from = values.as_ptr().add((item >> 1) as usize * STRIDE);
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = sum.add_product(level, V::load(from.add(i * V::LANES)));
+            }
+        };
         let (mut even, mut odd) = ([V::zero(); N], [V::zero(); N]);
-        let (pairs, rest) = list.as_chunks::<2>();
+        let (pairs, rest) = items.as_chunks::<2>();
         for &[a, b] in pairs {
-            let (a, b) = (values.add(a as usize * lanes), values.add(b as usize * lanes));
-            for (i, (even, odd)) in even.iter_mut().zip(&mut odd).enumerate() {
-                *even = even.add(V::load(a.add(i * V::LANES)));
-                *odd = odd.add(V::load(b.add(i * V::LANES)));
-            }
+            add(&mut even, a);
+            add(&mut odd, b);
         }
-        if let [a] = rest {
-            let a = values.add(*a as usize * lanes);
-            for (i, even) in even.iter_mut().enumerate() {
-                *even = even.add(V::load(a.add(i * V::LANES)));
-            }
+        rest.iter().for_each(|&item| add(&mut even, item));
+        for (i, (even, odd)) in even.into_iter().zip(odd).enumerate() {
+            even.add(odd).store(buffer.as_mut_ptr().add(i * V::LANES));
         }
-        for (even, odd) in even.iter_mut().zip(odd) {
-            *even = even.add(odd);
-        }
-        even
     }
+    out.copy_from_slice(&buffer[..out.len()]);
 }

@@ -22,12 +22,10 @@ pub(super) trait Vector: Copy {
     unsafe fn add(self, other: Self) -> Self;
     /// `self + a * b` with one rounding.
     unsafe fn add_product(self, a: Self, b: Self) -> Self;
-    /// `a * b`.
-    unsafe fn product(a: Self, b: Self) -> Self;
 }
 
 macro_rules! vector {
-    ($type:ty, $lanes:literal, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident, $mul:ident) => {
+    ($type:ty, $lanes:literal, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident) => {
         // SAFETY (all blocks): the trait's contract is the intrinsics'.
         impl Vector for $type {
             const LANES: usize = $lanes;
@@ -61,11 +59,6 @@ macro_rules! vector {
                 // SAFETY: see above.
                 unsafe { $fma(a, b, self) }
             }
-            #[inline(always)]
-            unsafe fn product(a: Self, b: Self) -> Self {
-                // SAFETY: see above.
-                unsafe { $mul(a, b) }
-            }
         }
     };
 }
@@ -78,8 +71,7 @@ vector!(
     _mm_loadu_ps,
     _mm_storeu_ps,
     _mm_add_ps,
-    _mm_fmadd_ps,
-    _mm_mul_ps
+    _mm_fmadd_ps
 );
 vector!(
     __m256,
@@ -89,8 +81,7 @@ vector!(
     _mm256_loadu_ps,
     _mm256_storeu_ps,
     _mm256_add_ps,
-    _mm256_fmadd_ps,
-    _mm256_mul_ps
+    _mm256_fmadd_ps
 );
 vector!(
     __m512,
@@ -100,6 +91,5 @@ vector!(
     _mm512_loadu_ps,
     _mm512_storeu_ps,
     _mm512_add_ps,
-    _mm512_fmadd_ps,
-    _mm512_mul_ps
+    _mm512_fmadd_ps
 );

@@ -25,7 +25,7 @@
 use std::arch::x86_64::*;
 
 use super::super::drive::Unit;
-use super::super::lists::Lists;
+use super::super::lists::List;
 use super::super::table::{STEP, StepTable};
 use super::Parts;
 use crate::ternary::{PlacedRow, Row};
@@ -99,17 +99,16 @@ pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
 /// Raw and empty rows: too rare to be worth more than their lists.
 fn raw<'a>(unit: &Unit, rows: impl Iterator<Item = &'a PlacedRow<'a>>, out: &mut [f32]) {
     let first = unit.rows().start;
-    let tile = unit.tile.reached_steps(0);
-    let mut lists = Lists::default();
+    let tile = unit.tile.reached_steps(1);
+    let mut list = List::default();
     for placed in rows {
-        lists.fill(unit.view, placed.codes);
-        let sum = |list: &[u32]| {
-            list.iter()
-                .map(|&at| tile[STEP * at as usize + STEP - 1])
-                .sum::<f32>()
+        list.fill(unit.view, placed.codes);
+        let levels = list.levels(unit.levels(placed.row));
+        let product = |&item: &u32| {
+            let position = (item >> 1) as usize;
+            levels[(item & 1) as usize] * tile[STEP * position + STEP - 1]
         };
-        let (negative, positive) = unit.levels(placed.row);
-        out[placed.row - first] = negative * sum(lists.negative()) + positive * sum(lists.positive());
+        out[placed.row - first] = list.items().iter().map(product).sum();
     }
 }
 
