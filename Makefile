@@ -38,7 +38,7 @@ test-rust: ## Run the Rust tests
 	cargo test --workspace --quiet
 
 test-python: setup ## Run the Python tests
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 lint: setup ## Check formatting, lints, types and stubs; warnings are errors
 	cargo fmt --all --check

@@ -1,13 +1,16 @@
 """The commands `eval`, `generate` and `doctor`, on packed and plain tiny models."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import transformers
 from typer.testing import CliRunner
 
 import moepack
-from moepack.cli import app
+from moepack.cli import app, main
 from moepack.evaluation import evaluate
 from moepack.runtime.generation import generate
 from moepack.runtime.loading import open_model, open_tokenizer
@@ -119,3 +122,17 @@ def test_doctor(run):
     assert table.exit_code == 0
     for word in ("instruction set used", "transparent huge pages", "read bandwidth", *facts["kernels"]):
         assert word in table.stdout
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_commands_let_idle_threads_sleep_unless_told(monkeypatch, given, kept):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY") if given is None else monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert os.environ["OMP_WAIT_POLICY"] == kept
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import sys, moepack.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -37,6 +37,7 @@ def examine() -> dict[str, Any]:
             "instruction set used": _core.isa(),
             "threads of packed kernels": _core.threads(),
             "threads of torch": torch.get_num_threads(),
+            "OpenMP wait policy": os.environ.get("OMP_WAIT_POLICY"),
         },
         "kernels": _core.kernels(),
         "memory": {
