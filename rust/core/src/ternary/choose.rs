@@ -14,7 +14,7 @@ use super::scan::Counts;
 const CODE: u64 = 1 << 20;
 
 /// Rows that the choice for a tensor looks at; more would not change it measurably.
-pub(super) const SAMPLE_ROWS: usize = 4096;
+pub(super) const SAMPLE_ROWS: usize = 1024;
 
 /// A dictionary is added only while it saves more than one part in this many: kernels pay for every change of table.
 /// Independent weights then get by with one; letting each row try three would gain 0.2 % there and take twice as long.

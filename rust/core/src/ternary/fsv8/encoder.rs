@@ -166,9 +166,10 @@ impl Encoder {
             out[count] = action as u8;
             count += end as usize;
             next += 1 - end as usize;
-            nonzero = if end != 0 { nonzero } else { following };
+            // A conditional would become a branch.
+            nonzero = following ^ ((following ^ nonzero) & end.wrapping_neg());
             following = nonzeros[next];
-            if at >= columns && end != 0 {
+            if (at >= columns) & (end != 0) {
                 return count;
             }
         }
