@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,6 +208,29 @@ def test_registering_again_changes_nothing(packed):
     register()
     register()
     assert moepack.load(packed("mixtral")[1]) is not None
+
+
+def test_a_hub_snapshot_gets_its_manifest(mixtral_copy, monkeypatch, tmp_path):
+    """Transformers fetches config and weights of a repository, but no file that it does not know."""
+    from moepack.integrations.transformers import _open_directory
+
+    manifest = tmp_path / "moepack.json"
+    shutil.move(mixtral_copy / "moepack.json", manifest)
+    model = SimpleNamespace(config=SimpleNamespace(name_or_path="someone/model", _commit_hash="c0ffee"))
+
+    def fail(*args, **kwargs):
+        raise OSError("offline")
+
+    monkeypatch.setattr("transformers.utils.cached_file", fail)
+    with pytest.raises(LoadError, match=r"moepack\.json.*offline"):
+        _open_directory(mixtral_copy, model)
+
+    def fetch(repository, file, **kwargs):
+        assert (repository, kwargs["revision"]) == ("someone/model", "c0ffee")
+        shutil.copy(manifest, mixtral_copy / file)
+
+    monkeypatch.setattr("transformers.utils.cached_file", fetch)
+    assert _open_directory(mixtral_copy, model).manifest.packed()
 
 
 def test_a_plain_checkpoint_is_not_quantized_on_the_fly(packed):

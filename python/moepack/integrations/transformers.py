@@ -164,7 +164,12 @@ def _open_directory(path: Path, model: Any) -> Any:
         from transformers.utils import cached_file
 
         commit = getattr(model.config, "_commit_hash", None)
-        cached_file(model.config.name_or_path, "moepack.json", revision=commit, _commit_hash=commit)
+        try:
+            cached_file(model.config.name_or_path, "moepack.json", revision=commit, _commit_hash=commit)
+        except OSError as error:
+            raise LoadError(
+                f"the manifest is needed and cannot be fetched: {error}", file=path / "moepack.json"
+            ) from error
     return PackedDirectory.open(path)
 
 
