@@ -43,9 +43,10 @@ def contents(directory):
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(directory.iterdir())}
 
 
+@pytest.mark.parametrize("bits", ["ternary", "2"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architecture, text, tmp_path):
-    report = compress(tiny_checkpoint(architecture), tmp_path / "out", method=method(text))
+def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architecture, bits, text, tmp_path):
+    report = compress(tiny_checkpoint(architecture), tmp_path / "out", method=method(text, bits=bits))
     assert report.method == "qmoe" and report.bits_per_weight < 4
     assert moepack.verify(tmp_path / "out").ok
     model = moepack.load(tmp_path / "out", dtype=torch.float32)
@@ -55,9 +56,10 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
         assert torch.isfinite(model(input_ids=ids, **extra).logits).all()
 
 
-def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, text, tmp_path):
+@pytest.mark.parametrize("bits", ["ternary", "2"])
+def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, bits, text, tmp_path):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
-    chosen, streams = method(text, routing="compressed"), []
+    chosen, streams = method(text, bits=bits, routing="compressed"), []
     begin = chosen.begin
 
     def spying(checkpoint, model):
@@ -76,9 +78,10 @@ def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, t
     torch.testing.assert_close(streams[0].hidden.tokens, seen[0].flatten(0, 1), rtol=1e-3, atol=1e-3)
 
 
-def test_calibration_beats_rounding_on_the_layers_outputs(mixtral, text, tmp_path):
-    compress(mixtral, tmp_path / "rtn", method="ternary")
-    compress(mixtral, tmp_path / "qmoe", method=method(text))
+@pytest.mark.parametrize("bits", ["ternary", "2"])
+def test_calibration_beats_rounding_on_the_models_outputs(mixtral, bits, text, tmp_path):
+    compress(mixtral, tmp_path / "rtn", method=method(text, bits=bits, solver="rtn"))
+    compress(mixtral, tmp_path / "qmoe", method=method(text, bits=bits))
     samples = load_samples(Checkpoint.open(mixtral), text, 6, 64)
     models = {name: moepack.load(tmp_path / name, dtype=torch.float32) for name in ("rtn", "qmoe")}
     models["original"] = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
@@ -214,9 +217,20 @@ def test_nan_weights_name_the_tensor(mixtral, text, tmp_path):
         compress(tmp_path / "model", tmp_path / "out", method=method(text))
 
 
+def test_rounding_is_the_method_ternary(mixtral, text, tmp_path):
+    compress(mixtral, tmp_path / "a", method="ternary")
+    compress(mixtral, tmp_path / "b", method=method(text, solver="rtn"))
+    first, second = PackedDirectory.open(tmp_path / "a").tensors(), PackedDirectory.open(tmp_path / "b").tensors()
+    assert all((first[name] == second[name]).all() for name in first)
+
+
 def test_unknown_settings_are_refused():
     with pytest.raises(ValueError, match="bits"):
         create("qmoe", calibration="x", bits="3")
+    with pytest.raises(ValueError, match="solver"):
+        create("qmoe", calibration="x", solver="magic")
+    with pytest.raises(ValueError, match="group_size"):
+        create("qmoe", calibration="x", bits="2", group_size=32)
     with pytest.raises(ValueError, match="calibration"):
         create("qmoe")
     with pytest.raises(ValueError, match="damping"):

@@ -7,9 +7,11 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CorruptionError",
+    "GroupwiseBlob",
     "TernaryBlob",
     "__version__",
     "available_isas",
+    "encode_groupwise",
     "encode_ternary",
     "isa",
     "kernels",
@@ -119,6 +121,71 @@ class TernaryBlob:
             x: as in `matmul`, its tokens sorted by expert.
             offsets: int64 [experts + 1], ascending from 0 to the number of tokens: expert e takes the tokens
                 `offsets[e]` to `offsets[e + 1]`.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes or offsets do not match, or the processor lacks the set.
+        """
+
+def encode_groupwise(
+    codes: NDArray[np.uint8], parameters: NDArray[np.float32], *, group_size: int, rank: int
+) -> NDArray[np.uint8]:
+    """Pack 2-bit group-wise codes, uint8 [bytes].
+
+    Args:
+        codes: uint8 [experts, rows, columns], C-contiguous, 0 to 3.
+        parameters: float32 [experts, rows, 2 * groups], C-contiguous: scale (>= 0) and offset of each group, as f16
+            holds them.
+        group_size: columns a group, a multiple of 64; at least the columns means one group a row.
+        rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+
+    Raises:
+        ValueError: a code, parameter or shape is out of range.
+    """
+
+@final
+class GroupwiseBlob:
+    """A packed group-wise tensor of experts x rows x columns over an array that it keeps and reads in place.
+
+    Raises CorruptionError at construction if header and size contradict each other.
+    """
+
+    def __new__(cls, data: NDArray[np.uint8]) -> GroupwiseBlob: ...
+    @property
+    def bits(self) -> int:
+        """The bits of a code: 2."""
+    @property
+    def group_size(self) -> int:
+        """The columns that share a scale and an offset."""
+    @property
+    def experts(self) -> int:
+        """The number of experts, 1 for a matrix."""
+    @property
+    def rows(self) -> int:
+        """The number of rows of an expert."""
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+    @property
+    def rank(self) -> int:
+        """The rank of the tensor as its user sees it: 2 or 3."""
+    @property
+    def nbytes(self) -> int:
+        """The size of the packed tensor in bytes, everything counted."""
+    def decode(self) -> NDArray[np.uint8]:
+        """Return the codes, uint8 [experts, rows, columns]."""
+    def dequantize(self) -> NDArray[np.float32]:
+        """Return the values, float32 [experts, rows, columns]."""
+    def verify(self) -> None:
+        """Check every parameter and padding byte; CorruptionError names expert and row."""
+    def matmul_grouped(
+        self, x: NDArray[np.float32] | NDArray[np.uint16], offsets: NDArray[np.int64], isa: str | None = None
+    ) -> NDArray[np.float32]:
+        """Return W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
+            offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
             isa: the instruction set, by default the active one.
 
         Raises:

@@ -25,6 +25,14 @@ from moepack.errors import CorruptionError, LoadError
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
 
+Blob = _core.TernaryBlob | _core.GroupwiseBlob
+"""A packed tensor of any kind, its metadata checked."""
+
+_KINDS: Mapping[str, type[Blob]] = {"ternary": _core.TernaryBlob, "groupwise": _core.GroupwiseBlob}
+
+_DETAILS = ("code", "nonzeros", "bits", "group_size")
+"""What a manifest may say about a packed tensor that its bytes say too."""
+
 
 @dataclass(frozen=True)
 class PackedDirectory:
@@ -69,8 +77,8 @@ class PackedDirectory:
         """Return one packed tensor; `KeyError` if there is none of that name."""
         return self._tensors[name]
 
-    def blob(self, name: str) -> _core.TernaryBlob:
-        """Return the ternary tensor `name`, its metadata checked against the bytes and the manifest.
+    def blob(self, name: str) -> Blob:
+        """Return the packed tensor `name`, its metadata checked against the bytes and the manifest.
 
         Raises:
             CorruptionError: the blob's header, sizes or row table contradict each other or the manifest.
@@ -150,17 +158,20 @@ def map_tensors(file: Path, header: Header, names: list[str]) -> dict[str, npt.N
     return {name: mapped[info.offset : info.offset + info.nbytes] for name, info in slices.items()}
 
 
-def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path: Path) -> _core.TernaryBlob:
-    """Parse a ternary blob (metadata only) and compare it with its record; `CorruptionError` says what is wrong."""
+def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path: Path) -> Blob:
+    """Parse a packed blob (metadata only) and compare it with its record; `CorruptionError` says what is wrong."""
     file = path / record.file
-    if record.kind != "ternary":
+    if record.kind not in _KINDS:
         raise CorruptionError(f"unknown kind of packed tensor '{record.kind}'", file=file, tensor=name)
     try:
-        blob = _core.TernaryBlob(data)
+        blob = _KINDS[record.kind](data)
     except ValueError as error:
         raise CorruptionError(str(error), file=file, tensor=name) from error
-    found = {"shape": (blob.experts, blob.rows, blob.columns), "code": blob.code, "nonzeros": blob.nonzeros}
-    for key, value in {"shape": record.shape, **record.details}.items():
-        if key in found and found[key] != value:
-            raise CorruptionError(f"{key} is {found[key]}, the manifest says {value}", file=file, tensor=name)
+    shape = (blob.experts, blob.rows, blob.columns)
+    if shape != record.shape:
+        raise CorruptionError(f"shape is {shape}, the manifest says {record.shape}", file=file, tensor=name)
+    for key in _DETAILS:
+        found = getattr(blob, key, None)
+        if key in record.details and found != record.details[key]:
+            raise CorruptionError(f"{key} is {found}, the manifest says {record.details[key]}", file=file, tensor=name)
     return blob

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moepack.errors import CorruptionError, LoadError
 
-__all__ = ["MAGIC_BYTES", "PackedMatrix", "TernaryMatrix", "open_matrix", "register_format"]
+__all__ = ["MAGIC_BYTES", "GroupwiseMatrix", "PackedMatrix", "TernaryMatrix", "open_matrix", "register_format"]
 
 MAGIC_BYTES = 8
 
@@ -87,7 +87,34 @@ class TernaryMatrix:
         return int(self._blob.nbytes)
 
 
-_FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {b"MOEPTERN": TernaryMatrix}
+class GroupwiseMatrix:
+    """A 2-bit group-wise blob (`MOEPGRPW`), multiplied by the Rust kernels straight from its bytes."""
+
+    __slots__ = ("_blob", "matmul_grouped")
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        from moepack import _core
+
+        self._blob = _core.GroupwiseBlob(data)
+        self.matmul_grouped: Callable[[Activations, NDArray[np.int64]], NDArray[np.float32]] = self._blob.matmul_grouped
+
+    @property
+    def format(self) -> str:
+        """`groupwise-2bit`."""
+        return f"groupwise-{self._blob.bits}bit"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, rows and columns."""
+        return self._blob.experts, self._blob.rows, self._blob.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the blob in bytes."""
+        return int(self._blob.nbytes)
+
+
+_FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {b"MOEPTERN": TernaryMatrix, b"MOEPGRPW": GroupwiseMatrix}
 
 
 def register_format(magic: bytes, reader: Callable[[NDArray[np.uint8]], PackedMatrix]) -> None:

@@ -5,6 +5,7 @@
 
 pub mod error;
 pub mod gemm;
+pub mod groupwise;
 pub mod limits;
 pub mod pool;
 pub mod simd;

@@ -1,6 +1,7 @@
 //! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
 
 mod error;
+mod groupwise;
 mod machine;
 mod ternary;
 
@@ -12,6 +13,8 @@ mod _core {
 
     #[pymodule_export]
     use super::error::CorruptionError;
+    #[pymodule_export]
+    use super::groupwise::{GroupwiseBlob, encode_groupwise};
     #[pymodule_export]
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]

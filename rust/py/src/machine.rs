@@ -49,5 +49,6 @@ pub fn kernels() -> PyResult<BTreeMap<&'static str, &'static str>> {
     Ok(Code::ALL
         .into_iter()
         .map(|code| (code.name(), gemm::ternary::kernel_for(code, isa).name()))
+        .chain([("groupwise", isa.name())])
         .collect())
 }

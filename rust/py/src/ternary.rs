@@ -11,12 +11,15 @@ use pyo3::prelude::*;
 
 use crate::error::raise;
 
-fn contiguous<T>(slice: std::result::Result<T, numpy::AsSliceError>, name: &str) -> PyResult<T> {
+pub(crate) fn contiguous<T>(slice: std::result::Result<T, numpy::AsSliceError>, name: &str) -> PyResult<T> {
     slice.map_err(|_| PyValueError::new_err(format!("{name} must be C-contiguous")))
 }
 
 /// An array of zeros; MemoryError if there is no room for it.
-fn zeros<'py, T: Element>(py: Python<'py>, shape: [usize; 3]) -> PyResult<Bound<'py, PyArray3<T>>> {
+pub(crate) fn zeros<'py, T: Element>(
+    py: Python<'py>,
+    shape: [usize; 3],
+) -> PyResult<Bound<'py, PyArray3<T>>> {
     Ok(py
         .import("numpy")?
         .call_method1("zeros", (shape, dtype::<T>(py)))?
@@ -105,7 +108,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Activations<'py> {
 }
 
 impl Activations<'_> {
-    fn shape(&self) -> [usize; 2] {
+    pub(crate) fn shape(&self) -> [usize; 2] {
         let shape = match self {
             Activations::F32(x) => x.shape(),
             Activations::Bf16(x) => x.shape(),
@@ -113,7 +116,7 @@ impl Activations<'_> {
         [shape[0], shape[1]]
     }
 
-    fn values(&self) -> PyResult<gemm::Activations<'_>> {
+    pub(crate) fn values(&self) -> PyResult<gemm::Activations<'_>> {
         Ok(match self {
             Activations::F32(x) => contiguous(x.as_slice(), "x")?.into(),
             Activations::Bf16(x) => contiguous(x.as_slice(), "x")?.into(),
@@ -122,7 +125,7 @@ impl Activations<'_> {
 }
 
 /// The instruction set of a name, or the active one.
-fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
+pub(crate) fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
     name.map_or_else(simd::active, Isa::from_name).map_err(raise)
 }
 

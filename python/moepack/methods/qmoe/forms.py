@@ -16,9 +16,9 @@ from torch import Tensor
 from moepack import _core
 from moepack.methods.base import PackedTensor, Shape
 from moepack.methods.ternary import Ternary
-from moepack.solvers.grids import TernaryGrid
+from moepack.solvers.grids import AffineGrid, TernaryGrid
 
-__all__ = ["Form", "TernaryForm"]
+__all__ = ["Form", "GroupwiseForm", "TernaryForm"]
 
 
 class Form(Protocol):
@@ -99,3 +99,55 @@ class TernaryForm:
     def bound(self, shape: Shape) -> int:
         """Return the size of a blob all of whose rows are as bad as the code allows."""
         return Ternary(self.code).bound(shape)
+
+
+@dataclass(frozen=True)
+class GroupwiseForm:
+    """Two bits a weight. Parameters are scale and offset of each group, in f16.
+
+    Attributes:
+        group_size: columns a group, a multiple of 64.
+        static: take the groups from the original weights (act-order needs it).
+    """
+
+    group_size: int = 64
+    static: bool = False
+    kind: str = "groupwise"
+    code_dtype: torch.dtype = torch.uint8
+
+    def grid(self) -> AffineGrid:
+        """Return the asymmetric two-bit grid."""
+        return AffineGrid(2, self.group_size, static=self.static)
+
+    def parameters(self, grid: AffineGrid) -> Tensor:
+        """Interleave scales and offsets."""
+        return torch.stack([grid.scales, grid.offsets], dim=-1).flatten(2)
+
+    def scaled(self, parameters: Tensor, factors: Tensor) -> Tensor:
+        """Scale both."""
+        limit = torch.finfo(torch.float16).max
+        return (parameters * factors[..., None]).clamp(-limit, limit).half().float()
+
+    def values(self, codes: Tensor, parameters: Tensor) -> Tensor:
+        """Compute scale * code + offset."""
+        group = torch.arange(codes.shape[2], device=codes.device) // self.group_size
+        scales, offsets = parameters[..., ::2], parameters[..., 1::2]
+        return scales[..., group] * codes + offsets[..., group]
+
+    def width(self, columns: int) -> int:
+        """Return twice the number of groups."""
+        return 2 * -(-columns // self.group_size)
+
+    def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
+        """Pack the codes."""
+        blob = _core.encode_groupwise(codes.numpy(), parameters.numpy(), group_size=self.group_size, rank=3)
+        return PackedTensor(self.kind, blob, {"bits": 2, "group_size": _core.GroupwiseBlob(blob).group_size})
+
+    def unpack(self, packed: PackedTensor) -> Tensor:
+        """Dequantize a blob."""
+        return torch.from_numpy(_core.GroupwiseBlob(packed.data).dequantize())
+
+    def bound(self, shape: Shape) -> int:
+        """Return the size: it depends on the shape alone."""
+        experts, rows, columns = shape
+        return 128 + experts * rows * (2 * self.width(columns) + 16 * -(-columns // 64)) + 128

@@ -20,7 +20,7 @@ from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
-from moepack.methods.qmoe.forms import Form, TernaryForm
+from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import ExpertReport, GptqSettings, gptq
@@ -36,10 +36,12 @@ class Qmoe:
         calibration: text file, JSON lines, directory or data set of the hub.
         samples: calibration windows, at most.
         sequence_length: tokens a window.
-        bits: "ternary".
+        bits: "ternary", or "2" for two bits a weight with groups.
+        group_size: columns that share a scale and an offset with two bits, a multiple of 64.
         code: entropy code of ternary experts, `fsv8` or `dict16`.
         damping: relative to the mean diagonal of the Hessian.
         act_order: take columns by falling diagonal.
+        solver: "gptq", or "rtn" to round to nearest on the same grid (what calibration is compared with).
         match_energy: restore the output energy of each row by a factor on its levels.
         activations: "compressed" or "original": what enters the next block.
         routing: "original" or "compressed": whose router assigns tokens for the Hessians.
@@ -54,10 +56,12 @@ class Qmoe:
     calibration: str
     samples: int = 128
     sequence_length: int = 512
-    bits: Literal["ternary"] = "ternary"
+    bits: Literal["ternary", "2"] = "ternary"
+    group_size: int = 64
     code: str = "fsv8"
     damping: float = 0.01
     act_order: bool = False
+    solver: Literal["gptq", "rtn"] = "gptq"
     match_energy: bool = True
     activations: Literal["compressed", "original"] = "compressed"
     routing: Literal["original", "compressed"] = "original"
@@ -71,9 +75,12 @@ class Qmoe:
     _fingerprint: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.bits != "ternary":
-            raise ValueError(f"bits must be 'ternary', not {self.bits!r}")
-        self._form: Form = TernaryForm(self.code)
+        if self.bits not in ("ternary", "2") or self.solver not in ("gptq", "rtn"):
+            raise ValueError(f"bits must be ternary or 2, not {self.bits}; the solver gptq or rtn, not {self.solver}")
+        if self.group_size < 64 or self.group_size % 64:
+            raise ValueError(f"group_size must be a multiple of 64, not {self.group_size}")
+        ternary = self.bits == "ternary"
+        self._form: Form = TernaryForm(self.code) if ternary else GroupwiseForm(self.group_size, self.act_order)
         self._gptq = GptqSettings(damping=self.damping, act_order=self.act_order)
         self._settings()  # its checks
 
@@ -116,7 +123,8 @@ class Qmoe:
         self, layer: Mapping[str, Weights], advance: Callable[[int], None]
     ) -> Iterator[tuple[str, PackedTensor]]:
         """Run the model up to the next layer with experts, which must be `layer`, and quantize it."""
-        work = _Solving(self._form, self._gptq, self.match_energy, layer, advance)
+        settings = self._gptq if self.solver == "gptq" else None
+        work = _Solving(self._form, settings, self.match_energy, layer, advance)
         self._current = work
         _, coverage = next(self._steps)
         routing = "compressed" if self.activations == "original" else self.routing
@@ -154,7 +162,7 @@ class _Solving:
     def __init__(
         self,
         form: Form,
-        settings: GptqSettings,
+        settings: GptqSettings | None,
         match_energy: bool,
         layer: Mapping[str, Weights],
         advance: Callable[[int], None],
@@ -171,15 +179,15 @@ class _Solving:
         """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
         self._check(stage)
         weights = torch.cat(list(stage.weights.values()), dim=1)
-        hessians = stage.hessians()
-        grid = self.form.grid()
+        grid, rounding = self.form.grid(), self.settings is None
+        hessians = torch.zeros_like(weights[:, :1]).expand(-1, weights.shape[2], -1) if rounding else stage.hessians()
         result = gptq(weights, hessians, grid, self.settings)
         parameters, values = self.form.parameters(grid), result.values
-        if self.match_energy:
-            factors = energy_factors(weights, values, hessians)
-            parameters = self.form.scaled(parameters, factors)
+        if not rounding:
+            self._record(stage, result.reports)
+        if self.match_energy and not rounding:
+            parameters = self.form.scaled(parameters, energy_factors(weights, values, hessians))
             values = self.form.values(result.codes, parameters)
-        self._record(stage, result.reports)
         rows = [w.shape[1] for w in stage.weights.values()]
         pieces = [torch.split(tensor, rows, dim=1) for tensor in (result.codes, parameters, values)]
         return {name: self._keep(stage, name, *tensors) for name, *tensors in zip(stage.weights, *pieces, strict=True)}

@@ -1,3 +1,4 @@
 //! Matrix products by packed weights: y = W x without unpacking W.
 
+pub mod groupwise;
 pub mod ternary;

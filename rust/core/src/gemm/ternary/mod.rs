@@ -61,10 +61,18 @@ impl<'a> From<&'a [u16]> for Activations<'a> {
 }
 
 impl Activations<'_> {
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Activations::F32(x) => x.len(),
             Activations::Bf16(x) => x.len(),
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn get(&self, i: usize) -> f32 {
+        match self {
+            Activations::F32(x) => x[i],
+            Activations::Bf16(x) => half::bf16::from_bits(x[i]).to_f32(),
         }
     }
 }
