@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 
 from moepack.errors import LoadError
 from moepack.runtime.matrix import Activations, PackedMatrix, open_matrix
@@ -165,19 +166,13 @@ class _PackedModule(nn.Module):
         _require_cpu(hidden_states)
         tokens, top_k = index.shape
         positions, offsets = sort_by_expert(index.reshape(-1).numpy(), self.num_experts)
-        order = torch.from_numpy(positions)
-        weights = weights.reshape(-1).float()
+        weights = weights.float().contiguous()
         if tokens == 1:
             outputs = self._experts(hidden_states.expand(len(positions), -1), offsets)
-            return torch.mm(weights.take(order).unsqueeze(0), outputs).to(hidden_states.dtype)
+            return torch.mm(weights.take(torch.from_numpy(positions)).unsqueeze(0), outputs).to(hidden_states.dtype)
         rows = torch.from_numpy(positions // top_k)
         outputs = self._experts(hidden_states.index_select(0, rows), offsets)
-        complete = len(positions) == tokens * top_k
-        width = outputs.shape[1]
-        placed = (torch.empty if complete else torch.zeros)(tokens * top_k, width)
-        placed.index_copy_(0, order, outputs)
-        summed = torch.bmm(weights.view(tokens, 1, top_k), placed.view(tokens, top_k, width)).squeeze(1)
-        return summed.to(hidden_states.dtype)
+        return _weighted_sum(outputs, positions, weights).to(hidden_states.dtype)
 
     def _run(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and (hidden_states.requires_grad or weights.requires_grad):
@@ -246,6 +241,28 @@ class PackedSwitchExperts(_PackedModule):
 
     def _experts(self, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
         return self._product("wo", self.act_fn(self._product("wi", x, offsets)), offsets)
+
+
+def _weighted_sum(outputs: torch.Tensor, positions: NDArray[np.int64], weights: torch.Tensor) -> torch.Tensor:
+    """Sum each token's outputs.
+
+    An embedding bag gathers and sums in one pass, a third of the time of putting the rows back in order first.
+
+    Args:
+        outputs: [N, H] float32, in the order of the experts.
+        positions: [N], where each row belongs in the flattened [T, k].
+        weights: [T, k] float32.
+
+    Returns:
+        [T, H]; what no row belongs to counts as zero.
+    """
+    count, total = len(positions), weights.numel()
+    rows = np.full(total, count, np.int64)
+    rows[positions] = np.arange(count)
+    if count < total:
+        outputs = functional.pad(outputs, (0, 0, 0, 1))
+    bags = torch.from_numpy(rows).view(weights.shape)
+    return functional.embedding_bag(bags, outputs, mode="sum", per_sample_weights=weights)
 
 
 def _as_numpy(x: torch.Tensor) -> Activations:
