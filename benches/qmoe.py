@@ -24,7 +24,7 @@ def methods(options: argparse.Namespace) -> dict[str, object]:
     common = {"calibration": options.calibration, "samples": options.samples, "device": options.device}
     table: dict[str, object] = {
         "RTN ternary": "ternary",
-        "QMoE ternary, as published": Qmoe(**common, damping=0.1, match_energy=False, routing="compressed"),
+        "QMoE ternary, as published": Qmoe(**common, damping=0.1, match_energy=False),
         "QMoE ternary": Qmoe(**common),
     }
     if options.two_bit:

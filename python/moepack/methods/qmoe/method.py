@@ -44,7 +44,8 @@ class Qmoe:
         solver: "gptq", or "rtn" to round to nearest on the same grid (what calibration is compared with).
         match_energy: restore the output energy of each row by a factor on its levels.
         activations: "compressed" or "original": what enters the next block.
-        routing: "original" or "compressed": whose router assigns tokens for the Hessians.
+        routing: "original" or "compressed": whose router assigns tokens for the Hessians. The original one costs a
+            second stream and was no better on the models measured (docs/methods/qmoe.md).
         premask: leave positions of special tokens out (span corruption).
         group: experts solved together.
         token_cap: most tokens of an expert held at a time, as a multiple of the mean.
@@ -64,7 +65,7 @@ class Qmoe:
     solver: Literal["gptq", "rtn"] = "gptq"
     match_energy: bool = True
     activations: Literal["compressed", "original"] = "compressed"
-    routing: Literal["original", "compressed"] = "original"
+    routing: Literal["original", "compressed"] = "compressed"
     premask: bool = True
     group: int = 16
     token_cap: float = 4.0
