@@ -201,7 +201,7 @@ impl<'a> TernaryView<'a> {
     }
 
     /// The levels (negative, positive) of a row, counted through all experts: `expert * rows() + row`.
-    #[inline]
+    #[inline(always)]
     pub fn levels(&self, row: usize) -> (f32, f32) {
         self.header
             .level_type
@@ -254,7 +254,7 @@ impl<'a> TernaryView<'a> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn index_entry(&self, expert: usize, row: usize) -> u32 {
         self.header
             .tail()
@@ -262,7 +262,7 @@ impl<'a> TernaryView<'a> {
     }
 
     /// The length and the dictionary field of an FSV8 row.
-    #[inline]
+    #[inline(always)]
     fn tail(&self, expert: usize, row: usize) -> (usize, u32) {
         self.header.tail().split(self.index_entry(expert, row))
     }
@@ -280,7 +280,7 @@ impl<'a> TernaryView<'a> {
         &self.data[self.layout.payload.clone()]
     }
 
-    #[inline]
+    #[inline(always)]
     fn fsv8_row(&self, expert: usize, row: usize, start: usize) -> Row<'a> {
         let (length, field) = self.tail(expert, row);
         let codes = &self.payload()[start..start + length];
