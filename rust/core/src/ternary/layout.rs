@@ -41,7 +41,7 @@ pub const GROUP_ROWS: usize = 64;
 pub const MAX_DICTIONARIES: usize = 8;
 
 /// The bit of a tail's dictionary field that says that the levels are swapped.
-pub(super) const SWAPPED: u32 = 8;
+pub(crate) const SWAPPED: u32 = 8;
 
 /// The decoded header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -237,6 +237,26 @@ impl<'a> TernaryView<'a> {
         })
     }
 
+    /// Where the first row of a group of FSV8 rows starts in [`TernaryView::padded_payload`], and the length in bytes
+    /// and dictionary field (0 for raw rows) of each: [`TernaryView::group_rows`] for those who count nanoseconds.
+    ///
+    /// # Panics
+    /// If there is no such expert or group, or the code is another.
+    pub(crate) fn fsv8_tails(
+        &self,
+        expert: usize,
+        group: usize,
+    ) -> (usize, impl Iterator<Item = (usize, u32)>) {
+        assert!(self.header.code == Code::Fsv8 && expert < self.experts() && group < self.groups());
+        let first = group * GROUP_ROWS;
+        let rows = GROUP_ROWS.min(self.rows() - first);
+        let tail = self.header.tail();
+        let index = &self.data[self.layout.index.clone()][(expert * self.rows() + first) * tail.bytes..];
+        let tails = index[..rows * tail.bytes].chunks_exact(tail.bytes);
+        let start = self.start(expert * self.groups() + group);
+        (start, tails.map(move |entry| tail.split(tail.read(entry, 0))))
+    }
+
     /// One row.
     ///
     /// # Panics

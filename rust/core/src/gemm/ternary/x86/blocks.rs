@@ -10,22 +10,22 @@ use std::arch::x86_64::*;
 use super::super::drive::Unit;
 use super::super::table::BlockTable;
 use super::super::tile::BLOCK_ROUND;
+use super::Place;
 use super::vector::Vector;
-use crate::ternary::{PlacedRow, Row};
 
 /// Writes the outputs of a row for the only block of tokens.
 ///
 /// # Safety
 /// The processor has AVX-512 F, AVX2, FMA and BMI2.
 #[target_feature(enable = "avx512f,avx2,fma,bmi1,bmi2")]
-pub(super) unsafe fn row_avx512(unit: &Unit, placed: &PlacedRow, table: &BlockTable, out: &mut [f32]) {
+pub(super) unsafe fn row_avx512(unit: &Unit, place: &Place, table: &BlockTable, out: &mut [f32]) {
     // SAFETY: the features are the caller's.
     unsafe {
         match unit.tile.blocks()[0].lanes {
-            4 => row::<__m128, 1>(unit, placed, table, out),
-            8 => row::<__m256, 1>(unit, placed, table, out),
-            16 => row::<__m512, 1>(unit, placed, table, out),
-            _ => row::<__m512, 2>(unit, placed, table, out),
+            4 => row::<__m128, 1>(unit, place, table, out),
+            8 => row::<__m256, 1>(unit, place, table, out),
+            16 => row::<__m512, 1>(unit, place, table, out),
+            _ => row::<__m512, 2>(unit, place, table, out),
         }
     }
 }
@@ -35,14 +35,14 @@ pub(super) unsafe fn row_avx512(unit: &Unit, placed: &PlacedRow, table: &BlockTa
 /// # Safety
 /// The processor has AVX2, FMA and BMI2.
 #[target_feature(enable = "avx2,fma,bmi1,bmi2")]
-pub(super) unsafe fn row_avx2(unit: &Unit, placed: &PlacedRow, table: &BlockTable, out: &mut [f32]) {
+pub(super) unsafe fn row_avx2(unit: &Unit, place: &Place, table: &BlockTable, out: &mut [f32]) {
     // SAFETY: the features are the caller's.
     unsafe {
         match unit.tile.blocks()[0].lanes {
-            4 => row::<__m128, 1>(unit, placed, table, out),
-            8 => row::<__m256, 1>(unit, placed, table, out),
-            16 => row::<__m256, 2>(unit, placed, table, out),
-            _ => row::<__m256, 4>(unit, placed, table, out),
+            4 => row::<__m128, 1>(unit, place, table, out),
+            8 => row::<__m256, 1>(unit, place, table, out),
+            16 => row::<__m256, 2>(unit, place, table, out),
+            _ => row::<__m256, 4>(unit, place, table, out),
         }
     }
 }
@@ -50,24 +50,17 @@ pub(super) unsafe fn row_avx2(unit: &Unit, placed: &PlacedRow, table: &BlockTabl
 /// # Safety
 /// The features of `V`.
 #[inline(always)]
-unsafe fn row<V: Vector, const N: usize>(
-    unit: &Unit,
-    placed: &PlacedRow,
-    table: &BlockTable,
-    out: &mut [f32],
-) {
-    let Row::Fsv8 { codes, swapped, .. } = placed.codes else {
-        return;
-    };
-    let (negative, positive) = unit.levels(placed.row);
-    let levels = match swapped {
+unsafe fn row<V: Vector, const N: usize>(unit: &Unit, place: &Place, table: &BlockTable, out: &mut [f32]) {
+    let (negative, positive) = place.levels(unit);
+    let levels = match place.swapped {
         false => [0.0, negative, positive, 0.0],
         true => [0.0, positive, negative, 0.0],
     };
     let block = &unit.tile.blocks()[0];
-    assert!(block.lanes == N * V::LANES && !codes.is_empty());
-    let payload = &unit.view.padded_payload()[placed.start..];
-    assert!(payload.len() >= codes.len() + BLOCK_ROUND);
+    let codes = place.bytes as usize;
+    assert!(block.lanes == N * V::LANES && codes > 0);
+    let payload = &unit.view.padded_payload()[place.start..];
+    assert!(payload.len() >= codes + BLOCK_ROUND);
     let values = unit.tile.reached_values(block, BLOCK_ROUND + 1);
     // SAFETY: whole rounds after the first code read fewer than BLOCK_ROUND bytes behind the row, which the payload
     // has; `values` reaches as far behind the columns as a round and the first code go.
@@ -75,7 +68,7 @@ unsafe fn row<V: Vector, const N: usize>(
         match table.class_bits {
             2 => sum::<V, N, 2>(
                 payload.as_ptr(),
-                codes.len(),
+                codes,
                 table,
                 &levels,
                 values,
@@ -83,7 +76,7 @@ unsafe fn row<V: Vector, const N: usize>(
             ),
             _ => sum::<V, N, 3>(
                 payload.as_ptr(),
-                codes.len(),
+                codes,
                 table,
                 &levels,
                 values,

@@ -12,8 +12,8 @@ use super::drive::Unit;
 use super::lists::{List, reach};
 use super::table::BlockTable;
 use crate::simd::Isa;
-use crate::ternary::layout::MAX_DICTIONARIES;
-use crate::ternary::{PlacedRow, Row};
+use crate::ternary::layout::{MAX_DICTIONARIES, SWAPPED};
+use crate::ternary::{Code, Row};
 
 /// Two neighbouring bytes as a number, at any address.
 #[derive(Clone, Copy)]
@@ -43,50 +43,110 @@ pub(super) enum Variant {
     Avx512 { ahead: bool },
 }
 
-/// The rows of a unit in parts, one for each dictionary, so that a dictionary's table stays in the first-level cache
-/// while its rows are decoded; the last part holds the others: raw and empty rows, and all rows of dict16.
-struct Parts<'a> {
-    rows: Vec<PlacedRow<'a>>,
-    /// Indices of `rows`, part after part.
-    order: Vec<u32>,
-    ends: [usize; MAX_DICTIONARIES + 1],
+/// A row of a unit: [`crate::ternary::PlacedRow`] in less space, for units have hundreds.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    /// Where its bytes begin in the payload, and how many there are.
+    start: usize,
+    bytes: u32,
+    /// Counted in the unit.
+    row: u16,
+    part: u8,
+    swapped: bool,
 }
 
-impl<'a> Parts<'a> {
-    fn new(unit: &Unit<'a>) -> Parts<'a> {
-        let part = |row: &PlacedRow| match row.codes {
-            Row::Fsv8 { dictionary, .. } => dictionary,
-            _ => MAX_DICTIONARIES,
-        };
-        let mut rows = Vec::with_capacity(unit.rows().len());
-        let mut ends = [0; MAX_DICTIONARIES + 1];
+/// The part of rows without a dictionary.
+const OTHERS: usize = MAX_DICTIONARIES;
+
+/// The rows of a unit in parts, one for each dictionary, so that a dictionary's table stays in the first-level cache
+/// while its rows are decoded; the last part holds the others: raw and empty rows, and all rows of dict16.
+struct Parts {
+    places: Vec<Place>,
+    ends: [usize; OTHERS + 1],
+}
+
+impl Parts {
+    fn new(unit: &Unit) -> Parts {
+        let mut unsorted: Vec<Place> = Vec::with_capacity(unit.rows().len());
         for group in unit.groups.clone() {
-            rows.extend(unit.view.group_rows(unit.expert, group));
+            match unit.view.code() {
+                Code::Fsv8 => fsv8_places(unit, group, &mut unsorted),
+                Code::Dict16 => dict16_places(unit, group, &mut unsorted),
+            }
         }
-        rows.iter().for_each(|row| ends[part(row)] += 1);
+        let mut ends = [0; OTHERS + 1];
+        unsorted
+            .iter()
+            .for_each(|place| ends[usize::from(place.part)] += 1);
         let mut before = 0;
         for end in &mut ends {
             (*end, before) = (before, before + *end);
         }
-        let mut order = vec![0; rows.len()];
-        for (i, row) in rows.iter().enumerate() {
-            let end = &mut ends[part(row)];
-            order[*end] = i as u32;
+        let mut places = vec![Place::default(); unsorted.len()];
+        for place in unsorted {
+            let end = &mut ends[usize::from(place.part)];
+            places[*end] = place;
             *end += 1;
         }
-        Parts { rows, order, ends }
+        Parts { places, ends }
     }
 
     /// The rows of the `i`-th part.
-    fn part(&self, i: usize) -> impl Iterator<Item = &PlacedRow<'a>> + Clone {
+    fn part(&self, i: usize) -> &[Place] {
         let start = if i == 0 { 0 } else { self.ends[i - 1] };
-        self.order[start..self.ends[i]]
-            .iter()
-            .map(|&row| &self.rows[row as usize])
+        &self.places[start..self.ends[i]]
+    }
+}
+
+fn fsv8_places(unit: &Unit, group: usize, places: &mut Vec<Place>) {
+    let raw_bytes = unit.view.shape().raw_bytes();
+    let (mut start, tails) = unit.view.fsv8_tails(unit.expert, group);
+    for (bytes, field) in tails {
+        let coded = bytes != 0 && bytes != raw_bytes;
+        let part = if coded { field & !SWAPPED } else { OTHERS as u32 };
+        places.push(Place {
+            start,
+            bytes: bytes as u32,
+            row: places.len() as u16,
+            part: part as u8,
+            swapped: field & SWAPPED != 0,
+        });
+        start += bytes;
+    }
+}
+
+fn dict16_places(unit: &Unit, group: usize, places: &mut Vec<Place>) {
+    for placed in unit.view.group_rows(unit.expert, group) {
+        places.push(Place {
+            start: placed.start,
+            bytes: placed.codes.bytes().len() as u32,
+            row: places.len() as u16,
+            part: OTHERS as u8,
+            swapped: false,
+        });
+    }
+}
+
+impl Place {
+    /// The codes of the row.
+    fn codes<'a>(&self, unit: &Unit<'a>) -> Row<'a> {
+        let bytes = &unit.view.padded_payload()[self.start..][..self.bytes as usize];
+        match (unit.view.code(), usize::from(self.part)) {
+            (Code::Dict16, _) => Row::Dict16(bytes),
+            (Code::Fsv8, OTHERS) if bytes.is_empty() => Row::Zero,
+            (Code::Fsv8, OTHERS) => Row::Raw(bytes),
+            (Code::Fsv8, dictionary) => Row::Fsv8 {
+                codes: bytes,
+                dictionary,
+                swapped: self.swapped,
+            },
+        }
     }
 
-    fn len(&self) -> usize {
-        self.ends.len()
+    /// The levels (negative, positive) of the row.
+    #[inline(always)]
+    fn levels(&self, unit: &Unit) -> (f32, f32) {
+        unit.levels(unit.rows().start + usize::from(self.row))
     }
 }
 
@@ -105,26 +165,26 @@ pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
         return unsafe { walk::rows(unit, ahead, out) };
     }
     let parts = Parts::new(unit);
-    let rows: Vec<&PlacedRow> = (0..parts.len()).flat_map(|i| parts.part(i)).collect();
-    let (tokens, first) = (unit.tile.tokens(), unit.rows().start);
-    let mut lists: Vec<(&PlacedRow, List)> = Vec::new();
-    for placed in rows {
-        let out_of_row = (placed.row - first) * tokens;
-        match block_table(unit, placed) {
+    let tokens = unit.tile.tokens();
+    let mut listed = Vec::new();
+    for place in &parts.places {
+        let out = &mut out[usize::from(place.row) * tokens..][..tokens];
+        match block_table(unit, place) {
             // SAFETY: the instruction set is available.
-            Some(table) if wide => unsafe {
-                blocks::row_avx512(unit, placed, table, &mut out[out_of_row..][..tokens])
-            },
+            Some(table) if wide => unsafe { blocks::row_avx512(unit, place, table, out) },
             // SAFETY: as above.
-            Some(table) => unsafe { blocks::row_avx2(unit, placed, table, &mut out[out_of_row..][..tokens]) },
-            None => lists.push((placed, List::default())),
+            Some(table) => unsafe { blocks::row_avx2(unit, place, table, out) },
+            None => listed.push(*place),
         }
     }
-    for rows in lists.chunks_mut(LISTED_ROWS) {
-        for (placed, list) in rows.iter_mut() {
-            list.fill(unit.view, placed.codes);
+    let mut lists: Vec<List> = std::iter::repeat_with(List::default)
+        .take(LISTED_ROWS.min(listed.len()))
+        .collect();
+    for places in listed.chunks(LISTED_ROWS) {
+        for (place, list) in places.iter().zip(&mut lists) {
+            list.fill(unit.view, place.codes(unit));
         }
-        add_lists(unit, rows, wide, out);
+        add_lists(unit, places, &lists, wide, out);
     }
 }
 
@@ -133,15 +193,15 @@ pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
 const LISTED_ROWS: usize = 64;
 
 /// The outputs of rows from their lists.
-fn add_lists(unit: &Unit, rows: &[(&PlacedRow, List)], wide: bool, out: &mut [f32]) {
-    let (tokens, first, reach) = (unit.tile.tokens(), unit.rows().start, reach(unit.view));
+fn add_lists(unit: &Unit, places: &[Place], lists: &[List], wide: bool, out: &mut [f32]) {
+    let (tokens, reach) = (unit.tile.tokens(), reach(unit.view));
     for block in unit.tile.blocks() {
         let values = unit.tile.values(block);
         // `sums` trusts the items: they are below twice the reach, which the values must cover.
         assert!(reach * block.lanes <= values.len());
-        for (placed, list) in rows {
-            let levels = list.levels(unit.levels(placed.row));
-            let out = &mut out[(placed.row - first) * tokens + block.token..][..block.tokens];
+        for (place, list) in places.iter().zip(lists) {
+            let levels = list.levels(place.levels(unit));
+            let out = &mut out[usize::from(place.row) * tokens + block.token..][..block.tokens];
             match wide {
                 // SAFETY: as asserted; `rows` has checked that the instruction set is available.
                 true => unsafe { sums::block_avx512(list.items(), values, block.lanes, levels, out) },
@@ -153,9 +213,10 @@ fn add_lists(unit: &Unit, rows: &[(&PlacedRow, List)], wide: bool, out: &mut [f3
 }
 
 /// The table to decode a row on the fly with, if that is the way to go: one block of tokens, a two-slot dictionary.
-fn block_table(unit: &Unit, placed: &PlacedRow) -> Option<&'static BlockTable> {
-    match (placed.codes, unit.tile.blocks()) {
-        (Row::Fsv8 { dictionary, .. }, [block]) => {
+fn block_table(unit: &Unit, place: &Place) -> Option<&'static BlockTable> {
+    match (usize::from(place.part), unit.tile.blocks()) {
+        (OTHERS, _) => None,
+        (dictionary, [block]) => {
             BlockTable::fsv8(usize::from(unit.view.dictionaries()[dictionary]), block.lanes)
         }
         _ => None,

@@ -27,8 +27,8 @@ use std::arch::x86_64::*;
 use super::super::drive::Unit;
 use super::super::lists::List;
 use super::super::table::{STEP, StepTable};
-use super::Parts;
-use crate::ternary::{PlacedRow, Row};
+use super::{OTHERS, Parts, Place};
+use crate::ternary::Code;
 
 /// Codes between two looks at the position; tiles reach as many words (and the first one) behind the columns.
 pub(in super::super) const ROUND: usize = 16;
@@ -55,10 +55,7 @@ struct Walk {
     pairs: *const u8,
     /// The tile at the next word's first position.
     at: *const f32,
-    rounds: usize,
     sums: __m128,
-    row: usize,
-    swapped: bool,
 }
 
 /// Computes a unit into `out`, one float a row.
@@ -68,47 +65,44 @@ struct Walk {
 #[target_feature(enable = "avx2,fma,bmi1,bmi2")]
 pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
     let parts = Parts::new(unit);
-    for i in 0..parts.len() {
-        let rows = parts.part(i);
-        let table = match rows.clone().next().map(|row| row.codes) {
-            Some(Row::Fsv8 { dictionary, .. }) => {
-                StepTable::fsv8(usize::from(unit.view.dictionaries()[dictionary]))
-            }
-            Some(Row::Dict16(_)) => StepTable::dict16(),
-            Some(Row::Zero | Row::Raw(_)) => {
-                raw(unit, rows, out);
+    for i in 0..=OTHERS {
+        let places = parts.part(i);
+        let table = match (i, unit.view.code()) {
+            _ if places.is_empty() => continue,
+            (OTHERS, Code::Fsv8) => {
+                raw(unit, places, out);
                 continue;
             }
-            None => continue,
+            (_, Code::Fsv8) => StepTable::fsv8(usize::from(unit.view.dictionaries()[i])),
+            (_, Code::Dict16) => StepTable::dict16(),
         };
         // SAFETY: the features are the caller's; the constants say what the table holds.
         unsafe {
             match (table.class_bits, table.three_slots, ahead) {
-                (0, _, _) => walk_all::<0, 3, false>(unit, rows, table, out),
-                (2, false, true) => walk_all::<2, 2, true>(unit, rows, table, out),
-                (2, false, false) => walk_all::<2, 2, false>(unit, rows, table, out),
-                (2, true, _) => walk_all::<2, 3, false>(unit, rows, table, out),
-                (_, false, true) => walk_all::<3, 2, true>(unit, rows, table, out),
-                (_, false, false) => walk_all::<3, 2, false>(unit, rows, table, out),
-                (_, true, _) => walk_all::<3, 3, false>(unit, rows, table, out),
+                (0, _, _) => walk_all::<0, 3, false>(unit, places, table, out),
+                (2, false, true) => walk_all::<2, 2, true>(unit, places, table, out),
+                (2, false, false) => walk_all::<2, 2, false>(unit, places, table, out),
+                (2, true, _) => walk_all::<2, 3, false>(unit, places, table, out),
+                (_, false, true) => walk_all::<3, 2, true>(unit, places, table, out),
+                (_, false, false) => walk_all::<3, 2, false>(unit, places, table, out),
+                (_, true, _) => walk_all::<3, 3, false>(unit, places, table, out),
             }
         }
     }
 }
 
 /// Raw and empty rows: too rare to be worth more than their lists.
-fn raw<'a>(unit: &Unit, rows: impl Iterator<Item = &'a PlacedRow<'a>>, out: &mut [f32]) {
-    let first = unit.rows().start;
+fn raw(unit: &Unit, places: &[Place], out: &mut [f32]) {
     let tile = unit.tile.reached_steps(1);
     let mut list = List::default();
-    for placed in rows {
-        list.fill(unit.view, placed.codes);
-        let levels = list.levels(unit.levels(placed.row));
+    for place in places {
+        list.fill(unit.view, place.codes(unit));
+        let levels = list.levels(place.levels(unit));
         let product = |&item: &u32| {
             let position = (item >> 1) as usize;
             levels[(item & 1) as usize] * tile[STEP * position + STEP - 1]
         };
-        out[placed.row - first] = list.items().iter().map(product).sum();
+        out[usize::from(place.row)] = list.items().iter().map(product).sum();
     }
 }
 
@@ -117,62 +111,59 @@ fn raw<'a>(unit: &Unit, rows: impl Iterator<Item = &'a PlacedRow<'a>>, out: &mut
 /// # Safety
 /// The table has CLASS class bits (0: dict16) and SLOTS slots; the features of [`rows`].
 #[inline(always)]
-unsafe fn walk_all<'a, const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool>(
+unsafe fn walk_all<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool>(
     unit: &Unit,
-    mut rows: impl Iterator<Item = &'a PlacedRow<'a>>,
+    places: &[Place],
     table: &StepTable,
     out: &mut [f32],
 ) {
-    let first = unit.rows().start;
     let tile = unit.tile.reached_steps(ROUND + 1);
     let walker = Walker::<CLASS, SLOTS, LOOK_AHEAD> {
         table: &table.entries[..if CLASS == 0 { 1 << 16 } else { 256 << CLASS }],
         end: tile[STEP * unit.view.columns()..].as_ptr(),
     };
     if unit.view.columns() <= WIDE {
-        for row in rows {
+        for place in places {
             // SAFETY: the tile reaches ROUND + 1 words behind the columns; `start` checks the row's bytes.
             unsafe {
-                let mut walk = walker.start(unit, row, tile);
-                let rounds = walk.rounds;
+                let (mut walk, rounds) = walker.start(unit, place, tile);
                 walker.rounds(&mut walk, rounds);
-                out[walk.row - first] = output(unit, &walk);
+                out[usize::from(place.row)] = output(unit, place, walk.sums);
             }
         }
         return;
     }
-    let mut walks: Vec<Walk> = Vec::with_capacity(TOGETHER);
-    loop {
+    let mut walks: Vec<(Walk, usize)> = Vec::with_capacity(TOGETHER);
+    for places in places.chunks(TOGETHER) {
         walks.clear();
         // SAFETY: as above.
         walks.extend(
-            (&mut rows)
-                .take(TOGETHER)
-                .map(|row| unsafe { walker.start(unit, row, tile) }),
+            places
+                .iter()
+                .map(|place| unsafe { walker.start(unit, place, tile) }),
         );
-        if walks.is_empty() {
-            return;
-        }
-        while walks.iter().any(|walk| walk.rounds > 0) {
-            for walk in &mut walks {
+        while walks.iter().any(|&(_, rounds)| rounds > 0) {
+            for (walk, rounds) in &mut walks {
+                let turn = TURN.min(*rounds);
                 // SAFETY: `walk` has that many rounds left.
-                unsafe { walker.rounds(walk, TURN.min(walk.rounds)) };
+                unsafe { walker.rounds(walk, turn) };
+                *rounds -= turn;
             }
         }
-        for walk in &walks {
-            out[walk.row - first] = output(unit, walk);
+        for ((walk, _), place) in walks.iter().zip(places) {
+            out[usize::from(place.row)] = output(unit, place, walk.sums);
         }
     }
 }
 
 /// The output of a row whose sums are complete.
 #[inline(always)]
-fn output(unit: &Unit, walk: &Walk) -> f32 {
+fn output(unit: &Unit, place: &Place, row_sums: __m128) -> f32 {
     let mut sums = [0.0f32; 4];
     // SAFETY: the array holds four floats.
-    unsafe { _mm_storeu_ps(sums.as_mut_ptr(), walk.sums) };
-    let (negative, positive) = unit.levels(walk.row);
-    match walk.swapped {
+    unsafe { _mm_storeu_ps(sums.as_mut_ptr(), row_sums) };
+    let (negative, positive) = place.levels(unit);
+    match place.swapped {
         false => negative * sums[0] + positive * sums[1],
         true => positive * sums[0] + negative * sums[1],
     }
@@ -189,29 +180,24 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// Bytes of a code.
     const BYTES: usize = if CLASS == 0 { 2 } else { 1 };
 
-    /// Begins a row. The first FSV8 code is taken here, since whatever byte is before it counts as 0.
+    /// Begins a row, and says how many rounds it takes. The first FSV8 code is taken here, since whatever byte is
+    /// before it counts as 0.
     ///
     /// # Safety
     /// `tile` reaches one word behind the columns; the features of [`rows`].
     #[inline(always)]
-    unsafe fn start(&self, unit: &Unit, placed: &PlacedRow, tile: &[f32]) -> Walk {
-        let bytes = placed.codes.bytes().len();
-        let payload = &unit.view.padded_payload()[placed.start..];
+    unsafe fn start(&self, unit: &Unit, place: &Place, tile: &[f32]) -> (Walk, usize) {
+        let bytes = place.bytes as usize;
+        let payload = &unit.view.padded_payload()[place.start..];
         // The bytes that `rounds` reads: parsed tensors have 64 behind the last row.
         assert!(payload.len() >= bytes + SLACK);
-        let codes = bytes / Self::BYTES;
-        let (rounds, swapped) = match placed.codes {
-            Row::Fsv8 { swapped, .. } => ((codes - 1).div_ceil(ROUND), swapped),
-            _ => (codes.div_ceil(ROUND), false),
-        };
+        let taken = usize::from(CLASS > 0);
+        let rounds = (bytes / Self::BYTES - taken).div_ceil(ROUND);
         let mut walk = Walk {
             pairs: payload.as_ptr(),
             at: tile.as_ptr(),
-            rounds,
             // SAFETY: SSE is part of x86-64.
             sums: unsafe { _mm_setzero_ps() },
-            row: placed.row,
-            swapped,
         };
         if CLASS > 0 {
             let mut sums = [walk.sums; SLOTS];
@@ -225,7 +211,7 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
             };
             walk.sums = Self::total(sums);
         }
-        walk
+        (walk, rounds)
     }
 
     /// The index of the `k`-th code from `pairs` on.
@@ -277,7 +263,7 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// Takes `count` rounds of a row.
     ///
     /// # Safety
-    /// `count <= walk.rounds`, and `walk` comes from [`Walker::start`] with a tile that reaches ROUND + 1 words behind
+    /// `count` is at most the rounds that `walk` has left of those that [`Walker::start`] said, and the tile reaches ROUND + 1 words behind
     /// the columns: the position is brought back to the last column before each round.
     #[inline(always)]
     unsafe fn rounds(&self, walk: &mut Walk, count: usize) {
@@ -314,7 +300,6 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
             }
             (walk.pairs, walk.at) = (pairs, at);
             walk.sums = _mm_add_ps(Self::total(even), Self::total(odd));
-            walk.rounds -= count;
         }
     }
 }
