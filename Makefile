@@ -57,7 +57,7 @@ wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/, for every Linux since 
 	$(BIN)/python -m pip install --quiet ziglang
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --out dist
 
-bench: setup ## Run the benchmarks: the Rust kernels, then moepack beside torch
+bench: setup ## Run the benchmarks: the Rust kernels, then the codecs and products beside torch
 	cargo bench --package moepack-core
 	$(BIN)/python benches/ternary.py
 
