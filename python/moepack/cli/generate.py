@@ -23,9 +23,9 @@ def generate_command(
 ) -> None:
     """Generate text; the tokens go to stdout as they come, the speed to stderr at the end."""
     from moepack.cli.evaluate import quiet_transformers
+    from moepack.memory import process_memory
     from moepack.runtime.generation import generate
     from moepack.runtime.loading import open_model, open_tokenizer
-    from moepack.runtime.memory import process_memory
 
     quiet_transformers()
     try:
