@@ -83,7 +83,9 @@ class GptqResult:
 
 
 @dataclass
-class _Factors:
+class Factors:
+    """What `factorize` makes of a batch of Hessians."""
+
     upper: Tensor  # U, [E, C, C] float32; the identity where reasons[e] is set
     scale: list[float]  # mean diagonal that H was divided by
     damping: list[float]
@@ -91,7 +93,14 @@ class _Factors:
     reasons: list[str | None]
 
 
-def gptq(weights: Tensor, hessians: Tensor, grid: Grid, settings: GptqSettings | None = None) -> GptqResult:
+def gptq(
+    weights: Tensor,
+    hessians: Tensor,
+    grid: Grid,
+    settings: GptqSettings | None = None,
+    *,
+    factors: Factors | None = None,
+) -> GptqResult:
     """Quantize a batch of matrices with error compensation.
 
     Args:
@@ -99,6 +108,7 @@ def gptq(weights: Tensor, hessians: Tensor, grid: Grid, settings: GptqSettings |
         hessians: [E, C, C], X^T X of each expert's tokens up to a positive factor; anything is survived. Not modified.
         grid: where the weights may go. Its parameters are set by this call.
         settings: see :class:`GptqSettings`.
+        factors: what :func:`factorize` made of the Hessians, for callers that solve more than once; without act-order.
 
     Returns:
         Codes, values and reports; tensors on the device of ``weights``.
@@ -111,9 +121,11 @@ def gptq(weights: Tensor, hessians: Tensor, grid: Grid, settings: GptqSettings |
     _validate(weights, hessians)
     if settings.act_order and grid.group_size is not None:
         raise ValueError("act_order needs a grid with static groups")
+    if settings.act_order and factors is not None:
+        raise ValueError("act_order permutes the Hessians: factors cannot be given")
     weights = weights.float()
     order = _column_order(hessians, settings.act_order)
-    factors = factorize(_permuted(hessians, order), settings.damping)
+    factors = factors or factorize(_permuted(hessians, order), settings.damping)
     grid.fit(weights)
     codes, values, loss = _solve(weights, factors.upper, order, grid, settings.block_size)
     failed = [e for e in torch.nonzero(~torch.isfinite(loss).all(1)).flatten().tolist() if factors.reasons[e] is None]
@@ -128,7 +140,7 @@ def gptq(weights: Tensor, hessians: Tensor, grid: Grid, settings: GptqSettings |
     return GptqResult(codes, values, _reports(factors, loss))
 
 
-def factorize(hessians: Tensor, damping: float) -> _Factors:
+def factorize(hessians: Tensor, damping: float) -> Factors:
     """U with H^-1 = U^T U of each damped Hessian [E, C, C].
 
     With J the reversal of order, J H J = L L^T gives H = (J L J)(J L J)^T, so U = J L^-1 J: one Cholesky
@@ -150,7 +162,7 @@ def factorize(hessians: Tensor, damping: float) -> _Factors:
         damping *= DAMPING_GROWTH
     for e in todo:
         reasons[e] = "the Hessian has no Cholesky factor under any damping"
-    return _Factors(upper, scale.tolist(), used, dead, reasons)
+    return Factors(upper, scale.tolist(), used, dead, reasons)
 
 
 def _unusable(hessian: Tensor, diagonal: Tensor, scale: float) -> str | None:
@@ -281,7 +293,7 @@ def _restored(columns_first: Tensor, order: Tensor) -> Tensor:
     return columns_first.transpose(1, 2).contiguous()
 
 
-def _reports(factors: _Factors, loss: Tensor) -> tuple[ExpertReport, ...]:
+def _reports(factors: Factors, loss: Tensor) -> tuple[ExpertReport, ...]:
     dead = factors.dead.sum(1).tolist()
     live = loss.masked_fill(factors.dead, 0).sum(1)
     return tuple(

@@ -1,0 +1,209 @@
+"""Ternary rows at a chosen rate: GPTQ whose decisions pay for the bits that they cost.
+
+An entropy coder charges exactly what is used, so a ternary row may be dense or sparse, and the question is which
+weights deserve to be non-zero. Every weight is given the code that minimises
+
+    (w - v)^2 / U_jj^2 + price * bits(code),
+
+the growth of the damped output error (the numerator is what GPTQ spreads over the free columns) plus a price for the
+code's length under the row's own frequencies. One price for a whole layer makes the marginal gain of a bit the same in
+every row, projection and expert: experts that many tokens rely on come out dense, those that none does empty.
+
+Levels follow the density: a row of density d gets the levels +-gain * rms / sqrt(d). With gain 1 the row keeps its
+energy: *what is zeroed is paid back in scale*. Levels at the centroids, the least-squares choice, starve the network
+of signal. A gain above 1 lets more of the rate be saved by the level and less by the price, which adapts to the
+calibration text: measured, it costs little on that text's domain and helps on another. Levels and frequencies depend
+on the codes and are found by repeating the pass.
+
+Invariants: as for :mod:`moepack.solvers.gptq`; a row depends on nothing but its weights, its expert's Hessian and its
+price, so prices may be tried on some rows and used for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepack.solvers.gptq import ExpertReport, Factors, GptqSettings, factorize, gptq
+
+__all__ = ["RateGrid", "RateProblem", "RateSettings", "row_bits"]
+
+#: Levels (2 x 16 bits), length (12) and dictionary (4) of a row.
+ROW_METADATA = 48
+#: A row's share of the group starts (64 bits for 64 rows), half a byte for its rounded length, and its last code, which
+#: stands for zeros beyond the row's end.
+ROW_OVERHEAD = 6
+#: What FSV8 needs over the entropy of a row, with a choice among eight dictionaries.
+CODE_EXCESS = 1.012
+#: Importance of an expert is at least this part of the mean: prices stay finite for experts that no token reached.
+LEAST_IMPORTANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class RateSettings:
+    """How the solver works.
+
+    Attributes:
+        damping: of the Hessians, relative to their mean diagonal. Far above GPTQ's: codes that follow the calibration
+            set's covariance too closely do not carry over to other text.
+        shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
+        shift_damping: damping of that regression.
+        passes: solutions of each matrix; each refits levels and code lengths to the last one's codes.
+        narrowest, widest: bounds of a level in units of the row's root mean square. Beyond 3 a row empties itself: the
+            fewer codes, the larger the level, the fewer codes.
+    """
+
+    damping: float = 1.0
+    shift: float = 0.75
+    shift_damping: float = 0.05
+    passes: int = 4
+    narrowest: float = 1.3
+    widest: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.passes < 1 or not 0 <= self.shift <= 1 or not 0 < self.narrowest <= self.widest:
+            raise ValueError(f"no valid settings: {self}")
+
+
+class RateGrid:
+    """Ternary rows with given levels; a code is chosen by error and length.
+
+    Attributes:
+        levels: [E, R, 2], (negative, positive).
+    """
+
+    group_size: int | None = None
+
+    def __init__(self, levels: Tensor, prices: Tensor, lengths: Tensor) -> None:
+        """Describe the grid.
+
+        Args:
+            levels: [E, R, 2], (negative, positive).
+            prices: [E, R], squared error (in the units of the curvature) that a bit is worth.
+            lengths: [E, R, 3], bits of the codes -1, 0, 1.
+        """
+        self.levels = levels
+        self._low, self._high = (level.contiguous() for level in levels.unbind(-1))
+        self._penalties = (lengths * prices[..., None]).unbind(-1)
+
+    def fit(self, weights: Tensor) -> None:
+        """Nothing to do: the levels are given."""
+
+    def enter(self, start: int, weights: Tensor) -> None:
+        """Nothing to do: there are no groups."""
+
+    def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the cheapest code; zero where nothing is cheaper."""
+        scale = 1 / curvature[:, None]
+        costs = [
+            (values - level).square_() if level is not None else values.square()
+            for level in (self._low, None, self._high)
+        ]
+        below, zero, above = (
+            cost.addcmul_(penalty, scale) for cost, penalty in zip(costs, self._penalties, strict=True)
+        )
+        negative = (below < zero) & (below <= above)
+        positive = (above < zero) & ~negative
+        value = torch.where(positive, self._high, torch.where(negative, self._low, values.new_zeros(())))
+        return positive.to(torch.int8) - negative.to(torch.int8), value
+
+
+def row_bits(codes: Tensor) -> Tensor:
+    """Bits that each row of codes [..., C] takes coded by FSV8, all metadata counted; [...] float64, an estimate."""
+    columns = codes.shape[-1]
+    counts = torch.stack([(codes == code).sum(-1) for code in (-1, 0, 1)], -1).double()
+    entropy = -(torch.xlogy(counts, counts / max(columns, 1)) / math.log(2)).sum(-1)
+    return entropy * CODE_EXCESS + (ROW_METADATA + ROW_OVERHEAD)
+
+
+class RateProblem:
+    """A batch of matrices that share Hessians, to be solved at different prices.
+
+    Attributes:
+        weights: [E, R, C] float32, moved to correct earlier layers' errors.
+        hessians: [E, C, C].
+        importance: [E], mean diagonal of each expert's Hessian: its output error for a unit of squared weight error.
+    """
+
+    def __init__(
+        self, weights: Tensor, hessians: Tensor, drift: Tensor | None = None, settings: RateSettings | None = None
+    ) -> None:
+        """Factorise the Hessians and move the weights.
+
+        Args:
+            weights: [E, R, C], finite.
+            hessians: [E, C, C], sums of a x^T x over the tokens x that enter the compressed model's layer, weighted by
+                how much the model's output depends on each.
+            drift: [E, C, C], sums of a (x' - x)^T x, where x' is what enters the original model's layer; or `None`.
+        """
+        self.settings = settings or RateSettings()
+        self.hessians = hessians
+        self.weights = weights.float()
+        if drift is not None and self.settings.shift:
+            self.weights = self.weights + self.settings.shift * self._shift(drift)
+        self.factors: Factors = factorize(hessians, self.settings.damping)
+        self.importance = self._importance()
+
+    def _shift(self, drift: Tensor) -> Tensor:
+        """The change of the weights that makes the outputs for x those for x', by regression: W D (H + d)^-1."""
+        factors = factorize(self.hessians, self.settings.shift_damping)
+        usable = torch.tensor([reason is None for reason in factors.reasons], device=drift.device)
+        scale = torch.tensor(factors.scale, device=drift.device)
+        moved = self.weights @ torch.where(usable[:, None, None], drift, 0.0)
+        moved = moved @ factors.upper.mT @ factors.upper / torch.where(usable, scale, 1.0)[:, None, None]
+        sound = (usable & torch.isfinite(moved).flatten(1).all(1))[:, None, None]
+        return torch.where(sound, moved, 0.0)
+
+    def _importance(self) -> Tensor:
+        scale = torch.tensor(self.factors.scale, device=self.weights.device)
+        scale = torch.where(torch.isfinite(scale), scale, 0.0)
+        mean = scale.mean()
+        return scale.clamp(min=float(LEAST_IMPORTANCE * mean)) if mean > 0 else torch.ones_like(scale)
+
+    def rows(self, picked: Tensor) -> RateProblem:
+        """The problem with the rows picked [K] int64 only; one may be picked many times."""
+        part = object.__new__(RateProblem)
+        part.settings, part.hessians, part.factors, part.importance = (
+            self.settings,
+            self.hessians,
+            self.factors,
+            self.importance,
+        )
+        part.weights = self.weights[:, picked]
+        return part
+
+    def solve(self, prices: Tensor, gains: Tensor) -> tuple[Tensor, Tensor, tuple[ExpertReport, ...]]:
+        """Quantize all rows.
+
+        Args:
+            prices: output error that a bit is worth, [R].
+            gains: of the levels over energy preservation, [R].
+
+        Returns:
+            codes [E, R, C] int8, levels [E, R, 2] float32 before they are rounded for storage, reports of the experts.
+        """
+        rms = self.weights.square().mean(-1).sqrt()
+        relative = prices[None, :].to(rms) / self.importance[:, None]
+        # A first guess: the density where the levels just keep the energy of Gaussian rows rounded to nearest.
+        density = torch.full_like(rms, 1 / 3)
+        lengths = _lengths(density / 2, 1 - density, density / 2)
+        gptq_settings = GptqSettings(damping=self.settings.damping)
+        for _ in range(self.settings.passes):
+            size = (gains.to(rms) * density.rsqrt()).clamp(self.settings.narrowest, self.settings.widest) * rms
+            grid = RateGrid(torch.stack([-size, size], -1), relative, lengths)
+            result = gptq(self.weights, self.hessians, grid, gptq_settings, factors=self.factors)
+            negative, positive = ((result.codes == sign).float().mean(-1) for sign in (-1, 1))
+            density = (negative + positive).clamp(min=1 / max(self.weights.shape[-1], 1))
+            lengths = _lengths(negative, 1 - negative - positive, positive, self.weights.shape[-1])
+        return result.codes, grid.levels, result.reports
+
+
+def _lengths(negative: Tensor, zero: Tensor, positive: Tensor, columns: int = 0) -> Tensor:
+    """Bits [E, R, 3] of the codes of rows with these frequencies; one half of a code is added to each count."""
+    frequencies = torch.stack([negative, zero, positive], -1)
+    if columns:
+        frequencies = (frequencies * columns + 0.5) / (columns + 1.5)
+    return -torch.log2(frequencies)
