@@ -3,7 +3,7 @@
 `token_windows` and the `*_samples` functions make the samples, `Calibrator` runs them.
 """
 
-from moepack.calibration.run import CalibrationSettings, Calibrator, Coverage, Solve, Stage
+from moepack.calibration.run import CalibrationSettings, Calibrator, Coverage, Plan, Solve, Stage
 from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
 from moepack.calibration.text import read_texts, token_windows
 
@@ -11,6 +11,7 @@ __all__ = [
     "CalibrationSettings",
     "Calibrator",
     "Coverage",
+    "Plan",
     "Samples",
     "Solve",
     "SpanTokens",

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from moepack.calibration.buffer import ListBuffer
+from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
 from moepack.calibration.samples import Samples
 from moepack.calibration.skeleton import Recorder, Skeleton
 from moepack.calibration.stacks import Stack
@@ -32,7 +33,9 @@ from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.model import MoeLayer, MoeModel
 from moepack.errors import CalibrationError, DeviceMemoryError, UnsupportedModelError
 
-__all__ = ["CalibrationSettings", "Calibrator", "Coverage", "Solve", "Stage"]
+__all__ = ["CalibrationSettings", "Calibrator", "Coverage", "Plan", "Solve", "Stage"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Stage:
         tokens: [G] int64, tokens that each Hessian is made of.
         hessians: computes [G, C, C] float32 on the device, the sum of x^T x over those tokens.
         inputs: the tokens of the group's i-th expert, [n, C], in pieces.
+        moments: computes the moments of the same tokens, weighted by their effect, with the drift from the original
+            stream (zero where only one stream runs).
     """
 
     layer: MoeLayer
@@ -102,11 +107,16 @@ class Stage:
     tokens: Tensor
     hessians: Callable[[], Tensor]
     inputs: Callable[[int], Iterator[Tensor]]
+    moments: Callable[[], Moments]
 
 
 Solve = Callable[[Stage], dict[str, Tensor]]
 """Turns a stage into compressed weights, [G, R, C] by projection. Called for the first projections of a group, then for
 its last one; must not keep state that a second call for the same experts (in smaller groups) would break."""
+
+Plan = Callable[[Stage], None]
+"""Sees every stage of a layer before the first is solved, its last projection's inputs computed by the original weights
+of the first ones. The same holds for a second call."""
 
 
 @dataclass
@@ -173,8 +183,10 @@ class Calibrator:
         self._by_block = {block: layer for layer in model.layers for block in _enclosing(layer.name)}
         self._factors: dict[str, float] = {}
 
-    def layers(self, solve: Solve) -> Iterator[tuple[MoeLayer, Coverage]]:
+    def layers(self, solve: Solve, plan: Plan | None = None) -> Iterator[tuple[MoeLayer, Coverage]]:
         """Run all blocks in the order of execution; yields each sparse layer once it is solved.
+
+        With `plan`, all stages of a layer are shown to it before the first is solved.
 
         Raises:
             CalibrationError: the model computes NaN or infinity; names the block.
@@ -185,7 +197,7 @@ class Calibrator:
             stack = Stack(self.skeleton, name, "block" if self._seq2seq else "layers", self.settings.batch)
             streams = [self._stream(stack, ids, encoder, i) for i, encoder in enumerate(encoders)]
             for index, block in enumerate(stack.blocks):
-                coverage = self._block(stack, index, block, streams, mask, solve)
+                coverage = self._block(stack, index, block, streams, mask, solve, plan)
                 if coverage is not None:
                     yield coverage
             if name == "encoder":
@@ -236,7 +248,14 @@ class Calibrator:
 
     @torch.no_grad()
     def _block(
-        self, stack: Stack, index: int, block: str, streams: list[_Stream], mask: Tensor, solve: Solve
+        self,
+        stack: Stack,
+        index: int,
+        block: str,
+        streams: list[_Stream],
+        mask: Tensor,
+        solve: Solve,
+        plan: Plan | None,
     ) -> tuple[MoeLayer, Coverage] | None:
         layer = self._by_block.get(block)
         recorder = None if layer is None else self.skeleton.recorders[layer.name]
@@ -249,6 +268,8 @@ class Calibrator:
         if layer is None or recorder is None:
             return None
         sparse = _SparseLayer(self.settings, layer, recorder, streams, mask.flatten(), self._factors[stack.name])
+        if plan is not None:
+            sparse.plan(plan)
         sparse.run(solve)
         return layer, sparse.coverage()
 
@@ -315,7 +336,17 @@ class _SparseLayer:
         return Coverage(self.layer.name, self.counted[-1].counts(), self.counted[0].counts())
 
     def run(self, solve: Solve) -> None:
-        """Solve all groups; a group for which the device is too small is halved."""
+        """Solve all groups and run the tokens through them."""
+        for group, outputs in self._groups(lambda group: self._solve(group, solve)):
+            self._forward(group, *outputs)
+
+    def plan(self, plan: Plan) -> None:
+        """Show all stages to `plan`."""
+        for _ in self._groups(lambda group: self._show(group, plan)):
+            pass
+
+    def _groups(self, work: Callable[[range], _T]) -> Iterator[tuple[range, _T]]:
+        """Results of `work` for all groups of experts; a group for which the device is too small is halved."""
         pending = [
             range(i, min(i + self.settings.group, self.layer.experts))
             for i in range(0, self.layer.experts, self.settings.group)
@@ -323,7 +354,7 @@ class _SparseLayer:
         while pending:
             group = pending.pop(0)
             try:
-                outputs = self._solve(group, solve)
+                outputs = work(group)
             except torch.OutOfMemoryError as error:
                 if len(group) == 1:
                     raise DeviceMemoryError(
@@ -332,7 +363,7 @@ class _SparseLayer:
                 half = len(group) // 2
                 pending[:0] = [group[:half], group[half:]]
                 continue
-            self._forward(group, *outputs)
+            yield group, outputs
 
     def _weights(self, names: list[str], group: range) -> dict[str, Tensor]:
         """The group's weights by projection, [G, R, C] float32 on the device."""
@@ -344,15 +375,24 @@ class _SparseLayer:
     def _solve(self, group: range, solve: Solve) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Original and compressed weights of a group, each as a dictionary by projection."""
         original = self._weights([*self.first, self.last], group)
-        solved = solve(self._stage(group, {name: original[name] for name in self.first}, None))
+        solved = solve(self._stage(group, self.first, original, None))
         values = {name: solved[name].to(self.settings.dtype) for name in self.first}
         feeding = values if self.streams[0].compressed else original
-        last = solve(self._stage(group, {self.last: original[self.last]}, feeding))
+        last = solve(self._stage(group, [self.last], original, feeding))
         values[self.last] = last[self.last].to(self.settings.dtype)
         return original, values
 
-    def _stage(self, group: range, weights: dict[str, Tensor], feeding: dict[str, Tensor] | None) -> Stage:
+    def _show(self, group: range, plan: Plan) -> None:
+        original = self._weights([*self.first, self.last], group)
+        plan(self._stage(group, self.first, original, None))
+        plan(self._stage(group, [self.last], original, original))
+
+    def _stage(
+        self, group: range, names: list[str], original: dict[str, Tensor], feeding: dict[str, Tensor] | None
+    ) -> Stage:
         """A stage; `feeding` holds the weights whose outputs are its inputs, `None` for the first projections."""
+        weights = {name: original[name] for name in names}
+        columns = weights[names[0]].shape[-1]
 
         def inputs(position: int) -> Iterator[Tensor]:
             for tokens, _ in self.hessian_tokens.pieces(group[position], self.cap):
@@ -360,7 +400,6 @@ class _SparseLayer:
                 yield x if feeding is None else self._activations(x, feeding, position)
 
         def hessians() -> Tensor:
-            columns = next(iter(weights.values())).shape[-1]
             result = torch.zeros(len(group), columns, columns, device=self.settings.device)
             for position in range(len(group)):
                 for piece in inputs(position):
@@ -368,12 +407,35 @@ class _SparseLayer:
                     result[position].addmm_(x.T, x)
             return result
 
+        def moments() -> Moments:
+            pieces = [self._tokens(group, position, original, feeding) for position in range(len(group))]
+            return expert_moments(pieces, columns, self.settings.device)
+
         tokens = self.hessian_tokens.counts()[group.start : group.stop]
-        return Stage(self.layer, group, weights, tokens, hessians, inputs)
+        return Stage(self.layer, group, weights, tokens, hessians, inputs, moments)
+
+    def _tokens(
+        self, group: range, position: int, original: dict[str, Tensor], feeding: dict[str, Tensor] | None
+    ) -> Iterator[Tokens]:
+        """The tokens of one expert with their originals and weights, in pieces."""
+        for tokens, share in self.hessian_tokens.pieces(group[position], self.cap):
+            x, before = (self.streams[i].inputs.gather(tokens, self.settings.device) for i in (0, -1))
+            counts = share.to(x.device).float().square()
+            if feeding is None:
+                parts = self._outputs(x, original, position)
+                counts = counts * sensitivity(parts, self.recorder.activate, original[self.last][position])
+                yield Tokens(x, before, counts)
+            else:
+                after = self._activations(before, original, position)
+                yield Tokens(self._activations(x, feeding, position), after, counts)
 
     def _activations(self, x: Tensor, weights: dict[str, Tensor], position: int) -> Tensor:
         """Inputs of the last projection for tokens x [n, C]."""
-        return self.recorder.activate([x @ weights[name][position].to(x.dtype).T for name in self.first])
+        return self.recorder.activate(self._outputs(x, weights, position))
+
+    def _outputs(self, x: Tensor, weights: dict[str, Tensor], position: int) -> list[Tensor]:
+        """Outputs of the first projections for tokens x [n, C]."""
+        return [x @ weights[name][position].to(x.dtype).T for name in self.first]
 
     def _forward(self, group: range, original: dict[str, Tensor], compressed: dict[str, Tensor]) -> None:
         """Add the outputs of the group's experts to every stream, in place."""

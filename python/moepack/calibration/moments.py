@@ -1,0 +1,71 @@
+"""Second moments of an expert's inputs, weighted by what the model's output makes of each token.
+
+A squared error of an expert's output enters the hidden state times the squared router weight. An error of a first
+projection's output reaches it through the activation and the last projection: for output r of projection p by
+(d h_r / d p_r)^2 |W_r|^2, with h the inputs of the last projection and W_r the column of its weights that reads h_r.
+The mean over r and p weights the token, so that one Hessian serves all first projections. Errors of different
+projections, experts and tokens then have the same unit, and a bit can go where it saves most.
+
+The drift is the moment between a token's inputs and their distance from the original model's: sum of a (x' - x)^T x.
+Regressed on the inputs, it tells what of the earlier layers' error this layer could undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Moments", "Tokens", "expert_moments", "sensitivity"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A piece of an expert's tokens, as one of its projections reads them.
+
+    Attributes:
+        inputs: [n, C], from the compressed model. originals: [n, C], from the original one.
+        weights: [n], what a squared output error of the projection counts.
+    """
+
+    inputs: Tensor
+    originals: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over an expert group's tokens: hessians of a x^T x and drift of a (x' - x)^T x, [G, C, C] float32."""
+
+    hessians: Tensor
+    drift: Tensor
+
+
+def expert_moments(groups: Sequence[Iterable[Tokens]], columns: int, device: torch.device) -> Moments:
+    """Sum the pieces of each expert."""
+    hessians = torch.zeros(len(groups), columns, columns, device=device)
+    drift = torch.zeros_like(hessians)
+    for position, pieces in enumerate(groups):
+        for piece in pieces:
+            x = piece.inputs.float()
+            weighted = x * piece.weights.float()[:, None]
+            hessians[position].addmm_(weighted.T, x)
+            drift[position].addmm_((piece.originals.float() - x).T, weighted)
+    return Moments(hessians, drift)
+
+
+def sensitivity(parts: Sequence[Tensor], activate: Callable[[Sequence[Tensor]], Tensor], last: Tensor) -> Tensor:
+    """How much a squared error of the first projections' outputs counts in the expert's output, [n] float32.
+
+    Args:
+        parts: outputs [n, I] of the first projections.
+        activate: the inputs [n, I] of the last projection from them, element by element.
+        last: weights [R, I] of the last projection.
+    """
+    with torch.enable_grad():
+        leaves = [part.detach().float().requires_grad_() for part in parts]
+        slopes = torch.autograd.grad(activate(leaves).sum(), leaves)
+    gains = last.float().square().sum(0)
+    return torch.stack([slope.square() @ gains for slope in slopes]).mean(0) / max(len(gains), 1)
