@@ -23,6 +23,9 @@ def compress_command(
     samples: Annotated[int | None, typer.Option(min=1, help="qmoe: calibration samples; default 128.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="qmoe: tokens a sample; default 512.")] = None,
     bits: Annotated[str | None, typer.Option(help="qmoe: ternary or 2; default ternary.")] = None,
+    bits_per_weight: Annotated[
+        float | None, typer.Option(help="qmoe: rate of the coded experts, 0.6 to 1.6; default: as the grid gives.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="qmoe: device of the calibration; default cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
     resume: Annotated[
@@ -41,8 +44,12 @@ def compress_command(
     console = Console(stderr=True)
     progress = Silent() if quiet else terminal_progress(console)
     try:
-        options = {"calibration": calibration, "samples": samples, "sequence_length": sequence_length}
-        options |= {"bits": bits, "device": device}
+        options: dict[str, str | int | float | None] = {
+            "calibration": calibration,
+            "samples": samples,
+            "sequence_length": sequence_length,
+        }
+        options |= {"bits": bits, "bits_per_weight": bits_per_weight, "device": device}
         given = {name: value for name, value in options.items() if value is not None}
         chosen = create(method, code=code, **given)
     except ValueError as error:

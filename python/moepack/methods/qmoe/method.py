@@ -22,10 +22,14 @@ from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.notes import coverage_notes
+from moepack.methods.qmoe.rate import RateSolver
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import ExpertReport, GptqSettings, gptq
 
 __all__ = ["Qmoe"]
+
+#: What the rate may be set to: below, narrow rows hold little but metadata; above, no row has more to code.
+LEAST_BITS, MOST_BITS = 0.4, 2.0
 
 
 @dataclass
@@ -38,6 +42,8 @@ class Qmoe:
         sequence_length: tokens a window.
         bits: "ternary", or "2" for two bits a weight with groups.
         group_size: columns that share a scale and an offset with two bits, a multiple of 64.
+        bits_per_weight: bits a weight of the coded experts, all metadata counted, or `None` for what the paper's grid
+            takes. Ternary experts only; settings of GPTQ do not apply then.
         code: entropy code of ternary experts, `fsv8` or `dict16`.
         damping: relative to the mean diagonal of the Hessian.
         act_order: take columns by falling diagonal.
@@ -59,6 +65,7 @@ class Qmoe:
     sequence_length: int = 512
     bits: Literal["ternary", "2"] = "ternary"
     group_size: int = 64
+    bits_per_weight: float | None = None
     code: str = "fsv8"
     damping: float = 0.01
     act_order: bool = False
@@ -82,8 +89,16 @@ class Qmoe:
             raise ValueError(f"group_size must be a multiple of 64, not {self.group_size}")
         ternary = self.bits == "ternary"
         self._form: Form = TernaryForm(self.code) if ternary else GroupwiseForm(self.group_size, self.act_order)
+        if self.bits_per_weight is not None:
+            self._check_rate(self.bits_per_weight)
         self._gptq = GptqSettings(damping=self.damping, act_order=self.act_order)
         self._settings()  # its checks
+
+    def _check_rate(self, rate: float) -> None:
+        if not LEAST_BITS <= rate <= MOST_BITS:
+            raise ValueError(f"bits_per_weight must be {LEAST_BITS} to {MOST_BITS}, not {rate}")
+        if self.bits != "ternary" or self.solver != "gptq":
+            raise ValueError("bits_per_weight needs ternary experts and the solver gptq")
 
     def _settings(self) -> CalibrationSettings:
         return CalibrationSettings(
@@ -118,7 +133,8 @@ class Qmoe:
         )
         self._fingerprint = samples.fingerprint()
         self._current: _Packed | _Solving | None = None
-        self._steps = Calibrator(checkpoint, model, samples, self._settings()).layers(self._solve)
+        plan = None if self.bits_per_weight is None else self._plan
+        self._steps = Calibrator(checkpoint, model, samples, self._settings()).layers(self._solve, plan)
 
     def compress_layer(
         self, layer: Mapping[str, Weights], advance: Callable[[int], None]
@@ -126,6 +142,8 @@ class Qmoe:
         """Run the model up to the next layer with experts, which must be `layer`, and quantize it."""
         settings = self._gptq if self.solver == "gptq" else None
         work = _Solving(self._form, settings, self.match_energy, layer, advance)
+        if self.bits_per_weight is not None:
+            work.rate = RateSolver(self.bits_per_weight, next(iter(layer.values())).shape[0])
         self._current = work
         _, coverage = next(self._steps)
         routing = "compressed" if self.activations == "original" else self.routing
@@ -139,6 +157,10 @@ class Qmoe:
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were rounded to nearest."""
         return coverage_notes(layers, self.minimum_tokens)
+
+    def _plan(self, stage: Stage) -> None:
+        if isinstance(self._current, _Solving):
+            self._current.plan(stage)
 
     def _solve(self, stage: Stage) -> dict[str, Tensor]:
         assert self._current is not None
@@ -175,23 +197,39 @@ class _Solving:
             name: torch.empty((*w.shape[:2], form.width(w.shape[2])), dtype=torch.float32) for name, w in layer.items()
         }
         self.rounded: dict[str, str] = {}
+        self.rate: RateSolver | None = None
+
+    def plan(self, stage: Stage) -> None:
+        """Let the rate solver see a stage in advance."""
+        self._check(stage)
+        assert self.rate is not None
+        self.rate.plan(stage)
 
     def solve(self, stage: Stage) -> dict[str, Tensor]:
         """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
         self._check(stage)
+        if self.rate is not None:
+            codes, parameters, values, reports = self.rate.solve(stage, self.form)
+        else:
+            codes, parameters, values, reports = self._plain(stage)
+        for expert, report in zip(stage.experts, reports, strict=bool(reports)):
+            if report.reason is not None:
+                self.rounded.setdefault(str(expert), report.reason)
+        rows = [w.shape[1] for w in stage.weights.values()]
+        pieces = [torch.split(tensor, rows, dim=1) for tensor in (codes, parameters, values)]
+        return {name: self._keep(stage, name, *tensors) for name, *tensors in zip(stage.weights, *pieces, strict=True)}
+
+    def _plain(self, stage: Stage) -> tuple[Tensor, Tensor, Tensor, tuple[ExpertReport, ...]]:
+        """Codes, parameters and values of a stage on the form's own grid."""
         weights = torch.cat(list(stage.weights.values()), dim=1)
         grid, rounding = self.form.grid(), self.settings is None
         hessians = torch.zeros_like(weights[:, :1]).expand(-1, weights.shape[2], -1) if rounding else stage.hessians()
         result = gptq(weights, hessians, grid, self.settings)
         parameters, values = self.form.parameters(grid), result.values
-        if not rounding:
-            self._record(stage, result.reports)
         if self.match_energy and not rounding:
             parameters = self.form.scaled(parameters, energy_factors(weights, values, hessians))
             values = self.form.values(result.codes, parameters)
-        rows = [w.shape[1] for w in stage.weights.values()]
-        pieces = [torch.split(tensor, rows, dim=1) for tensor in (result.codes, parameters, values)]
-        return {name: self._keep(stage, name, *tensors) for name, *tensors in zip(stage.weights, *pieces, strict=True)}
+        return result.codes, parameters, values, () if rounding else result.reports
 
     def _keep(self, stage: Stage, name: str, codes: Tensor, parameters: Tensor, values: Tensor) -> Tensor:
         group = slice(stage.experts.start, stage.experts.stop)
@@ -208,11 +246,6 @@ class _Solving:
                 raise InvalidTensorError(
                     f"expert {expert} holds NaN or infinite weights", tensor=self.layer[name].sources[expert]
                 )
-
-    def _record(self, stage: Stage, reports: tuple[ExpertReport, ...]) -> None:
-        for expert, report in zip(stage.experts, reports, strict=True):
-            if report.reason is not None:
-                self.rounded.setdefault(str(expert), report.reason)
 
     def pack(self, details: Mapping[str, Any]) -> Iterator[tuple[str, PackedTensor]]:
         """Pack all projections; the first one carries the layer's `details`."""
