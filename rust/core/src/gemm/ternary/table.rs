@@ -16,7 +16,8 @@
 //! symbol 2). An unused slot of type 0 repeats the place of slot 1, which is in the cache.
 //!
 //! ```text
-//! place 1 :16 | place 2 :16 | type 1 :8 | type 2 :8 | bytes to the next word :16
+//! place 1 :16 | place 2 :16
+//! type 1 :8 | type 2 :8 | bytes to the next word :16
 //! ```
 
 //! # For lists ([`ListTable`])
@@ -99,7 +100,8 @@ fn step_entry(entry: u32, three_slots: bool) -> u32 {
 /// A two-slot table for a block of tokens.
 #[derive(Debug)]
 pub(super) struct BlockTable {
-    pub entries: Vec<u64>,
+    /// Two words, which take fewer instructions to take apart than one of 64 bits.
+    pub entries: Vec<[u32; 2]>,
     pub class_bits: u32,
 }
 
@@ -121,17 +123,16 @@ impl BlockTable {
     }
 }
 
-fn block_entry(entry: u32, lanes: usize) -> u64 {
-    let bytes = (4 * lanes) as u64;
+fn block_entry(entry: u32, lanes: usize) -> [u32; 2] {
+    let bytes = (4 * lanes) as u32;
     let slots: Vec<(usize, u8)> = lut::nonzeros(entry, false).collect();
     let (first, symbol_1) = slots.first().copied().unwrap_or((0, 0));
     let (second, symbol_2) = slots.get(1).copied().unwrap_or((first, 0));
     // All fields hold at most 255 * 32 * 4 < 2^16.
-    (first as u64 * bytes)
-        | (second as u64 * bytes) << 16
-        | u64::from(symbol_1) << 32
-        | u64::from(symbol_2) << 40
-        | (u64::from(entry >> 24) * bytes) << 48
+    [
+        (first as u32 * bytes) | (second as u32 * bytes) << 16,
+        u32::from(symbol_1) | u32::from(symbol_2) << 8 | ((entry >> 24) * bytes) << 16,
+    ]
 }
 
 /// A table for lists, with its class bits (0 for dict16).
@@ -297,13 +298,10 @@ mod tests {
                     assert!(lut.three_slots);
                     continue;
                 };
-                for (&expected, &entry) in lut.entries.iter().zip(&table.entries) {
-                    let bytes = 4 * lanes as u64;
-                    let mut string = vec![0; ((entry >> 48) / bytes) as usize];
-                    for (place, symbol) in [
-                        (entry & 0xffff, entry >> 32 & 255),
-                        (entry >> 16 & 0xffff, entry >> 40 & 255),
-                    ] {
+                for (&expected, &[places, rest]) in lut.entries.iter().zip(&table.entries) {
+                    let bytes = 4 * lanes as u32;
+                    let mut string = vec![0; ((rest >> 16) / bytes) as usize];
+                    for (place, symbol) in [(places & 0xffff, rest & 255), (places >> 16, rest >> 8 & 255)] {
                         if symbol != 0 {
                             string[(place / bytes) as usize] = symbol as u8;
                         }
