@@ -242,6 +242,7 @@ impl<'a> TernaryView<'a> {
     ///
     /// # Panics
     /// If there is no such expert or group, or the code is another.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn fsv8_tails(
         &self,
         expert: usize,

@@ -1,9 +1,9 @@
 //! Two to 32 tokens, decoded on the fly: every slot of a word is one product-and-add for each vector of tokens.
 //!
-//! A code costs a load of it and of its predecessor, a shift, a look-up, seven instructions that take the entry apart,
-//! and for each slot a level and as many products as there are vectors. Slots without a non-zero (about a quarter)
-//! multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, so that chains of
-//! products of latency 4 do not bind.
+//! A code costs a load of it and of its predecessor, a shift, two loads of an entry's halves, seven instructions that take
+//! them apart, and for each slot a level and as many products as there are vectors. Slots without a non-zero (about a
+//! quarter) multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, so that
+//! chains of products of latency 4 do not bind. Loads do: with 16 tokens nine of 256 bits a code, 6.3 cycles on Zen 4.
 
 use std::arch::x86_64::*;
 
