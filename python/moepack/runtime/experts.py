@@ -13,6 +13,7 @@ Invariants:
 - Inference only: a backward pass through the experts raises.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ class _InferenceOnly(torch.autograd.Function):
         raise RuntimeError("packed experts run inference only: there is no gradient through them")
 
 
-class _PackedModule(nn.Module):
+class _PackedModule(nn.Module, ABC):
     """Buffers of packed bytes, one for each projection, and the matrices that read them."""
 
     projections: tuple[str, ...]
@@ -157,9 +158,9 @@ class _PackedModule(nn.Module):
         """Grouped product: x [N, C] float32 or bfloat16, sorted by expert, to [N, R] float32."""
         return torch.from_numpy(self.matrix(projection).matmul_grouped(_as_numpy(x), offsets))
 
+    @abstractmethod
     def _experts(self, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
         """Run the experts: x [N, H], sorted by expert, to [N, H] float32."""
-        raise NotImplementedError
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Route, run and sum: hidden_states [T, H], index and weights [T, k], to [T, H] in the input's dtype."""

@@ -60,58 +60,56 @@ class PackedMatrix(Protocol):
         ...
 
 
-class TernaryMatrix:
-    """A ternary blob (`MOEPTERN`), multiplied by the Rust kernels straight from its bytes."""
+class _BlobMatrix:
+    """A blob of the core, multiplied by the Rust kernels straight from its bytes."""
 
     __slots__ = ("_blob", "matmul_grouped")
+
+    def __init__(self, blob: Any) -> None:
+        self._blob = blob
+        self.matmul_grouped: Callable[[Activations, NDArray[np.int64]], NDArray[np.float32]] = blob.matmul_grouped
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, rows and columns."""
+        return self._blob.experts, self._blob.rows, self._blob.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the blob in bytes."""
+        return int(self._blob.nbytes)
+
+
+class TernaryMatrix(_BlobMatrix):
+    """A ternary blob (`MOEPTERN`)."""
+
+    __slots__ = ()
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
 
-        self._blob = _core.TernaryBlob(data)
-        self.matmul_grouped: Callable[[Activations, NDArray[np.int64]], NDArray[np.float32]] = self._blob.matmul_grouped
+        super().__init__(_core.TernaryBlob(data))
 
     @property
     def format(self) -> str:
         """`ternary-fsv8` or `ternary-dict16`."""
         return f"ternary-{self._blob.code}"
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Experts, rows and columns."""
-        return self._blob.experts, self._blob.rows, self._blob.columns
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the blob in bytes."""
-        return int(self._blob.nbytes)
+class GroupwiseMatrix(_BlobMatrix):
+    """A group-wise blob (`MOEPGRPW`)."""
 
-
-class GroupwiseMatrix:
-    """A 2-bit group-wise blob (`MOEPGRPW`), multiplied by the Rust kernels straight from its bytes."""
-
-    __slots__ = ("_blob", "matmul_grouped")
+    __slots__ = ()
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
 
-        self._blob = _core.GroupwiseBlob(data)
-        self.matmul_grouped: Callable[[Activations, NDArray[np.int64]], NDArray[np.float32]] = self._blob.matmul_grouped
+        super().__init__(_core.GroupwiseBlob(data))
 
     @property
     def format(self) -> str:
         """`groupwise-2bit`."""
         return f"groupwise-{self._blob.bits}bit"
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Experts, rows and columns."""
-        return self._blob.experts, self._blob.rows, self._blob.columns
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the blob in bytes."""
-        return int(self._blob.nbytes)
 
 
 _FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {b"MOEPTERN": TernaryMatrix, b"MOEPGRPW": GroupwiseMatrix}

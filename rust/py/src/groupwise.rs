@@ -5,11 +5,10 @@ use moepack_core::ternary::Shape;
 use moepack_core::{Result, gemm, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
 use crate::error::raise;
-use crate::ternary::{Activations, chosen_isa, contiguous, zeros};
 
 /// Packs 2-bit group-wise codes.
 ///
@@ -86,16 +85,13 @@ impl GroupwiseBlob {
             columns,
             ..
         } = self.layout.shape();
-        let out = zeros::<T>(py, [experts, rows, columns])?;
-        let mut borrowed = out.try_readwrite()?;
-        let values = contiguous(borrowed.as_slice_mut(), "output")?;
-        self.with_view(py, |view| {
-            let rows = values.chunks_exact_mut(columns.max(1)).enumerate();
-            rows.for_each(|(row, values)| work(view, row, values));
-            Ok(())
-        })?;
-        drop(borrowed);
-        Ok(out)
+        filled(py, [experts, rows, columns], |values| {
+            self.with_view(py, |view| {
+                let rows = values.chunks_exact_mut(columns.max(1)).enumerate();
+                rows.for_each(|(row, values)| work(view, row, values));
+                Ok(())
+            })
+        })
     }
 }
 
@@ -188,25 +184,13 @@ impl GroupwiseBlob {
         isa: Option<&str>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let isa = chosen_isa(isa)?;
-        let [tokens, width] = x.shape();
+        let offsets = expert_offsets(&offsets)?;
         let Shape { rows, columns, .. } = self.layout.shape();
-        if width != columns {
-            return Err(PyValueError::new_err(format!(
-                "x has {width} columns instead of {columns}"
-            )));
-        }
-        let offsets: std::result::Result<Vec<_>, _> =
-            offsets.as_array().iter().map(|&o| usize::try_from(o)).collect();
-        let offsets = offsets.map_err(|_| PyValueError::new_err("offsets must not be negative"))?;
-        let values = x.values()?;
-        let out = zeros::<f32>(py, [1, tokens, rows])?;
-        let mut borrowed = out.try_readwrite()?;
-        let y = contiguous(borrowed.as_slice_mut(), "output")?;
-        self.with_view(py, |view| {
-            gemm::groupwise::matmul_grouped(view, values, &offsets, y, isa, &*pool::current()?)
-        })?;
-        drop(borrowed);
-        out.reshape([tokens, rows])
+        products(py, &x, rows, columns, |x, y| {
+            self.with_view(py, |view| {
+                gemm::groupwise::matmul_grouped(view, x, &offsets, y, isa, &*pool::current()?)
+            })
+        })
     }
 
     fn __repr__(&self) -> String {

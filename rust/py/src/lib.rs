@@ -1,5 +1,6 @@
 //! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
 
+mod arrays;
 mod error;
 mod groupwise;
 mod machine;

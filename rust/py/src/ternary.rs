@@ -1,30 +1,15 @@
 //! Packed ternary tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
 use moepack_core::gemm::ternary as gemm;
-use moepack_core::simd::{self, Isa};
 use moepack_core::ternary::{self, Code, Metadata, Shape, TernaryView};
 use moepack_core::{Result, pool};
-use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, dtype};
-use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArray3, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
+use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3};
+use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
 use crate::error::raise;
-
-pub(crate) fn contiguous<T>(slice: std::result::Result<T, numpy::AsSliceError>, name: &str) -> PyResult<T> {
-    slice.map_err(|_| PyValueError::new_err(format!("{name} must be C-contiguous")))
-}
-
-/// An array of zeros; MemoryError if there is no room for it.
-pub(crate) fn zeros<'py, T: Element>(
-    py: Python<'py>,
-    shape: [usize; 3],
-) -> PyResult<Bound<'py, PyArray3<T>>> {
-    Ok(py
-        .import("numpy")?
-        .call_method1("zeros", (shape, dtype::<T>(py)))?
-        .cast_into()?)
-}
 
 /// Encodes ternary codes into a packed tensor.
 ///
@@ -83,52 +68,6 @@ pub fn encode_ternary<'py>(
     Ok(blob.map_err(raise)?.into_pyarray(py))
 }
 
-/// Activations [tokens, columns]: float32, or the bits of bfloat16 as uint16.
-pub enum Activations<'py> {
-    F32(PyReadonlyArray2<'py, f32>),
-    Bf16(PyReadonlyArray2<'py, u16>),
-}
-
-/// By hand, because the derived code words an error message for each variant that does not match: two calls into
-/// Python a dtype, 10 us of a decoding step.
-impl<'a, 'py> FromPyObject<'a, 'py> for Activations<'py> {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(array) = object.cast::<PyArray2<u16>>() {
-            return Ok(Activations::Bf16(array.try_readonly()?));
-        }
-        if let Ok(array) = object.cast::<PyArray2<f32>>() {
-            return Ok(Activations::F32(array.try_readonly()?));
-        }
-        let message =
-            "x must be a NumPy array [tokens, columns] of float32, or of uint16 (the bits of bfloat16)";
-        Err(PyTypeError::new_err(message))
-    }
-}
-
-impl Activations<'_> {
-    pub(crate) fn shape(&self) -> [usize; 2] {
-        let shape = match self {
-            Activations::F32(x) => x.shape(),
-            Activations::Bf16(x) => x.shape(),
-        };
-        [shape[0], shape[1]]
-    }
-
-    pub(crate) fn values(&self) -> PyResult<gemm::Activations<'_>> {
-        Ok(match self {
-            Activations::F32(x) => contiguous(x.as_slice(), "x")?.into(),
-            Activations::Bf16(x) => contiguous(x.as_slice(), "x")?.into(),
-        })
-    }
-}
-
-/// The instruction set of a name, or the active one.
-pub(crate) fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
-    name.map_or_else(simd::active, Isa::from_name).map_err(raise)
-}
-
 /// A packed ternary tensor of experts x rows x columns, read in place.
 ///
 /// Args:
@@ -168,12 +107,9 @@ impl TernaryBlob {
             columns,
             ..
         } = self.metadata.shape();
-        let out = zeros::<T>(py, [experts, rows, columns])?;
-        let mut borrowed = out.try_readwrite()?;
-        let values = contiguous(borrowed.as_slice_mut(), "output")?;
-        self.with_view(py, |view| work(view, values))?;
-        drop(borrowed);
-        Ok(out)
+        filled(py, [experts, rows, columns], |values| {
+            self.with_view(py, |view| work(view, values))
+        })
     }
 
     /// Multiplies activations without the interpreter lock into a new array [tokens, rows].
@@ -184,19 +120,9 @@ impl TernaryBlob {
         product: impl FnOnce(&TernaryView, gemm::Activations, &mut [f32]) -> Result<()> + Send,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let Shape { rows, columns, .. } = self.metadata.shape();
-        let [tokens, width] = x.shape();
-        if width != columns {
-            return Err(PyValueError::new_err(format!(
-                "x has {width} columns instead of {columns}"
-            )));
-        }
-        let values = x.values()?;
-        let out = zeros::<f32>(py, [1, tokens, rows])?;
-        let mut borrowed = out.try_readwrite()?;
-        let y = contiguous(borrowed.as_slice_mut(), "output")?;
-        self.with_view(py, |view| product(view, values, y))?;
-        drop(borrowed);
-        out.reshape([tokens, rows])
+        products(py, x, rows, columns, |x, y| {
+            self.with_view(py, |view| product(view, x, y))
+        })
     }
 }
 
@@ -299,16 +225,14 @@ impl TernaryBlob {
             let message = format!("rows {start} to {stop} of expert {expert} in {experts} x {rows}");
             return Err(PyIndexError::new_err(message));
         }
-        let out = zeros::<i8>(py, [1, stop - start, columns])?;
-        let mut borrowed = out.try_readwrite()?;
-        let codes = contiguous(borrowed.as_slice_mut(), "output")?;
-        self.with_view(py, |view| {
-            let mut rows = codes.chunks_exact_mut(columns.max(1));
-            (start..stop)
-                .zip(&mut rows)
-                .try_for_each(|(row, codes)| ternary::decode_row(view, expert, row, codes))
+        let out = filled::<i8>(py, [1, stop - start, columns], |codes| {
+            self.with_view(py, |view| {
+                let mut rows = codes.chunks_exact_mut(columns.max(1));
+                (start..stop)
+                    .zip(&mut rows)
+                    .try_for_each(|(row, codes)| ternary::decode_row(view, expert, row, codes))
+            })
         })?;
-        drop(borrowed);
         out.reshape([stop - start, columns])
     }
 
@@ -396,12 +320,7 @@ impl TernaryBlob {
         isa: Option<&str>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let isa = chosen_isa(isa)?;
-        let offsets: std::result::Result<Vec<_>, _> = offsets
-            .as_array()
-            .iter()
-            .map(|&offset| usize::try_from(offset))
-            .collect();
-        let offsets = offsets.map_err(|_| PyValueError::new_err("offsets must not be negative"))?;
+        let offsets = expert_offsets(&offsets)?;
         self.multiply(py, &x, |view, x, y| {
             gemm::matmul_grouped(view, x, &offsets, y, isa, &*pool::current()?)
         })
