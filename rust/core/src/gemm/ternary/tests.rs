@@ -257,6 +257,28 @@ fn results_do_not_depend_on_threads_or_on_grouping() {
     }
 }
 
+/// Which order loads are written in may depend on the processor; what one token gives may not.
+#[test]
+fn all_vector_kernels_give_one_token_the_same_bits() {
+    for code in Code::ALL {
+        for (p0, columns) in [(0.6, 300), (0.885, 2080), (0.885, 6144)] {
+            let shape = matrix(70, columns);
+            let sample = sample(shape, code, p0, 9);
+            let view = TernaryView::parse(&sample.blob).unwrap();
+            let x = activations(columns, 10);
+            let outputs: Vec<Vec<u32>> = kernels()
+                .filter(|&kernel| kernel != Kernel::Scalar)
+                .map(|kernel| {
+                    let mut y = vec![0.0; 70];
+                    matmul_with(kernel, &view, 0, &x[..], &mut y, &pool(1)).unwrap();
+                    y.into_iter().map(f32::to_bits).collect()
+                })
+                .collect();
+            assert!(outputs.windows(2).all(|pair| pair[0] == pair[1]));
+        }
+    }
+}
+
 #[test]
 fn arguments_are_checked() {
     let (shape, offsets) = stack();
