@@ -179,6 +179,14 @@ def test_a_layer_takes_its_budget(target):
     assert total / size == pytest.approx(target, rel=0.01)
 
 
+@pytest.mark.parametrize("spread, target, gain", [(1, 1.2, 1.2), (1000, 1.2, 1.0), (1000, 0.98, 1.2)])
+def test_large_levels_where_experts_are_even_or_bits_are_few(spread, target, gain):
+    budget = RateBudget(target, 3)
+    h = hessians(3, 256) * torch.tensor([1, spread, 1])[:, None, None]
+    budget.add("up", range(3), RateProblem(weights(columns=256), h))
+    assert budget.price("up", range(3))[1] == gain
+
+
 def test_unreachable_budgets_take_the_end_of_the_ladder():
     for target, step in ((50.0, STEPS[0]), (0.01, STEPS[-1])):
         budget = RateBudget(target, 3)

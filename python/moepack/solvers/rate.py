@@ -31,13 +31,12 @@ from moepack.solvers.gptq import ExpertReport, Factors, GptqSettings, factorize,
 
 __all__ = ["RateGrid", "RateProblem", "RateSettings", "row_bits"]
 
-#: Levels (2 x 16 bits), length (12) and dictionary (4) of a row.
-ROW_METADATA = 48
-#: A row's share of the group starts (64 bits for 64 rows), half a byte for its rounded length, and its last code, which
-#: stands for zeros beyond the row's end.
-ROW_OVERHEAD = 6
+#: Levels (2 x 16 bits), length (12) and dictionary (4) of a row; its share of the group starts (64 bits for 64 rows).
+ROW_METADATA = 49
+#: Half a byte for the rounded length of a row that is not empty; its last code, which stands for zeros beyond its end.
+ROW_TAIL = 5
 #: What FSV8 needs over the entropy of a row, with a choice among eight dictionaries.
-CODE_EXCESS = 1.012
+CODE_EXCESS = 1.007
 #: Importance of an expert is at least this part of the mean: prices stay finite for experts that no token reached.
 LEAST_IMPORTANCE = 1e-3
 
@@ -116,7 +115,8 @@ def row_bits(codes: Tensor) -> Tensor:
     columns = codes.shape[-1]
     counts = torch.stack([(codes == code).sum(-1) for code in (-1, 0, 1)], -1).double()
     entropy = -(torch.xlogy(counts, counts / max(columns, 1)) / math.log(2)).sum(-1)
-    return entropy * CODE_EXCESS + (ROW_METADATA + ROW_OVERHEAD)
+    used = (counts[..., 0] + counts[..., 2] > 0).double()
+    return entropy * CODE_EXCESS + ROW_TAIL * used + ROW_METADATA
 
 
 class RateProblem:

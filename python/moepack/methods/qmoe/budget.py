@@ -18,8 +18,13 @@ __all__ = ["RateBudget"]
 
 #: Prices tried, relative to the layer's unit: the output error of a typical matrix if all of it were zero, per weight.
 STEPS = 2.0 ** torch.arange(-18, 6, dtype=torch.float64)
-#: Level gains tried; the first that can spend the whole budget is used.
+#: Level gains tried; the first that can spend the whole budget is used, from the first or the last on.
 GAINS = (1.2, 1.1, 1.0)
+#: A layer uses its experts evenly if the exponential of the entropy of their importance is this part of their number,
+#: and is sparse below these bits a weight. Among uneven experts a price moves bits to those that are used, which holds
+#: for any text, so a layer with bits to move gets the gain 1 (measured at 1.25 bits: a loss increase of 0.34 of the
+#: scaled grid's instead of 0.63). Among even ones it only follows the calibration text: large levels carry over better.
+EVEN, SPARSE = 0.75, 1.15
 #: Rows of a matrix that are tried.
 ROWS = 16
 
@@ -35,6 +40,7 @@ class RateBudget:
         self._curves: dict[str, Tensor] = {}
         self._spent: dict[str, Tensor] = {}
         self._bias: dict[str, float] = {}
+        self._importance: dict[str, Tensor] = {}
         self._last = (0.0, 0)
 
     def add(self, stage: str, experts: range, problem: RateProblem) -> None:
@@ -52,6 +58,8 @@ class RateBudget:
         bits = row_bits(codes).view(len(experts), tried, len(picked)).sum(2) * (rows / len(picked))
         curves = self._curves.setdefault(stage, torch.zeros(self.experts, len(GAINS), len(STEPS), dtype=torch.float64))
         curves[experts.start : experts.stop] = bits.view(len(experts), len(GAINS), len(STEPS)).cpu()
+        importance = self._importance.setdefault(stage, torch.zeros(self.experts, dtype=torch.float64))
+        importance[experts.start : experts.stop] = problem.importance.double().cpu()
         self._weights[stage] = self.experts * rows * columns
         self._spent.setdefault(stage, torch.full((self.experts,), float("nan"), dtype=torch.float64))
 
@@ -89,8 +97,17 @@ class RateBudget:
     def _gain(self) -> int:
         total = sum(curves.sum(0)[:, 0] for curves in self._curves.values())
         wanted = self.bits_per_weight * sum(self._weights.values())
-        fits = [i for i in range(len(GAINS)) if float(total[i]) >= wanted]  # type: ignore[index]
+        first = 0 if self._even() or self.bits_per_weight < SPARSE else len(GAINS) - 1
+        fits = [i for i in range(first, len(GAINS)) if float(total[i]) >= wanted]  # type: ignore[index]
         return fits[0] if fits else len(GAINS) - 1
+
+    def _even(self) -> bool:
+        """Whether all experts matter about as much, by the mean over stages."""
+        shares = []
+        for importance in self._importance.values():
+            part = importance / importance.sum().clamp(min=torch.finfo(torch.float64).tiny)
+            shares.append(float(torch.exp(-torch.xlogy(part, part).sum())) / max(self.experts, 1))
+        return sum(shares) >= EVEN * len(shares)
 
 
 def _crossing(curve: Tensor, bits: float) -> float:
