@@ -226,3 +226,15 @@ def test_any_shape_gives_finite_values_on_the_grid(experts, rows, columns, bits,
     on_grid = grid.scales[..., index] * result.codes + grid.offsets[..., index]
     assert torch.isfinite(result.values).all()
     torch.testing.assert_close(result.values, on_grid)
+
+
+def test_a_searched_range_is_never_worse_and_much_better_at_two_bits():
+    weights = torch.randn(2, 50, 128, generator=torch.Generator().manual_seed(0))
+    weights[0, 0, :64] = 1.5
+    eye = torch.eye(128).expand(2, 128, 128)
+    plain = gptq(weights, eye, AffineGrid(2, 64)).values
+    searched = gptq(weights, eye, AffineGrid(2, 64, search=True)).values
+    error = {n: (v - weights).square().unflatten(2, (2, 64)).sum(3) for n, v in (("p", plain), ("s", searched))}
+    assert (error["s"] <= error["p"] + 1e-5).all()
+    assert error["s"].sum() < 0.75 * error["p"].sum()
+    assert torch.equal(searched[0, 0, :64], weights[0, 0, :64])

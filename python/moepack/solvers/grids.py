@@ -15,6 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+#: The shares of a group's range that a search tries, the whole range first.
+NARROWINGS = tuple(1.0 - 0.05 * step for step in range(11))
+
 
 class Grid(Protocol):
     """What the solver needs of a grid. One instance serves one batch of weights.
@@ -86,16 +89,27 @@ class AffineGrid:
     zero and its constant as the offset. Codes are uint8; ``scales`` and ``offsets`` are [E, R, G], rounded to
     ``storage``.
 
+    With ``search``, a group's range is first narrowed around its middle by the factor among 1.0, 0.95, ... 0.5 that
+    leaves the least squared error: with few bits, a finer step is worth more than the outermost weights. (At 2 bits the
+    best uniform step for Gaussian weights is 0.62 of that of 64 weights' minimum and maximum.)
+
     Args:
         bits: 1 to 8.
         group: columns a group, or ``None`` for one group a row.
         static: take every group from the original weights instead of the compensated ones. Needed for act-order,
             whose groups are not contiguous in time; one group a row is always static.
+        search: narrow each group's range to the least squared error.
         storage: the type of the stored parameters.
     """
 
     def __init__(
-        self, bits: int, group: int | None = None, *, static: bool = False, storage: torch.dtype = torch.float16
+        self,
+        bits: int,
+        group: int | None = None,
+        *,
+        static: bool = False,
+        search: bool = False,
+        storage: torch.dtype = torch.float16,
     ) -> None:
         if not 1 <= bits <= 8:
             raise ValueError(f"bits must be 1 to 8, not {bits}")
@@ -105,6 +119,7 @@ class AffineGrid:
         self.group = group
         self.group_size = None if static else group
         self.storage = storage
+        self.narrowings = NARROWINGS if search else NARROWINGS[:1]
         self.scales = self.offsets = torch.empty(0)
 
     def fit(self, weights: Tensor) -> None:
@@ -124,17 +139,30 @@ class AffineGrid:
 
     def _take(self, group: int, weights: Tensor) -> None:
         low, high = torch.aminmax(weights, dim=-1)
-        offset = _store(low, self.storage)
-        scale = _store((high - offset).clamp(min=0) / self.levels, self.storage)
-        self.scales[..., group], self.offsets[..., group] = scale, offset
+        least: Tensor | None = None
+        for narrowing in self.narrowings:
+            margin = (high - low) * (0.5 - 0.5 * narrowing)
+            offset = _store(low + margin, self.storage)
+            scale = _store((high - margin - offset).clamp(min=0) / self.levels, self.storage)
+            if len(self.narrowings) > 1:
+                error = self._round(weights, scale[..., None], offset[..., None])[1].sub_(weights).square_().sum(-1)
+                better = error < least if least is not None else torch.ones_like(error, dtype=torch.bool)
+                scale = torch.where(better, scale, self.scales[..., group])
+                offset = torch.where(better, offset, self.offsets[..., group])
+                least = error if least is None else torch.minimum(error, least)
+            self.scales[..., group], self.offsets[..., group] = scale, offset
+
+    def _round(self, values: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+        codes = ((values - offset) / divisor).round_().clamp_(0, self.levels)
+        return codes, codes * scale + offset
 
     def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
         """Round half to even and clamp to the codes there are."""
         experts = torch.arange(values.shape[0], device=values.device)
         scale, offset = self.scales[experts, :, columns // self.width], self.offsets[experts, :, columns // self.width]
-        divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-        codes = ((values - offset) / divisor).round_().clamp_(0, self.levels)
-        return codes.to(torch.uint8), codes * scale + offset
+        codes, rounded = self._round(values, scale, offset)
+        return codes.to(torch.uint8), rounded
 
 
 def _store(values: Tensor, dtype: torch.dtype) -> Tensor:

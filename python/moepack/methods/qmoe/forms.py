@@ -108,16 +108,18 @@ class GroupwiseForm:
     Attributes:
         group_size: columns a group, a multiple of 64.
         static: take the groups from the original weights (act-order needs it).
+        search: narrow each group's range to the least squared error.
     """
 
     group_size: int = 64
     static: bool = False
+    search: bool = True
     kind: str = "groupwise"
     code_dtype: torch.dtype = torch.uint8
 
     def grid(self) -> AffineGrid:
         """Return the asymmetric two-bit grid."""
-        return AffineGrid(2, self.group_size, static=self.static)
+        return AffineGrid(2, self.group_size, static=self.static, search=self.search)
 
     def parameters(self, grid: AffineGrid) -> Tensor:
         """Interleave scales and offsets."""

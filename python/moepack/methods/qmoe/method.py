@@ -47,7 +47,8 @@ class Qmoe:
         code: entropy code of ternary experts, `fsv8` or `dict16`.
         damping: relative to the mean diagonal of the Hessian.
         act_order: take columns by falling diagonal.
-        solver: "gptq", or "rtn" to round to nearest on the same grid (what calibration is compared with).
+        solver: "gptq", or "rtn" to round to nearest on the grid of minimum and maximum (what calibration is compared
+            with).
         match_energy: restore the output energy of each row by a factor on its levels.
         activations: "compressed" or "original": what enters the next block.
         routing: "original" or "compressed": whose router assigns tokens for the Hessians. The original one costs a
@@ -87,8 +88,8 @@ class Qmoe:
             raise ValueError(f"bits must be ternary or 2, not {self.bits}; the solver gptq or rtn, not {self.solver}")
         if self.group_size < 64 or self.group_size % 64:
             raise ValueError(f"group_size must be a multiple of 64, not {self.group_size}")
-        ternary = self.bits == "ternary"
-        self._form: Form = TernaryForm(self.code) if ternary else GroupwiseForm(self.group_size, self.act_order)
+        groups = GroupwiseForm(self.group_size, static=self.act_order, search=self.solver == "gptq")
+        self._form: Form = TernaryForm(self.code) if self.bits == "ternary" else groups
         if self.bits_per_weight is not None:
             self._check_rate(self.bits_per_weight)
         self._gptq = GptqSettings(damping=self.damping, act_order=self.act_order)
