@@ -49,7 +49,8 @@ class Qmoe:
         act_order: take columns by falling diagonal.
         solver: "gptq", or "rtn" to round to nearest on the grid of minimum and maximum (what calibration is compared
             with).
-        match_energy: restore the output energy of each row by a factor on its levels.
+        match_energy: restore the output energy of each row by a factor on its levels. `None`: for ternary rows only;
+            two bits lose so little energy that the factors would fit the calibration set more than the model.
         activations: "compressed" or "original": what enters the next block.
         routing: "original" or "compressed": whose router assigns tokens for the Hessians. The original one costs a
             second stream and was no better on the models measured (docs/methods/qmoe.md).
@@ -71,7 +72,7 @@ class Qmoe:
     damping: float = 0.01
     act_order: bool = False
     solver: Literal["gptq", "rtn"] = "gptq"
-    match_energy: bool = True
+    match_energy: bool | None = None
     activations: Literal["compressed", "original"] = "compressed"
     routing: Literal["original", "compressed"] = "compressed"
     premask: bool = True
@@ -88,6 +89,8 @@ class Qmoe:
             raise ValueError(f"bits must be ternary or 2, not {self.bits}; the solver gptq or rtn, not {self.solver}")
         if self.group_size < 64 or self.group_size % 64:
             raise ValueError(f"group_size must be a multiple of 64, not {self.group_size}")
+        if self.match_energy is None:
+            self.match_energy = self.bits == "ternary"
         groups = GroupwiseForm(self.group_size, static=self.act_order, search=self.solver == "gptq")
         self._form: Form = TernaryForm(self.code) if self.bits == "ternary" else groups
         if self.bits_per_weight is not None:
@@ -142,7 +145,7 @@ class Qmoe:
     ) -> Iterator[tuple[str, PackedTensor]]:
         """Run the model up to the next layer with experts, which must be `layer`, and quantize it."""
         settings = self._gptq if self.solver == "gptq" else None
-        work = _Solving(self._form, settings, self.match_energy, layer, advance)
+        work = _Solving(self._form, settings, bool(self.match_energy), layer, advance)
         if self.bits_per_weight is not None:
             work.rate = RateSolver(self.bits_per_weight, next(iter(layer.values())).shape[0])
         self._current = work
