@@ -1,7 +1,7 @@
 //! Group-wise integer tensors: 2-bit codes, and a scale and an offset for each group of columns.
 //!
-//! A weight is `scale * code + offset`. Two bits a weight leave an entropy coder nothing: codes of a group that spans
-//! its minimum to its maximum use all four values, so the format is fixed-width and read in place.
+//! A weight is `scale * code + offset`. Two bits a weight leave an entropy coder little: the ranges of groups are chosen
+//! so that all four codes are in use, so the format is fixed-width and read in place.
 //!
 //! ```text
 //!  0 8s magic "MOEPGRPW"    11 u8 parameter dtype (1 f16)    16 u64 experts E    40 u64 group size in columns
