@@ -40,7 +40,7 @@ class Grid(Protocol):
         Args:
             values: [E, R], the compensated weights.
             columns: [E] int64, the column of the original matrix that each expert is at.
-            curvature: [E], the loss of a unit of squared rounding error there (1 / U_jj^2), for grids that trade
+            curvature: [E], the loss of a unit of squared rounding error there (p_j^2 of `gptq`), for grids that trade
                 error for something else; plain rounding ignores it.
 
         Returns:

@@ -3,7 +3,7 @@
 An entropy coder charges exactly what is used, so a ternary row may be dense or sparse, and the question is which
 weights deserve to be non-zero. Every weight is given the code that minimises
 
-    (w - v)^2 / U_jj^2 + price * bits(code),
+    p_j^2 (w - v)^2 + price * bits(code),
 
 the growth of the damped output error (the numerator is what GPTQ spreads over the free columns) plus a price for the
 code's length under the row's own frequencies. One price for a whole layer makes the marginal gain of a bit the same in
@@ -153,7 +153,10 @@ class RateProblem:
         usable = torch.tensor([reason is None for reason in factors.reasons], device=drift.device)
         scale = torch.tensor(factors.scale, device=drift.device)
         moved = self.weights @ torch.where(usable[:, None, None], drift, 0.0)
-        moved = moved @ factors.upper.mT @ factors.upper / torch.where(usable, scale, 1.0)[:, None, None]
+        root = factors.upper * factors.pivots[:, None, :]  # root root^T is the damped Hessian over its scale
+        moved = torch.linalg.solve_triangular(root.mT, moved, upper=False, left=False)
+        moved = torch.linalg.solve_triangular(root, moved, upper=True, left=False)
+        moved = moved / torch.where(usable, scale, 1.0)[:, None, None]
         sound = (usable & torch.isfinite(moved).flatten(1).all(1))[:, None, None]
         return torch.where(sound, moved, 0.0)
 
