@@ -15,6 +15,7 @@ __all__ = [
     "encode_ternary",
     "isa",
     "kernels",
+    "kmeans",
     "set_threads",
     "threads",
 ]
@@ -191,3 +192,22 @@ class GroupwiseBlob:
         Raises:
             ValueError: sizes or offsets do not match, or the processor lacks the set.
         """
+
+def kmeans(
+    values: NDArray[np.float32], clusters: int, weights: NDArray[np.float32] | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.float64]]:
+    """Cluster the values of each row so that the weighted sum of squared errors is least.
+
+    Args:
+        values: float32 [rows, columns], C-contiguous, finite.
+        clusters: 1 to 16.
+        weights: float32 [groups, columns], C-contiguous, finite, none negative: the importance of each column, for rows
+            / groups successive rows at a time; by default 1.
+
+    Returns:
+        Centroids, float32 [rows, clusters], ascending; codes of the nearest centroid, uint8 [rows, columns]; errors,
+        float64 [rows].
+
+    Raises:
+        ValueError: sizes do not match, or a value or weight is out of range.
+    """

@@ -6,6 +6,7 @@
 pub mod error;
 pub mod gemm;
 pub mod groupwise;
+pub mod kmeans;
 pub mod limits;
 pub mod pool;
 pub mod simd;

@@ -3,6 +3,7 @@
 mod arrays;
 mod error;
 mod groupwise;
+mod kmeans;
 mod machine;
 mod ternary;
 
@@ -16,6 +17,8 @@ mod _core {
     use super::error::CorruptionError;
     #[pymodule_export]
     use super::groupwise::{GroupwiseBlob, encode_groupwise};
+    #[pymodule_export]
+    use super::kmeans::kmeans;
     #[pymodule_export]
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]
