@@ -13,6 +13,7 @@ from moepack.calibration import (
     decoder_samples,
     seq2seq_samples,
 )
+from moepack.calibration.stacks import Stack
 from moepack.checkpoint import Checkpoint, describe
 from moepack.errors import CalibrationError, DeviceMemoryError, DiskError
 
@@ -159,6 +160,15 @@ def test_smaller_groups_are_tried_when_memory_runs_out(mixtral):
 
     with pytest.raises(DeviceMemoryError, match=r"one expert of 'model\.layers\.0"):
         list(calibrator(mixtral, samples).layers(never))
+
+
+def test_a_device_too_small_for_a_block_is_a_typed_error(mixtral, monkeypatch):
+    def full(self, *arguments):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Stack, "run", full)
+    with pytest.raises(DeviceMemoryError, match=r"too little memory for 'model\.layers\.0' and 8 samples"):
+        list(calibrator(mixtral, decoder_samples(WINDOWS)).layers(keep))
 
 
 def broken(mixtral, tmp_path, name, value):

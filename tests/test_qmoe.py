@@ -23,6 +23,7 @@ from moepack.methods import Qmoe, create
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
+from moepack.runtime.matrix import open_matrix
 from moepack.solvers.energy import energy_factors
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers")
@@ -119,19 +120,23 @@ def die(self, shard):
     append(self, shard)
     os.kill(os.getpid(), signal.SIGKILL)
 Workspace.append = die
-compress(sys.argv[1], sys.argv[2], method=Qmoe(sys.argv[3], samples=6, sequence_length=64))
+rate = float(sys.argv[4]) if sys.argv[4:] else None
+compress(sys.argv[1], sys.argv[2], method=Qmoe(sys.argv[3], samples=6, sequence_length=64, bits_per_weight=rate))
 """
 
 
-def test_kill_9_between_blocks_and_resume_is_byte_identical(mixtral, text, tmp_path):
+@pytest.mark.parametrize("rate", [None, 1.8])
+def test_kill_9_between_blocks_and_resume_is_byte_identical(mixtral, rate, text, tmp_path):
     threads = torch.get_num_threads()
-    compress(mixtral, tmp_path / "whole", method=method(text))
+    compress(mixtral, tmp_path / "whole", method=method(text, bits_per_weight=rate))
     environment = {**os.environ, "PYTHONPATH": str(Path(moepack.__file__).parents[1]), "OMP_NUM_THREADS": str(threads)}
     arguments = [sys.executable, "-c", KILLED, str(mixtral), str(tmp_path / "out"), str(text)]
+    arguments += [] if rate is None else [str(rate)]
     died = subprocess.run(arguments, env=environment, capture_output=True, timeout=300)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     assert (tmp_path / "out.partial").exists() and not (tmp_path / "out").exists()
-    compress(mixtral, tmp_path / "out", method=method(text))
+    report = compress(mixtral, tmp_path / "out", method=method(text, bits_per_weight=rate))
+    assert report.resumed_weights == report.expert_weights // 2
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -171,6 +176,22 @@ def test_experts_without_tokens_are_rounded_and_named(tiny_checkpoint, tmp_path)
     record = PackedDirectory.open(tmp_path / "out").manifest.tensors["model.layers.0.mlp.experts.gate_proj"]
     unseen = [str(e) for e, count in enumerate(record.details["tokens"]) if count == 0]
     assert unseen and all(record.details["rounded"][e] == "no token reached the expert" for e in unseen)
+
+
+def test_experts_without_tokens_are_almost_empty_at_a_rate_and_named(tiny_checkpoint, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("a" * 64)
+    chosen = method(file, samples=1, bits_per_weight=1.5)
+    report = compress(tiny_checkpoint("qwen3_moe"), tmp_path / "out", method=chosen)
+    assert any("no calibration token" in note and "almost empty" in note for note in report.notes)
+    assert not any("rounded to nearest" in note for note in report.notes)
+    packed = PackedDirectory.open(tmp_path / "out")
+    name = "model.layers.0.mlp.experts.gate_proj"
+    unseen = [e for e, count in enumerate(packed.manifest.tensors[name].details["tokens"]) if count == 0]
+    weights = open_matrix(packed.tensor(name))._blob.dequantize("float32")
+    density = (weights != 0).mean((1, 2))
+    seen = [e for e in range(len(density)) if e not in unseen]
+    assert unseen and density[unseen].max() < 0.2 * density[seen].max()
 
 
 def test_notes_name_a_dozen_and_count_the_rest():
@@ -222,6 +243,29 @@ def test_rounding_is_the_method_ternary(mixtral, text, tmp_path):
     compress(mixtral, tmp_path / "b", method=method(text, solver="rtn"))
     first, second = PackedDirectory.open(tmp_path / "a").tensors(), PackedDirectory.open(tmp_path / "b").tensors()
     assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_a_model_that_computes_nan_is_refused(mixtral, text, tmp_path):
+    shutil.copytree(mixtral, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"].view(-1)[0] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CalibrationError, match=r"NaN or infinity in 'model\.layers\.1'"):
+        compress(tmp_path / "model", tmp_path / "out", method=method(text))
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_out_of_the_vocabulary_are_refused(mixtral, text, tmp_path):
+    """A tokenizer of another model: ids beyond the embedding must not reach it."""
+    shutil.copytree(mixtral, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["e"] = len(vocabulary) + 5000
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(CalibrationError, match="out of the model's vocabulary"):
+        compress(tmp_path / "model", tmp_path / "out", method=method(text))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["model"]
 
 
 def test_unknown_settings_are_refused():

@@ -190,14 +190,19 @@ class Calibrator:
 
         Raises:
             CalibrationError: the model computes NaN or infinity; names the block.
-            DeviceMemoryError: the device is too small even for one expert.
+            DeviceMemoryError: the device is too small for one expert, or for a block's dense part.
         """
         encoders: list[ListBuffer | None] = [None] * self._streams()
         for name, ids, mask in self._stacks():
             stack = Stack(self.skeleton, name, "block" if self._seq2seq else "layers", self.settings.batch)
             streams = [self._stream(stack, ids, encoder, i) for i, encoder in enumerate(encoders)]
             for index, block in enumerate(stack.blocks):
-                coverage = self._block(stack, index, block, streams, mask, solve, plan)
+                try:
+                    coverage = self._block(stack, index, block, streams, mask, solve, plan)
+                except torch.OutOfMemoryError as error:
+                    raise DeviceMemoryError(
+                        f"{self.settings.device} has too little memory for '{block}' and {self.settings.batch} samples"
+                    ) from error
                 if coverage is not None:
                     yield coverage
             if name == "encoder":

@@ -159,8 +159,8 @@ class Qmoe:
         next(self._steps)
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that saw few tokens, and experts that were rounded to nearest."""
-        return coverage_notes(layers, self.minimum_tokens)
+        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
+        return coverage_notes(layers, self.minimum_tokens, priced=self.bits_per_weight is not None)
 
     def _plan(self, stage: Stage) -> None:
         if isinstance(self._current, _Solving):

@@ -11,26 +11,32 @@ __all__ = ["coverage_notes", "listed"]
 NAMED = 12
 
 
-def coverage_notes(layers: Mapping[str, Mapping[str, Any]], minimum: int) -> tuple[str, ...]:
+def coverage_notes(
+    layers: Mapping[str, Mapping[str, Any]], minimum: int, *, priced: bool = False
+) -> tuple[str, ...]:
     """Full sentences about the layers that deserve one.
 
     Args:
         layers: by layer, the details of its first projection: `tokens` (a list over experts) and `rounded` (experts
             without error compensation, with the reason).
         minimum: tokens below which an expert is named.
+        priced: whether bits had a price, which leaves next to nothing of an expert that no token needs; without one it
+            is rounded to nearest.
     """
     notes: list[str] = []
+    fate = "almost empty, for their bits went where tokens are" if priced else "rounded to nearest"
     for layer, details in layers.items():
         tokens: Sequence[int] = details["tokens"]
         few = [expert for expert, count in enumerate(tokens) if 0 < count < minimum]
         unseen = [expert for expert, count in enumerate(tokens) if count == 0]
         failed = {int(e): reason for e, reason in details.get("rounded", {}).items() if int(e) not in set(unseen)}
         if unseen:
-            notes.append(f"{layer}: no calibration token reached {listed(unseen)}; rounded to nearest.")
+            notes.append(f"{layer}: no calibration token reached {listed(unseen)}; {fate}.")
         if few:
             notes.append(f"{layer}: fewer than {minimum} calibration tokens reached {listed(few)}.")
         if failed:
-            notes.append(f"{layer}: {listed(list(failed))} rounded to nearest: {next(iter(failed.values()))}.")
+            compensation = "quantized without error compensation" if priced else "rounded to nearest"
+            notes.append(f"{layer}: {listed(list(failed))} {compensation}: {next(iter(failed.values()))}.")
     return tuple(notes)
 
 

@@ -1,0 +1,202 @@
+"""Compress a checkpoint of the Switch-base-128 shapes: seconds for 10^9 weights, peak memory, and c2048 from that.
+
+    python benches/scale.py [--layers 12] [--methods ternary qmoe] [--samples 64] [--threads N] [--directory DIR]
+
+The checkpoint is made up (shapes of google/switch-base-128: d_model 768, d_ff 3072, 128 experts, a sparse layer after
+each dense one), in shards, and removed afterwards: 12 layers are 7.2 * 10^9 expert weights, 14.5 GB. Its experts are
+overlapping windows of one run of Gaussian numbers, which costs no time to draw and has no effect on the time to
+compress; its router is random, so tokens spread over the experts. Nothing about quality can be learned from it.
+
+Each method runs in a process of its own, which this one watches: memory is looked at every 20 ms. Processor seconds
+are given beside wall seconds, because they hold on a machine that has other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast, SwitchTransformersConfig
+
+import machine
+
+D_MODEL, D_FF, EXPERTS, VOCABULARY, SENTINELS = 768, 3072, 128, 32128, 100
+#: google/switch-c-2048: d_model, d_ff, experts, sparse layers; 1.57 * 10^12 expert weights.
+C2048 = (2080, 6144, 2048, 30)
+#: Words of the made-up calibration text; what it says is of no consequence.
+WORDS = ("river", "stone", "light", "under", "walked", "slowly", "and", "then", "nobody", "knew", "where", "it", "was")
+
+
+def config(layers: int) -> SwitchTransformersConfig:
+    """Half of the sparse layers in the encoder, half in the decoder, each behind a dense one."""
+    return SwitchTransformersConfig(
+        vocab_size=VOCABULARY, d_model=D_MODEL, d_kv=64, d_ff=D_FF, num_heads=12, num_experts=EXPERTS,
+        num_layers=layers, num_sparse_encoder_layers=layers // 2,
+        num_decoder_layers=layers, num_sparse_decoder_layers=layers // 2,
+        expert_capacity=1 << 30, router_jitter_noise=0.0, dropout_rate=0.0,
+        pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Single bytes with T5's special tokens."""
+    special = ["<pad>", "</s>", *(f"<extra_id_{i}>" for i in range(SENTINELS))]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
+
+
+def build(directory: Path, layers: int) -> None:
+    """Write the checkpoint, a shard for each sparse layer and one for the rest."""
+    settings = config(layers)
+    settings.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    with torch.device("meta"):
+        names = {
+            name: tensor.shape for name, tensor in AutoModelForSeq2SeqLM.from_config(settings).state_dict().items()
+        }
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(1 << 25, generator=generator)
+    shards: dict[str, dict[str, torch.Size]] = {}
+    for name, shape in names.items():
+        shards.setdefault(name.split(".experts.")[0] if ".experts." in name else "dense", {})[name] = shape
+    weight_map = {}
+    for number, group in enumerate(shards.values(), 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(dict(_tensors(group, pool)), directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(group, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    text = " ".join(WORDS[(i * i + i // 7) % len(WORDS)] for i in range(1 << 18))
+    (directory.parent / "calibration.txt").write_text(text)
+
+
+def _tensors(group: dict[str, torch.Size], pool: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for position, (name, shape) in enumerate(group.items()):
+        if "layer_norm" in name:
+            yield name, torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        start = (position * 1_000_003) % (len(pool) - shape.numel())
+        yield name, (pool[start : start + shape.numel()].view(shape) * shape[-1] ** -0.5).bfloat16()
+
+
+def work(options: argparse.Namespace) -> None:
+    """The measured process: compress, print what it took."""
+    from moepack.methods import Qmoe, create
+    from moepack.pipeline import compress
+
+    torch.set_num_threads(options.threads)
+    settings = {"calibration": str(options.directory / "calibration.txt"), "samples": options.samples}
+    method = Qmoe(**settings, group=options.group) if options.work == "qmoe" else create(options.work)
+    report = compress(options.directory / "model", options.directory / "packed", method=method, threads=options.threads)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    figures = {"weights": report.expert_weights, "bits": report.bits_per_weight, "seconds": report.seconds}
+    print(json.dumps({**figures, "cpu": usage.ru_utime + usage.ru_stime}))
+
+
+def measure(method: str, options: argparse.Namespace) -> dict[str, float]:
+    """Run this script as the measured process; its figures, and the peaks of its memory in bytes."""
+    command = [sys.executable, __file__, "--work", method, "--directory", str(options.directory)]
+    for name in ("samples", "threads", "group"):
+        command += [f"--{name}", str(getattr(options, name))]
+    peaks = {"RssAnon": 0, "VmHWM": 0}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                    name, _, value = line.partition(":")
+                    if name in peaks:
+                        peaks[name] = max(peaks[name], int(value.split()[0]) * 1024)
+            time.sleep(0.02)
+        printed = process.stdout.read() if process.stdout else ""
+    if process.returncode:
+        sys.exit(f"{method} failed")
+    shutil.rmtree(options.directory / "packed")
+    return {**json.loads(printed.splitlines()[-1]), **peaks}
+
+
+def solver_operations(d_model: int, d_ff: int) -> float:
+    """Multiplications of GPTQ for each weight: R C^2 of compensation and C^3 / 3 of factorisation a matrix."""
+    shapes = ((d_ff, d_model), (d_model, d_ff))
+    return sum(rows * columns**2 + columns**3 / 3 for rows, columns in shapes) / (2 * d_model * d_ff)
+
+
+def show(method: str, figures: dict[str, float]) -> None:
+    """One line a method, and the extrapolation."""
+    billions = figures["weights"] / 1e9
+    wall, cpu = figures["seconds"] / billions, figures["cpu"] / billions
+    memory = f"{figures['RssAnon'] / 1e9:.2f} GB anonymous, {figures['VmHWM'] / 1e9:.2f} GB with mapped files"
+    print(
+        f"{method:8} {billions:.2f} * 10^9 weights to {figures['bits']:.3f} bits: {wall:.1f} s wall and {cpu:.1f} s of"
+    )
+    print(f"         processor for 10^9 weights; peak memory {memory}")
+    d_model, d_ff, experts, layers = C2048
+    total = 2 * d_model * d_ff * experts * layers / 1e9
+    factor = solver_operations(d_model, d_ff) / solver_operations(D_MODEL, D_FF) if method == "qmoe" else 1.0
+    days, cores = (seconds * factor * total / 86400 for seconds in (wall, cpu))
+    print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time a weight: {days:.1f} days as it was,")
+    print(f"         {cores:.1f} days of one core")
+
+
+ASSUMPTIONS = """
+The extrapolation assumes for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): for ternary the time a
+weight measured here; for qmoe that times the ratio of GPTQ's multiplications a weight (R C^2 + C^3 / 3 a matrix),
+though the part that runs the model and sums Hessians grows less; as many calibration tokens an expert as here; and
+reading 3.1 TB from a disk no slower than the computation. One layer's codes take a byte a weight: 52 GB there."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--methods", nargs="+", default=["ternary", "qmoe"])
+    parser.add_argument("--samples", type=int, default=64, help="calibration samples of 512 tokens")
+    parser.add_argument("--group", type=int, default=16, help="experts solved together")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--directory", type=Path, help="where the checkpoint goes; default: a temporary directory")
+    parser.add_argument("--save", type=Path, help="JSON file for the figures")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options)
+        return
+    if options.layers < 2 or options.layers % 2:
+        parser.error("--layers must be even: half of them are in the encoder")
+    need = options.layers * 2.2 * 2 * EXPERTS * D_MODEL * D_FF
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        options.directory = Path(directory)
+        if shutil.disk_usage(directory).free < 1.3 * need:
+            sys.exit(f"{1.3 * need / 1e9:.0f} GB are needed in {directory}")
+        print(json.dumps(machine.describe(options.threads)))
+        start = time.perf_counter()
+        build(options.directory / "model", options.layers)
+        print(f"built {options.layers} sparse layers in {time.perf_counter() - start:.0f} s", flush=True)
+        results = {}
+        for method in options.methods:
+            results[method] = measure(method, options)
+            show(method, results[method])
+            sys.stdout.flush()
+        print(ASSUMPTIONS)
+        if options.save:
+            machine.save(
+                options.save, options.threads, {"layers": options.layers, "samples": options.samples, **results}
+            )
+
+
+if __name__ == "__main__":
+    main()
