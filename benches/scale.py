@@ -150,7 +150,7 @@ def show(method: str, figures: dict[str, float]) -> None:
     total = 2 * d_model * d_ff * experts * layers / 1e9
     factor = solver_operations(d_model, d_ff) / solver_operations(D_MODEL, D_FF) if method == "qmoe" else 1.0
     days, cores = (seconds * factor * total / 86400 for seconds in (wall, cpu))
-    print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time a weight: {days:.1f} days as it was,")
+    print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time a weight: {days:.1f} days here,")
     print(f"         {cores:.1f} days of one core")
 
 

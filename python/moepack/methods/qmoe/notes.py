@@ -11,9 +11,7 @@ __all__ = ["coverage_notes", "listed"]
 NAMED = 12
 
 
-def coverage_notes(
-    layers: Mapping[str, Mapping[str, Any]], minimum: int, *, priced: bool = False
-) -> tuple[str, ...]:
+def coverage_notes(layers: Mapping[str, Mapping[str, Any]], minimum: int, *, priced: bool = False) -> tuple[str, ...]:
     """Full sentences about the layers that deserve one.
 
     Args:
