@@ -153,10 +153,20 @@ def logits(model, **kwargs):
 
 
 class DenseMethod:
-    """A compression method for tests: float32 weights in the test format."""
+    """A compression method for tests: float32 weights, of experts and of linear layers of `roles`."""
 
     name = "test-dense"
     settings: ClassVar = {}
+
+    def __init__(self, roles=()):
+        self.dense_roles = frozenset(roles)
+
+    def dense_bound(self, shape, role):
+        return self.bound(shape)
+
+    def compress_dense(self, layer, advance):
+        assert {weights.role for weights in layer.values()} <= self.dense_roles
+        yield from self.compress_layer(layer, advance)
 
     def bound(self, shape):
         return 128 + 4 * math.prod(shape)

@@ -4,8 +4,9 @@
 """
 
 from moepack.checkpoint.architectures import describe
+from moepack.checkpoint.dense import DenseLayer, DenseLinear
 from moepack.checkpoint.header import TensorInfo
 from moepack.checkpoint.model import MoeLayer, MoeModel, Projection
 from moepack.checkpoint.reader import Checkpoint
 
-__all__ = ["Checkpoint", "MoeLayer", "MoeModel", "Projection", "TensorInfo", "describe"]
+__all__ = ["Checkpoint", "DenseLayer", "DenseLinear", "MoeLayer", "MoeModel", "Projection", "TensorInfo", "describe"]

@@ -13,12 +13,13 @@ Architectures outside the table are recognised by `structural` where that is saf
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moepack.checkpoint.dense import DenseLayer, find_dense
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.reader import Checkpoint
 from moepack.errors import CheckpointError, UnsupportedModelError
@@ -171,6 +172,7 @@ def read_family(checkpoint: Checkpoint, family: Family, experts: int | None = No
         CheckpointError: the tensors contradict config.json or each other.
     """
     layers: dict[str, MoeLayer] = {}
+    renamed: dict[str, str] = {}
     notes: list[str] = []
     experts = _expert_count(checkpoint) if experts is None else experts
     for block, layer_index, rests in _blocks(checkpoint, family):
@@ -181,11 +183,24 @@ def read_family(checkpoint: Checkpoint, family: Family, experts: int | None = No
         if layer.name in layers:
             raise CheckpointError("the layer is stored twice, under two names", file=checkpoint.path, tensor=layer.name)
         layers[layer.name] = layer
+        renamed[block] = layer.name.removesuffix(".experts")
     if not layers:
         raise refusal(checkpoint, "no layer with experts was found under the names of a causal or seq2seq model")
     consumed = {name for layer in layers.values() for part in layer.projections for name in part.sources}
     dense = tuple(name for name in checkpoint.names() if name not in consumed)
-    return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), dense, tuple(notes))
+    linears = _dense_layers(checkpoint, layers.values(), renamed)
+    return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), dense, tuple(notes), linears)
+
+
+def _dense_layers(
+    checkpoint: Checkpoint, layers: Iterable[MoeLayer], renamed: Mapping[str, str]
+) -> tuple[DenseLayer, ...]:
+    """The linear layers outside the experts; a head that is tied to the embeddings stays out."""
+    taken = {name for layer in layers for part in layer.projections for name in part.sources}
+    taken |= {name for layer in layers for name in layer.router}
+    if checkpoint.config.get("tie_word_embeddings"):
+        taken.add("lm_head.weight")
+    return find_dense(checkpoint, _layer_count(checkpoint), frozenset(taken), renamed)
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:

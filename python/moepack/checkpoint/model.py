@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from moepack.checkpoint.dense import DenseLayer
 from moepack.checkpoint.reader import Checkpoint
 
 __all__ = ["MoeLayer", "MoeModel", "Part", "Projection"]
@@ -108,9 +109,12 @@ class MoeModel:
         layers: the sparse layers.
         dense_names: every tensor that no projection consumes, in the checkpoint's order.
         notes: what a user should know, in full sentences.
+        dense: the linear layers outside the experts, block by block. Their tensors are in `dense_names`: whether they
+            are packed is the method's choice.
     """
 
     architecture: str
     layers: tuple[MoeLayer, ...]
     dense_names: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    dense: tuple[DenseLayer, ...] = ()

@@ -70,6 +70,9 @@ def _print(report: "CompressReport") -> None:
         print(f"not taken over: {', '.join(report.skipped)}")
     experts = f"{size(report.expert_source_bytes)} -> {size(report.expert_bytes)}"
     print(f"experts    {experts} ({report.bits_per_weight:.3f} bits a weight)")
+    if report.dense_weights:
+        bits = 8 * report.dense_bytes / report.dense_weights
+        print(f"dense      {size(report.dense_source_bytes)} -> {size(report.dense_bytes)} ({bits:.3f} bits a weight)")
     ratio = report.source_bytes / max(report.packed_bytes, 1)
     print(f"directory  {size(report.source_bytes)} -> {size(report.packed_bytes)} ({ratio:.2f}x)")
     rate = speed(report.weights_per_second)

@@ -25,10 +25,15 @@ _ORDER = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Row:
-    """A packed tensor as it is shown. Sizes in bytes; `zeros` is the share of weights that are zero, or None."""
+    """A packed tensor as it is shown.
+
+    Sizes in bytes; `zeros` is the share of weights that are zero, or None; `role` is "experts" or what a linear layer
+    outside the experts is.
+    """
 
     layer: str
     projection: str
+    role: str
     format: str
     shape: tuple[int, ...]
     bits_per_weight: float
@@ -67,23 +72,36 @@ def _row(record: "TensorRecord") -> Row:
     zeros = None if nonzeros is None or not weights else 1 - nonzeros / weights
     name = record.kind if code is None else f"{record.kind} {code}"
     bits = 8 * record.nbytes / max(weights, 1)
-    return Row(record.module, record.projection, name, record.shape, bits, zeros, record.source_bytes, record.nbytes)
+    layer, projection, role = record.module, record.projection, "experts"
+    if not record.experts:
+        layer, _, projection = record.module.rpartition(".")
+        role = str(record.details.get("role", "dense"))
+    return Row(layer, projection, role, name, record.shape, bits, zeros, record.source_bytes, record.nbytes)
 
 
 def _totals(manifest: "Manifest", rows: list[Row]) -> dict[str, Any]:
-    """Add up: experts, dense tensors (the same before and after), other files, and the whole directory."""
-    weights = sum(math.prod(row.shape) for row in rows)
-    before, after = sum(row.before for row in rows), sum(row.after for row in rows)
+    """Add up: experts, packed linear layers, dense tensors (the same before and after), files, the whole directory."""
     dense = sum(record.nbytes for record in manifest.tensors.values() if not record.packed)
     directory = sum(record.size for record in manifest.files.values()) + len(manifest.to_bytes())
+    before, after = sum(row.before for row in rows), sum(row.after for row in rows)
     other = directory - after - dense
+    experts, linears = _sum(rows, experts=True), _sum(rows, experts=False)
     return {
-        "weights": weights,
-        "experts": {"before": before, "after": after, "bits_per_weight": 8 * after / max(weights, 1)},
+        "weights": experts.pop("weights"),
+        "experts": experts,
+        "linears": linears,
         "dense": dense,
         "other_files": other,
         "directory": {"before": before + dense + other, "after": directory},
     }
+
+
+def _sum(rows: list[Row], experts: bool) -> dict[str, Any]:
+    """Add up the rows of the experts, or the others."""
+    chosen = [row for row in rows if (row.role == "experts") == experts]
+    weights = sum(math.prod(row.shape) for row in chosen)
+    before, after = sum(row.before for row in chosen), sum(row.after for row in chosen)
+    return {"weights": weights, "before": before, "after": after, "bits_per_weight": 8 * after / max(weights, 1)}
 
 
 def _print(manifest: "Manifest", rows: list[Row], totals: Mapping[str, Any]) -> None:
@@ -108,6 +126,9 @@ def _print(manifest: "Manifest", rows: list[Row], totals: Mapping[str, Any]) -> 
     experts, dense = totals["experts"], {"before": totals["dense"], "after": totals["dense"]}
     bits = f"{experts['bits_per_weight']:.3f}"
     table.add_row("all experts", "", f"{totals['weights']:,}", bits, *_sizes(experts))
+    if linears := totals["linears"]["weights"]:
+        packed = totals["linears"]
+        table.add_row("packed linear layers", "", f"{linears:,}", f"{packed['bits_per_weight']:.3f}", *_sizes(packed))
     table.add_row("dense tensors", "", "", "", *_sizes(dense))
     table.add_row("directory", "", "", "", *_sizes(totals["directory"]))
     # A table squeezed below this width cannot be read; a log has no width of its own.

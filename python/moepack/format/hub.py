@@ -25,7 +25,8 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return config.json's `quantization_config`: method, settings, and the packed modules.
 
-    `packed` maps the module path of each experts module to its projections and their shapes [experts, rows, columns].
+    `packed` maps the module path of each experts module to its projections and their shapes [experts, rows, columns],
+    and the path of each packed linear layer to {"weight": [rows, columns]}.
     """
     packed: dict[str, dict[str, list[int]]] = {}
     for record in tensors.values():

@@ -38,10 +38,12 @@ class TensorRecord:
         file: name of the safetensors file that holds it.
         kind: `dense` (copied from the source, dtype and shape as in the file) or a packed kind such as `ternary`.
         dtype: safetensors dtype of a dense tensor; `U8` for packed ones.
-        shape: shape in elements; of a packed tensor the shape of the weights it stands for, [experts, rows, columns].
+        shape: shape in elements; of a packed tensor the shape of the weights it stands for: [experts, rows, columns],
+            or [rows, columns] of a linear layer outside the experts.
         nbytes: bytes in the file.
         crc32: of those bytes. Finds the tensor at fault; the file's SHA-256 is what counts.
-        module, projection: of a packed tensor: module path of the experts in transformers, and which of its matrices.
+        module, projection: of a packed tensor: module path of the experts in transformers, and which of its matrices;
+            of a linear layer its path and "weight".
         source_bytes: of a packed tensor: bytes of the same weights in the source checkpoint.
         details: of a packed tensor: what its method tells about it (`code`, `nonzeros` for ternary).
     """
@@ -61,6 +63,11 @@ class TensorRecord:
     def packed(self) -> bool:
         """Whether the tensor is a packed one."""
         return self.kind != DENSE
+
+    @property
+    def experts(self) -> bool:
+        """Whether it is a packed tensor that holds experts; a linear layer is one matrix."""
+        return self.packed and len(self.shape) == 3
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as the manifest spells it: fields of packed tensors only where they apply."""
@@ -86,7 +93,10 @@ class TensorRecord:
         _expect(record["dtype"] in DTYPES, f"unknown dtype {record['dtype']!r}")
         if packed:
             _object(record["details"], "details")
-            _expect(record["dtype"] == "U8" and len(record["shape"]) == 3, "a packed tensor is U8 with a 3-D shape")
+            _expect(
+                record["dtype"] == "U8" and len(record["shape"]) in (2, 3),
+                "a packed tensor is U8 with a 2-D or 3-D shape",
+            )
         return cls(**{**record, "shape": tuple(record["shape"])})
 
 

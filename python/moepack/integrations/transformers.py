@@ -2,13 +2,15 @@
 
 A packed directory names the quantization method `moepack` in its config. Transformers then builds the model on the
 meta device, hands it to `MoepackQuantizer`, loads the weights, and hands it over again. Before the weights come, every
-packed experts module is replaced by one that has no parameters at all, so that transformers finds nothing to load,
-convert, cast or initialize there and never touches a packed byte; the packed tensors, which no parameter asks for, are
-declared as expected leftovers. After the weights came, the mapped bytes are attached. So the loader's renaming and
-conversion rules, which differ between versions, cannot interfere, and loading adds no anonymous memory for experts.
+packed module (experts, or a linear layer) is replaced by one that has no parameters for what is packed, so that
+transformers finds nothing to load, convert, cast or initialize there and never touches a packed byte; the packed
+tensors, which no parameter asks for, are declared as expected leftovers. After the weights came, the mapped bytes are
+attached. So the loader's renaming and conversion rules, which differ between versions, cannot interfere, and loading
+adds no anonymous memory for what is packed.
 
 Transformers without moepack must fail on such a directory rather than make up random experts: each layer has a packed
-tensor under a name that the stock model has with another shape (`experts.down_proj`, or the first expert of Switch).
+tensor under a name that the stock model has with another shape (`experts.down_proj`, the first expert of Switch, or the
+`weight` of a linear layer).
 """
 
 import re
@@ -24,14 +26,19 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.errors import CorruptionError, LoadError, SerializationError, UnsupportedModelError
 from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
+from moepack.runtime.linear import PackedLinear
 
 __all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
 
 METHOD = "moepack"
 SUPPORTED_VERSION = 1
 
-PackedModule = PackedExperts | PackedSwitchExperts
-Shapes = dict[str, tuple[int, int, int]]
+Replacement = PackedExperts | PackedSwitchExperts | PackedLinear
+Shapes = dict[str, tuple[int, ...]]
+ExpertShapes = dict[str, tuple[int, int, int]]
+
+LINEAR = "weight"
+"""The one projection of a packed linear layer."""
 
 
 class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -39,7 +46,8 @@ class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Args:
         version: version of the directory's format.
-        packed: for each experts module (its path in the model), the shape (E, R, C) of each packed projection.
+        packed: for each experts module (its path in the model), the shape (E, R, C) of each packed projection; for each
+            packed linear layer {"weight": (R, C)}.
         **settings: what the method that packed the directory notes for the reader (method, code and so on).
 
     Raises:
@@ -67,14 +75,20 @@ def _checked_packed(packed: Any) -> dict[str, dict[str, list[int]]]:
     if not isinstance(packed, Mapping):
         raise CorruptionError("quantization_config lists no packed modules", file="config.json")
     for module, shapes in packed.items():
-        if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
+        if not isinstance(shapes, Mapping) or not _are_shapes(shapes):
             raise CorruptionError(f"quantization_config: bad packed shapes of '{module}'", file="config.json")
     return {module: {name: list(shape) for name, shape in shapes.items()} for module, shapes in packed.items()}
 
 
-def _is_shape(shape: Any) -> bool:
+def _are_shapes(shapes: Mapping[str, Any]) -> bool:
+    """Whether a module's entry is [rows, columns] of a linear layer, or [experts, rows, columns] of projections."""
+    rank = 2 if set(shapes) == {LINEAR} else 3
+    return all(_is_shape(shape, rank) for shape in shapes.values())
+
+
+def _is_shape(shape: Any, rank: int) -> bool:
     sizes = shape if isinstance(shape, list | tuple) else ()
-    return len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
+    return len(sizes) == rank and all(type(size) is int and size >= 0 for size in sizes)
 
 
 class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -105,7 +119,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         if not files:
             raise LoadError("a packed model is loaded from a directory, not from a state dict")
         self._directory = _open_directory(Path(files[0]).parent, model)
-        self._modules: dict[str, PackedModule] = {}
+        self._modules: dict[str, Replacement] = {}
         leftovers = set(model._keys_to_ignore_on_load_unexpected or ())
         for recorded, shapes in self.quantization_config.packed.items():
             path = _module_path(model, recorded)
@@ -123,7 +137,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         names = {(record.module, record.projection): name for name, record in directory.manifest.packed().items()}
         for recorded, module in self._modules.items():
             for projection in module.projections:
-                name = names.get((recorded, projection))
+                name = names.get((recorded, LINEAR if isinstance(module, PackedLinear) else projection))
                 if name is None:
                     message = f"the manifest lists no {projection} of '{recorded}', which config.json lists as packed"
                     raise CorruptionError(message, file=directory.path / "moepack.json")
@@ -195,10 +209,11 @@ def _module_path(model: Any, recorded: str) -> str:
 
 
 def _mark_initialized(model: Any, path: str) -> None:
-    """Keep transformers from initializing the packed module, and its parent, whose rule reaches into the experts."""
+    """Keep transformers from initializing the packed module, and its parent, whose rule reaches into it."""
     parent, _, _ = path.rpartition(".")
-    for module in (model.get_submodule(path), model.get_submodule(parent)):
-        module._is_hf_initialized = True
+    model.get_submodule(path)._is_hf_initialized = True
+    if parent:  # the head's parent is the whole model
+        model.get_submodule(parent)._is_hf_initialized = True
 
 
 def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -214,17 +229,19 @@ def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> PackedModule:
-    """The packed twin of an experts module.
+def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> Replacement:
+    """The packed twin of an experts module or a linear layer.
 
     Raises:
         LoadError: the directory's shapes are not those of the model's configuration.
         UnsupportedModelError: the module computes something that packed experts do not.
     """
-    packed: PackedModule
+    if set(shapes) == {LINEAR}:
+        return _packed_linear(original, path, shapes[LINEAR])
+    kind: type[PackedExperts] | type[PackedSwitchExperts]
     if set(shapes) == set(PackedSwitchExperts.projections) and isinstance(original, nn.ModuleDict):
         expected, act_fn = _switch_layout(original)
-        kind: type[PackedModule] = PackedSwitchExperts
+        kind = PackedSwitchExperts
     elif set(shapes) == set(PackedExperts.projections) and not isinstance(original, nn.ModuleDict):
         expected, act_fn = _gated_layout(original, path)
         kind = PackedExperts
@@ -232,18 +249,27 @@ def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> PackedModu
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
     if shapes != expected:
         raise LoadError(f"the directory packs '{path}' as {shapes}, the model's configuration says {expected}")
-    packed = kind(shapes, act_fn)
-    return packed
+    return kind(expected, act_fn)
 
 
-def _switch_layout(original: nn.ModuleDict) -> tuple[Shapes, Any]:
+def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> PackedLinear:
+    """The packed twin of a linear layer, with its bias."""
+    if not isinstance(original, nn.Linear):
+        raise UnsupportedModelError(f"'{path}' is packed as a linear layer, the model has a {type(original).__name__}")
+    expected = original.out_features, original.in_features
+    if shape != expected:
+        raise LoadError(f"the directory packs '{path}' as {shape}, the model's configuration says {expected}")
+    return PackedLinear(*expected, original.bias)
+
+
+def _switch_layout(original: nn.ModuleDict) -> tuple[ExpertShapes, Any]:
     """Shapes and activation of the experts of Switch Transformers."""
     first: Any = next(iter(original.values()))
     shapes = {name: (len(original), *getattr(first, name).weight.shape) for name in PackedSwitchExperts.projections}
     return shapes, first.act
 
 
-def _gated_layout(original: Any, path: str) -> tuple[Shapes, Any]:
+def _gated_layout(original: Any, path: str) -> tuple[ExpertShapes, Any]:
     """Shapes and activation of a standard experts module, refused where its arithmetic is not the standard one."""
     gate = getattr(original, "_apply_gate", None)
     standard = (

@@ -3,14 +3,32 @@
 from collections.abc import Callable
 from typing import Any
 
-from moepack.methods.base import CalibratedMethod, Method, PackedTensor, Shape, Weights
+from moepack.methods.base import (
+    CalibratedDenseMethod,
+    CalibratedMethod,
+    DenseMethod,
+    Method,
+    PackedTensor,
+    Shape,
+    Weights,
+)
 from moepack.methods.qmoe import Qmoe
 from moepack.methods.ternary import Ternary
 
 METHODS: dict[str, Callable[..., Method]] = {"qmoe": Qmoe, "ternary": Ternary}
 """The methods by name; each is called with its settings as keywords."""
 
-__all__ = ["METHODS", "CalibratedMethod", "Method", "PackedTensor", "Shape", "Weights", "create"]
+__all__ = [
+    "METHODS",
+    "CalibratedDenseMethod",
+    "CalibratedMethod",
+    "DenseMethod",
+    "Method",
+    "PackedTensor",
+    "Shape",
+    "Weights",
+    "create",
+]
 
 
 def create(name: str, **settings: Any) -> Method:

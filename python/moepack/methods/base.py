@@ -1,6 +1,7 @@
 """What a compression method is to the pipeline.
 
-A method turns the expert weights of one layer into packed tensors. It never opens a file and never learns where weights
+A method turns the expert weights of one layer into packed tensors; a `DenseMethod` packs linear layers outside the
+experts as well. It never opens a file and never learns where weights
 come from or where packed bytes go; the pipeline feeds it a layer at a time, so it must not keep a layer's weights.
 
 A method is deterministic: the same weights, settings and version give the same bytes whatever the number of threads,
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
+from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
 
 Shape = tuple[int, int, int]
 """Shape of a projection: experts, rows (outputs), columns (inputs)."""
@@ -30,12 +31,20 @@ class Weights:
         shape: experts, rows, columns.
         expert: gives expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
         sources: for each expert, the checkpoint's tensor that holds it; errors about its values name that.
+        role: "experts", or what a linear layer outside the experts is: "attention", "shared", "mlp" or "head". Such a
+            layer is one matrix: its shape is [1, rows, columns], and its blob has rank 2.
     """
 
     name: str
     shape: Shape
     expert: Callable[[int], torch.Tensor]
     sources: tuple[str, ...]
+    role: str = "experts"
+
+    @property
+    def rank(self) -> int:
+        """Rank of the blob: 3 for experts, 2 for a linear layer."""
+        return 3 if self.role == "experts" else 2
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,42 @@ class Method(Protocol):
 
 
 @runtime_checkable
+class DenseMethod(Method, Protocol):
+    """A method that packs linear layers outside the experts too.
+
+    The pipeline gives it the linear layers of a block of the model together, before the experts of that block.
+    """
+
+    @property
+    def dense_roles(self) -> frozenset[str]:
+        """Which linear layers are packed (`checkpoint.dense.ROLES`); the others stay as they are. Follows from the
+        settings."""
+        ...
+
+    def dense_bound(self, shape: Shape, role: str) -> int:
+        """Return the most bytes that a linear layer of that shape, [1, rows, columns], can take packed."""
+        ...
+
+    def compress_dense(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Compress the linear layers of one block.
+
+        Args:
+            layer: the weights by the path of the linear layer in transformers' model, such as
+                `model.layers.0.self_attn.q_proj`; their roles are among `dense_roles`.
+            advance: as for `compress_layer`.
+
+        Yields:
+            Each path and packed tensor of rank 2, every linear layer once.
+
+        Raises:
+            InvalidTensorError: weights that cannot be compressed; names the tensor.
+        """
+        ...
+
+
+@runtime_checkable
 class CalibratedMethod(Method, Protocol):
     """A method that watches the model run. The pipeline gives it every layer in the order of execution.
 
@@ -117,5 +162,19 @@ class CalibratedMethod(Method, Protocol):
 
         Args:
             layers: by layer, the details of its first projection.
+        """
+        ...
+
+
+@runtime_checkable
+class CalibratedDenseMethod(CalibratedMethod, DenseMethod, Protocol):
+    """A method that watches the model run and packs linear layers too."""
+
+    def restore_dense(self, layer: DenseLayer, packed: Mapping[str, PackedTensor]) -> None:
+        """Take notice of the linear layers of the next block, which an earlier run of the job packed.
+
+        Args:
+            layer: the linear layers that were packed.
+            packed: the packed tensors by path; the arrays are mapped and read-only.
         """
         ...

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moepack import _core
-from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, Projection, describe
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, describe
 from moepack.checkpoint.header import read_header
 from moepack.errors import CheckpointError, DiskError, InvalidTensorError, OutputExistsError
 from moepack.format.atomic import write_file
@@ -27,10 +27,12 @@ from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantiz
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import CalibratedMethod, Method, PackedTensor, Weights, create
+from moepack.methods import CalibratedDenseMethod, CalibratedMethod, Method, PackedTensor, create
 from moepack.pipeline.journal import ShardRecord, Workspace
 from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
+from moepack.pipeline.units import PackedLayer, Unit, units
+from moepack.pipeline.units import compress as compress_units
 from moepack.progress import Progress, Silent
 
 PARTIAL = ".partial"
@@ -49,7 +51,8 @@ def compress(
     resume: bool = True,
     progress: Progress | None = None,
 ) -> CompressReport:
-    """Compress the experts of a Mixture-of-Experts checkpoint into a packed directory.
+    """Compress the experts of a Mixture-of-Experts checkpoint into a packed directory; some methods pack other linear
+    layers too.
 
     Args:
         model: directory of a Hugging Face checkpoint (safetensors).
@@ -102,7 +105,7 @@ class _Job:
     ) -> None:
         self.checkpoint, self.model, self.method = checkpoint, model, method
         self.progress, self.peak = progress, peak
-        self.plan: Plan = make_plan(checkpoint, model)
+        self.plan: Plan = make_plan(checkpoint, model, method)
 
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
         """Do the work that is missing, publish, report."""
@@ -154,14 +157,19 @@ class _Job:
     def _layers_done(self, workspace: Workspace) -> bool:
         return all(shard.layer is None or shard.file in workspace.done for shard in self.plan.shards)
 
-    def _restore(self, layer: MoeLayer, record: ShardRecord, directory: Path) -> None:
+    def _restore(self, layer: PackedLayer, record: ShardRecord, directory: Path) -> None:
         """Show a finished layer to a method that watches the model run."""
-        if isinstance(self.method, CalibratedMethod):
-            self.progress.stage(f"{layer.name} (done before)")
-            file = directory / record.name
-            mapped = map_tensors(file, read_header(file), list(record.tensors))
-            packed = {t.projection: PackedTensor(t.kind, mapped[n], t.details) for n, t in record.tensors.items()}
+        if not isinstance(self.method, CalibratedMethod):
+            return
+        self.progress.stage(f"{layer.name} (done before)")
+        file = directory / record.name
+        mapped = map_tensors(file, read_header(file), list(record.tensors))
+        names = {unit.packed_name: unit.key for unit in units(layer)}
+        packed = {names[n]: PackedTensor(t.kind, mapped[n], t.details) for n, t in record.tensors.items()}
+        if isinstance(layer, MoeLayer):
             self.method.restore(layer, packed)
+        elif isinstance(self.method, CalibratedDenseMethod):
+            self.method.restore_dense(layer, packed)
 
     def _check_space(self, workspace: Workspace) -> None:
         """Refuse to begin what may not fit: a full disk after hours of work helps nobody."""
@@ -180,34 +188,25 @@ class _Job:
         self.progress.stage(shard.layer.name)
         return self._write_layer(path, shard.layer)
 
-    def _write_layer(self, path: Path, layer: MoeLayer) -> ShardRecord:
-        by_name = {projection.name: projection for projection in layer.projections}
-        weights = {name: self._lazy(projection) for name, projection in by_name.items()}
-        packed = dict(self._compress(weights))
-        entries = [_packed_entry(by_name[name], tensor) for name, tensor in packed.items()]
-        written = write_shard(path, entries, _METADATA)
+    def _write_layer(self, path: Path, layer: PackedLayer) -> ShardRecord:
+        packed = list(self._compress(layer))
+        written = write_shard(path, [_packed_entry(*pair) for pair in packed], _METADATA)
         self._advance(0)
         records = {}
-        for name, tensor in packed.items():
-            projection = by_name[name]
-            crc32 = written.crc32[projection.packed_name]
-            records[projection.packed_name] = TensorRecord(
-                path.name, tensor.kind, "U8", projection.shape, tensor.data.nbytes, crc32,
-                layer.name, projection.name, projection.nbytes, dict(tensor.details),
+        for unit, tensor in packed:
+            records[unit.packed_name] = TensorRecord(
+                path.name, tensor.kind, "U8", unit.shape, tensor.data.nbytes, written.crc32[unit.packed_name],
+                unit.module, unit.projection, unit.nbytes, dict(tensor.details),
             )  # fmt: skip
         return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
 
-    def _compress(self, weights: Mapping[str, Weights]) -> Iterator[tuple[str, PackedTensor]]:
+    def _compress(self, layer: PackedLayer) -> Iterator[tuple[Unit, PackedTensor]]:
         try:
-            yield from self.method.compress_layer(weights, self._advance)
+            yield from compress_units(self.method, layer, self._advance)
         except InvalidTensorError as error:
             known = error.tensor in self.checkpoint
             file = self.checkpoint.info(error.tensor).file if error.tensor and known else self.checkpoint.path
             raise InvalidTensorError(error.detail, file=file, tensor=error.tensor) from error
-
-    def _lazy(self, projection: Projection) -> Weights:
-        sources = tuple(part.tensor for part in projection.parts)
-        return Weights(projection.packed_name, projection.shape, projection.expert, sources)
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())
@@ -244,12 +243,15 @@ class _Job:
             method=self.method.name,
             source_bytes=source,
             packed_bytes=directory_bytes(manifest),
-            expert_source_bytes=totals.source_bytes,
-            expert_bytes=totals.packed_bytes,
-            expert_weights=totals.weights,
-            bits_per_weight=totals.bits_per_weight,
+            expert_source_bytes=totals.experts.source_bytes,
+            expert_bytes=totals.experts.packed_bytes,
+            expert_weights=totals.experts.weights,
+            bits_per_weight=totals.experts.bits_per_weight,
+            dense_source_bytes=totals.dense.source_bytes,
+            dense_bytes=totals.dense.packed_bytes,
+            dense_weights=totals.dense.weights,
             seconds=seconds,
-            weights_per_second=(totals.weights - before) / seconds,
+            weights_per_second=(totals.experts.weights + totals.dense.weights - before) / seconds,
             peak_memory=self.peak.sample(),
             resumed_weights=before,
             skipped=self.plan.skipped,
@@ -259,11 +261,11 @@ class _Job:
 
 def _weights(shard: Shard) -> int:
     """Return how many weights a shard compresses."""
-    return 0 if shard.layer is None else sum(math.prod(projection.shape) for projection in shard.layer.projections)
+    return 0 if shard.layer is None else sum(math.prod(unit.shape) for unit in units(shard.layer))
 
 
-def _packed_entry(projection: Projection, tensor: PackedTensor) -> Entry:
-    return Entry(projection.packed_name, "U8", (tensor.data.nbytes,), lambda: _view(tensor.data), packed=True)
+def _packed_entry(unit: Unit, tensor: PackedTensor) -> Entry:
+    return Entry(unit.packed_name, "U8", (tensor.data.nbytes,), lambda: _view(tensor.data), packed=True)
 
 
 def _view(data: Any) -> memoryview:

@@ -1,17 +1,20 @@
 """What `compress` will do, decided before anything is written: shards, copies, and the space they need.
 
-The plan depends only on the checkpoint, so a resumed job plans the same shards under the same names.
+The plan depends only on the checkpoint and on which linear layers the method packs, so a resumed job plans the same
+shards under the same names.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
+from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
+from moepack.checkpoint.dense import position
 from moepack.errors import CheckpointError
 from moepack.format.hub import CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
-from moepack.methods import Method
+from moepack.methods import DenseMethod, Method
+from moepack.pipeline.units import PackedLayer, bound
 
 DENSE_SHARD = 2 << 30
 """Bytes after which a shard of dense tensors is closed."""
@@ -27,7 +30,7 @@ class Shard:
     """A safetensors file to be written: the packed tensors of `layer`, or the dense tensors `names`."""
 
     file: str
-    layer: MoeLayer | None
+    layer: PackedLayer | None
     names: tuple[str, ...] = ()
 
 
@@ -36,7 +39,8 @@ class Plan:
     """The whole job.
 
     Attributes:
-        shards: in the order of work: layers, then dense tensors.
+        shards: in the order of work: layers in the order of execution, the linear layers of a block before its experts,
+            then dense tensors.
         copies: small files of the source to be copied.
         skipped: names in the source directory that are not taken over.
     """
@@ -46,19 +50,30 @@ class Plan:
     skipped: tuple[str, ...]
 
 
-def make_plan(checkpoint: Checkpoint, model: MoeModel) -> Plan:
+def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method) -> Plan:
     """Return the plan for a checkpoint.
 
     Raises:
         CheckpointError: the directory cannot be listed.
     """
-    groups = [*_dense_groups(checkpoint, model.dense_names)]
-    count = len(model.layers) + len(groups)
-    shards = [Shard(shard_name(i, count), layer) for i, layer in enumerate(model.layers, 1)]
+    layers = _packed_layers(model, method)
+    packed = {unit.source for layer in layers if isinstance(layer, DenseLayer) for unit in layer.linears}
+    groups = [*_dense_groups(checkpoint, (name for name in model.dense_names if name not in packed))]
+    count = len(layers) + len(groups)
+    shards = [Shard(shard_name(i, count), layer) for i, layer in enumerate(layers, 1)]
     first = len(shards) + 1
     shards += [Shard(shard_name(i, count), None, names) for i, names in enumerate(groups, first)]
     copies, skipped = _small_files(checkpoint.path)
     return Plan(tuple(shards), copies, skipped)
+
+
+def _packed_layers(model: MoeModel, method: Method) -> list[PackedLayer]:
+    """What is packed, in the order of execution; the linear layers of a block come before its experts."""
+    if not isinstance(method, DenseMethod) or not method.dense_roles:
+        return [*model.layers]
+    dense = (layer.only(method.dense_roles) for layer in model.dense)
+    layers: list[PackedLayer] = [layer for layer in dense if layer.linears]
+    return sorted([*layers, *model.layers], key=lambda layer: position(layer.name))
 
 
 def _dense_groups(checkpoint: Checkpoint, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
@@ -103,7 +118,7 @@ def space_bound(plan: Plan, checkpoint: Checkpoint, method: Method, done: Iterab
         if shard.file in finished:
             continue
         if shard.layer is not None:
-            total += sum(method.bound(projection.shape) for projection in shard.layer.projections)
+            total += bound(method, shard.layer)
         total += sum(checkpoint.info(name).nbytes for name in shard.names)
     headers = 1 << 20  # headers, config, index and manifest of any model with few tensors
     return total + headers + 1024 * sum(1 for _ in checkpoint.names())

@@ -1,9 +1,11 @@
 """What `compress` did, in numbers."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moepack.format.manifest import Manifest
+from moepack.format.manifest import Manifest, TensorRecord
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,10 @@ class CompressReport:
         packed_bytes: bytes of the packed directory, everything counted.
         expert_source_bytes: bytes of the compressed weights in the checkpoint.
         expert_bytes: bytes of the same weights packed, with all their metadata.
-        expert_weights: how many weights were compressed.
-        bits_per_weight: packed bits of a compressed weight, all metadata counted.
+        expert_weights: how many weights of experts were compressed.
+        bits_per_weight: packed bits of an expert weight, all metadata counted.
+        dense_source_bytes, dense_bytes, dense_weights: the same of the linear layers outside the experts that were
+            packed.
         seconds: wall time of this run.
         weights_per_second: weights that this run compressed (not those of an interrupted one), a second.
         peak_memory: most anonymous memory seen in this run, in bytes.
@@ -35,6 +39,9 @@ class CompressReport:
     expert_bytes: int
     expert_weights: int
     bits_per_weight: float
+    dense_source_bytes: int
+    dense_bytes: int
+    dense_weights: int
     seconds: float
     weights_per_second: float
     peak_memory: int
@@ -44,24 +51,41 @@ class CompressReport:
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Sums over the packed tensors of a directory: weights, bytes before and after."""
+class Sizes:
+    """Sums over packed tensors: weights, bytes before and after."""
 
     weights: int
     source_bytes: int
     packed_bytes: int
 
     @classmethod
-    def of(cls, manifest: Manifest) -> "Totals":
-        """Add up a manifest."""
-        records = manifest.packed().values()
-        weights = sum(record.shape[0] * record.shape[1] * record.shape[2] for record in records)
-        return cls(weights, sum(record.source_bytes for record in records), sum(record.nbytes for record in records))
+    def of(cls, records: Iterable[TensorRecord]) -> "Sizes":
+        """Add up records of packed tensors."""
+        listed = list(records)
+        weights = sum(math.prod(record.shape) for record in listed)
+        return cls(weights, sum(record.source_bytes for record in listed), sum(record.nbytes for record in listed))
 
     @property
     def bits_per_weight(self) -> float:
         """Packed bits a weight."""
         return 8 * self.packed_bytes / max(self.weights, 1)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The packed tensors of a directory: experts, and linear layers outside them."""
+
+    experts: Sizes
+    dense: Sizes
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Totals":
+        """Add up a manifest."""
+        records = manifest.packed().values()
+        return cls(
+            Sizes.of(record for record in records if record.experts),
+            Sizes.of(record for record in records if not record.experts),
+        )
 
 
 def directory_bytes(manifest: Manifest) -> int:

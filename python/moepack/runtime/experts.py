@@ -5,31 +5,23 @@
 expert, so that each expert's bytes are decoded once a call whatever the number of its tokens, and multiply all experts
 in one call of the kernel.
 
-Invariants:
-- The bytes live in uint8 buffers named after the projections: views of the mapped file after loading. Casts to another
-  dtype leave them alone, they are part of `state_dict`, and nothing ever writes into them (the map is read-only).
+Invariants, beside those of `PackedModule`:
 - Products accumulate in float32, and so does the sum over a token's experts, in an order that depends on the routing
   alone: the same input gives the same output, whatever the number of threads.
-- Inference only: a backward pass through the experts raises.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from os import PathLike
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.nn import functional
 
-from moepack.errors import LoadError
-from moepack.runtime.matrix import Activations, PackedMatrix, open_matrix
+from moepack.runtime.packed import PackedModule, Shape, inference_only, require_cpu
 
 __all__ = ["PackedExperts", "PackedSwitchExperts", "Routing", "sort_by_expert"]
-
-Shape = tuple[int, int, int]
 
 
 class Routing(NamedTuple):
@@ -52,111 +44,13 @@ def sort_by_expert(index: NDArray[np.int64], experts: int) -> Routing:
     return Routing(order, offsets)
 
 
-class _InferenceOnly(torch.autograd.Function):
-    """Runs the forward pass outside autograd; a backward pass raises, instead of losing the experts' gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Call `function` on the inputs."""
-        return function(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Refuse."""
-        raise RuntimeError("packed experts run inference only: there is no gradient through them")
-
-
-class _PackedModule(nn.Module, ABC):
-    """Buffers of packed bytes, one for each projection, and the matrices that read them."""
-
-    projections: tuple[str, ...]
+class _Experts(PackedModule, ABC):
+    """Routing around packed projections."""
 
     def __init__(self, shapes: Mapping[str, Shape], act_fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.shapes = {name: shapes[name] for name in self.projections}
+        super().__init__(shapes)
         self.num_experts = next(iter(self.shapes.values()))[0]
         self.act_fn = act_fn
-        self._matrices: dict[str, tuple[int, PackedMatrix]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed weights."""
-        return sum(buffer.numel() for buffer in self.buffers(recurse=False))
-
-    def attach(
-        self,
-        projection: str,
-        data: NDArray[np.uint8],
-        *,
-        file: str | PathLike[str] | None = None,
-        tensor: str | None = None,
-    ) -> None:
-        """Give a projection its bytes, without copying them.
-
-        Args:
-            projection: one of `self.projections`.
-            data: the blob, flat uint8, maybe a read-only file map, which must stay unchanged from here on.
-            file: where the blob lies, for messages.
-            tensor: its name, for messages.
-
-        Raises:
-            CorruptionError: the blob contradicts its format.
-            LoadError: the blob's format is unknown, or its shape is not this module's.
-        """
-        matrix = open_matrix(data, file=file, tensor=tensor)
-        if matrix.shape != self.shapes[projection]:
-            message = f"the packed tensor is {matrix.shape}, the model's {projection} is {self.shapes[projection]}"
-            raise LoadError(message, file=file, tensor=tensor)
-        buffer = _as_tensor(data)
-        self._buffers.pop(projection, None)
-        self.register_buffer(projection, buffer)
-        self._matrices[projection] = buffer.data_ptr(), matrix
-
-    def matrix(self, projection: str) -> PackedMatrix:
-        """The reader of a projection, made anew where the buffer was moved or copied (`deepcopy`, `load_state_dict`).
-
-        Raises:
-            LoadError: the bytes are not there, or not on the CPU.
-        """
-        buffer = self._buffers.get(projection)
-        if buffer is None:
-            raise LoadError(f"packed experts without bytes: load the model first ({projection} is missing)")
-        pointer, matrix = self._matrices.get(projection, (None, None))
-        if matrix is None or pointer != buffer.data_ptr():
-            _require_cpu(buffer)
-            self.attach(projection, buffer.numpy(), tensor=projection)
-            matrix = self._matrices[projection][1]
-        return matrix
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the readers out of copies and pickles: they borrow the buffers of this very module."""
-        return {**self.__dict__, "_matrices": {}}
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
-        """Adopt the given bytes instead of writing them into the buffer, which may be a read-only map."""
-        missing_keys, error_messages = arguments[2], arguments[4]
-        for projection in self.projections:
-            tensor = state_dict.get(prefix + projection)
-            if tensor is None:
-                missing_keys.append(prefix + projection)
-                continue
-            try:
-                _require_cpu(tensor)
-                self.attach(projection, tensor.numpy(), tensor=prefix + projection)
-            except (LoadError, ValueError, TypeError) as error:
-                error_messages.append(f"{prefix}{projection}: {error}")
-
-    def extra_repr(self) -> str:
-        """The projections with their shapes and formats."""
-        parts = []
-        for name, shape in self.shapes.items():
-            entry = self._matrices.get(name)
-            parts.append(f"{name}={shape}" + (f" {entry[1].format}" if entry else ""))
-        return ", ".join(parts)
-
-    def _product(self, projection: str, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
-        """Grouped product: x [N, C] float32 or bfloat16, sorted by expert, to [N, R] float32."""
-        return torch.from_numpy(self.matrix(projection).matmul_grouped(_as_numpy(x), offsets))
 
     @abstractmethod
     def _experts(self, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
@@ -164,7 +58,7 @@ class _PackedModule(nn.Module, ABC):
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Route, run and sum: hidden_states [T, H], index and weights [T, k], to [T, H] in the input's dtype."""
-        _require_cpu(hidden_states)
+        require_cpu(hidden_states)
         tokens, top_k = index.shape
         positions, offsets = sort_by_expert(index.reshape(-1).numpy(), self.num_experts)
         weights = weights.float().contiguous()
@@ -176,13 +70,10 @@ class _PackedModule(nn.Module, ABC):
         return _weighted_sum(outputs, positions, weights).to(hidden_states.dtype)
 
     def _run(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or weights.requires_grad):
-            output: torch.Tensor = _InferenceOnly.apply(self._forward, hidden_states, index, weights)
-            return output
-        return self._forward(hidden_states, index, weights)
+        return inference_only(self._forward, hidden_states, index, weights)
 
 
-class PackedExperts(_PackedModule):
+class PackedExperts(_Experts):
     """Experts with a gate: down(act(gate(x)) * up(x)), as in Mixtral, Qwen, DeepSeek, OLMoE, Phi-MoE and GraniteMoE.
 
     Args:
@@ -213,7 +104,7 @@ class PackedExperts(_PackedModule):
         return self._product("down_proj", gated.mul_(self._product("up_proj", x, offsets)), offsets)
 
 
-class PackedSwitchExperts(_PackedModule):
+class PackedSwitchExperts(_Experts):
     """The experts of Switch Transformers: wo(act(wi(x))), one expert a token.
 
     Args:
@@ -264,26 +155,3 @@ def _weighted_sum(outputs: torch.Tensor, positions: NDArray[np.int64], weights: 
         outputs = functional.pad(outputs, (0, 0, 0, 1))
     bags = torch.from_numpy(rows).view(weights.shape)
     return functional.embedding_bag(bags, outputs, mode="sum", per_sample_weights=weights)
-
-
-def _as_numpy(x: torch.Tensor) -> Activations:
-    """View a contiguous tensor as the kernels take it: float32, or bfloat16 as uint16 bits; others become float32."""
-    if x.dtype == torch.bfloat16:
-        bits: NDArray[np.uint16] = x.contiguous().view(torch.uint16).numpy()
-        return bits
-    values: NDArray[np.float32] = x.float().contiguous().numpy()
-    return values
-
-
-def _as_tensor(data: NDArray[np.uint8]) -> torch.Tensor:
-    """View a blob as a tensor; torch's warning about read-only arrays is moot, for nothing writes to a blob."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
-        return torch.from_numpy(data)
-
-
-def _require_cpu(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise LoadError(f"packed experts run on the CPU; keep the model there (a tensor is on '{tensor.device}')")

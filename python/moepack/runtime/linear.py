@@ -1,0 +1,61 @@
+"""Linear layers that multiply from packed bytes: they stand where transformers has an `nn.Linear`.
+
+The bias stays a parameter, which the loader of transformers fills as it does any other.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from moepack.runtime.packed import PackedModule, inference_only, require_cpu
+
+__all__ = ["PackedLinear"]
+
+
+class PackedLinear(PackedModule):
+    """`y = x W^T + b` with a packed W; accumulated in float32, the bias added there, rounded once.
+
+    The bytes are the buffer `packed`. There is no tensor `weight`: models that look at the dtype of a layer's weight
+    (T5 casts its activations to it) must not see bytes.
+
+    Args:
+        rows: features that come out.
+        columns: features that go in.
+        bias: `[rows]`, or None.
+    """
+
+    projections = ("packed",)
+    weight: None = None
+    bias: nn.Parameter | None
+
+    def __init__(self, rows: int, columns: int, bias: nn.Parameter | None = None) -> None:
+        super().__init__({"packed": (1, rows, columns)})
+        self.in_features, self.out_features = columns, rows
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply.
+
+        Args:
+            x: `[..., columns]`, float32, bfloat16 or float16, on the CPU.
+
+        Returns:
+            `[..., rows]` in the dtype of `x`.
+        """
+        return inference_only(self._forward, x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        require_cpu(x)
+        tokens = x.reshape(-1, self.in_features)
+        product = self._product("packed", tokens, np.array([0, len(tokens)], np.int64))
+        if self.bias is not None:
+            product += self.bias
+        return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if self.bias is not None and f"{prefix}bias" in state_dict:
+            with torch.no_grad():
+                self.bias.copy_(state_dict[f"{prefix}bias"])
