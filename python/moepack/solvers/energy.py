@@ -33,6 +33,10 @@ def energy_factors(weights: Tensor, values: Tensor, hessians: Tensor) -> Tensor:
 
 
 def _energy(weights: Tensor, hessians: Tensor) -> Tensor:
-    """w H w^T of each row, [E, R]; the Hessian is scaled first so that no product overflows."""
+    """w H w^T of each row, [E, R], divided by the largest diagonal so that no product overflows.
+
+    The rows are divided, not the Hessians: those are the larger ones, and a second copy of them would be the peak of a
+    run's memory.
+    """
     scale = hessians.diagonal(dim1=1, dim2=2).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (torch.bmm(weights, hessians / scale[:, None, None]) * weights).sum(2)
+    return (torch.bmm(weights / scale[:, None, None], hessians) * weights).sum(2)
