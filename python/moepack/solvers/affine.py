@@ -1,0 +1,217 @@
+"""Groups of columns on a uniform grid: what every group-wise solver takes and gives.
+
+A weight is `scale * code + offset` with a scale and an offset for each row and group of columns; symmetric grids have
+no offsets, `scale * (code - 2^(bits - 1))`, and their scales may be negative. Parameters are rounded to the type in
+which they are stored *inside* the solvers, so that a code is always the best one for the values that a reader sees.
+
+Groups are independent: a solver sees a matrix of groups, one a row, and nothing else. `quantize_affine` folds any stack
+of matrices into such rows, a few at a time, so that temporaries stay in the caches of a CPU whatever the tensor's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepack.errors import InvalidTensorError
+
+__all__ = ["AffineCodes", "Fit", "GroupSpec", "Solver", "quantize_affine", "round_to_nearest", "stored"]
+
+_CHUNK = {"cpu": 1 << 18}
+"""Elements that a solver sees at a time: a megabyte of float32 on a CPU."""
+_DEVICE_CHUNK = 1 << 25
+"""The same on other devices, where small kernels are all overhead."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """The grid of a tensor.
+
+    Attributes:
+        bits: of a code, 1 to 8.
+        group_size: columns that share parameters; at least the columns means one group a row.
+        symmetric: no offsets.
+        storage: type of the stored parameters, float16 or bfloat16.
+    """
+
+    bits: int
+    group_size: int
+    symmetric: bool = False
+    storage: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"bits must be 1 to 8, not {self.bits}")
+        if self.group_size < 1:
+            raise ValueError(f"a group must have at least one column, not {self.group_size}")
+        if self.storage not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"parameters are float16 or bfloat16, not {self.storage}")
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for zero on a symmetric grid."""
+        return 1 << (self.bits - 1)
+
+    def groups(self, columns: int) -> int:
+        """Groups of a row."""
+        return -(-columns // self.group_size)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A solver's answer for groups [N, g]: codes [N, g] as floats, scales and offsets [N, 1] as stored.
+
+    Symmetric grids have the offset `-middle * scale`, which is not stored.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+
+Solver = Callable[[Tensor, GroupSpec, "Fit | None"], Fit]
+"""Takes float32 groups [N, g], the grid, and parameters to start from (their codes are ignored)."""
+
+
+@dataclass(frozen=True)
+class AffineCodes:
+    """A quantized tensor.
+
+    Attributes:
+        spec: its grid.
+        codes: [..., R, C] uint8.
+        scales: [..., R, G] float32, values of `spec.storage`.
+        offsets: likewise, or None for symmetric grids.
+    """
+
+    spec: GroupSpec
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+    def values(self) -> Tensor:
+        """The float32 weights [..., R, C] that a reader sees."""
+        group = torch.arange(self.codes.shape[-1], device=self.codes.device) // self.spec.group_size
+        codes = self.codes.float()
+        if self.offsets is None:
+            return codes.sub_(self.spec.middle).mul_(self.scales[..., group])
+        return codes.mul_(self.scales[..., group]).add_(self.offsets[..., group])
+
+
+def stored(values: Tensor, storage: torch.dtype) -> Tensor:
+    """Round to the stored type, saturating at its largest finite value."""
+    limit = torch.finfo(storage).max
+    return values.clamp(-limit, limit).to(storage).float()
+
+
+def quantize_affine(
+    weight: Tensor, spec: GroupSpec, solver: Solver, *, start: AffineCodes | None = None, name: str | None = None
+) -> AffineCodes:
+    """Quantize a matrix or a stack of matrices group by group.
+
+    Args:
+        weight: [..., R, C], floating point, on any device. Not modified.
+        spec: the grid.
+        solver: finds codes and parameters of a batch of groups.
+        start: parameters to start from, of the same shape and grid; solvers that take no start ignore it.
+        name: the tensor's name, for errors.
+
+    Returns:
+        Codes and parameters on the device of `weight`.
+
+    Raises:
+        InvalidTensorError: a weight is NaN, infinite, or beyond the range of the parameters' type, or `weight` is no
+            stack of matrices of floating-point numbers.
+    """
+    if not weight.is_floating_point() or weight.ndim < 2:
+        raise InvalidTensorError(
+            f"has shape {list(weight.shape)} and dtype {weight.dtype}, expected floating-point [..., rows, columns]",
+            tensor=name,
+        )
+    columns, groups = weight.shape[-1], spec.groups(weight.shape[-1])
+    rows = weight.reshape(-1, columns) if weight.numel() else weight.new_empty((0, columns))
+    codes = torch.zeros(rows.shape, dtype=torch.uint8, device=weight.device)
+    scales = torch.zeros((len(rows), groups), device=weight.device)
+    offsets = torch.zeros_like(scales)
+    begin = None if start is None else _flat(start, groups)
+    for run, part, columns_of in _runs(rows, spec.group_size):
+        x = rows[run, columns_of].float()
+        _check(x, spec.storage, name, (run.start, columns_of.start), weight.shape)
+        folded = x.reshape(-1, x.shape[1] // (part.stop - part.start))
+        fit = solver(
+            folded, spec, None if begin is None else Fit(folded, *(p[run, part].reshape(-1, 1) for p in begin))
+        )
+        codes[run, columns_of] = fit.codes.to(torch.uint8).view(x.shape)
+        scales[run, part] = fit.scales.view(len(x), -1)
+        offsets[run, part] = fit.offsets.view(len(x), -1)
+    shape = (*weight.shape[:-1], groups)
+    return AffineCodes(
+        spec, codes.view(weight.shape), scales.view(shape), None if spec.symmetric else offsets.view(shape)
+    )
+
+
+def _flat(start: AffineCodes, groups: int) -> tuple[Tensor, Tensor]:
+    scales = start.scales.reshape(-1, groups)
+    if start.offsets is None:
+        return scales, scales * -start.spec.middle
+    return scales, start.offsets.reshape(-1, groups)
+
+
+def _runs(rows: Tensor, group_size: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Runs of rows, each with its groups of equal width and their columns; a narrower last group comes alone."""
+    columns = rows.shape[1]
+    if not rows.numel():
+        return
+    step = max(1, _CHUNK.get(rows.device.type, _DEVICE_CHUNK) // columns)
+    whole = columns // group_size
+    for first in range(0, len(rows), step):
+        run = slice(first, min(first + step, len(rows)))
+        if whole:
+            yield run, slice(0, whole), slice(0, whole * group_size)
+        if whole * group_size < columns:
+            yield run, slice(whole, whole + 1), slice(whole * group_size, columns)
+
+
+def _check(x: Tensor, storage: torch.dtype, name: str | None, first: tuple[int, int], shape: torch.Size) -> None:
+    """Refuse what the parameters cannot express; the sum of absolute values finds NaN and infinity in one pass."""
+    limit = torch.finfo(storage).max
+    if bool(x.abs().amax() <= limit):
+        return
+    row, column = (int(i) for i in (~(x.abs() <= limit)).nonzero()[0])
+    place = [*(int(i) for i in torch.unravel_index(torch.tensor(first[0] + row), shape[:-1])), first[1] + column]
+    value = float(x[row, column])
+    if abs(value) < float("inf"):
+        raise InvalidTensorError(f"holds {value} at {place}, beyond the range of {storage}", tensor=name)
+    raise InvalidTensorError(f"holds {value} at {place}", tensor=name)
+
+
+def round_to_nearest(x: Tensor, spec: GroupSpec, start: Fit | None = None) -> Fit:
+    """Minimum and maximum of each group as the ends of the grid; symmetric: the largest magnitude as one end.
+
+    A constant group has scale zero and its constant as the offset. Symmetric grids give the longer, negative side
+    (`-2^(bits - 1)`) to the sign of the largest magnitude, by the sign of the scale.
+    """
+    if spec.symmetric:
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        scales = stored(torch.where(-low >= high, -low, -high) / spec.middle, spec.storage)
+        return assign(x, scales, scales * -spec.middle, spec)
+    low = x.amin(1, keepdim=True)
+    offsets = stored(low, spec.storage)
+    scales = stored((x.amax(1, keepdim=True) - offsets).clamp_(min=0) / spec.top, spec.storage)
+    return assign(x, scales, offsets, spec)
+
+
+def assign(x: Tensor, scales: Tensor, offsets: Tensor, spec: GroupSpec) -> Fit:
+    """The nearest codes for given parameters; code zero where the scale is zero (the middle on symmetric grids)."""
+    inverse = torch.where(scales != 0, 1 / scales, 0.0)
+    shift = torch.where(scales != 0, -offsets * inverse, float(spec.middle if spec.symmetric else 0))
+    codes = torch.addcmul(shift, x, inverse).round_().clamp_(0, spec.top)
+    return Fit(codes, scales, offsets)
