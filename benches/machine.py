@@ -13,8 +13,8 @@ import torch
 import moepack
 
 
-def describe(threads: int) -> dict[str, Any]:
-    """The processor, memory, versions and thread count of this run."""
+def describe(threads: int, device: str = "cpu") -> dict[str, Any]:
+    """The processor, memory, versions, thread count and accelerator of this run."""
     cpu = {
         key.strip(): value.strip()
         for key, _, value in (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
@@ -27,6 +27,7 @@ def describe(threads: int) -> dict[str, Any]:
         "instruction_sets": [flag for flag in interesting if flag in flags],
         "cores": os.cpu_count(),
         "threads": threads,
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -34,8 +35,8 @@ def describe(threads: int) -> dict[str, Any]:
     }
 
 
-def save(path: Path, threads: int, figures: Any) -> None:
-    """Write the figures with the machine's description as JSON."""
+def save(path: Path, threads: int, figures: Any, device: str = "cpu") -> None:
+    """Write the figures with the description of the machine, and of the accelerator where one was used, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": describe(threads), "figures": figures}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": describe(threads, device), "figures": figures}, indent=1) + "\n")
     print(f"wrote {path}")

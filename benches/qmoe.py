@@ -1,76 +1,92 @@
-"""Calibrated against rounded experts: coded bits a weight and loss, as the Markdown table of docs/methods/qmoe.md.
+"""Calibrated against rounded experts: coded bits a weight and loss, as JSON and the table of docs/methods/qmoe.md.
 
-    python benches/qmoe.py MODEL [MODEL ...] --calibration TEXT --evaluation TEXT [TEXT ...]
+    python benches/qmoe.py MODEL [MODEL ...] --calibration TEXT --text TEXT [--text TEXT] [--device cuda]
 
-Each model is packed once for each method; losses come from `moepack.evaluation` (windows of 512 tokens; span corruption
-for encoder-decoder models), bits from the packed bytes with all their metadata. The first line names the machine.
+Each model is packed once for each method and measured by `yardstick.py`: windows of 512 tokens for decoders, span
+corruption for encoder-decoders.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import platform
-import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from moepack.evaluation import evaluate
-from moepack.methods import Qmoe
-from moepack.pipeline import compress
+import machine
+from moepack.methods import Method, Qmoe, Ternary
+from moepack.methods.qmoe import PUBLISHED
+from yardstick import Yardstick
+
+TERNARY, TWO_BIT = "RTN ternary", "RTN 2 bit, group 64"
+Rows = dict[str, dict[str, Any]]
 
 
-def methods(options: argparse.Namespace) -> dict[str, object]:
-    common = {"calibration": options.calibration, "samples": options.samples, "device": options.device}
-    table: dict[str, object] = {
-        "RTN ternary": "ternary",
-        "QMoE ternary, as published": Qmoe(**common, damping=0.1, match_energy=False),
+def methods(options: argparse.Namespace) -> dict[str, Method]:
+    """The rows of the table."""
+    common = {"calibration": str(options.calibration), "samples": options.samples, "device": options.device}
+    common["buffer"] = "device"
+    table: dict[str, Method] = {
+        TERNARY: Ternary(),
+        "QMoE ternary, as published": Qmoe(**common, **PUBLISHED),
         "QMoE ternary": Qmoe(**common),
+        TWO_BIT: Qmoe(**common, bits="2", solver="rtn"),
+        "QMoE 2 bit, group 64, as published": Qmoe(**common, bits="2", **PUBLISHED),
+        "QMoE 2 bit, group 64": Qmoe(**common, bits="2"),
     }
-    if options.two_bit:
-        table["RTN 2 bit, group 64"] = Qmoe(**common, bits="2", solver="rtn")
-        table["QMoE 2 bit, group 64"] = Qmoe(**common, bits="2")
     return {name: method for name, method in table.items() if not options.only or name in options.only}
 
 
-def measure(model: Path, options: argparse.Namespace) -> list[dict[str, object]]:
-    texts = [Path(text) for text in options.evaluation]
-    original = [evaluate(model, text, options.chars).loss for text in texts]
-    rows: list[dict[str, object]] = []
+def measure(model: Path, options: argparse.Namespace) -> Rows:
+    """All rows of one model."""
+    yardstick = Yardstick(model, options.text, options.chars, options.device)
+    rows: Rows = {}
     for name, method in methods(options).items():
-        with tempfile.TemporaryDirectory() as directory:
-            report = compress(model, Path(directory) / "out", method=method)
-            losses = [evaluate(report.path, text, options.chars).loss for text in texts]
-        increase = [loss - base for loss, base in zip(losses, original, strict=True)]
-        row = {"model": model.name, "method": name, "bits": report.bits_per_weight, "increase": increase}
-        rows.append({**row, "seconds": report.seconds, "original": original})
-        print(json.dumps(rows[-1]), flush=True)
+        rows[name] = {**yardstick.measure(method), "original": yardstick.original}
+        print(model.name, name, json.dumps(rows[name]), flush=True)
     return rows
 
 
-def show(rows: list[dict[str, object]], texts: list[str]) -> None:
-    print(f"\n| model | method | bits a weight | {' | '.join(Path(t).stem for t in texts)} |")
-    print("|---|---|---|" + "---|" * len(texts))
-    for row in rows:
-        figures = " | ".join(f"+{value:.3f}" for value in row["increase"])
-        print(f"| {row['model']} | {row['method']} | {row['bits']:.3f} | {figures} |")
+def table(figures: dict[str, Rows]) -> str:
+    """Increases of the loss in nats a token, and as a part of that of rounding to as many bits, as Markdown."""
+    texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
+    lines = [f"| model | method | bits a weight | {' | '.join(texts)} |", "|---|---|---|" + "---|" * len(texts)]
+    for model, rows in figures.items():
+        for name, row in rows.items():
+            rounded = rows.get(TWO_BIT if "2 bit" in name else TERNARY, row)["rise"]
+            cells = [_cell(rise, rounded[text], rounded is row["rise"]) for text, rise in row["rise"].items()]
+            lines.append(f"| {model} | {name} | {row['bits_per_weight']:.3f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(rise: float, rounded: float, same: bool) -> str:
+    return f"{rise:+.3f}" if same or rounded <= 0 else f"{rise:+.3f} ({rise / rounded:.2f}x)"
 
 
 def main() -> None:
+    """Measure every model, save, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--evaluation", nargs="+", required=True)
-    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--text", action="append", type=Path, default=[])
+    parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--chars", type=int, default=250_000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", help="names of the table's rows to measure")
-    parser.add_argument("--no-two-bit", dest="two_bit", action="store_false")
+    parser.add_argument("--out", type=Path, default=Path("build/qmoe.json"))
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only show")
     options = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"{options.samples} samples; {time.strftime('%Y-%m-%d')}", flush=True)
-    rows = [row for model in options.models for row in measure(model, options)]
-    show(rows, options.evaluation)
+    torch.set_num_threads(options.threads)
+    figures: dict[str, Rows] = {}
+    for earlier in options.merge:
+        figures |= json.loads(earlier.read_text())["figures"]
+    for model in options.models:
+        figures[model.name] = measure(model, options)
+        machine.save(options.out, options.threads, figures, options.device)
+    print(table(figures))
 
 
 if __name__ == "__main__":

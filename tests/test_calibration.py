@@ -114,6 +114,23 @@ def test_compressed_experts_feed_the_compressed_stream_only(mixtral):
     torch.testing.assert_close(single, compressed)
 
 
+def test_the_drift_is_known_whichever_routing_is_used(mixtral):
+    samples = decoder_samples(WINDOWS)
+    for options, drifts in (({}, False), ({"drift": True}, True), ({"routing": "original"}, True)):
+        seen = []
+
+        def watch(stage, seen=seen):
+            if "down_proj" not in stage.weights:
+                seen.append((stage.layer.name, stage.tokens, bool(stage.moments().drift.abs().max() > 0)))
+            return halve(stage)
+
+        run = calibrator(mixtral, samples, **{"routing": "compressed", **options})
+        counts = {c.layer: c.used("original" if "routing" in options else "compressed") for _, c in run.layers(watch)}
+        first = seen[0][0]
+        assert not seen[0][2] and all(drifted == drifts for layer, _, drifted in seen if layer != first)
+        assert all(torch.equal(tokens, counts[layer]) for layer, tokens, _ in seen)
+
+
 def test_a_replay_gives_the_same_bits(mixtral):
     samples = decoder_samples(WINDOWS)
     first, _ = final_states(calibrator(mixtral, samples), halve)

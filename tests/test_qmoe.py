@@ -14,17 +14,21 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from typer.testing import CliRunner
 
 import moepack
+from moepack.calibration import Calibrator
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
 from moepack.cli import app
 from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
 from moepack.methods import Qmoe, create
+from moepack.methods.qmoe import PUBLISHED
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.runtime.matrix import open_matrix
 from moepack.solvers.energy import energy_factors
+from moepack.solvers.gptq import gptq
+from moepack.solvers.grids import TernaryGrid
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers")
 
@@ -266,6 +270,26 @@ def test_tokens_out_of_the_vocabulary_are_refused(mixtral, text, tmp_path):
     with pytest.raises(CalibrationError, match="out of the model's vocabulary"):
         compress(tmp_path / "model", tmp_path / "out", method=method(text))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["model"]
+
+
+def test_the_papers_own_setting_is_gptq_alone(mixtral, text, tmp_path):
+    seen = {}
+    original = Calibrator.layers
+
+    def layers(self, solve, plan=None):
+        def watch(stage):
+            expected = gptq(torch.cat(list(stage.weights.values()), 1), stage.hessians(), TernaryGrid())
+            values = solve(stage)
+            seen[stage.layer.name, *stage.weights] = torch.equal(torch.cat(list(values.values()), 1), expected.values)
+            return values
+
+        return original(self, watch, plan)
+
+    for settings, same in ((PUBLISHED, True), ({}, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Calibrator, "layers", layers)
+            compress(mixtral, tmp_path / str(same), method=method(text, **settings))
+        assert set(seen.values()) == {same}
 
 
 def test_unknown_settings_are_refused():

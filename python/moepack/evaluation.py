@@ -77,7 +77,7 @@ def evaluate(
     """Measure a model's loss on a text.
 
     Args:
-        model: a directory, packed or not, or a loaded model (which needs `tokenizer`).
+        model: a directory, packed or not, or a loaded model (which needs `tokenizer`), on any device.
         text: the text file, UTF-8.
         chars: how many of its characters to use.
         reference: a directory or a loaded model with the same vocabulary, to compare with.
@@ -112,8 +112,9 @@ class _Totals:
 
     def add(self, model: Model, reference: Model | None, inputs: dict[str, Any], targets: torch.Tensor) -> None:
         """Run a batch: targets [B, L], of which the ignored are negative; logits are [B, L, V]."""
-        logits = model(**inputs).logits
-        expected = None if reference is None else reference(**inputs).logits
+        logits = _run(model, inputs)
+        targets = targets.to(logits.device)
+        expected = None if reference is None else _run(reference, inputs).to(logits.device)
         if expected is not None and expected.shape != logits.shape:
             raise ValueError(f"the reference predicts {tuple(expected.shape)}, the model {tuple(logits.shape)}")
         for row, target in enumerate(targets):
@@ -141,6 +142,14 @@ class _Totals:
             *(self.tokens, loss, math.exp(loss), seconds),
             *(reference, math.exp(reference), self.kl / self.tokens, agreement),
         )
+
+
+def _run(model: Model, inputs: dict[str, Any]) -> torch.Tensor:
+    """Logits of a batch, on the model's device."""
+    moved = {
+        name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+    }
+    return model(**moved).logits  # type: ignore[no-any-return]
 
 
 def _open(source: Source, tokenizer: Any, dtype: torch.dtype | str) -> tuple[Model, Any]:

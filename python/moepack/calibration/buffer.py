@@ -1,8 +1,8 @@
 """The list buffer: all hidden states of the calibration set in one place (QMoE, section 3.2 and figure 3).
 
 Tokens of all samples lie back to back, with delimiters between the samples. So a sample is a slice, and the tokens of
-an expert, wherever they are, are one vectorised gather; results are written back in place. The storage is memory, or a
-memory-mapped file where the calibration set is larger than memory.
+an expert, wherever they are, are one vectorised gather; results are written back in place. The storage is memory, a
+device's memory where the calibration set fits there, or a memory-mapped file where it is larger than memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ class ListBuffer:
     """
 
     def __init__(
-        self, lengths: list[int], width: int, dtype: torch.dtype = torch.float32, file: Path | None = None
+        self,
+        lengths: list[int],
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        file: Path | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Make a buffer of zeros.
 
@@ -35,6 +40,7 @@ class ListBuffer:
             width: H.
             dtype: of the states.
             file: where to map the storage, or ``None`` for memory. The file is made anew; the caller removes it.
+            device: whose memory, without a file; the CPU's by default.
 
         Raises:
             DiskError: the file cannot be made.
@@ -42,7 +48,7 @@ class ListBuffer:
         self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64).cumsum(0)])
         size = int(self.starts[-1]) * width
         if file is None or size == 0:
-            self.tokens = torch.zeros(size, dtype=dtype).view(-1, width)
+            self.tokens = torch.zeros(size, dtype=dtype, device=device).view(-1, width)
         else:
             try:
                 file.unlink(missing_ok=True)
@@ -61,9 +67,9 @@ class ListBuffer:
 
     def gather(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
         """Rows of ``tokens`` [n] int64 (positions in the whole buffer), [n, H], on ``device``."""
-        rows = self.tokens.index_select(0, tokens)
+        rows = self.tokens.index_select(0, tokens.to(self.tokens.device))
         return rows if device is None else rows.to(device)
 
     def add(self, tokens: Tensor, states: Tensor) -> None:
         """Add states [n, H] to the rows ``tokens`` [n] in place; a row may occur more than once."""
-        self.tokens.index_add_(0, tokens, states.to(self.tokens.device, self.tokens.dtype))
+        self.tokens.index_add_(0, tokens.to(self.tokens.device), states.to(self.tokens.device, self.tokens.dtype))

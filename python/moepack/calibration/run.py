@@ -47,23 +47,29 @@ class CalibrationSettings:
             the original model gives.
         routing: whose router assigns tokens to experts for the Hessians: "original" or "compressed". Only looked at
             with compressed activations.
+        drift: run the original model beside the compressed one even where its routing is not used, so that moments
+            know the drift. Only looked at with compressed activations.
         group: experts solved together.
         token_cap: most tokens of an expert held at a time, as a multiple of the mean over experts; the rest follows
             in further pieces.
         batch: samples a forward pass.
         dtype: of weights, hidden states and matrix products; Hessians are always float32.
-        device: where blocks and experts run. The list buffer stays in memory or on disk.
+        device: where blocks and experts run.
         buffer_directory: where to map the list buffers, or `None` for memory.
+        buffer_device: whose memory holds the list buffers where they are not mapped: the CPU's, or that of `device` for
+            calibration sets that fit there (N * L * H states for each stream, twice).
     """
 
     activations: Literal["compressed", "original"] = "compressed"
     routing: Literal["original", "compressed"] = "original"
+    drift: bool = False
     group: int = 16
     token_cap: float = 4.0
     batch: int = 8
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     buffer_directory: Path | None = None
+    buffer_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         if self.group < 1 or self.batch < 1 or not self.token_cap > 0:
@@ -133,7 +139,7 @@ class _Assignment:
         choices = index.flatten().long()
         wanted = choices >= 0
         if keep is not None:
-            wanted &= keep.repeat_interleave(index.shape[1])
+            wanted &= keep.to(index.device).repeat_interleave(index.shape[1])
         where = wanted.nonzero().flatten()
         order = torch.argsort(choices[where], stable=True)
         where = where[order]
@@ -214,7 +220,8 @@ class Calibrator:
 
     def _streams(self) -> int:
         """How many streams run: the original one is only left out where nothing asks for it."""
-        return 2 if self.settings.activations == "compressed" and self.settings.routing == "original" else 1
+        wanted = self.settings.drift or self.settings.routing == "original"
+        return 2 if self.settings.activations == "compressed" and wanted else 1
 
     def _stacks(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         if self.samples.targets is None or self.samples.target_mask is None:
@@ -236,7 +243,7 @@ class Calibrator:
         def buffer(kind: str) -> ListBuffer:
             directory = self.settings.buffer_directory
             file = None if directory is None else directory / f"{stack.name}.{kind}.{number}"
-            return ListBuffer(lengths, width, self.settings.dtype, file)
+            return ListBuffer(lengths, width, self.settings.dtype, file, self.settings.buffer_device)
 
         stream = _Stream(compressed, buffer("hidden"), buffer("inputs"), encoder=encoder)
         stack.embed(ids, stream.hidden, encoder)
@@ -296,8 +303,9 @@ class Calibrator:
             if recorder is not None:
                 stream.inputs.samples(first, last).copy_(recorder.inputs.view(output.shape))
                 # int32 halves the memory of the assignment; no model has 2^31 experts.
-                chosen.append(recorder.index.reshape(output.shape[0] * output.shape[1], -1).to("cpu", torch.int32))
-                weights.append(recorder.weights.reshape(chosen[-1].shape).cpu())
+                where = stream.inputs.tokens.device
+                chosen.append(recorder.index.reshape(output.shape[0] * output.shape[1], -1).to(where, torch.int32))
+                weights.append(recorder.weights.reshape(chosen[-1].shape).to(where))
             stream.hidden.samples(first, last).copy_(output)
         if recorder is not None:
             stream.index, stream.weights = torch.cat(chosen), torch.cat(weights)
@@ -327,7 +335,7 @@ class _SparseLayer:
         counted = [self._assignment(stream, mask) for stream in streams]
         # Stream 0 holds the values; the last stream is the original one where there are two.
         self.counted = counted
-        self.hessian_tokens = counted[-1]
+        self.hessian_tokens = counted[-1 if settings.routing == "original" else 0]
         self.cap = max(1, int(settings.token_cap * len(self.routes[0].tokens) / max(layer.experts, 1)))
         *self.first, self.last = [projection.name for projection in layer.projections]
         self.fetch = {projection.name: projection for projection in layer.projections}

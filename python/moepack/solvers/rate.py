@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack.solvers.drift import corrected
 from moepack.solvers.gptq import ExpertReport, Factors, GptqSettings, factorize, gptq
 
 __all__ = ["RateGrid", "RateProblem", "RateSettings", "row_bits"]
@@ -143,22 +144,10 @@ class RateProblem:
         self.hessians = hessians
         self.weights = weights.float()
         if drift is not None and self.settings.shift:
-            self.weights = self.weights + self.settings.shift * self._shift(drift)
+            shift, damping = self.settings.shift, self.settings.shift_damping
+            self.weights = corrected(self.weights, hessians, drift, shift, damping)
         self.factors: Factors = factorize(hessians, self.settings.damping)
         self.importance = self._importance()
-
-    def _shift(self, drift: Tensor) -> Tensor:
-        """The change of the weights that makes the outputs for x those for x', by regression: W D (H + d)^-1."""
-        factors = factorize(self.hessians, self.settings.shift_damping)
-        usable = torch.tensor([reason is None for reason in factors.reasons], device=drift.device)
-        scale = torch.tensor(factors.scale, device=drift.device)
-        moved = self.weights @ torch.where(usable[:, None, None], drift, 0.0)
-        root = factors.upper * factors.pivots[:, None, :]  # root root^T is the damped Hessian over its scale
-        moved = torch.linalg.solve_triangular(root.mT, moved, upper=False, left=False)
-        moved = torch.linalg.solve_triangular(root, moved, upper=True, left=False)
-        moved = moved / torch.where(usable, scale, 1.0)[:, None, None]
-        sound = (usable & torch.isfinite(moved).flatten(1).all(1))[:, None, None]
-        return torch.where(sound, moved, 0.0)
 
     def _importance(self) -> Tensor:
         scale = torch.tensor(self.factors.scale, device=self.weights.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,13 +22,18 @@ from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
+from moepack.methods.qmoe.grid import GridSolver, Rounding
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.methods.qmoe.rate import RateSolver
-from moepack.solvers.energy import energy_factors
-from moepack.solvers.gptq import ExpertReport, GptqSettings, gptq
+from moepack.solvers.gptq import GptqSettings
+from moepack.solvers.rate import RateSettings
 
-__all__ = ["Qmoe"]
+__all__ = ["PUBLISHED", "Qmoe"]
 
+#: The paper's own setting (QMoE, section 4.1 and its code), to be given to `Qmoe` as keywords.
+PUBLISHED: Mapping[str, Any] = MappingProxyType(
+    {"damping": 0.1, "drift": 0.0, "weigh_tokens": False, "refit": False, "match_energy": False}
+)
 #: What the rate may be set to: below, narrow rows hold little but metadata; above, no row has more to code.
 LEAST_BITS, MOST_BITS = 0.4, 2.0
 
@@ -46,6 +52,12 @@ class Qmoe:
             takes. Ternary experts only; settings of GPTQ do not apply then.
         code: entropy code of ternary experts, `fsv8` or `dict16`.
         damping: relative to the mean diagonal of the Hessian.
+        drift: the share of the error accumulated in earlier layers that the weights are moved to undo before they are
+            quantized, 0 to 1 (see `moepack.solvers.drift`); anything but 0 runs the original model beside the
+            compressed one, which takes twice the time outside of the solver.
+        weigh_tokens: let a token count in the Hessians what the block's output makes of it (see
+            `moepack.calibration.moments`), not 1. `bits_per_weight` always does.
+        refit: with two bits, refit scales and offsets to the codes that GPTQ chose (see `moepack.solvers.refit`).
         act_order: take columns by falling diagonal.
         solver: "gptq", or "rtn" to round to nearest on the grid of minimum and maximum (what calibration is compared
             with).
@@ -56,6 +68,7 @@ class Qmoe:
             second stream and was no better on the models measured (docs/methods/qmoe.md).
         premask: leave positions of special tokens out (span corruption).
         group: experts solved together.
+        buffer: "memory", or "device": what holds the hidden states of the calibration set.
         token_cap: most tokens of an expert held at a time, as a multiple of the mean.
         minimum_tokens: experts with fewer are named in the notes.
         device: where the model and the solver run.
@@ -69,7 +82,10 @@ class Qmoe:
     group_size: int = 64
     bits_per_weight: float | None = None
     code: str = "fsv8"
-    damping: float = 0.01
+    damping: float = 0.1
+    drift: float = 0.75
+    weigh_tokens: bool = True
+    refit: bool = True
     act_order: bool = False
     solver: Literal["gptq", "rtn"] = "gptq"
     match_energy: bool | None = None
@@ -77,6 +93,7 @@ class Qmoe:
     routing: Literal["original", "compressed"] = "compressed"
     premask: bool = True
     group: int = 16
+    buffer: Literal["memory", "device"] = "memory"
     token_cap: float = 4.0
     minimum_tokens: int = 64
     device: str = "cpu"
@@ -89,6 +106,8 @@ class Qmoe:
             raise ValueError(f"bits must be ternary or 2, not {self.bits}; the solver gptq or rtn, not {self.solver}")
         if self.group_size < 64 or self.group_size % 64:
             raise ValueError(f"group_size must be a multiple of 64, not {self.group_size}")
+        if not 0 <= self.drift <= 1:
+            raise ValueError(f"drift must be 0 to 1, not {self.drift}")
         if self.match_energy is None:
             self.match_energy = self.bits == "ternary"
         groups = GroupwiseForm(self.group_size, static=self.act_order, search=self.solver == "gptq")
@@ -108,15 +127,17 @@ class Qmoe:
         return CalibrationSettings(
             activations=self.activations,
             routing=self.routing,
+            drift=self.drift > 0 and self.solver == "gptq",
             group=self.group,
             token_cap=self.token_cap,
             device=torch.device(self.device),
+            buffer_device=torch.device(self.device if self.buffer == "device" else "cpu"),
         )
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Every setting that changes the bytes; of the calibration set its fingerprint, once `begin` has read it."""
-        ignored = {"minimum_tokens", "device", "calibration"}
+        ignored = {"minimum_tokens", "device", "buffer", "calibration"}
         values = {
             name: value for name, value in asdict(self).items() if not name.startswith("_") and name not in ignored
         }
@@ -144,10 +165,12 @@ class Qmoe:
         self, layer: Mapping[str, Weights], advance: Callable[[int], None]
     ) -> Iterator[tuple[str, PackedTensor]]:
         """Run the model up to the next layer with experts, which must be `layer`, and quantize it."""
-        settings = self._gptq if self.solver == "gptq" else None
-        work = _Solving(self._form, settings, bool(self.match_energy), layer, advance)
+        work = _Solving(self._form, layer, advance)
         if self.bits_per_weight is not None:
-            work.rate = RateSolver(self.bits_per_weight, next(iter(layer.values())).shape[0])
+            rate = RateSettings(shift=self.drift)
+            work.solver = RateSolver(self.bits_per_weight, next(iter(layer.values())).shape[0], rate)
+        elif self.solver == "gptq":
+            work.solver = GridSolver(self._gptq, self.drift, self.weigh_tokens, self.refit, bool(self.match_energy))
         self._current = work
         _, coverage = next(self._steps)
         routing = "compressed" if self.activations == "original" else self.routing
@@ -186,54 +209,32 @@ class _Packed:
 class _Solving:
     """A layer being quantized: codes and parameters of all projections, filled group by group."""
 
-    def __init__(
-        self,
-        form: Form,
-        settings: GptqSettings | None,
-        match_energy: bool,
-        layer: Mapping[str, Weights],
-        advance: Callable[[int], None],
-    ) -> None:
-        self.form, self.settings, self.match_energy, self.advance = form, settings, match_energy, advance
+    def __init__(self, form: Form, layer: Mapping[str, Weights], advance: Callable[[int], None]) -> None:
+        self.form, self.advance = form, advance
         self.layer = layer
         self.codes = {name: torch.empty(w.shape, dtype=form.code_dtype) for name, w in layer.items()}
         self.parameters = {
             name: torch.empty((*w.shape[:2], form.width(w.shape[2])), dtype=torch.float32) for name, w in layer.items()
         }
         self.rounded: dict[str, str] = {}
-        self.rate: RateSolver | None = None
+        self.solver: RateSolver | GridSolver | Rounding = Rounding()
 
     def plan(self, stage: Stage) -> None:
         """Let the rate solver see a stage in advance."""
         self._check(stage)
-        assert self.rate is not None
-        self.rate.plan(stage)
+        assert isinstance(self.solver, RateSolver)
+        self.solver.plan(stage)
 
     def solve(self, stage: Stage) -> dict[str, Tensor]:
         """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
         self._check(stage)
-        if self.rate is not None:
-            codes, parameters, values, reports = self.rate.solve(stage, self.form)
-        else:
-            codes, parameters, values, reports = self._plain(stage)
+        codes, parameters, values, reports = self.solver.solve(stage, self.form)
         for expert, report in zip(stage.experts, reports, strict=bool(reports)):
             if report.reason is not None:
                 self.rounded.setdefault(str(expert), report.reason)
         rows = [w.shape[1] for w in stage.weights.values()]
         pieces = [torch.split(tensor, rows, dim=1) for tensor in (codes, parameters, values)]
         return {name: self._keep(stage, name, *tensors) for name, *tensors in zip(stage.weights, *pieces, strict=True)}
-
-    def _plain(self, stage: Stage) -> tuple[Tensor, Tensor, Tensor, tuple[ExpertReport, ...]]:
-        """Codes, parameters and values of a stage on the form's own grid."""
-        weights = torch.cat(list(stage.weights.values()), dim=1)
-        grid, rounding = self.form.grid(), self.settings is None
-        hessians = torch.zeros_like(weights[:, :1]).expand(-1, weights.shape[2], -1) if rounding else stage.hessians()
-        result = gptq(weights, hessians, grid, self.settings)
-        parameters, values = self.form.parameters(grid), result.values
-        if self.match_energy and not rounding:
-            parameters = self.form.scaled(parameters, energy_factors(weights, values, hessians))
-            values = self.form.values(result.codes, parameters)
-        return result.codes, parameters, values, () if rounding else result.reports
 
     def _keep(self, stage: Stage, name: str, codes: Tensor, parameters: Tensor, values: Tensor) -> Tensor:
         group = slice(stage.experts.start, stage.experts.stop)

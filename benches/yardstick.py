@@ -1,0 +1,83 @@
+"""What a method costs a model: coded bits a weight, and the increase of the loss, on any device.
+
+The method packs every layer as `moepack compress` would have it do; bits are those of the packed bytes, all metadata
+counted. Losses are `moepack.evaluate`'s, with the packed values put into transformers' own model, so that they can be
+measured on a GPU, where packed bytes cannot be read yet.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack import _core, evaluate
+from moepack.checkpoint import Checkpoint, MoeLayer, describe
+from moepack.methods import CalibratedMethod, Method, PackedTensor, Weights
+from moepack.runtime.loading import open_model, open_tokenizer
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "ternary": lambda data: _core.TernaryBlob(data).dequantize("float32"),
+    "groupwise": lambda data: _core.GroupwiseBlob(data).dequantize(),
+}
+
+
+class Yardstick:
+    """One model, its original losses on some texts, and what methods make of them."""
+
+    def __init__(self, path: Path, texts: list[Path], chars: int, device: str = "cpu") -> None:
+        """Load the model in float32 and measure it on the first `chars` characters of each text."""
+        self.name, self.texts, self.chars = path.name, texts, chars
+        self.checkpoint = Checkpoint.open(path)
+        self.layout = describe(self.checkpoint)
+        self.model = open_model(path, torch.float32).to(device)
+        self.tokenizer = open_tokenizer(path)
+        self.original = self.losses()
+
+    def losses(self) -> dict[str, float]:
+        """Nats a token of the model as it is, by text."""
+        return {text.stem: evaluate(self.model, text, self.chars, tokenizer=self.tokenizer).loss for text in self.texts}
+
+    def measure(self, method: Method) -> dict[str, Any]:
+        """Pack all experts; bits a weight, increase of the loss by text in nats a token, seconds of packing."""
+        start = time.perf_counter()
+        if isinstance(method, CalibratedMethod):
+            method.begin(self.checkpoint, self.layout)
+        bits = weights = 0
+        for layer in self.layout.layers:
+            packed = dict(method.compress_layer(_lazy(layer), lambda _: None))
+            bits += sum(8 * tensor.data.nbytes for tensor in packed.values())
+            weights += sum(math.prod(projection.shape) for projection in layer.projections)
+            self._put(layer, packed)
+        seconds = time.perf_counter() - start
+        rise = {name: loss - self.original[name] for name, loss in self.losses().items()}
+        return {"bits_per_weight": bits / weights, "rise": rise, "seconds": round(seconds, 1)}
+
+    def _put(self, layer: MoeLayer, packed: dict[str, PackedTensor]) -> None:
+        """Make the packed values the weights of the model."""
+        values = {name: torch.from_numpy(VALUES[tensor.kind](tensor.data)) for name, tensor in packed.items()}
+        module = self.model.get_submodule(layer.name)
+        if "wi" in values:
+            for name, stack in values.items():
+                for expert, matrix in enumerate(stack):
+                    _fill(module.get_submodule(f"expert_{expert}.{name}").weight, matrix)
+        else:
+            _fill(module.gate_up_proj, torch.cat([values["gate_proj"], values["up_proj"]], dim=1))
+            _fill(module.down_proj, values["down_proj"])
+
+
+def _fill(parameter: Tensor, values: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(values)
+
+
+def _lazy(layer: MoeLayer) -> dict[str, Weights]:
+    return {
+        p.name: Weights(p.packed_name, p.shape, p.expert, tuple(part.tensor for part in p.parts))
+        for p in layer.projections
+    }
