@@ -1,44 +1,13 @@
-"""The QMoE authors' format, written here by an encoder of our own from the specification."""
+"""Reading the QMoE authors' format."""
 
-import heapq
 import json
-from functools import cache
 
 import pytest
 import torch
 
 from moepack.checkpoint.qmoe import QmoeCheckpoint, read_matrix
 from moepack.errors import CheckpointError, UnsupportedModelError
-
-
-@cache
-def dictionary():
-    """Pairs (first + 3 * second) to code, by the paper's algorithm 1; equal probabilities in the order of the lists."""
-    symbols = [0.885, (1 - 0.885) / 2, (1 - 0.885) / 2]
-    pairs = [symbols[i % 3] * symbols[i // 3] for i in range(9)]
-    queue, words = [(-1.0, ())], {}
-    while len(words) < 65536:
-        probability, word = heapq.heappop(queue)
-        if word:
-            words[word] = len(words)
-        if len(word) < 14:
-            for i, share in enumerate(pairs):
-                heapq.heappush(queue, (probability * share, (*word, i)))
-    return words
-
-
-def pack(symbols):
-    """Words (int16) and row offsets of symbols [R, C] in {0, 1, 2}, by greedy longest match."""
-    words, codes, offsets = dictionary(), [], [0]
-    for row in symbols.tolist():
-        row = row + [0] * (len(row) % 2)
-        pairs = [row[i] + 3 * row[i + 1] for i in range(0, len(row), 2)]
-        while pairs:
-            length = next(n for n in range(min(14, len(pairs)), 0, -1) if tuple(pairs[:n]) in words)
-            codes.append(words[tuple(pairs[:length])])
-            pairs = pairs[length:]
-        offsets.append(len(codes))
-    return torch.tensor(codes, dtype=torch.int32).to(torch.int16), torch.tensor(offsets, dtype=torch.int32)
+from qmoe_format import original_form
 
 
 def quantized(rows=7, columns=70, seed=0):
@@ -47,16 +16,6 @@ def quantized(rows=7, columns=70, seed=0):
     levels = torch.rand(rows, 2, generator=generator).bfloat16().float() + 0.5
     low, high = -levels[:, :1], levels[:, 1:]
     return torch.where(pick < 0.1, low, torch.where(pick > 0.9, high, torch.zeros(()))).bfloat16()
-
-
-def original_form(weights):
-    """What the authors' packer makes of quantized weights: codes by value, levels of the quantized row."""
-    low, high = weights.min(1).values, weights.max(1).values
-    symbols = torch.zeros(weights.shape, dtype=torch.int64)
-    symbols[weights == low[:, None]] = 1
-    symbols[weights == high[:, None]] = 2
-    words, offsets = pack(symbols)
-    return words, offsets, torch.stack([low, high], 1).flatten()
 
 
 @pytest.mark.parametrize("columns", [2, 70, 71])

@@ -87,12 +87,20 @@ class QmoeCheckpoint:
         Raises:
             CheckpointError: its tensors are missing or contradict each other.
         """
+        return _encoded(self.values(name), code, name)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of a packed projection; errors as for `matrix`."""
         key = "d_model" if name.endswith(".wi") else "d_ff"
         columns = self.config.get(key)
         if not isinstance(columns, int):
             raise CheckpointError(f"says no {key}", file=self.path / "config.json")
+        return len(self.tensor(f"{name}.row_off")) - 1, columns
+
+    def values(self, name: str) -> torch.Tensor:
+        """The weights of a packed projection, [R, C] float32; errors as for `matrix`."""
         words, offsets, levels = (self.tensor(f"{name}.{part}") for part in _PARTS)
-        return read_matrix(words, offsets, levels, columns, code=code, name=name)
+        return _values(words, offsets, levels, self.shape(name)[1], name)
 
 
 def read_matrix(
@@ -120,6 +128,12 @@ def read_matrix(
     Raises:
         CheckpointError: the tensors contradict each other, or the words do not decode to rows of C columns.
     """
+    return _encoded(_values(words, row_offsets, levels, columns, name), code, name)
+
+
+def _values(
+    words: torch.Tensor, row_offsets: torch.Tensor, levels: torch.Tensor, columns: int, name: str | None
+) -> torch.Tensor:
     rows = len(row_offsets) - 1
     starts = row_offsets.to(torch.int64)
     ascending = rows >= 0 and bool((starts.diff() >= 0).all()) and int(starts[0]) == 0 and int(starts[-1]) == len(words)
@@ -131,7 +145,10 @@ def read_matrix(
     except ValueError as error:
         raise CheckpointError(f"the words do not decode: {error}", tensor=name) from error
     low, high = levels.float().view(rows, 1, 2).unbind(-1)
-    values = torch.where(symbols < 0, low, torch.where(symbols > 0, high, torch.zeros_like(low)))
+    return torch.where(symbols < 0, low, torch.where(symbols > 0, high, torch.zeros_like(low)))
+
+
+def _encoded(values: torch.Tensor, code: str, name: str | None) -> TernaryTensor:
     try:
         return encode_ternary(values, code=code)
     except ValueError as error:

@@ -27,7 +27,7 @@ import torch
 from moepack.checkpoint.header import Header, TensorInfo, parse_json, read_header
 from moepack.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "sampled"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -164,14 +164,25 @@ class Checkpoint:
         digest.update(hashlib.sha256((self.path / "config.json").read_bytes()).digest())
         for name, header in self.shards.items():
             digest.update(f"{name}\n{header.size}\n{header.digest}\n".encode())
-            try:
-                with header.file.open("rb") as stream:
-                    for position in _sample_positions(header.size):
-                        stream.seek(position)
-                        digest.update(stream.read(_SAMPLE_BYTES))
-            except OSError as cause:
-                raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=header.file) from cause
+            digest.update(sampled(header.file, header.size))
         return digest.hexdigest()
+
+
+def sampled(file: Path, size: int) -> bytes:
+    """Up to 64 blocks of 4 KiB at even distances from a file of `size` bytes.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            blocks = []
+            for position in _sample_positions(size):
+                stream.seek(position)
+                blocks.append(stream.read(_SAMPLE_BYTES))
+    except OSError as cause:
+        raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=file) from cause
+    return b"".join(blocks)
 
 
 def _sample_positions(size: int) -> list[int]:
@@ -228,6 +239,10 @@ def _no_weights(directory: Path) -> Exception:
     pickles = sorted(
         file.name for pattern in ("*.bin", "*.bin.index.json", "*.pt", "*.pth") for file in directory.glob(pattern)
     )
+    if (directory / "noexp.pt").is_file():
+        return UnsupportedModelError(
+            "is a model in the QMoE authors' format: `moepack convert` makes a packed directory of it", file=directory
+        )
     if pickles:
         return UnsupportedModelError(
             f"holds its weights as pickles only ({pickles[0]}); load it once with transformers and write it back with "

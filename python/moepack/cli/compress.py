@@ -38,7 +38,7 @@ def compress_command(
     An interrupted run leaves OUT.partial; the same command continues it.
     """
     from moepack.methods import create
-    from moepack.pipeline import PARTIAL, compress
+    from moepack.pipeline import compress
     from moepack.progress import Silent, terminal_progress
 
     console = Console(stderr=True)
@@ -57,13 +57,21 @@ def compress_command(
     try:
         report = compress(model, out, method=chosen, threads=threads, resume=resume, progress=progress)
     except KeyboardInterrupt:
-        partial = out.with_name(out.name + PARTIAL)
-        console.print(f"interrupted; the same command continues from {partial}", markup=False, soft_wrap=True)
-        raise typer.Exit(130) from None
-    _print(report)
+        raise interrupted(console, out) from None
+    print_report(report)
 
 
-def _print(report: "CompressReport") -> None:
+def interrupted(console: Console, out: Path) -> typer.Exit:
+    """Say how to go on after Ctrl-C; return the exit to raise."""
+    from moepack.pipeline import PARTIAL
+
+    partial = out.with_name(out.name + PARTIAL)
+    console.print(f"interrupted; the same command continues from {partial}", markup=False, soft_wrap=True)
+    return typer.Exit(130)
+
+
+def print_report(report: "CompressReport") -> None:
+    """Print what was written, in sizes and times."""
     for note in report.notes:
         print(f"note: {note}")
     if report.skipped:

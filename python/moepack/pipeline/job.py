@@ -81,16 +81,17 @@ def compress(
     if os.path.lexists(target):
         raise OutputExistsError("exists; choose another directory or remove it", file=target)
     chosen = create(method, code=code) if isinstance(method, str) else method
-    _set_threads(threads)
+    set_threads(threads)
     checkpoint = Checkpoint.open(model)
     described = describe(checkpoint)
     if isinstance(chosen, CalibratedMethod):
         chosen.begin(checkpoint, described)
-    job = _Job(checkpoint, described, chosen, progress or Silent(), peak)
+    job = Job(checkpoint, described, chosen, progress or Silent(), peak)
     return job.run(target, resume, started)
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
+    """Set the threads of the core and of torch; `None` leaves them alone."""
     if threads is None:
         return
     if threads < 1:
@@ -99,7 +100,9 @@ def _set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-class _Job:
+class Job:
+    """One compression, from an open checkpoint to a published directory."""
+
     def __init__(
         self, checkpoint: Checkpoint, model: MoeModel, method: Method, progress: Progress, peak: PeakMemory
     ) -> None:

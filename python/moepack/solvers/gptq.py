@@ -210,8 +210,8 @@ def _finite(matrices: Tensor) -> Tensor:
     """Whether each matrix [n, C, C] is finite, [n] bool: NaN passes through extremes, and no mask is made."""
     if matrices.numel() == 0:
         return torch.ones(len(matrices), dtype=torch.bool, device=matrices.device)
-    low, high = torch.aminmax(matrices.flatten(1), dim=1)
-    return torch.isfinite(low) & torch.isfinite(high)
+    flat = matrices.flatten(1)  # two passes: along a dimension, aminmax is 30 times slower
+    return torch.isfinite(flat.amin(1)) & torch.isfinite(flat.amax(1))
 
 
 def _portions(experts: list[int], hessians: Tensor) -> Iterator[list[int]]:

@@ -56,13 +56,17 @@ class Ternary:
         for name, weights in layer.items():
             yield name, self._compress(weights, advance)
 
+    def quantize(self, weights: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes int8 [R, C] and levels [R, 2] of the weights [R, C] of one expert, called `name` in errors."""
+        return quantize_ternary(weights, name=name)
+
     def _compress(self, weights: Weights, advance: Callable[[int], None]) -> PackedTensor:
         experts, rows, columns = weights.shape
         codes = np.empty(weights.shape, np.int8)
         levels = np.empty((experts, rows, 2), np.float32)
 
         def quantize(expert: int) -> None:
-            found, pairs = quantize_ternary(weights.expert(expert), name=weights.sources[expert])
+            found, pairs = self.quantize(weights.expert(expert), weights.sources[expert])
             torch.from_numpy(codes[expert]).copy_(found)
             torch.from_numpy(levels[expert]).copy_(pairs)
 

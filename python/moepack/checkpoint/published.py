@@ -1,0 +1,116 @@
+"""A model published in the QMoE authors' format, as a checkpoint that the pipeline can read.
+
+Two directories make one model: the published one holds the packed experts and, as a rule, the dense tensors
+(`noexp.pt`); the original Switch model's gives the configuration and tokenizer of today's transformers, and the dense
+tensors that the published one lacks. The original's experts are never looked at, and need not be there.
+
+Invariants: experts appear under the names that they have in the original, as bf16 matrices of three values a row,
+rebuilt from the published words one at a time; a dense tensor of the published model goes before one of the original.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moepack.checkpoint.header import TensorInfo, parse_json
+from moepack.checkpoint.qmoe import QmoeCheckpoint
+from moepack.checkpoint.reader import Checkpoint, sampled
+from moepack.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["PublishedCheckpoint"]
+
+_ARCHITECTURE = "switch_transformers"
+#: What the two configurations must say alike where both say it.
+_SIZES = ("d_model", "d_ff", "num_experts", "num_layers", "num_decoder_layers", "vocab_size")
+
+
+class PublishedCheckpoint(Checkpoint):
+    """The published experts among the original's dense tensors; see `Checkpoint` for what it offers."""
+
+    def __init__(self, path: Path, config: dict[str, Any], packed: QmoeCheckpoint, original: Checkpoint | None) -> None:
+        super().__init__(path, config, {})
+        self._packed, self._original = packed, original
+        self._matrices = {f"{name}.weight": name for name in packed.matrices()}
+        self._dense = {name: packed.tensor(name) for name in packed.dense()}
+        self._tensors = dict(self._published())
+        for name in () if original is None else original.names():
+            if ".experts." not in name:
+                self._tensors.setdefault(name, original.info(name))  # type: ignore[union-attr]
+
+    @classmethod
+    def open_pair(
+        cls, published: str | PathLike[str], original: str | PathLike[str] | None = None
+    ) -> PublishedCheckpoint:
+        """Open a published model.
+
+        Args:
+            published: directory of the authors' files.
+            original: directory of the Switch model that they compressed, with or without its safetensors files; `None`
+                where the published directory has a configuration that transformers reads, and all dense tensors.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the two are not the same model.
+            UnsupportedModelError: the directory holds nothing in their format, or the original is no Switch model.
+        """
+        packed = QmoeCheckpoint.open(published)
+        path = Path(published if original is None else original)
+        file = path / "config.json"
+        try:
+            config = parse_json(file.read_bytes(), file)
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
+        if config.get("model_type") != _ARCHITECTURE:
+            raise UnsupportedModelError(f"model type '{config.get('model_type')}', not '{_ARCHITECTURE}'", file=file)
+        for key in _SIZES:
+            here, there = packed.config.get(key), config.get(key)
+            if here is not None and there is not None and here != there:
+                raise CheckpointError(f"another model: {key} is {there}, {here} in the published one", file=file)
+        has_weights = original is not None and any(path.glob("*.safetensors*"))
+        return cls(path, config, packed, Checkpoint.open(path) if has_weights else None)
+
+    def _published(self) -> Mapping[str, TensorInfo]:
+        """Entries of the published tensors; offsets mean nothing, for the safetensors reader never sees them."""
+        infos: dict[str, TensorInfo] = {}
+        for name, tensor in self._dense.items():
+            size = tensor.numel() * tensor.element_size()
+            infos[name] = TensorInfo(name, tuple(tensor.shape), tensor.dtype, self._packed.path / "noexp.pt", 0, size)
+        for name, matrix in self._matrices.items():
+            shape = self._packed.shape(matrix)
+            infos[name] = TensorInfo(name, shape, torch.bfloat16, self._packed.path, 0, 2 * shape[0] * shape[1])
+        return infos
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor; an expert is decoded, [R, C] bf16. Errors as for `Checkpoint.tensor`, and damaged words."""
+        if name in self._matrices:
+            return self._packed.values(self._matrices[name]).bfloat16()
+        if name in self._dense:
+            return self._dense[name]
+        if self._original is None:
+            raise CheckpointError("no such tensor in the checkpoint", file=self.path, tensor=name)
+        return self._original.tensor(name)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of the tensor, `[nbytes]`; errors as for `tensor`."""
+        if self._original is not None and name not in self._matrices and name not in self._dense:
+            return self._original.raw(name)
+        tensor = self.tensor(name).contiguous()
+        data: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+        return data
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hexadecimal over configuration, sizes and samples of the published files, and the original."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for file in [self._packed.path / "noexp.pt", *sorted(self._packed.path.glob("exp*.pt"))]:
+            digest.update(f"{file.name}\n{file.stat().st_size}\n".encode())
+            digest.update(sampled(file, file.stat().st_size))
+        if self._original is not None:
+            digest.update(self._original.fingerprint().encode())
+        return digest.hexdigest()

@@ -1,0 +1,46 @@
+"""`moepack convert`: make a packed directory from a model in the QMoE authors' format."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from moepack.errors import MoepackError
+
+
+def convert_command(
+    published: Annotated[Path, typer.Argument(help="Directory of the authors' files: noexp.pt, exp00.pt, ...")],
+    out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
+    original: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the Switch model that was compressed: config, tokenizer, dense weights."),
+    ] = None,
+    code: Annotated[str, typer.Option(help="Entropy code: fsv8, or dict16 as published.")] = "fsv8",
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")
+    ] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Convert a model PUBLISHED in the QMoE authors' format into the packed directory OUT, exactly.
+
+    An interrupted run leaves OUT.partial; the same command continues it.
+    """
+    from moepack.cli.compress import interrupted, print_report
+    from moepack.pipeline import convert
+    from moepack.progress import Silent, terminal_progress
+
+    console = Console(stderr=True)
+    progress = Silent() if quiet else terminal_progress(console)
+    try:
+        report = convert(
+            published, out, original=original, code=code, threads=threads, resume=resume, progress=progress
+        )
+    except KeyboardInterrupt:
+        raise interrupted(console, out) from None
+    except ValueError as error:
+        if isinstance(error, MoepackError):
+            raise
+        raise typer.BadParameter(str(error)) from error
+    print_report(report)

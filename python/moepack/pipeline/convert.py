@@ -1,0 +1,55 @@
+"""`convert`: a model published in the QMoE authors' format becomes a packed directory; nothing is quantized again."""
+
+import os
+import time
+from os import PathLike
+from pathlib import Path
+
+from moepack.checkpoint import describe
+from moepack.checkpoint.published import PublishedCheckpoint
+from moepack.errors import OutputExistsError
+from moepack.memory import PeakMemory
+from moepack.methods.qmoe.published import Published
+from moepack.pipeline.job import Job, set_threads
+from moepack.pipeline.report import CompressReport
+from moepack.progress import Progress, Silent
+
+__all__ = ["convert"]
+
+
+def convert(
+    published: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    original: str | PathLike[str] | None = None,
+    code: str = "fsv8",
+    threads: int | None = None,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> CompressReport:
+    """Convert a model published in the QMoE authors' format; its experts' values are kept exactly.
+
+    Args:
+        published: directory with `noexp.pt`, `exp00.pt`, ... and `config.json`.
+        out: directory to be made; it must not exist.
+        original: directory of the Switch model that they compressed: configuration, tokenizer, and (where `noexp.pt`
+            lacks them) the dense tensors. `None` takes the configuration of `published`.
+        code: entropy code of the result: `fsv8`, or `dict16` as published.
+        threads, resume, progress: as for `compress`.
+
+    Returns:
+        Sizes, times and memory; the "source" is the model in bf16.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the two directories are of different models.
+        UnsupportedModelError: there is nothing in that format, or the original is no Switch model.
+        InvalidTensorError: published experts are not ternary.
+        OutputExistsError, ResumeError, DiskError, KeyboardInterrupt: as for `compress`.
+    """
+    started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
+    if os.path.lexists(target):
+        raise OutputExistsError("exists; choose another directory or remove it", file=target)
+    set_threads(threads)
+    checkpoint = PublishedCheckpoint.open_pair(published, original)
+    job = Job(checkpoint, describe(checkpoint), Published(code), progress or Silent(), peak)
+    return job.run(target, resume, started)
