@@ -298,7 +298,7 @@ def test_unknown_settings_are_refused():
     with pytest.raises(ValueError, match="solver"):
         create("qmoe", calibration="x", solver="magic")
     with pytest.raises(ValueError, match="group_size"):
-        create("qmoe", calibration="x", bits="2", group_size=32)
+        create("qmoe", calibration="x", bits="2", group_size=48)
     with pytest.raises(ValueError, match="calibration"):
         create("qmoe")
     with pytest.raises(ValueError, match="damping"):

@@ -25,6 +25,7 @@ from moepack.integrations import register
 
 if TYPE_CHECKING:
     from moepack._core import __version__
+    from moepack.bits import pack_int3, unpack_int3
     from moepack.checkpoint import Checkpoint, describe
     from moepack.evaluation import EvaluationReport, evaluate
     from moepack.format import PackedDirectory, VerifyReport, verify
@@ -58,7 +59,9 @@ __all__ = [
     "encode_ternary",
     "evaluate",
     "load",
+    "pack_int3",
     "quantize_ternary",
+    "unpack_int3",
     "verify",
 ]
 
@@ -75,7 +78,9 @@ _EXPORTS = {
     "encode_ternary": "moepack.ternary",
     "evaluate": "moepack.evaluation",
     "load": "moepack.runtime.loading",
+    "pack_int3": "moepack.bits",
     "quantize_ternary": "moepack.solvers.rtn",
+    "unpack_int3": "moepack.bits",
     "verify": "moepack.format",
 }
 

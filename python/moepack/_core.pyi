@@ -16,8 +16,10 @@ __all__ = [
     "isa",
     "kernels",
     "kmeans",
+    "pack_int3",
     "set_threads",
     "threads",
+    "unpack_int3",
 ]
 
 __version__: str
@@ -128,20 +130,35 @@ class TernaryBlob:
             ValueError: sizes or offsets do not match, or the processor lacks the set.
         """
 
+def pack_int3(codes: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Pack 3-bit codes, uint8 [n] to uint32 [3 * n / 32]; ValueError if a code or n is out of range."""
+
+def unpack_int3(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """Undo `pack_int3`, uint32 [n] to uint8 [32 * n / 3]; ValueError if n is no multiple of 3."""
+
 def encode_groupwise(
-    codes: NDArray[np.uint8], parameters: NDArray[np.float32], *, group_size: int, rank: int
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    offsets: NDArray[np.float32] | None,
+    *,
+    bits: int,
+    group_size: int,
+    rank: int,
+    dtype: str = "float16",
 ) -> NDArray[np.uint8]:
-    """Pack 2-bit group-wise codes, uint8 [bytes].
+    """Pack group-wise codes, uint8 [bytes].
 
     Args:
-        codes: uint8 [experts, rows, columns], C-contiguous, 0 to 3.
-        parameters: float32 [experts, rows, 2 * groups], C-contiguous: scale (>= 0) and offset of each group, as f16
-            holds them.
-        group_size: columns a group, a multiple of 64; at least the columns means one group a row.
+        codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
+        scales: float32 [experts, rows, groups], C-contiguous, finite, exactly what `dtype` holds.
+        offsets: the same, or None for a symmetric tensor, whose weights are scale * (code - 2^(bits - 1)).
+        bits: 2, 3, 4 or 8.
+        group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
         rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+        dtype: of the stored parameters, "float16" or "bfloat16".
 
     Raises:
-        ValueError: a code, parameter or shape is out of range.
+        ValueError: a code, parameter, setting or shape is out of range.
     """
 
 @final
@@ -154,10 +171,16 @@ class GroupwiseBlob:
     def __new__(cls, data: NDArray[np.uint8]) -> GroupwiseBlob: ...
     @property
     def bits(self) -> int:
-        """The bits of a code: 2."""
+        """The bits of a code: 2, 3, 4 or 8."""
     @property
     def group_size(self) -> int:
-        """The columns that share a scale and an offset."""
+        """The columns that share a scale; of one group a row, the columns."""
+    @property
+    def symmetric(self) -> bool:
+        """Whether weights are scale * (code - 2^(bits - 1)), without offsets."""
+    @property
+    def dtype(self) -> str:
+        """The type of the stored parameters: "float16" or "bfloat16"."""
     @property
     def experts(self) -> int:
         """The number of experts, 1 for a matrix."""
@@ -177,16 +200,43 @@ class GroupwiseBlob:
         """Return the codes, uint8 [experts, rows, columns]."""
     def dequantize(self) -> NDArray[np.float32]:
         """Return the values, float32 [experts, rows, columns]."""
+    def scales(self) -> NDArray[np.float32]:
+        """Return the scales, float32 [experts, rows, groups]."""
+    def offsets(self) -> NDArray[np.float32] | None:
+        """Return the offsets, float32 [experts, rows, groups], or None for a symmetric tensor."""
     def verify(self) -> None:
         """Check every parameter and padding byte; CorruptionError names expert and row."""
+    def matmul(
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        expert: int = 0,
+        mode: str = "exact",
+        isa: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Return W x for one expert, float32 [tokens, rows].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
+            expert: whose weights.
+            mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes do not match, there is no such expert, or the processor lacks the set.
+        """
     def matmul_grouped(
-        self, x: NDArray[np.float32] | NDArray[np.uint16], offsets: NDArray[np.int64], isa: str | None = None
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        offsets: NDArray[np.int64],
+        mode: str = "exact",
+        isa: str | None = None,
     ) -> NDArray[np.float32]:
         """Return W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
 
         Args:
             x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
             offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
+            mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
             isa: the instruction set, by default the active one.
 
         Raises:

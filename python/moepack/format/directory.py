@@ -30,7 +30,7 @@ Blob = _core.TernaryBlob | _core.GroupwiseBlob
 
 _KINDS: Mapping[str, type[Blob]] = {"ternary": _core.TernaryBlob, "groupwise": _core.GroupwiseBlob}
 
-_DETAILS = ("code", "nonzeros", "bits", "group_size")
+_DETAILS = ("code", "nonzeros", "bits", "group_size", "symmetric", "dtype")
 """What a manifest may say about a packed tensor that its bytes say too."""
 
 

@@ -108,7 +108,7 @@ class GroupwiseMatrix(_BlobMatrix):
 
     @property
     def format(self) -> str:
-        """`groupwise-2bit`."""
+        """For example `groupwise-4bit`."""
         return f"groupwise-{self._blob.bits}bit"
 
 

@@ -3,6 +3,7 @@
 //! Nothing here knows Python. Every decoder of bytes treats them as untrusted: it checks each length, offset and
 //! code before using it and reports an [`Error`] instead of panicking.
 
+pub mod bits;
 pub mod error;
 pub mod gemm;
 pub mod groupwise;

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 pub enum Isa {
     /// Portable Rust.
     Scalar,
-    /// x86-64 with AVX2, FMA, BMI1 and BMI2.
+    /// x86-64 with AVX2, FMA, F16C, BMI1 and BMI2.
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
@@ -55,6 +55,7 @@ impl Isa {
             Isa::Avx2 => {
                 is_x86_feature_detected!("avx2")
                     && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
                     && is_x86_feature_detected!("bmi1")
                     && is_x86_feature_detected!("bmi2")
             }

@@ -1,49 +1,112 @@
 //! Packed group-wise tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
-use moepack_core::groupwise::{self, Layout, View};
+use moepack_core::gemm::groupwise::{self as gemm, Mode};
+use moepack_core::groupwise::{self, Layout, ParameterType, Spec, View};
 use moepack_core::ternary::Shape;
-use moepack_core::{Result, gemm, pool};
+use moepack_core::{Result, bits, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use rayon::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
 use crate::error::raise;
 
-/// Packs 2-bit group-wise codes.
+/// Packs 3-bit codes, 32 of them in three words.
 ///
 /// Args:
-///     codes: uint8 [experts, rows, columns], C-contiguous, 0 to 3.
-///     parameters: float32 [experts, rows, 2 * groups], C-contiguous: scale (>= 0) and offset of each group, f16 values.
-///     group_size: columns a group, a multiple of 64; at least the columns means one group a row.
+///     codes: uint8 [n], C-contiguous, 0 to 7; n is a multiple of 32.
+///
+/// Returns:
+///     uint32 [3 * n / 32].
+///
+/// Raises:
+///     ValueError: a code or n is out of range.
+#[pyfunction]
+pub fn pack_int3<'py>(
+    py: Python<'py>,
+    codes: PyReadonlyArray1<'py, u8>,
+) -> PyResult<Bound<'py, PyArray1<u32>>> {
+    let codes = contiguous(codes.as_slice(), "codes")?;
+    let words = py.detach(|| bits::pack_all(3, codes)).map_err(raise)?;
+    Ok(words.into_pyarray(py))
+}
+
+/// The inverse of `pack_int3`.
+///
+/// Args:
+///     words: uint32 [n], C-contiguous; n is a multiple of 3.
+///
+/// Returns:
+///     uint8 [32 * n / 3].
+///
+/// Raises:
+///     ValueError: n is no multiple of 3.
+#[pyfunction]
+pub fn unpack_int3<'py>(
+    py: Python<'py>,
+    words: PyReadonlyArray1<'py, u32>,
+) -> PyResult<Bound<'py, PyArray1<u8>>> {
+    let words = contiguous(words.as_slice(), "words")?;
+    let codes = py.detach(|| bits::unpack_all(3, words)).map_err(raise)?;
+    Ok(codes.into_pyarray(py))
+}
+
+/// Packs group-wise codes.
+///
+/// Args:
+///     codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
+///     scales: float32 [experts, rows, groups], C-contiguous, exactly what `dtype` holds, finite.
+///     offsets: the same, or None for a symmetric tensor, whose weights are scale * (code - 2^(bits - 1)).
+///     bits: 2, 3, 4 or 8.
+///     group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
 ///     rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+///     dtype: of the stored parameters, "float16" or "bfloat16".
 ///
 /// Returns:
 ///     The packed tensor, uint8 [bytes].
 ///
 /// Raises:
-///     ValueError: a code, parameter or shape is out of range.
+///     ValueError: a code, parameter, setting or shape is out of range.
 #[pyfunction]
-#[pyo3(signature = (codes, parameters, *, group_size, rank))]
+#[pyo3(signature = (codes, scales, offsets, *, bits, group_size, rank, dtype="float16"))]
+#[allow(clippy::too_many_arguments)] // Python's signature
 pub fn encode_groupwise<'py>(
     py: Python<'py>,
     codes: PyReadonlyArray3<'py, u8>,
-    parameters: PyReadonlyArray3<'py, f32>,
+    scales: PyReadonlyArray3<'py, f32>,
+    offsets: Option<PyReadonlyArray3<'py, f32>>,
+    bits: u8,
     group_size: usize,
     rank: u8,
+    dtype: &str,
 ) -> PyResult<Bound<'py, PyArray1<u8>>> {
     let &[experts, rows, columns] = codes.shape() else {
         unreachable!("the type has three axes")
     };
-    let codes = contiguous(codes.as_slice(), "codes")?;
-    let parameters = contiguous(parameters.as_slice(), "parameters")?;
     let shape = Shape {
         experts,
         rows,
         columns,
         rank,
     };
-    let blob = py.detach(|| groupwise::encode(codes, parameters, shape, group_size, &*pool::current()?));
+    let spec = Spec {
+        bits,
+        group: group_size,
+        symmetric: offsets.is_none(),
+        parameters: ParameterType::from_name(dtype).map_err(raise)?,
+    };
+    if group_size == 0 {
+        return Err(PyValueError::new_err("group_size must be positive"));
+    }
+    let codes = contiguous(codes.as_slice(), "codes")?;
+    let scales = contiguous(scales.as_slice(), "scales")?;
+    let offsets = match &offsets {
+        Some(offsets) => Some(contiguous(offsets.as_slice(), "offsets")?),
+        None => None,
+    };
+    let blob = py.detach(|| groupwise::encode(codes, scales, offsets, shape, spec, &*pool::current()?));
     Ok(blob.map_err(raise)?.into_pyarray(py))
 }
 
@@ -73,22 +136,18 @@ impl GroupwiseBlob {
         py.detach(|| work(&View::parse(data)?)).map_err(raise)
     }
 
-    /// Fills a new array [experts, rows, columns] row by row without the interpreter lock.
+    /// Fills a new array [experts, rows, width] row by row without the interpreter lock.
     fn fill<'py, T: Element + Send + Sync>(
         &self,
         py: Python<'py>,
+        width: usize,
         work: impl Fn(&View, usize, &mut [T]) + Send + Sync,
     ) -> PyResult<Bound<'py, PyArray3<T>>> {
-        let Shape {
-            experts,
-            rows,
-            columns,
-            ..
-        } = self.layout.shape();
-        filled(py, [experts, rows, columns], |values| {
+        let Shape { experts, rows, .. } = self.layout.shape();
+        filled(py, [experts, rows, width], |values| {
             self.with_view(py, |view| {
-                let rows = values.chunks_exact_mut(columns.max(1)).enumerate();
-                rows.for_each(|(row, values)| work(view, row, values));
+                let rows = values.par_chunks_exact_mut(width.max(1)).enumerate();
+                pool::current()?.install(|| rows.for_each(|(row, values)| work(view, row, values)));
                 Ok(())
             })
         })
@@ -108,16 +167,28 @@ impl GroupwiseBlob {
         })
     }
 
-    /// The bits of a code: 2.
+    /// The bits of a code: 2, 3, 4 or 8.
     #[getter]
     fn bits(&self) -> u8 {
-        self.layout.bits()
+        self.layout.spec().bits
     }
 
-    /// The columns that share a scale and an offset.
+    /// The columns that share a scale; of one group a row, the columns.
     #[getter]
     fn group_size(&self) -> usize {
         self.layout.group_size()
+    }
+
+    /// Whether weights are scale * (code - 2^(bits - 1)), without offsets.
+    #[getter]
+    fn symmetric(&self) -> bool {
+        self.layout.spec().symmetric
+    }
+
+    /// The type of the stored parameters: "float16" or "bfloat16".
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.layout.spec().parameters.name()
     }
 
     /// The number of experts, 1 for a matrix.
@@ -152,19 +223,73 @@ impl GroupwiseBlob {
 
     /// The codes: uint8 [experts, rows, columns].
     fn decode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<u8>>> {
-        self.fill(py, |view, row, codes| view.decode_row(row, codes))
+        let columns = self.layout.shape().columns;
+        self.fill(py, columns, |view, row, codes| view.decode_row(row, codes))
     }
 
     /// The values: float32 [experts, rows, columns].
     fn dequantize<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f32>>> {
-        self.fill(py, |view, row, values| view.decode_values(row, values))
+        let columns = self.layout.shape().columns;
+        self.fill(py, columns, |view, row, values| view.decode_values(row, values))
+    }
+
+    /// The scales: float32 [experts, rows, groups].
+    fn scales<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f32>>> {
+        self.fill(py, self.layout.groups(), |view, row, values| {
+            values
+                .iter_mut()
+                .enumerate()
+                .for_each(|(group, value)| *value = view.parameters(row, group).0)
+        })
+    }
+
+    /// The offsets: float32 [experts, rows, groups], or None for a symmetric tensor.
+    fn offsets<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray3<f32>>>> {
+        if self.layout.spec().symmetric {
+            return Ok(None);
+        }
+        let offsets = self.fill(py, self.layout.groups(), |view, row, values| {
+            values
+                .iter_mut()
+                .enumerate()
+                .for_each(|(group, value)| *value = view.parameters(row, group).1)
+        });
+        offsets.map(Some)
     }
 
     /// Checks every parameter and padding byte.
     ///
     /// Raises CorruptionError that names expert and row.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
-        self.with_view(py, |view| view.verify())
+        self.with_view(py, |view| view.verify(&*pool::current()?))
+    }
+
+    /// y = W x for one expert: float32 [tokens, rows].
+    ///
+    /// Args:
+    ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
+    ///     expert: whose weights.
+    ///     mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
+    ///     isa: the instruction set, by default the active one.
+    ///
+    /// Raises ValueError if sizes do not match, there is no such expert, or the processor lacks the set.
+    #[pyo3(signature = (x, expert=0, mode="exact", isa=None))]
+    fn matmul<'py>(
+        &self,
+        py: Python<'py>,
+        x: Activations<'py>,
+        expert: usize,
+        mode: &str,
+        isa: Option<&str>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let (mode, isa) = (Mode::from_name(mode).map_err(raise)?, chosen_isa(isa)?);
+        let Shape { rows, columns, .. } = self.layout.shape();
+        let [tokens, _] = x.shape();
+        products(py, &x, rows, columns, |x, y| {
+            self.with_view(py, |view| {
+                gemm::matmul(view, expert, x, tokens, y, mode, isa, &*pool::current()?)
+            })
+        })
     }
 
     /// y = W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
@@ -172,23 +297,25 @@ impl GroupwiseBlob {
     /// Args:
     ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
     ///     offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
+    ///     mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set.
-    #[pyo3(signature = (x, offsets, isa=None))]
+    #[pyo3(signature = (x, offsets, mode="exact", isa=None))]
     fn matmul_grouped<'py>(
         &self,
         py: Python<'py>,
         x: Activations<'py>,
         offsets: PyReadonlyArray1<'py, i64>,
+        mode: &str,
         isa: Option<&str>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
-        let isa = chosen_isa(isa)?;
+        let (mode, isa) = (Mode::from_name(mode).map_err(raise)?, chosen_isa(isa)?);
         let offsets = expert_offsets(&offsets)?;
         let Shape { rows, columns, .. } = self.layout.shape();
         products(py, &x, rows, columns, |x, y| {
             self.with_view(py, |view| {
-                gemm::groupwise::matmul_grouped(view, x, &offsets, y, isa, &*pool::current()?)
+                gemm::matmul_grouped(view, x, &offsets, y, mode, isa, &*pool::current()?)
             })
         })
     }
@@ -200,7 +327,9 @@ impl GroupwiseBlob {
             columns,
             ..
         } = self.layout.shape();
-        let (bits, bytes) = (self.bits(), self.nbytes());
-        format!("GroupwiseBlob({experts} x {rows} x {columns}, {bits} bits, {bytes} bytes)")
+        let (bits, group, bytes) = (self.bits(), self.group_size(), self.nbytes());
+        format!(
+            "GroupwiseBlob({experts} x {rows} x {columns}, {bits} bits, groups of {group}, {bytes} bytes)"
+        )
     }
 }

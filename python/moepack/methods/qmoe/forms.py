@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moepack import _core
@@ -18,7 +19,7 @@ from moepack.methods.base import PackedTensor, Shape
 from moepack.methods.ternary import Ternary
 from moepack.solvers.grids import AffineGrid, TernaryGrid
 
-__all__ = ["Form", "GroupwiseForm", "TernaryForm"]
+__all__ = ["Form", "GroupwiseForm", "TernaryForm", "groupwise_details"]
 
 
 class Form(Protocol):
@@ -106,7 +107,7 @@ class GroupwiseForm:
     """Two bits a weight. Parameters are scale and offset of each group, in f16.
 
     Attributes:
-        group_size: columns a group, a multiple of 64.
+        group_size: columns a group: 16, 32, 64, 128 or 256.
         static: take the groups from the original weights (act-order needs it).
         search: narrow each group's range to the least squared error.
     """
@@ -142,8 +143,10 @@ class GroupwiseForm:
 
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Pack the codes."""
-        blob = _core.encode_groupwise(codes.numpy(), parameters.numpy(), group_size=self.group_size, rank=3)
-        return PackedTensor(self.kind, blob, {"bits": 2, "group_size": _core.GroupwiseBlob(blob).group_size})
+        pairs = parameters.reshape(*parameters.shape[:2], parameters.shape[2] // 2, 2)
+        scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
+        blob = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=self.group_size, rank=3)
+        return PackedTensor(self.kind, blob, groupwise_details(blob))
 
     def unpack(self, packed: PackedTensor) -> Tensor:
         """Dequantize a blob."""
@@ -152,4 +155,16 @@ class GroupwiseForm:
     def bound(self, shape: Shape) -> int:
         """Return the size: it depends on the shape alone."""
         experts, rows, columns = shape
-        return 128 + experts * rows * (2 * self.width(columns) + 16 * -(-columns // 64)) + 128
+        block = 64 * -(-columns // self.group_size) + 128 * -(-columns // 32)
+        return 128 + experts * -(-rows // 16) * block
+
+
+def groupwise_details(blob: NDArray[np.uint8]) -> dict[str, Any]:
+    """What a manifest says of a group-wise tensor: its header's bits, group size, symmetry and parameter type."""
+    header = _core.GroupwiseBlob(blob)
+    return {
+        "bits": header.bits,
+        "group_size": header.group_size,
+        "symmetric": header.symmetric,
+        "dtype": header.dtype,
+    }

@@ -47,7 +47,7 @@ class Qmoe:
         samples: calibration windows, at most.
         sequence_length: tokens a window.
         bits: "ternary", or "2" for two bits a weight with groups.
-        group_size: columns that share a scale and an offset with two bits, a multiple of 64.
+        group_size: columns that share a scale and an offset with two bits: 16, 32, 64, 128 or 256.
         bits_per_weight: bits a weight of the coded experts, all metadata counted, or `None` for what the paper's grid
             takes. Ternary experts only; settings of GPTQ do not apply then.
         code: entropy code of ternary experts, `fsv8` or `dict16`.
@@ -104,8 +104,8 @@ class Qmoe:
     def __post_init__(self) -> None:
         if self.bits not in ("ternary", "2") or self.solver not in ("gptq", "rtn"):
             raise ValueError(f"bits must be ternary or 2, not {self.bits}; the solver gptq or rtn, not {self.solver}")
-        if self.group_size < 64 or self.group_size % 64:
-            raise ValueError(f"group_size must be a multiple of 64, not {self.group_size}")
+        if self.group_size not in (16, 32, 64, 128, 256):
+            raise ValueError(f"group_size must be 16, 32, 64, 128 or 256, not {self.group_size}")
         if not 0 <= self.drift <= 1:
             raise ValueError(f"drift must be 0 to 1, not {self.drift}")
         if self.match_energy is None:

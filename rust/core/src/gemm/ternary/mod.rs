@@ -79,14 +79,6 @@ impl Activations<'_> {
             Activations::Bf16(x) => x.len(),
         }
     }
-
-    #[inline(always)]
-    pub(crate) fn get(&self, i: usize) -> f32 {
-        match self {
-            Activations::F32(x) => x[i],
-            Activations::Bf16(x) => half::bf16::from_bits(x[i]).to_f32(),
-        }
-    }
 }
 
 /// A family of kernels; see [`kernel_for`].

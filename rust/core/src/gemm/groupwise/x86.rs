@@ -1,0 +1,342 @@
+//! Eight and sixteen lanes of x86-64: AVX2 (with or without AVX-VNNI) and AVX-512 with VNNI.
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use super::Mode;
+use super::kernel::{self, Weights};
+use super::lanes::Lanes;
+use super::tile::{Steps, Tile};
+use crate::gemm::ternary::Activations;
+use crate::groupwise::BLOCK_ROWS;
+use crate::simd::Isa;
+
+/// Prepares a tile by the code of [`Tile::new`], compiled for AVX2; the processor has it.
+pub(super) fn tile(
+    steps: &Steps,
+    columns: usize,
+    x: Activations,
+    tokens: Range<usize>,
+    width: usize,
+    mode: Mode,
+) -> Tile {
+    // SAFETY: the drive calls this for AVX2 and AVX-512, which `Isa::require` has checked.
+    unsafe { tile_avx2(steps, columns, x, tokens, width, mode) }
+}
+
+#[target_feature(enable = "avx2")]
+fn tile_avx2(
+    steps: &Steps,
+    columns: usize,
+    x: Activations,
+    tokens: Range<usize>,
+    width: usize,
+    mode: Mode,
+) -> Tile {
+    Tile::new(steps, columns, x, tokens, width, mode)
+}
+
+/// Whether AVX2 kernels use the dot products of AVX-VNNI.
+pub(super) fn has_avx_vnni() -> bool {
+    is_x86_feature_detected!("avxvnni")
+}
+
+/// Computes a block by a tile with AVX2 or AVX-512; the processor has it.
+pub(super) fn compute(
+    weights: &Weights,
+    steps: &Steps,
+    tile: &Tile,
+    isa: Isa,
+    out: &mut [[f32; BLOCK_ROWS]; 8],
+) {
+    // SAFETY: `Isa::require` has checked the sets; the drive passes what belongs together.
+    unsafe {
+        match isa {
+            Isa::Avx512 => compute_avx512(weights, steps, tile, out),
+            _ if has_avx_vnni() => compute_avx_vnni(weights, steps, tile, out),
+            _ => compute_avx2(weights, steps, tile, out),
+        }
+    }
+}
+
+macro_rules! entry {
+    ($name:ident, $lanes:ty, $features:literal) => {
+        /// # Safety
+        /// As [`kernel::compute`].
+        #[target_feature(enable = $features)]
+        unsafe fn $name(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut [[f32; BLOCK_ROWS]; 8]) {
+            // SAFETY: the features are those of the lanes; the rest is the caller's promise.
+            unsafe { kernel::compute::<$lanes>(weights, steps, tile, out) }
+        }
+    };
+}
+
+entry!(
+    compute_avx512,
+    Avx512,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
+);
+entry!(compute_avx2, Avx2<false>, "avx2,fma,f16c");
+entry!(compute_avx_vnni, Avx2<true>, "avx2,fma,f16c,avxvnni");
+
+#[derive(Clone, Copy)]
+struct Avx512;
+
+// SAFETY (all blocks): the trait's contract is the intrinsics'.
+impl Lanes for Avx512 {
+    const LANES: usize = 16;
+    type Int = __m512i;
+    type Float = __m512;
+
+    #[inline(always)]
+    unsafe fn int_zero() -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_setzero_si512() }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn shift(words: __m512i, shift: u32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_srl_epi32(words, _mm_cvtsi32_si128(shift as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn mask(words: __m512i, mask: u32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_and_si512(words, _mm512_set1_epi32(mask as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn blend(low: __m512i, high: __m512i, mask: u32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_ternarylogic_epi32::<0xca>(_mm512_set1_epi32(mask as i32), low, high) }
+    }
+    #[inline(always)]
+    unsafe fn int_add(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn dot<const BITS: usize>(sum: __m512i, codes: __m512i, x: *const i32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(x.read_unaligned())) }
+    }
+    #[inline(always)]
+    unsafe fn to_float(words: __m512i) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtepi32_ps(words) }
+    }
+    #[inline(always)]
+    unsafe fn expand<const BITS: usize>(words: __m512i, shift: u32) -> __m512 {
+        // A table look-up takes the low four bits of its index: two bits of a neighbour select between equal copies.
+        // SAFETY: see above.
+        unsafe {
+            let words = Self::shift(words, shift);
+            let tables = [
+                _mm512_set_ps(3., 2., 1., 0., 3., 2., 1., 0., 3., 2., 1., 0., 3., 2., 1., 0.),
+                _mm512_set_ps(7., 6., 5., 4., 3., 2., 1., 0., 7., 6., 5., 4., 3., 2., 1., 0.),
+                _mm512_set_ps(
+                    15., 14., 13., 12., 11., 10., 9., 8., 7., 6., 5., 4., 3., 2., 1., 0.,
+                ),
+            ];
+            match BITS {
+                2..=4 => _mm512_permutexvar_ps(words, tables[BITS - 2]),
+                _ => Self::to_float(Self::mask(words, (1 << BITS) - 1)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn zero() -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn broadcast(from: *const f32) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_set1_ps(from.read_unaligned()) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u8) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u8) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn add_product(sum: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_fmadd_ps(a, b, sum) }
+    }
+    #[inline(always)]
+    unsafe fn add_weighted(sum: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { Self::add_product(sum, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn store(values: __m512, to: *mut f32) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_ps(to, values) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}
+
+/// Half a block; with the dot product of AVX-VNNI, or multiplications of bytes into 16 bits.
+#[derive(Clone, Copy)]
+struct Avx2<const VNNI: bool>;
+
+// SAFETY (all blocks): the trait's contract is the intrinsics'.
+impl<const VNNI: bool> Lanes for Avx2<VNNI> {
+    const LANES: usize = 8;
+    type Int = __m256i;
+    type Float = __m256;
+
+    #[inline(always)]
+    unsafe fn int_zero() -> __m256i {
+        // SAFETY: see above.
+        unsafe { _mm256_setzero_si256() }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const u8) -> __m256i {
+        // SAFETY: see above.
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn shift(words: __m256i, shift: u32) -> __m256i {
+        // SAFETY: see above.
+        unsafe { _mm256_srl_epi32(words, _mm_cvtsi32_si128(shift as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn mask(words: __m256i, mask: u32) -> __m256i {
+        // SAFETY: see above.
+        unsafe { _mm256_and_si256(words, _mm256_set1_epi32(mask as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn blend(low: __m256i, high: __m256i, mask: u32) -> __m256i {
+        // SAFETY: see above.
+        unsafe {
+            let mask = _mm256_set1_epi32(mask as i32);
+            _mm256_or_si256(_mm256_and_si256(mask, low), _mm256_andnot_si256(mask, high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn int_add(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: see above.
+        unsafe { _mm256_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn dot<const BITS: usize>(sum: __m256i, codes: __m256i, x: *const i32) -> __m256i {
+        // SAFETY: see above.
+        unsafe {
+            let x = _mm256_set1_epi32(x.read_unaligned());
+            if VNNI {
+                return _mm256_dpbusd_avx_epi32(sum, codes, x);
+            }
+            let ones = _mm256_set1_epi16(1);
+            if BITS < 8 {
+                // Two products are at most 2 * 15 * 127 in magnitude: far from saturation at 32767.
+                return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), ones));
+            }
+            // 2 * 255 * 127 would saturate: by halves of four bits.
+            let low = _mm256_maddubs_epi16(Self::mask(codes, 0x0f0f_0f0f), x);
+            let high = _mm256_maddubs_epi16(Self::mask(Self::shift(codes, 4), 0x0f0f_0f0f), x);
+            let low = _mm256_madd_epi16(low, ones);
+            let high = _mm256_madd_epi16(high, _mm256_set1_epi16(16));
+            _mm256_add_epi32(sum, _mm256_add_epi32(low, high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn to_float(words: __m256i) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_cvtepi32_ps(words) }
+    }
+    #[inline(always)]
+    unsafe fn expand<const BITS: usize>(words: __m256i, shift: u32) -> __m256 {
+        // SAFETY: see above.
+        unsafe {
+            let words = Self::shift(words, shift);
+            // A table look-up takes the low three bits of its index.
+            match BITS {
+                2 => _mm256_permutevar8x32_ps(_mm256_setr_ps(0., 1., 2., 3., 0., 1., 2., 3.), words),
+                3 => _mm256_permutevar8x32_ps(_mm256_setr_ps(0., 1., 2., 3., 4., 5., 6., 7.), words),
+                _ => Self::to_float(Self::mask(words, (1 << BITS) - 1)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn zero() -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn broadcast(from: *const f32) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_set1_ps(from.read_unaligned()) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u8) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u8) -> __m256 {
+        // SAFETY: see above.
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn add_product(sum: __m256, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see above.
+        unsafe { _mm256_fmadd_ps(a, b, sum) }
+    }
+    #[inline(always)]
+    unsafe fn add_weighted(sum: __m256, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see above.
+        unsafe { Self::add_product(sum, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn store(values: __m256, to: *mut f32) {
+        // SAFETY: see above.
+        unsafe { _mm256_storeu_ps(to, values) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}

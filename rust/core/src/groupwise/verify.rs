@@ -1,0 +1,84 @@
+//! The full check of a tensor: everything that parsing leaves alone.
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::{BLOCK_ROWS, Block, View, corrupt};
+use crate::Result;
+use crate::bits::UNIT;
+
+impl View<'_> {
+    /// Checks that parameters are finite and that all padding is zero: of rows, of columns and of parameters.
+    ///
+    /// # Errors
+    /// [`Error::Corruption`](crate::Error) that names expert and row.
+    pub fn verify(&self, pool: &ThreadPool) -> Result<()> {
+        let layout = self.layout();
+        let blocks = layout.blocks();
+        pool.install(|| {
+            (0..layout.shape().experts * blocks)
+                .into_par_iter()
+                .try_for_each(|block| self.check_block(block / blocks, block % blocks))
+        })
+    }
+
+    fn check_block(&self, expert: usize, number: usize) -> Result<()> {
+        let layout = self.layout();
+        let block = self.block(expert * layout.blocks() + number);
+        let kinds = 2 - usize::from(layout.spec().symmetric);
+        let stored = 2 * BLOCK_ROWS * kinds * layout.groups();
+        if block.parameters[stored..].iter().any(|&b| b != 0) {
+            return corrupt(format!("expert {expert}: padding behind parameters is not zero"));
+        }
+        let rows = layout.shape().rows - number * BLOCK_ROWS;
+        for lane in 0..BLOCK_ROWS {
+            let place = || format!("expert {expert} row {}", number * BLOCK_ROWS + lane);
+            match lane < rows {
+                true => self.check_row(&block, lane, place)?,
+                false => self.check_padding_row(&block, lane, place)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn check_row(&self, block: &Block, lane: usize, place: impl Fn() -> String) -> Result<()> {
+        let layout = self.layout();
+        for group in 0..layout.groups() {
+            let (scale, offset) = self.block_parameters(block, lane, group);
+            if !scale.is_finite() || !(layout.spec().symmetric || offset.is_finite()) {
+                let place = place();
+                return corrupt(format!(
+                    "{place}: scale {scale}, offset {offset} of group {group}"
+                ));
+            }
+        }
+        let columns = layout.shape().columns;
+        let padded = !columns.is_multiple_of(UNIT)
+            && self.unit(block, lane, columns / UNIT)[columns % UNIT..]
+                .iter()
+                .any(|&code| code != 0);
+        match padded {
+            true => corrupt(format!("{}: codes behind the last column", place())),
+            false => Ok(()),
+        }
+    }
+
+    fn check_padding_row(&self, block: &Block, lane: usize, place: impl Fn() -> String) -> Result<()> {
+        let parameters = block.parameters.as_chunks::<2>().0;
+        let codes = block.codes.as_chunks::<4>().0;
+        let empty = parameters
+            .iter()
+            .skip(lane)
+            .step_by(BLOCK_ROWS)
+            .all(|&p| p == [0; 2])
+            && codes
+                .iter()
+                .skip(lane)
+                .step_by(BLOCK_ROWS)
+                .all(|&word| word == [0; 4]);
+        match empty {
+            true => Ok(()),
+            false => corrupt(format!("{}: bytes behind the last row", place())),
+        }
+    }
+}

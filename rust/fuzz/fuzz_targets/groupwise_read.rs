@@ -1,0 +1,44 @@
+//! Arbitrary bytes as a packed group-wise tensor: everything that reads them returns, whatever they are.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use moepack_core::gemm::groupwise::{Mode, matmul};
+use moepack_core::groupwise::View;
+use moepack_core::simd::Isa;
+use moepack_core::{Error, pool};
+
+/// Larger tensors only cost time: one of no columns stands for billions of rows in no bytes.
+const MAX_SIZE: usize = 1 << 20;
+
+fuzz_target!(|data: &[u8]| {
+    let _ = read(data);
+});
+
+fn read(data: &[u8]) -> Result<(), Error> {
+    let pool = pool::current()?;
+    let view = View::parse(data)?;
+    let shape = view.layout().shape();
+    let rows = shape.experts.saturating_mul(shape.rows);
+    if rows.max(shape.columns) > MAX_SIZE {
+        return Ok(());
+    }
+    let verified = view.verify(&pool);
+    let (mut codes, mut values) = (vec![0; shape.columns], vec![0.0; shape.columns]);
+    for row in 0..rows {
+        view.decode_row(row, &mut codes);
+        view.decode_values(row, &mut values);
+        assert!(codes.iter().all(|&code| u32::from(code) >> view.layout().bits() == 0));
+        assert!(verified.is_err() || values.iter().all(|value| !value.is_nan()));
+    }
+    if shape.experts > 0 {
+        let x = vec![1.0f32; 3 * shape.columns];
+        let mut y = vec![0.0; 3 * shape.rows];
+        for mode in Mode::ALL {
+            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+                matmul(&view, shape.experts - 1, &x[..], 3, &mut y, mode, isa, &pool)?;
+            }
+        }
+    }
+    verified
+}

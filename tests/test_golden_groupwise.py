@@ -1,0 +1,46 @@
+"""Group-wise tensors that were written once are read for ever, and written the same again: by two implementations."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moepack import _core
+from oracle import groupwise as oracle
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "groupwise"
+CASES = json.loads((GOLDEN / "cases.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_golden_file(case: dict[str, Any]) -> None:
+    data = np.fromfile(GOLDEN / f"{case['name']}.bin", np.uint8)
+    codes = np.frombuffer(bytes.fromhex(case["codes"]), np.uint8).reshape(case["shape"])
+    blob = _core.GroupwiseBlob(data)
+    blob.verify()
+    assert (blob.bits, blob.rank, blob.dtype) == (case["bits"], case["rank"], case["dtype"])
+    assert blob.group_size == (case["group"] or max(case["shape"][2], 1))
+    assert blob.symmetric == (case["offsets"] is None)
+    np.testing.assert_array_equal(blob.decode(), codes)
+    scales, offsets = blob.scales(), blob.offsets()
+    assert scales.ravel().tolist() == case["scales"]
+    assert (None if offsets is None else offsets.ravel().tolist()) == case["offsets"]
+    np.testing.assert_array_equal(blob.dequantize(), oracle.read(data.tobytes()).weights())
+    again = _core.encode_groupwise(
+        codes.copy(),
+        scales,
+        offsets,
+        bits=blob.bits,
+        group_size=case["group"] or 1 << 20,
+        rank=blob.rank,
+        dtype=blob.dtype,
+    )
+    assert again.tobytes() == data.tobytes()
+    assert oracle.write(oracle.read(data.tobytes())) == data.tobytes()
+
+
+def test_every_file_is_a_case() -> None:
+    assert sorted(f"{case['name']}.bin" for case in CASES) == sorted(path.name for path in GOLDEN.glob("*.bin"))
+    assert {case["bits"] for case in CASES} == {2, 3, 4, 8}
