@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from moepack.checkpoint import Checkpoint, describe
     from moepack.evaluation import EvaluationReport, evaluate
     from moepack.format import PackedDirectory, VerifyReport, verify
+    from moepack.groupwise import GroupwiseTensor, encode_groupwise
     from moepack.pipeline import CompressReport, compress
     from moepack.runtime.loading import load
+    from moepack.solvers.groupwise import quantize_groupwise
     from moepack.solvers.rtn import quantize_ternary
     from moepack.ternary import TernaryTensor, encode_ternary
 
@@ -43,6 +45,7 @@ __all__ = [
     "DeviceMemoryError",
     "DiskError",
     "EvaluationReport",
+    "GroupwiseTensor",
     "InvalidTensorError",
     "LoadError",
     "MoepackError",
@@ -56,10 +59,12 @@ __all__ = [
     "__version__",
     "compress",
     "describe",
+    "encode_groupwise",
     "encode_ternary",
     "evaluate",
     "load",
     "pack_int3",
+    "quantize_groupwise",
     "quantize_ternary",
     "unpack_int3",
     "verify",
@@ -70,15 +75,18 @@ _EXPORTS = {
     "Checkpoint": "moepack.checkpoint",
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
+    "GroupwiseTensor": "moepack.groupwise",
     "PackedDirectory": "moepack.format",
     "TernaryTensor": "moepack.ternary",
     "VerifyReport": "moepack.format",
     "compress": "moepack.pipeline",
     "describe": "moepack.checkpoint",
+    "encode_groupwise": "moepack.groupwise",
     "encode_ternary": "moepack.ternary",
     "evaluate": "moepack.evaluation",
     "load": "moepack.runtime.loading",
     "pack_int3": "moepack.bits",
+    "quantize_groupwise": "moepack.solvers.groupwise",
     "quantize_ternary": "moepack.solvers.rtn",
     "unpack_int3": "moepack.bits",
     "verify": "moepack.format",

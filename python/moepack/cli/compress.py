@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from moepack.cli.inspect import print_directory
+from moepack.errors import MoepackError
 from moepack.units import size, speed
 
 if TYPE_CHECKING:
@@ -15,17 +17,29 @@ if TYPE_CHECKING:
 def compress_command(
     model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint (safetensors).")],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
-    method: Annotated[str, typer.Option(help="Compression method: ternary or qmoe.")] = "ternary",
-    code: Annotated[str, typer.Option(help="Entropy code: fsv8 or dict16.")] = "fsv8",
+    method: Annotated[str, typer.Option(help="Compression method: ternary, qmoe or finequant.")] = "ternary",
+    code: Annotated[str | None, typer.Option(help="ternary, qmoe: fsv8 or dict16; default fsv8.")] = None,
     calibration: Annotated[
         str | None, typer.Option(help="qmoe: text file, JSON lines, directory, or data set of the hub.")
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="qmoe: calibration samples; default 128.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="qmoe: tokens a sample; default 512.")] = None,
-    bits: Annotated[str | None, typer.Option(help="qmoe: ternary or 2; default ternary.")] = None,
-    bits_per_weight: Annotated[
-        float | None, typer.Option(help="qmoe: rate of the coded experts, 0.6 to 1.6; default: as the grid gives.")
+    bits: Annotated[
+        str | None, typer.Option(help="qmoe: ternary or 2, default ternary. finequant: 2, 3, 4 or 8, default 4.")
     ] = None,
+    bits_per_weight: Annotated[
+        float | None,
+        typer.Option(help="qmoe: rate of the coded experts, 0.6 to 1.6. finequant: budget of --group-size budget."),
+    ] = None,
+    group_size: Annotated[
+        str | None, typer.Option(help="finequant: 16 to 256, row, adaptive or budget; default 64. qmoe: for 2 bits.")
+    ] = None,
+    dense_bits: Annotated[
+        str | None,
+        typer.Option(help="finequant: bits of attention, shared experts and dense layers: 8, or attention=4,shared=8."),
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="finequant: of the adaptive rule; default 0.35.")] = None,
+    report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
     device: Annotated[str | None, typer.Option(help="qmoe: device of the calibration; default cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
     resume: Annotated[
@@ -49,16 +63,28 @@ def compress_command(
             "samples": samples,
             "sequence_length": sequence_length,
         }
-        options |= {"bits": bits, "bits_per_weight": bits_per_weight, "device": device}
+        options |= {"bits": bits, "bits_per_weight": bits_per_weight, "device": device, "code": code}
+        options |= {"group_size": _number(group_size), "dense_bits": dense_bits, "alpha": alpha}
         given = {name: value for name, value in options.items() if value is not None}
-        chosen = create(method, code=code, **given)
+        chosen = create(method, **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        report = compress(model, out, method=chosen, threads=threads, resume=resume, progress=progress)
+        done = compress(model, out, method=chosen, threads=threads, resume=resume, progress=progress)
     except KeyboardInterrupt:
         raise interrupted(console, out) from None
-    print_report(report)
+    except MoepackError:
+        raise
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print_report(done)
+    if report:
+        print_directory(out)
+
+
+def _number(text: str | None) -> int | str | None:
+    """A number where the text is one."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def interrupted(console: Console, out: Path) -> typer.Exit:

@@ -17,7 +17,7 @@ from moepack.units import size
 if TYPE_CHECKING:
     from moepack.format import Manifest, TensorRecord
 
-WIDTH = 110
+WIDTH = 132
 """Columns of text that the table takes at least."""
 
 _ORDER = ("gate_proj", "up_proj", "down_proj")
@@ -28,7 +28,7 @@ class Row:
     """A packed tensor as it is shown.
 
     Sizes in bytes; `zeros` is the share of weights that are zero, or None; `role` is "experts" or what a linear layer
-    outside the experts is.
+    outside the experts is; `error` is the squared error relative to the weights' energy, or None.
     """
 
     layer: str
@@ -38,6 +38,7 @@ class Row:
     shape: tuple[int, ...]
     bits_per_weight: float
     zeros: float | None
+    error: float | None
     before: int
     after: int
 
@@ -47,6 +48,11 @@ def inspect_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show each layer and projection of DIRECTORY: format, bits a weight, share of zeros, size before and after."""
+    print_directory(directory, as_json)
+
+
+def print_directory(directory: Path, as_json: bool = False) -> None:
+    """Print what `inspect` shows of a packed directory."""
     from moepack.format import PackedDirectory
 
     manifest = PackedDirectory.open(directory).manifest
@@ -68,15 +74,24 @@ def _place(record: "TensorRecord") -> tuple[str, int]:
 
 def _row(record: "TensorRecord") -> Row:
     weights = math.prod(record.shape)
-    nonzeros, code = record.details.get("nonzeros"), record.details.get("code")
+    nonzeros, error = record.details.get("nonzeros"), record.details.get("relative_error")
     zeros = None if nonzeros is None or not weights else 1 - nonzeros / weights
-    name = record.kind if code is None else f"{record.kind} {code}"
+    name = _format(record)
     bits = 8 * record.nbytes / max(weights, 1)
     layer, projection, role = record.module, record.projection, "experts"
     if not record.experts:
         layer, _, projection = record.module.rpartition(".")
         role = str(record.details.get("role", "dense"))
-    return Row(layer, projection, role, name, record.shape, bits, zeros, record.source_bytes, record.nbytes)
+    return Row(layer, projection, role, name, record.shape, bits, zeros, error, record.source_bytes, record.nbytes)
+
+
+def _format(record: "TensorRecord") -> str:
+    """The kind with what it is worth to know of it: `ternary fsv8`, `int4 group 64`."""
+    details = record.details
+    if record.kind == "groupwise" and {"bits", "group_size"} <= set(details):
+        width = details["group_size"]
+        return f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
+    return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 
 def _totals(manifest: "Manifest", rows: list[Row]) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def _print(manifest: "Manifest", rows: list[Row], totals: Mapping[str, Any]) -> 
     )
     table.add_column("layer / projection", no_wrap=True)
     table.add_column("format", no_wrap=True)
-    for name in ("shape", "bits/weight", "zeros", "before", "after", "ratio"):
+    for name in ("shape", "bits/weight", "zeros/error", "before", "after", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     layer = None
     for row in rows:
@@ -137,6 +152,8 @@ def _print(manifest: "Manifest", rows: list[Row], totals: Mapping[str, Any]) -> 
 
 def _cells(row: Row) -> tuple[str, ...]:
     zeros = "" if row.zeros is None else f"{row.zeros:.1%}"
+    if row.error is not None:
+        zeros = f"{row.error:.2e}"
     shape = " x ".join(map(str, row.shape))
     sizes = (size(row.before), size(row.after), _ratio(row.before, row.after))
     return f"  {row.projection}", row.format, shape, f"{row.bits_per_weight:.3f}", zeros, *sizes

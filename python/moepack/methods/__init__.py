@@ -9,13 +9,15 @@ from moepack.methods.base import (
     DenseMethod,
     Method,
     PackedTensor,
+    PlannedMethod,
     Shape,
     Weights,
 )
+from moepack.methods.finequant import FineQuant
 from moepack.methods.qmoe import Qmoe
 from moepack.methods.ternary import Ternary
 
-METHODS: dict[str, Callable[..., Method]] = {"qmoe": Qmoe, "ternary": Ternary}
+METHODS: dict[str, Callable[..., Method]] = {"finequant": FineQuant, "qmoe": Qmoe, "ternary": Ternary}
 """The methods by name; each is called with its settings as keywords."""
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "DenseMethod",
     "Method",
     "PackedTensor",
+    "PlannedMethod",
     "Shape",
     "Weights",
     "create",

@@ -134,19 +134,25 @@ class DenseMethod(Method, Protocol):
 
 
 @runtime_checkable
-class CalibratedMethod(Method, Protocol):
-    """A method that watches the model run. The pipeline gives it every layer in the order of execution.
-
-    Its `settings` are complete, and identify the calibration set, once `begin` has returned.
-    """
+class PlannedMethod(Method, Protocol):
+    """A method that looks at the whole checkpoint before it packs the first layer."""
 
     def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Prepare to run the model of `checkpoint`. Called once a job, before anything else.
+        """Prepare. Called once a job, resumed or not, before anything else; must come to the same plan each time.
 
         Raises:
-            CalibrationError: the calibration set is unusable.
+            InvalidTensorError: weights that cannot be compressed; names the tensor.
         """
         ...
+
+
+@runtime_checkable
+class CalibratedMethod(PlannedMethod, Protocol):
+    """A method that watches the model run. The pipeline gives it every layer in the order of execution.
+
+    Its `settings` are complete, and identify the calibration set, once `begin` has returned; `begin` raises
+    CalibrationError where the calibration set is unusable.
+    """
 
     def restore(self, layer: MoeLayer, packed: Mapping[str, PackedTensor]) -> None:
         """Take notice of the next layer, which an earlier run of the job packed.

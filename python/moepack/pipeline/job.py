@@ -27,7 +27,7 @@ from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantiz
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import CalibratedDenseMethod, CalibratedMethod, Method, PackedTensor, create
+from moepack.methods import CalibratedDenseMethod, CalibratedMethod, Method, PackedTensor, PlannedMethod, create
 from moepack.pipeline.journal import ShardRecord, Workspace
 from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
@@ -46,7 +46,7 @@ def compress(
     out: str | PathLike[str],
     *,
     method: str | Method = "ternary",
-    code: str = "fsv8",
+    code: str | None = None,
     threads: int | None = None,
     resume: bool = True,
     progress: Progress | None = None,
@@ -58,7 +58,7 @@ def compress(
         model: directory of a Hugging Face checkpoint (safetensors).
         out: directory to be made; it must not exist.
         method: name of a method, or one with its settings.
-        code: entropy code of a method given by name: `fsv8` or `dict16`.
+        code: entropy code of a ternary method given by name: `fsv8` (the default) or `dict16`.
         threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it,
             but for methods that run the model: torch's sums do.
         resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
@@ -80,11 +80,11 @@ def compress(
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     if os.path.lexists(target):
         raise OutputExistsError("exists; choose another directory or remove it", file=target)
-    chosen = create(method, code=code) if isinstance(method, str) else method
+    chosen = create(method, **({} if code is None else {"code": code})) if isinstance(method, str) else method
     set_threads(threads)
     checkpoint = Checkpoint.open(model)
     described = describe(checkpoint)
-    if isinstance(chosen, CalibratedMethod):
+    if isinstance(chosen, PlannedMethod):
         chosen.begin(checkpoint, described)
     job = Job(checkpoint, described, chosen, progress or Silent(), peak)
     return job.run(target, resume, started)

@@ -1,0 +1,195 @@
+"""A group-wise tensor: integers of 2, 3, 4 or 8 bits with a scale (and an offset) for each group of columns.
+
+`GroupwiseTensor.quantize` makes one from any weight; `encode_groupwise` packs codes and parameters that a solver found,
+exactly. A `GroupwiseTensor` wraps one packed blob, a flat array of bytes that the kernels read in place, whether it
+lies in memory or in a mapped file.
+
+Invariants of a `GroupwiseTensor`: those of a `BlobTensor`.
+"""
+
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moepack import _core
+from moepack.arrays import AnyTensor, as_tensor
+from moepack.errors import InvalidTensorError
+from moepack.solvers.groupwise import GroupwiseCodes, check_grid, quantize_groupwise
+from moepack.tensors import FLOATS, Array, BlobTensor
+
+__all__ = ["GroupwiseTensor", "encode_groupwise", "quantize_groupwise"]
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class GroupwiseTensor(BlobTensor):
+    """A matrix `[R, C]` in groups of columns, or a stack of them `[E, R, C]`.
+
+    Made by `GroupwiseTensor.quantize`, `encode_groupwise` and `GroupwiseTensor.load`. Two tensors are equal if they
+    have the same shape, grid, codes and parameters. Instances can be pickled and copied.
+    """
+
+    kind = "groupwise"
+    _parse = _core.GroupwiseBlob
+    _blob: _core.GroupwiseBlob
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: AnyTensor,
+        bits: int = 4,
+        group_size: int | None = 64,
+        *,
+        symmetric: bool = True,
+        search: bool = True,
+        dtype: torch.dtype = torch.float16,
+    ) -> Self:
+        """Quantize and pack a matrix or a stack of matrices; arguments and errors as for `quantize_groupwise`."""
+        found = quantize_groupwise(weight, bits, group_size, symmetric=symmetric, search=search, dtype=dtype)
+        return cls(_encode(found, bits, group_size, dtype))
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 2, 3, 4 or 8."""
+        return self._blob.bits
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale; with one group a row, the columns."""
+        return self._blob.group_size
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether a weight is `scale * (code - 2^(bits - 1))`, without offsets."""
+        return self._blob.symmetric
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the stored parameters: float16 or bfloat16."""
+        return {name: dtype for dtype, name in _DTYPES.items()}[self._blob.dtype]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """`[R, G]` or `[E, R, G]` float32."""
+        scales = self._blob.scales()
+        return torch.from_numpy(scales).reshape(*self.shape[:-1], scales.shape[-1])
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """`[R, G]` or `[E, R, G]` float32, or None if symmetric."""
+        offsets = self._blob.offsets()
+        return None if offsets is None else torch.from_numpy(offsets).reshape(*self.shape[:-1], offsets.shape[-1])
+
+    def decode(self) -> torch.Tensor:
+        """The codes, uint8 of the tensor's shape."""
+        return torch.from_numpy(self._blob.decode()).reshape(self.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, of the tensor's shape, computed in float32 and rounded once, to `dtype`.
+
+        Raises:
+            ValueError: `dtype` is none of bfloat16, float16, float32 and float64.
+        """
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
+        return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
+
+    def matmul(self, x: Array, mode: Literal["exact", "int8"] = "exact") -> Array:
+        """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. No gradient flows through.
+
+        Args:
+            x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
+                torch or numpy.
+            mode: "exact", or "int8": activations are quantized to eight bits for each token and group of columns.
+
+        Returns:
+            `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.
+
+        Raises:
+            ValueError: the shape does not fit, the dtype is none of the three, or there is no such mode.
+        """
+        return self._multiply(x, mode=mode)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GroupwiseTensor):
+            return NotImplemented
+        return np.array_equal(self._data, other._data)
+
+    def __repr__(self) -> str:
+        symmetry = "symmetric" if self.symmetric else "asymmetric"
+        return (
+            f"GroupwiseTensor(shape={self.shape}, bits={self.bits}, group_size={self.group_size}, {symmetry}, "
+            f"nbytes={self.nbytes}, bits_per_weight={self.bits_per_weight:.4f})"
+        )
+
+
+def encode_groupwise(
+    codes: AnyTensor,
+    scales: AnyTensor,
+    offsets: AnyTensor | None = None,
+    *,
+    bits: int,
+    group_size: int | None,
+    dtype: torch.dtype = torch.float16,
+) -> GroupwiseTensor:
+    """Pack codes and parameters, exactly.
+
+    Args:
+        codes: `[R, C]` or `[E, R, C]` uint8, below 2^bits; torch or numpy.
+        scales: `[R, G]` or `[E, R, G]`, finite, exactly what `dtype` holds; may be negative.
+        offsets: the same, or None for a symmetric grid.
+        bits: 2, 3, 4 or 8.
+        group_size: 16, 32, 64, 128 or 256 columns that share parameters; None for the whole row.
+        dtype: of the stored parameters, float16 or bfloat16.
+
+    Raises:
+        InvalidTensorError: (a ValueError) codes, parameters, shapes or dtypes are not as above.
+        ValueError: there is no such grid.
+        TypeError: an argument is neither a torch tensor nor a numpy array.
+    """
+    check_grid(bits, group_size)
+    if dtype not in _DTYPES:
+        raise ValueError(f"parameters are float16 or bfloat16, not {dtype}")
+    given = as_tensor(codes, "codes").cpu()
+    if given.dtype != torch.uint8 or given.ndim not in (2, 3):
+        raise InvalidTensorError(f"codes must be uint8 [R, C] or [E, R, C], got {given.dtype} {list(given.shape)}")
+    width = group_size or max(given.shape[-1], 1)
+    expected = [*given.shape[:-1], -(-given.shape[-1] // width)]
+    found = GroupwiseCodes(
+        given,
+        _parameters(scales, "scales", expected),
+        None if offsets is None else _parameters(offsets, "offsets", expected),
+    )
+    return GroupwiseTensor(_encode(found, bits, group_size, dtype))
+
+
+def _parameters(values: AnyTensor, what: str, shape: list[int]) -> torch.Tensor:
+    given = as_tensor(values, what).cpu()
+    if given.dtype not in FLOATS or list(given.shape) != shape:
+        raise InvalidTensorError(f"{what} must be floating-point {shape}, got {given.dtype} {list(given.shape)}")
+    if not bool((given.float().to(given.dtype) == given).all()):
+        raise InvalidTensorError(f"the {what} are not finite or not exact in float32")
+    return given.float()
+
+
+def _encode(found: GroupwiseCodes, bits: int, group_size: int | None, dtype: torch.dtype) -> npt.NDArray[np.uint8]:
+    """The blob of codes and parameters."""
+    codes, scales, offsets = (None if part is None else part.cpu() for part in found)
+    assert codes is not None and scales is not None
+    if codes.ndim not in (2, 3):
+        raise InvalidTensorError(f"expected a matrix or a stack of matrices, got shape {list(codes.shape)}")
+    experts = 1 if codes.ndim == 2 else codes.shape[0]
+
+    def stacked(part: torch.Tensor) -> npt.NDArray[Any]:
+        return part.reshape(experts, *part.shape[-2:]).contiguous().numpy()
+
+    width = group_size or max(codes.shape[-1], 1)
+    try:
+        return _core.encode_groupwise(
+            stacked(codes), stacked(scales), None if offsets is None else stacked(offsets),
+            bits=bits, group_size=width, rank=codes.ndim, dtype=_DTYPES[dtype],
+        )  # fmt: skip
+    except ValueError as cause:
+        raise InvalidTensorError(str(cause)) from cause

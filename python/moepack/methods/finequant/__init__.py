@@ -1,0 +1,8 @@
+"""FineQuant: uniform integers without calibration, at a granularity that is chosen for each matrix.
+
+`method` is the method itself, `sizes` the two rules that choose group sizes (the paper's, and one for a byte budget).
+"""
+
+from moepack.methods.finequant.method import FineQuant
+
+__all__ = ["FineQuant"]

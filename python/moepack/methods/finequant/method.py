@@ -1,0 +1,229 @@
+"""The method `finequant`: symmetric integers, rounded to nearest, in rows or groups of columns (FineQuant, section 3).
+
+Nothing is calibrated. A tensor's group size is fixed, or follows from its weights: by the paper's adaptive rule
+(section 3.3) or by what an error costs in bytes, over all tensors of the model. Experts, attention, shared experts and
+other linear layers may have bits of their own (table 5).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from moepack import _core
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.dense import ROLES
+from moepack.errors import InvalidTensorError
+from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.finequant.planning import BudgetPlan
+from moepack.methods.finequant.sizes import GroupSize, halving_ratios, halvings, packed_bytes, sizes_for, stored_size
+from moepack.methods.parallel import for_experts
+from moepack.solvers.groupwise import BITS, GROUP_SIZES, group_values, quantize_groupwise
+
+__all__ = ["FineQuant", "parse_dense_bits"]
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+ROW, ADAPTIVE, BUDGET = "row", "adaptive", "budget"
+
+
+@dataclass
+class FineQuant:
+    """Settings of the method.
+
+    Attributes:
+        bits: 2, 3, 4 or 8 bits a code of the experts.
+        group_size: columns that share a scale (16, 32, 64, 128 or 256), "row", "adaptive" (the paper's rule), or
+            "budget" (the best sizes within `bits_per_weight`).
+        bits_per_weight: budget of everything that is packed, all metadata counted; None gives the bytes of groups of
+            64.
+        dense_bits: bits of linear layers outside the experts: None leaves them as they are, a number packs attention,
+            shared experts and dense feed-forward layers, and "attention=3,shared=8" (roles: attention, shared, mlp,
+            head) says it role by role.
+        alpha: of the adaptive rule: halve groups while some range falls below this part of its parent's. The paper
+            publishes none. Ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64.
+        symmetric: a scale a group; False adds an offset.
+        search: scales of least squared error; False takes the paper's, from the largest magnitude.
+        scales: type of the stored scales, "float16" or "bfloat16".
+    """
+
+    bits: int = 4
+    group_size: int | str = 64
+    bits_per_weight: float | None = None
+    dense_bits: str | int | None = None
+    alpha: float = 0.35
+    symmetric: bool = True
+    search: bool = True
+    scales: str = "float16"
+    name: ClassVar[str] = "finequant"
+    _plan: BudgetPlan | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.bits = _number(self.bits, "bits")
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
+        if isinstance(self.group_size, str) and self.group_size not in (ROW, ADAPTIVE, BUDGET):
+            self.group_size = _number(self.group_size, "group_size")
+        if isinstance(self.group_size, int) and self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"group_size must be {sizes}, row, adaptive or budget, not {self.group_size}")
+        if self.bits_per_weight is not None and self.group_size != BUDGET:
+            raise ValueError("bits_per_weight needs group_size budget")
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
+        if self.scales not in _DTYPES:
+            raise ValueError(f"scales are float16 or bfloat16, not {self.scales}")
+        self._dense = parse_dense_bits(self.dense_bits)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting that changes the bytes."""
+        values: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
+        if self.group_size == BUDGET:
+            values["bits_per_weight"] = self.bits_per_weight
+        if self.group_size == ADAPTIVE:
+            values["alpha"] = self.alpha
+        dense = ",".join(f"{role}={bits}" for role, bits in self._dense.items())
+        return {
+            **values,
+            "dense_bits": dense,
+            "symmetric": self.symmetric,
+            "search": self.search,
+            "scales": self.scales,
+        }
+
+    @property
+    def dense_roles(self) -> frozenset[str]:
+        """The roles that have bits."""
+        return frozenset(self._dense)
+
+    def bound(self, shape: Shape) -> int:
+        """Return the size with the group size, or with the smallest where it is not known yet."""
+        return self._bound(shape, self.bits)
+
+    def dense_bound(self, shape: Shape, role: str) -> int:
+        """Return the same for a linear layer."""
+        return self._bound(shape, self._dense[role])
+
+    def _bound(self, shape: Shape, bits: int) -> int:
+        if isinstance(self.group_size, int) or self.group_size == ROW:
+            return packed_bytes(shape, bits, self._fixed(), self.symmetric)
+        return max(packed_bytes(shape, bits, size, self.symmetric) for size in sizes_for(shape[2]))
+
+    def _fixed(self) -> GroupSize:
+        return self.group_size if isinstance(self.group_size, int) else None
+
+    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Allocate the budget, if there is one.
+
+        Raises:
+            ValueError: rows with one scale already take more than the budget.
+        """
+        if self.group_size == BUDGET:
+            bits = {"experts": self.bits, **self._dense}
+            self._plan = BudgetPlan.make(checkpoint, model, bits, self.bits_per_weight, self.symmetric, self.search)
+
+    def compress_layer(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Quantize and pack each projection; holds the codes (a byte a weight) of one projection at a time."""
+        for name, weights in layer.items():
+            yield name, self._compress(weights, self.bits, advance)
+
+    def compress_dense(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Quantize and pack each linear layer."""
+        for name, weights in layer.items():
+            yield name, self._compress(weights, self._dense[weights.role], advance)
+
+    def _size(self, weights: Weights) -> GroupSize:
+        """The group size of a tensor."""
+        if self._plan is not None:
+            return self._plan.sizes[weights.name]
+        if self.group_size != ADAPTIVE:
+            return self._fixed()
+        experts, _, columns = weights.shape
+        ratios = np.ones((experts, max(len(halvings(columns)) - 1, 0)))
+
+        def measure(expert: int) -> None:
+            ratios[expert] = halving_ratios(weights.expert(expert))
+
+        for_experts(measure, experts, lambda: None)
+        return stored_size(columns, ratios.min(0, initial=1.0), self.alpha)
+
+    def _compress(self, weights: Weights, bits: int, advance: Callable[[int], None]) -> PackedTensor:
+        experts, rows, columns = weights.shape
+        size = self._size(weights)
+        groups = -(-columns // (size or columns)) if columns else 0
+        codes = np.empty(weights.shape, np.uint8)
+        scales = np.empty((experts, rows, groups), np.float32)
+        offsets = None if self.symmetric else np.empty_like(scales)
+        sums = np.zeros((experts, 2))
+
+        def quantize(expert: int) -> None:
+            weight = weights.expert(expert)
+            found = quantize_groupwise(
+                weight, bits, size, symmetric=self.symmetric, search=self.search,
+                dtype=_DTYPES[self.scales], name=weights.sources[expert],
+            )  # fmt: skip
+            codes[expert], scales[expert] = found.codes.numpy(), found.scales.numpy()
+            if offsets is not None and found.offsets is not None:
+                offsets[expert] = found.offsets.numpy()
+            values = weight.float()
+            error = (group_values(found, bits, size) - values).square_().sum(-1)
+            # Rows are summed by NumPy: torch's order would follow the number of threads, and the bytes with it.
+            sums[expert] = [error.numpy().sum(dtype=np.float64), values.square().sum(-1).numpy().sum(dtype=np.float64)]
+
+        for_experts(quantize, experts, lambda: advance(rows * columns))
+        blob = self._encode(codes, scales, offsets, bits, size, weights)
+        error, energy = sums.sum(0)
+        width = _core.GroupwiseBlob(blob).group_size
+        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "parameters": self.scales}
+        return PackedTensor(
+            "groupwise", blob, {**details, "relative_error": _digits(error / energy if energy else 0.0)}
+        )
+
+    def _encode(self, codes: Any, scales: Any, offsets: Any, bits: int, size: GroupSize, weights: Weights) -> Any:
+        try:
+            return _core.encode_groupwise(
+                codes, scales, offsets, bits=bits, group_size=size or max(codes.shape[2], 1),
+                rank=weights.rank, dtype=self.scales,
+            )  # fmt: skip
+        except ValueError as cause:
+            raise InvalidTensorError(str(cause), tensor=weights.name) from cause
+
+
+def parse_dense_bits(given: str | int | None) -> dict[str, int]:
+    """Read `dense_bits`: nothing, one number for all roles but the head, or `role=bits` pairs with commas.
+
+    Raises:
+        ValueError: an unknown role or number of bits.
+    """
+    if given is None or given == "":
+        return {}
+    text = str(given)
+    if "=" not in text:
+        pairs = [(role, text) for role in ROLES if role != "head"]
+    else:
+        pairs = [tuple(part.split("=", 1)) for part in text.split(",") if "=" in part]  # type: ignore[misc]
+        if len(pairs) != len(text.split(",")):
+            raise ValueError(f"dense_bits must be a number or role=bits pairs, not '{text}'")
+    found = {role.strip(): _number(bits, "dense_bits") for role, bits in pairs}
+    if not set(found) <= set(ROLES) or not set(found.values()) <= set(BITS):
+        raise ValueError(f"dense_bits: roles are {', '.join(ROLES)} and bits 2, 3, 4 or 8, not '{text}'")
+    return {role: found[role] for role in ROLES if role in found}
+
+
+def _number(value: int | str, what: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{what} must be a number, not '{value}'") from None
+
+
+def _digits(value: float) -> float:
+    """Six significant digits: enough for a report."""
+    return float(f"{value:.5e}")

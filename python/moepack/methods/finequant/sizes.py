@@ -1,0 +1,171 @@
+"""Group sizes: what each costs, the paper's adaptive rule, and the allocation of a byte budget.
+
+A group size is a number of columns, or None for the whole row. The unit of choice is what is stored as one tensor: a
+projection of all experts of a layer, or a linear layer.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moepack.methods.base import Shape
+from moepack.solvers.groupwise import GROUP_SIZES
+
+__all__ = ["Choice", "allocate", "halving_ratios", "halvings", "packed_bytes", "sizes_for", "stored_size"]
+
+_HEADER, _ROWS, _COLUMNS, _REGISTER = 128, 16, 32, 64
+
+GroupSize = int | None
+
+
+def packed_bytes(shape: Shape, bits: int, size: GroupSize, symmetric: bool = True) -> int:
+    """Bytes of a packed tensor (docs/format.md, section 6); parameters have 16 bits."""
+    experts, rows, columns = shape
+    groups = 0 if not columns else 1 if size is None else -(-columns // size)
+    parameters = 2 * _ROWS * groups * (1 if symmetric else 2)
+    block = -(-parameters // _REGISTER) * _REGISTER + -(-columns // _COLUMNS) * _REGISTER * bits
+    return _HEADER + experts * -(-rows // _ROWS) * block
+
+
+def sizes_for(columns: int) -> tuple[GroupSize, ...]:
+    """The group sizes that make a difference to rows of so many columns, the coarsest first."""
+    return None, *(size for size in reversed(GROUP_SIZES) if size < columns)
+
+
+def halvings(columns: int) -> list[int]:
+    """The widths that the paper's rule goes through: the row, then powers of two down to the smallest group."""
+    widths = [columns]
+    while (half := 1 << (widths[-1] - 1).bit_length() >> 1) >= GROUP_SIZES[0]:
+        widths.append(half)
+    return widths
+
+
+def halving_ratios(weight: torch.Tensor) -> NDArray[np.float64]:
+    """For each halving, the smallest range of a group relative to that of the group it was cut from.
+
+    Args:
+        weight: `[R, C]`, finite.
+
+    Returns:
+        A ratio in [0, 1] for each width of `halvings` but the first; 1 where all of the parents are zero.
+    """
+    ranges = weight.float().abs()
+    widths = halvings(weight.shape[1])
+    amax: list[torch.Tensor] = []
+    for width in reversed(widths):
+        finer, span = (ranges, 1) if not amax else (amax[-1], widths[len(widths) - len(amax)])
+        amax.append(_group_max(finer, -(-width // span)))
+    amax.reverse()
+    ratios = []
+    for parent, child in pairwise(amax):
+        fan = -(-child.shape[1] // max(parent.shape[1], 1))
+        above = parent.repeat_interleave(fan, dim=1)[:, : child.shape[1]]
+        ratio = torch.where(above > 0, child / above, torch.ones_like(child))
+        ratios.append(float(ratio.min()) if ratio.numel() else 1.0)
+    return np.array(ratios)
+
+
+def _group_max(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The maximum of each run of `width` non-negative columns; the last run may be short."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % width))
+    return padded.reshape(len(values), -1, width).amax(-1) if values.numel() else values[:, :0]
+
+
+def stored_size(columns: int, ratios: Sequence[float] | NDArray[np.float64], alpha: float) -> GroupSize:
+    """The group size of the paper's rule: halve while some group's range falls below `alpha` of its parent's.
+
+    (As printed, the rule halves while *any* ratio of a new range to the old one is *above* alpha, which never ends: the
+    half with the maximum always has the ratio 1.)
+
+    Args:
+        columns: of the matrix.
+        ratios: as `halving_ratios` gives them.
+        alpha: in (0, 1).
+
+    Returns:
+        The coarsest group size of the format that is no coarser than where the rule ends.
+    """
+    widths = halvings(columns)
+    end = 0
+    while end < len(ratios) and ratios[end] < alpha:
+        end += 1
+    if end == 0:
+        return None
+    return min(max(GROUP_SIZES), widths[end])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the group sizes of one tensor cost.
+
+    Attributes:
+        sizes: the group sizes, the coarsest first.
+        nbytes: bytes with each size.
+        errors: squared error with each size, in the unit in which tensors are compared.
+    """
+
+    sizes: tuple[GroupSize, ...]
+    nbytes: tuple[int, ...]
+    errors: tuple[float, ...]
+
+
+def allocate(choices: Sequence[Choice], budget: int) -> list[int]:
+    """Choose a size for each tensor so that the errors' sum is least and the bytes' sum within the budget.
+
+    Each tensor starts with its coarsest size. Steps along the lower convex hull of its errors over its bytes are taken
+    in the order of gain a byte, over all tensors; a step that no longer fits is skipped, and cheaper ones that fit are
+    still taken. Among choices on the hulls that is optimal up to the last step.
+
+    Returns:
+        For each tensor the index of its size.
+
+    Raises:
+        ValueError: even the coarsest sizes take more than the budget.
+    """
+    hulls = [_hull(choice) for choice in choices]
+    picked = [hull[0] for hull in hulls]
+    left = budget - sum(choice.nbytes[at] for choice, at in zip(choices, picked, strict=True))
+    if left < 0:
+        raise ValueError(f"one scale a row already takes {budget - left:,} bytes, the budget is {budget:,}")
+    steps = [_step(choices[i], hulls[i], i, 0) for i in range(len(choices)) if len(hulls[i]) > 1]
+    heapq.heapify(steps)
+    while steps:
+        _, tensor, position = heapq.heappop(steps)
+        choice, hull = choices[tensor], hulls[tensor]
+        cost = choice.nbytes[hull[position + 1]] - choice.nbytes[hull[position]]
+        if cost > left:
+            continue
+        left -= cost
+        picked[tensor] = hull[position + 1]
+        if position + 2 < len(hull):
+            heapq.heappush(steps, _step(choice, hull, tensor, position + 1))
+    return picked
+
+
+def _step(choice: Choice, hull: list[int], tensor: int, position: int) -> tuple[float, int, int]:
+    """The step from a point of a hull to the next, ordered by falling gain a byte, then by tensor."""
+    here, there = hull[position], hull[position + 1]
+    gain = choice.errors[here] - choice.errors[there]
+    return -gain / (choice.nbytes[there] - choice.nbytes[here]), tensor, position
+
+
+def _hull(choice: Choice) -> list[int]:
+    """Indices of the lower convex hull of the errors over the bytes, from the cheapest on."""
+    order = sorted(range(len(choice.sizes)), key=lambda i: (choice.nbytes[i], choice.errors[i]))
+    hull: list[int] = []
+    for index in order:
+        x, y = choice.nbytes[index], choice.errors[index]
+        if hull and y >= choice.errors[hull[-1]]:
+            continue
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = ((choice.nbytes[i], choice.errors[i]) for i in hull[-2:])
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append(index)
+    return hull

@@ -1,0 +1,222 @@
+"""Round-to-nearest on uniform grids with a scale for each group of columns (FineQuant, sections 3.1 and 3.2).
+
+A weight is `scale * (code - 2^(bits - 1))` (symmetric) or `scale * code + offset`. The paper's scale is
+`2 amax / (2^bits - 1)`, and it truncates; here weights are rounded, which halves the error. With `search` (the
+default) the scale is the best of a ladder of scales by squared error. For given codes q the best scale is the
+projection `<w, q> / <q, q>`, and what it explains of the group's energy is `<w, q>^2 / <q, q>`: so each step of the
+ladder only proposes codes, and is judged with the scale that suits them best. Symmetric grids have one more negative
+code than positive ones, so scales of both signs are tried: the side that needs the outermost code gets it.
+
+Scales and offsets are rounded to the stored type before the codes are chosen, so a reader reconstructs the values that
+were judged. Groups are normalized by their largest magnitude first; no sum overflows, whatever the weights' unit.
+
+Shapes: `[..., R, C]` weights, G = ceil(C / group size) groups a row, the last of which may be short.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moepack.arrays import AnyTensor, as_tensor
+from moepack.errors import InvalidTensorError
+from moepack.solvers.chunks import row_chunks
+
+__all__ = ["BITS", "GROUP_SIZES", "GroupwiseCodes", "check_grid", "group_values", "quantize_groupwise"]
+
+BITS = (2, 3, 4, 8)
+"""Bits a code may have."""
+
+GROUP_SIZES = (16, 32, 64, 128, 256)
+"""Columns a group may have, beside the whole row."""
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_PARAMETERS = (torch.float16, torch.bfloat16)
+
+_REACH = {2: (0.5, 1.6, 12), 3: (0.8, 1.7, 10), 4: (0.875, 1.5, 11), 8: (0.98, 1.06, 8)}
+"""The ladder by bits: first and last step and their number. At step t the largest weight gets t times the outermost
+code: below 1 nothing is cut off, above the largest weights are, for a finer grid."""
+
+
+class GroupwiseCodes(NamedTuple):
+    """A quantized tensor.
+
+    Attributes:
+        codes: `[..., R, C]` uint8, below 2^bits.
+        scales: `[..., R, G]` float32, exactly what the stored type holds; may be negative.
+        offsets: `[..., R, G]` float32 likewise, or None for a symmetric grid.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+
+def quantize_groupwise(
+    weight: AnyTensor,
+    bits: int = 4,
+    group_size: int | None = 64,
+    *,
+    symmetric: bool = True,
+    search: bool = True,
+    dtype: torch.dtype = torch.float16,
+    name: str | None = None,
+) -> GroupwiseCodes:
+    """Quantize a matrix, or a stack of matrices, in groups of columns.
+
+    Args:
+        weight: `[..., R, C]`, bf16, f16, f32 or f64; torch or numpy. Computed in float32.
+        bits: 2, 3, 4 or 8.
+        group_size: 16, 32, 64, 128 or 256 columns that share a scale; None for the whole row.
+        symmetric: one scale a group; otherwise a scale and an offset.
+        search: find the scale with the least squared error; otherwise take it from the largest magnitude as the paper
+            does, or from minimum and maximum.
+        dtype: of the stored parameters, float16 or bfloat16. Below 6e-5 a float16 scale loses precision, and below
+            3e-8 its group becomes zero (or its offset).
+        name: the tensor's name, for errors.
+
+    Returns:
+        Codes and parameters, on the device of `weight`. A group of zeros has the scale zero.
+
+    Raises:
+        InvalidTensorError: the weight holds NaN or infinity, is no stack of matrices, is not dense and of a
+            floating-point dtype, or needs a parameter beyond the range of `dtype`.
+        ValueError: there is no such grid.
+        TypeError: `weight` is neither a torch tensor nor a numpy array.
+    """
+    check_grid(bits, group_size)
+    if dtype not in _PARAMETERS:
+        raise ValueError(f"parameters are float16 or bfloat16, not {dtype}")
+    values = as_tensor(weight, "weight" if name is None else f"weight '{name}'")
+    if values.dtype not in _FLOATS:
+        raise InvalidTensorError(f"has dtype {values.dtype}, expected a floating-point one", tensor=name)
+    if values.ndim < 2:
+        raise InvalidTensorError(f"has shape {list(values.shape)}, expected [..., rows, columns]", tensor=name)
+    width = values.shape[-1] if group_size is None else group_size
+    groups = -(-values.shape[-1] // width) if width else 0
+    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    scales = torch.zeros((*values.shape[:-1], groups), device=values.device)
+    offsets = None if symmetric else torch.zeros_like(scales)
+    for matrix, rows in row_chunks(tuple(values.shape)):
+        chunk = values[matrix][rows].float()
+        if not bool(chunk.isfinite().all()):
+            raise _not_finite(chunk, [*matrix, rows.start], name)
+        for columns, places in _pieces(values.shape[-1], width):
+            part = chunk[:, columns].reshape(len(chunk), places.stop - places.start, -1)
+            found = _symmetric(part, bits, search, dtype) if offsets is None else _affine(part, bits, search, dtype)
+            codes[matrix][rows, columns] = found.codes.flatten(1)
+            scales[matrix][rows, places] = found.scales
+            if offsets is not None and found.offsets is not None:
+                offsets[matrix][rows, places] = found.offsets
+    for kind, stored in (("scale", scales), ("offset", offsets)):
+        if stored is not None and not bool(stored.isfinite().all()):
+            place = (~stored.isfinite()).nonzero()[0].tolist()
+            raise InvalidTensorError(f"the {kind} of group {place} is beyond the range of {dtype}", tensor=name)
+    return GroupwiseCodes(codes, scales, offsets)
+
+
+def check_grid(bits: int, group_size: int | None) -> None:
+    """Raise `ValueError` unless there is a format of these bits and this group size (None: the whole row)."""
+    if bits not in BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
+    if group_size is not None and group_size not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"the group size must be one of {sizes} or the whole row, not {group_size}")
+
+
+def group_values(found: GroupwiseCodes, bits: int, group_size: int | None) -> Tensor:
+    """The values `[..., R, C]` float32 that codes and parameters stand for."""
+    columns = found.codes.shape[-1]
+    group = torch.arange(columns, device=found.codes.device) // (group_size or max(columns, 1))
+    scales = found.scales[..., group]
+    if found.offsets is None:
+        return scales * (found.codes.float() - float(2 ** (bits - 1)))
+    return scales * found.codes + found.offsets[..., group]
+
+
+def _pieces(columns: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Columns and groups of the full groups together, then of the short one."""
+    full = columns // width
+    if full:
+        yield slice(0, full * width), slice(0, full)
+    if full * width < columns:
+        yield slice(full * width, columns), slice(full, full + 1)
+
+
+def _symmetric(values: Tensor, bits: int, search: bool, dtype: torch.dtype) -> GroupwiseCodes:
+    """Quantize groups `[R, G, width]` by a scale."""
+    half = 2 ** (bits - 1)
+    largest = values.abs().amax(-1)
+    unit = torch.where(largest > 0, largest, torch.ones_like(largest))
+    scales = largest * (2 / (2**bits - 1))
+    if search:
+        scales = unit * _best_scale(values / unit[..., None], bits)
+    scales = scales.to(dtype).float()
+    divisor = torch.where(scales != 0, scales, torch.full_like(scales, torch.inf))
+    codes = (values / divisor[..., None]).round_().clamp_(-half, half - 1).add_(half)
+    return GroupwiseCodes(codes.to(torch.uint8), scales, None)
+
+
+def _best_scale(values: Tensor, bits: int) -> Tensor:
+    """The scale of each group of normalized values that explains most of its energy, on the ladder of both signs."""
+    half = 2 ** (bits - 1)
+    best = torch.zeros_like(values[..., 0])
+    scale = torch.zeros_like(best)
+    for step in torch.linspace(*_REACH[bits]).tolist():
+        for sign in (-1.0, 1.0):
+            codes = (values * (sign * step * half)).round_().clamp_(-half, half - 1)
+            energy = codes.square().sum(-1).clamp_(min=1)
+            share = (codes * values).sum(-1)
+            explained = share.square() / energy
+            better = explained > best
+            scale = torch.where(better, share / energy, scale)
+            best = torch.where(better, explained, best)
+    return scale
+
+
+def _affine(values: Tensor, bits: int, search: bool, dtype: torch.dtype) -> GroupwiseCodes:
+    """Quantize groups `[R, G, width]` by a scale and an offset."""
+    top = 2**bits - 1
+    low, high = values.amin(-1), values.amax(-1)
+    # Halves first: the range of finite weights may not be finite.
+    unit = torch.maximum(high / 2 - low / 2, torch.full_like(low, torch.finfo(torch.float32).tiny))
+    middle = low / 2 + high / 2
+    normalized = (values / 2 - middle[..., None] / 2) / (unit[..., None] / 2)
+    scale, offset = torch.full_like(low, 2 / top), torch.full_like(low, -1.0)
+    if search:
+        scale, offset = _best_line(normalized, bits)
+    scales = (scale * unit).to(dtype).float()
+    scales = torch.where(high > low, scales, torch.zeros_like(scales))
+    offsets = torch.where(high > low, offset * unit + middle, low).to(dtype).float()
+    divisor = torch.where(scales != 0, scales, torch.full_like(scales, torch.inf))
+    codes = ((values - offsets[..., None]) / divisor[..., None]).round_().clamp_(0, top)
+    return GroupwiseCodes(codes.to(torch.uint8), scales, offsets)
+
+
+def _best_line(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale and offset of each group of values in [-1, 1] that explain most of its variance."""
+    top = 2**bits - 1
+    mean = values.mean(-1)
+    centred = values - mean[..., None]
+    best = torch.full_like(mean, -1.0)
+    scale, offset = torch.zeros_like(mean), mean.clone()
+    for step in torch.linspace(1.0, _REACH[bits][1], _REACH[bits][2]).tolist():
+        codes = (values * (0.5 * top * step)).add_(0.5 * top).round_().clamp_(0, top)
+        average = codes.mean(-1)
+        codes -= average[..., None]
+        energy = codes.square().sum(-1)
+        share = (codes * centred).sum(-1)
+        slope = share / energy.clamp(min=1e-6)
+        explained = share * slope
+        better = explained > best
+        scale = torch.where(better, slope, scale)
+        offset = torch.where(better, mean - slope * average, offset)
+        best = torch.where(better, explained, best)
+    return scale, offset
+
+
+def _not_finite(values: Tensor, first: list[int], name: str | None) -> InvalidTensorError:
+    row, column = (~values.isfinite()).nonzero()[0].tolist()
+    place = [*first[:-1], first[-1] + row, column]
+    return InvalidTensorError(f"holds {float(values[row, column])} at {place}", tensor=name)

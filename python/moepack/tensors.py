@@ -1,0 +1,212 @@
+"""What the tensor of every packed format offers: shape, size, products, files.
+
+A format derives from `BlobTensor`, names itself, and adds what its codes and parameters are.
+
+Invariants: the blob's metadata have been checked; it is never written to; results do not depend on the number of
+threads.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moepack import _core
+from moepack.arrays import as_tensor
+from moepack.checkpoint.header import Header, read_header
+from moepack.errors import CorruptionError, LoadError
+from moepack.format.shard import Entry, write_shard
+
+__all__ = ["FLOATS", "BlobTensor"]
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What weights may be, and be dequantized to."""
+
+_ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+_VERSION = "1"
+
+Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
+Bytes = npt.NDArray[np.uint8]
+
+
+class BlobTensor:
+    """A packed matrix `[R, C]`, or a stack of them `[E, R, C]`."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    kind: ClassVar[str]
+    """Name of the format; of the tensor in a file, too."""
+
+    _parse: ClassVar[Any]
+    """The blob's class in the core."""
+
+    def __init__(self, data: Bytes, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
+        """Wrap a packed blob without copying it.
+
+        Args:
+            data: `[nbytes]`, the blob; it must not change afterwards.
+            file: where it comes from, for errors.
+            tensor: its name there, for errors.
+
+        Raises:
+            CorruptionError: header, sizes, offsets or levels are not those of the format.
+        """
+        self._data = data
+        self._place: dict[str, Any] = {"file": file, "tensor": tensor}
+        with self._corruption():
+            self._blob: Any = type(self)._parse(data)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(R, C)`, or `(E, R, C)` for a stack."""
+        matrix = (self._blob.rows, self._blob.columns)
+        return matrix if self._blob.rank == 2 else (self._blob.experts, *matrix)
+
+    @property
+    def ndim(self) -> int:
+        """2, or 3 for a stack."""
+        return int(self._blob.rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of everything that the tensor needs: header, parameters, codes and padding."""
+        return int(self._blob.nbytes)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """`nbytes` in bits over the number of weights; infinite for an empty tensor, whose header holds no weight."""
+        weights = self._blob.experts * self._blob.rows * self._blob.columns
+        return 8 * self.nbytes / weights if weights else float("inf")
+
+    @property
+    def data(self) -> Bytes:
+        """The packed blob, `[nbytes]`, read-only."""
+        view = self._data.view()
+        view.flags.writeable = False
+        return view
+
+    def matmul(self, x: Array) -> Array:
+        """Multiply activations by the packed weights without unpacking them: `y = x W^T`, accumulated in float32.
+
+        No gradient flows through.
+
+        Args:
+            x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
+                torch or numpy.
+
+        Returns:
+            `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.
+
+        Raises:
+            ValueError: the shape does not fit, or the dtype is none of the three.
+        """
+        return self._multiply(x)
+
+    def _multiply(self, x: Array, **options: Any) -> Array:
+        """Do what `matmul` says; `options` go to the kernel."""
+        tokens = as_tensor(x, "activations")
+        if tokens.dtype not in _ACTIVATIONS:
+            raise ValueError(f"activations must be float32, bfloat16 or float16, not {tokens.dtype}")
+        stack: tuple[int, ...] = self.shape[:-2]
+        if tokens.shape[-1:] != self.shape[-1:] or tokens.shape[:-2] != stack:
+            expected = f"{[*stack, 'tokens', self.shape[-1]]}"
+            raise ValueError(f"activations have shape {list(tokens.shape)}, expected {expected}")
+        product = self._product(_kernel_input(tokens), options).reshape(*tokens.shape[:-1], self.shape[-2])
+        result = torch.from_numpy(product).to(device=tokens.device, dtype=tokens.dtype)
+        return result.numpy() if isinstance(x, np.ndarray) else result
+
+    def _product(self, x: npt.NDArray[Any], options: dict[str, Any]) -> npt.NDArray[np.float32]:
+        """`[N, C]` to `[N, R]`; of a stack, equal shares of the rows belong to the experts in turn."""
+        if self.ndim == 2:
+            product: npt.NDArray[np.float32] = self._blob.matmul(x, **options)
+            return product
+        experts = self._blob.experts
+        offsets = np.arange(experts + 1, dtype=np.int64) * (len(x) // max(experts, 1))
+        products: npt.NDArray[np.float32] = self._blob.matmul_grouped(x, offsets, **options)
+        return products
+
+    def verify(self) -> None:
+        """Decode everything and check it against the format.
+
+        Raises:
+            CorruptionError: something contradicts the format; the message says where.
+        """
+        with self._corruption():
+            self._blob.verify()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a safetensors file, atomically: `path` is replaced as a whole or not touched.
+
+        Raises:
+            DiskError: the disk refused.
+        """
+        metadata = {
+            "format": f"moepack.{self.kind}",
+            "version": _VERSION,
+            "sha256": hashlib.sha256(self._data.data).hexdigest(),
+        }
+        blob = Entry(self.kind, "U8", (self.nbytes,), lambda: self.data.data, packed=True)
+        write_shard(Path(path), [blob], metadata)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], *, verify: bool = True) -> Self:
+        """Open a file that `save` wrote. The blob stays in the file, mapped into memory.
+
+        Args:
+            path: the file.
+            verify: check the file's checksum, which reads all of it. Without, damage may give wrong numbers, never a
+                read outside the tensor.
+
+        Raises:
+            LoadError: there is no such file, or it is another kind of file.
+            CorruptionError: it is truncated or damaged.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise LoadError("does not exist", file=file)
+        header = read_header(file, CorruptionError)
+        data = _map(header, cls.kind, cls.__name__)
+        if verify and hashlib.sha256(data.data).hexdigest() != header.metadata.get("sha256"):
+            raise CorruptionError("the checksum differs from the one in the header", file=file, tensor=cls.kind)
+        return cls(data, file=file, tensor=cls.kind)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (np.array(self._data),)
+
+    @contextmanager
+    def _corruption(self) -> Iterator[None]:
+        """Give the core's error the file and the tensor."""
+        try:
+            yield
+        except _core.CorruptionError as cause:
+            raise CorruptionError(str(cause), **self._place) from cause
+
+
+def _kernel_input(tokens: torch.Tensor) -> npt.NDArray[Any]:
+    """`[N, C]` as the kernels take it: float32, or the bits of bfloat16 in uint16."""
+    flat = tokens.cpu().reshape(-1, tokens.shape[-1]) if tokens.numel() else tokens.cpu().flatten(0, -2)
+    if flat.dtype == torch.bfloat16:
+        bits: npt.NDArray[Any] = flat.contiguous().view(torch.uint16).numpy()
+        return bits
+    return flat.float().contiguous().numpy()
+
+
+def _map(header: Header, kind: str, owner: str) -> Bytes:
+    """The blob of a saved tensor, mapped read-only."""
+    metadata = header.metadata
+    info = header.tensors.get(kind)
+    if metadata.get("format") != f"moepack.{kind}" or info is None:
+        raise LoadError(f"is not a file that {owner}.save wrote", file=header.file)
+    if metadata.get("version") != _VERSION:
+        raise LoadError(
+            f"has version {metadata.get('version')}, this moepack reads {_VERSION}", file=header.file, tensor=kind
+        )
+    if info.dtype != torch.uint8 or len(info.shape) != 1 or info.nbytes == 0:
+        raise CorruptionError(f"has dtype {info.dtype} and shape {info.shape}", file=header.file, tensor=kind)
+    return np.memmap(header.file, dtype=np.uint8, mode="r", offset=info.offset, shape=(info.nbytes,))

@@ -1,0 +1,317 @@
+"""The method `finequant`: the rules that choose group sizes, bits by role, and the way through the whole program."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moepack
+import packed_support as support
+import tiny_models
+from moepack import _core
+from moepack.checkpoint import Checkpoint, describe
+from moepack.cli import main
+from moepack.format import PackedDirectory
+from moepack.methods import create
+from moepack.methods.finequant import FineQuant
+from moepack.methods.finequant.method import parse_dense_bits
+from moepack.methods.finequant.sizes import (
+    Choice,
+    allocate,
+    halving_ratios,
+    halvings,
+    packed_bytes,
+    sizes_for,
+    stored_size,
+)
+from moepack.runtime.linear import PackedLinear
+from runtime_support import ARCHITECTURES, logits, tiny_model, write_packed
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (3, 17, 100), (2, 16, 64), (2, 33, 257), (0, 4, 64), (3, 0, 64), (3, 4, 0)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_packed_bytes_is_what_the_core_writes(bits: int, symmetric: bool, shape: tuple[int, int, int]) -> None:
+    for size in (None, 16, 32, 64, 128, 256):
+        groups = 0 if not shape[2] else -(-shape[2] // (size or shape[2]))
+        parameters = np.zeros((*shape[:2], groups), np.float32)
+        blob = _core.encode_groupwise(
+            np.zeros(shape, np.uint8), parameters, None if symmetric else parameters,
+            bits=bits, group_size=size or max(shape[2], 1), rank=3,
+        )  # fmt: skip
+        assert blob.nbytes == packed_bytes(shape, bits, size, symmetric)
+
+
+def naive_ratio(weight: np.ndarray, parent: int, child: int) -> float:
+    ratios = [1.0]
+    for row in np.abs(weight):
+        for start in range(0, len(row), child):
+            outer = row[start // parent * parent : (start // parent + 1) * parent].max()
+            ratios.append(row[start : start + child].max() / outer if outer else 1.0)
+    return min(ratios)
+
+
+@pytest.mark.parametrize("columns", [16, 17, 64, 100, 300, 512])
+def test_halving_ratios(columns: int) -> None:
+    weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns))
+    weight[3, columns // 2 :] = 0
+    weight[5] = 0
+    widths = halvings(columns)
+    assert widths[0] == columns and widths[1:] == [2**k for k in range(12, 3, -1) if 2**k < columns]
+    expected = [naive_ratio(weight.numpy(), a, b) for a, b in pairwise(widths)]
+    assert np.allclose(halving_ratios(weight), expected)
+
+
+def test_the_papers_rule_halves_while_ranges_fall() -> None:
+    ratios = [0.1, 0.2, 0.3, 0.9, 0.1]  # 2048 -> 1024 -> 512 -> 256 -> 128 -> 64
+    assert stored_size(2048, [0.9, *ratios], 0.35) is None
+    assert stored_size(2048, [0.1, 0.9], 0.35) == 256  # ends at 1024: the next that can be stored
+    assert stored_size(2048, ratios, 0.35) == 256
+    assert stored_size(2048, [0.1] * 5, 0.35) == 64
+    assert stored_size(2048, [0.1] * 7, 0.35) == 16
+    assert stored_size(16, [], 0.35) is None
+
+
+def test_the_papers_rule_finds_outliers() -> None:
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    assert stored_size(512, halving_ratios(weight), 0.3) is None
+    weight[::5, 37] = 40.0
+    assert stored_size(512, halving_ratios(weight), 0.3) in (16, 32, 64, 128, 256)
+
+
+def brute_force(choices: list[Choice], budget: int) -> float:
+    best = [math.inf]
+
+    def walk(index: int, left: int, error: float) -> None:
+        if left < 0:
+            return
+        if index == len(choices):
+            best.append(error)
+            return
+        for nbytes, more in zip(choices[index].nbytes, choices[index].errors, strict=True):
+            walk(index + 1, left - nbytes, error + more)
+
+    walk(0, budget, 0.0)
+    return min(best)
+
+
+def test_allocation_is_near_the_best_there_is() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        choices = []
+        for _ in range(5):
+            scale = 10 ** rng.uniform(-1, 1)
+            nbytes = tuple(int(x) for x in 100 + np.cumsum(rng.integers(5, 12, 4)))
+            errors = tuple(float(scale * (x + 0.02 * rng.random())) for x in (1.0, 0.6, 0.42, 0.35))
+            choices.append(Choice((None, 256, 128, 64), nbytes, errors))
+        least = sum(choice.nbytes[0] for choice in choices)
+        budget = least + int(rng.integers(0, 120))
+        picked = allocate(choices, budget)
+        assert sum(choice.nbytes[at] for choice, at in zip(choices, picked, strict=True)) <= budget
+        spent = sum(choice.errors[at] for choice, at in zip(choices, picked, strict=True))
+        assert spent <= 1.15 * brute_force(choices, budget)
+        with pytest.raises(ValueError, match="already takes"):
+            allocate(choices, least - 1)
+
+
+def test_allocation_skips_sizes_that_cost_more_and_bring_nothing() -> None:
+    choice = Choice((None, 64, 32, 16), (100, 110, 120, 130), (5.0, 6.0, 4.9, 1.0))
+    assert allocate([choice], 125) == [0]  # the hull goes straight to 130
+    assert allocate([choice], 130) == [3]
+    assert allocate([], 0) == []
+
+
+def test_dense_bits() -> None:
+    assert parse_dense_bits(None) == {}
+    assert parse_dense_bits(8) == parse_dense_bits("8") == {"attention": 8, "shared": 8, "mlp": 8}
+    assert parse_dense_bits("shared=4,attention=3") == {"attention": 3, "shared": 4}
+    for wrong in ("5", "router=8", "attention", "attention=x", "attention=4,8"):
+        with pytest.raises(ValueError, match="dense_bits"):
+            parse_dense_bits(wrong)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bits": 5}, {"bits": "four"}, {"group_size": 48}, {"group_size": "some"}, {"alpha": 1.0},
+        {"scales": "float32"}, {"bits_per_weight": 4.5}, {"dense_bits": "7"}, {"colour": 1},
+    ],
+)  # fmt: skip
+def test_unknown_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"bits|group_size|alpha|scales|colour"):
+        create("finequant", **settings)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_int8_everywhere_changes_next_to_nothing(architecture: str, tmp_path: Path) -> None:
+    model = tiny_model(architecture)
+    method = FineQuant(bits=8, group_size=32, dense_bits="attention=8,shared=8,mlp=8,head=8")
+    directory = write_packed(model, tmp_path / "packed", method)
+    assert moepack.verify(directory).ok
+    loaded = moepack.load(directory)
+    assert any(isinstance(module, PackedLinear) for module in loaded.modules())
+    expected, found = logits(model), logits(loaded)
+    # The median: a token of a random model may change its expert.
+    assert 0 < (found - expected).abs().median() / expected.abs().median() < 0.05
+
+
+def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
+    """What runs is what the blobs say: the source model with dequantized weights gives the same logits."""
+    model = tiny_model("deepseek_v2")
+    directory = write_packed(model, tmp_path / "packed", FineQuant(bits=3, group_size=16, dense_bits="4"))
+    opened = PackedDirectory.open(directory)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, record in opened.manifest.packed().items():
+            values = torch.from_numpy(opened.blob(name).dequantize())
+            if not record.experts:
+                parameters[name].copy_(values[0])
+                continue
+            experts = model.get_submodule(record.module)
+            rows = record.shape[1]
+            if record.projection == "down_proj":
+                experts.down_proj.copy_(values)
+            else:
+                first = 0 if record.projection == "gate_proj" else rows
+                experts.gate_up_proj[:, first : first + rows].copy_(values)
+    torch.testing.assert_close(logits(moepack.load(directory)), logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def outliers(tmp_path: Path) -> Path:
+    """A checkpoint one of whose layers has outliers, which small groups confine."""
+    model = tiny_models.build("deepseek_v2", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "layers.1.mlp.experts" in name and "up_proj" in name:
+            tensor[:, 3] += 1.0
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    records = PackedDirectory.open(directory).manifest.packed().items()
+    return {name: record.details["group_size"] for name, record in records}
+
+
+def test_adaptive_groups_follow_the_weights(outliers: Path, tmp_path: Path) -> None:
+    moepack.compress(outliers, tmp_path / "out", method=FineQuant(group_size="adaptive", alpha=0.25, dense_bits=8))
+    found = sizes(tmp_path / "out")
+    assert found["model.layers.1.mlp.experts.up_proj"] <= 32
+    assert found["model.layers.1.mlp.experts.gate_proj"] == 64  # a whole row
+    assert moepack.verify(tmp_path / "out").ok
+
+
+def test_a_budget_goes_where_the_error_is_and_is_kept(outliers: Path, tmp_path: Path) -> None:
+    rate = 4.75
+    report = moepack.compress(
+        outliers, tmp_path / "out", method=FineQuant(group_size="budget", bits_per_weight=rate, dense_bits=4)
+    )
+    found = sizes(tmp_path / "out")
+    assert found["model.layers.1.mlp.experts.up_proj"] < max(found.values())
+    packed = PackedDirectory.open(tmp_path / "out").manifest.packed().values()
+    weights = sum(math.prod(record.shape) for record in packed)
+    assert rate - 0.5 < 8 * sum(record.nbytes for record in packed) / weights <= rate
+    assert report.dense_weights and moepack.verify(tmp_path / "out").ok
+    with pytest.raises(ValueError, match="already takes"):
+        moepack.compress(outliers, tmp_path / "no", method=FineQuant(group_size="budget", bits_per_weight=3.0))
+
+
+def test_a_budget_has_less_error_than_the_fixed_size_of_the_same_bytes(outliers: Path, tmp_path: Path) -> None:
+    def total(name: str, method: FineQuant) -> tuple[float, int]:
+        moepack.compress(outliers, tmp_path / name, method=method)
+        opened = PackedDirectory.open(tmp_path / name)
+        checkpoint = Checkpoint.open(outliers)
+        error, nbytes = 0.0, 0
+        for layer in describe(checkpoint).layers:
+            for projection in layer.projections:
+                values = torch.from_numpy(opened.blob(projection.packed_name).dequantize())
+                for expert in range(projection.shape[0]):
+                    error += float((values[expert] - projection.expert(expert).float()).square().sum())
+                nbytes += opened.manifest.tensors[projection.packed_name].nbytes
+        return error, nbytes
+
+    fixed, bytes_fixed = total("fixed", FineQuant(group_size=64))
+    budget, bytes_budget = total("budget", FineQuant(group_size="budget"))
+    assert bytes_budget <= bytes_fixed and budget < 0.8 * fixed
+
+
+@pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])
+def test_bytes_do_not_depend_on_threads_or_interruptions(group_size: Any, mixtral: Path, tmp_path: Path) -> None:
+    def method() -> FineQuant:
+        return FineQuant(bits=3, group_size=group_size, dense_bits=8)
+
+    torch_threads, core_threads = torch.get_num_threads(), _core.threads()
+    try:
+        moepack.compress(mixtral, tmp_path / "one", method=method(), threads=1)
+        moepack.compress(mixtral, tmp_path / "four", method=method(), threads=4)
+    finally:
+        torch.set_num_threads(torch_threads)
+        _core.set_threads(core_threads)
+    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "four")
+    stopping = method()
+    compress_layer, calls = stopping.compress_layer, []
+
+    def once(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compress_layer(*arguments)
+
+    stopping.compress_layer = once  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        moepack.compress(mixtral, tmp_path / "again", method=stopping)
+    report = moepack.compress(mixtral, tmp_path / "again", method=method())
+    assert report.resumed_weights > 0
+    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "again")
+
+
+@pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])
+def test_the_bound_holds(group_size: Any) -> None:
+    method = FineQuant(bits=4, group_size=group_size, dense_bits="attention=8")
+    for shape in [(1, 1, 1), (3, 65, 100), (0, 3, 4), (2, 5, 0)]:
+        for size in sizes_for(shape[2]) if isinstance(group_size, str) else (64,):
+            if group_size != "row" or size is None:
+                assert packed_bytes(shape, 4, size) <= method.bound(shape)
+                assert packed_bytes((1, *shape[1:]), 8, size) <= method.dense_bound((1, *shape[1:]), "attention")
+
+
+@pytest.mark.parametrize("group_size", [64, "adaptive", "budget"])
+def test_a_weight_that_is_not_a_number_names_its_tensor(group_size: Any, mixtral: Path, tmp_path: Path) -> None:
+    model = tiny_models.build("mixtral", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if "experts.2.w3" in name)
+    tensors[name][5, 7] = torch.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(moepack.InvalidTensorError, match="holds nan") as caught:
+        moepack.compress(model, tmp_path / "out", method=FineQuant(group_size=group_size))
+    assert caught.value.tensor and "experts" in caught.value.tensor
+
+
+def test_the_command_line(mixtral: Path, tmp_path: Path, capsys: Any) -> None:
+    def run(*arguments: str) -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([*map(str, arguments)])
+        return caught.value.code, "".join(capsys.readouterr())
+
+    out = tmp_path / "out"
+    common = ("compress", mixtral, out, "--method", "finequant", "-q")
+    code, text = run(*common, "--bits", "4", "--group-size", "32", "--dense-bits", "attention=8", "--report")
+    assert code == 0 and "dense " in text and "int4 group 32" in text and "int8 group 32" in text
+    code, text = run("inspect", out, "--json")
+    content = json.loads(text)
+    assert content["settings"]["dense_bits"] == "attention=8"
+    assert all(1e-5 < row["error"] < 0.02 for row in content["tensors"])
+    assert run("verify", out)[0] == 0
+    assert run("generate", out, "--prompt", "abc", "--max-new-tokens", "4")[0] == 0
+    assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "budget", "--bits-per-weight", "2")[0] == 2
+    assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "48")[0] == 2
+    assert run(*common[:2], tmp_path / "b", *common[3:], "--code", "fsv8")[0] == 2
