@@ -1,5 +1,6 @@
 """The method `finequant`: the rules that choose group sizes, bits by role, and the way through the whole program."""
 
+import copy
 import json
 import math
 from itertools import pairwise
@@ -31,6 +32,7 @@ from moepack.methods.finequant.sizes import (
     stored_size,
 )
 from moepack.runtime.linear import PackedLinear
+from moepack.runtime.loading import set_mode
 from runtime_support import ARCHITECTURES, logits, tiny_model, write_packed
 
 
@@ -315,3 +317,16 @@ def test_the_command_line(mixtral: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "budget", "--bits-per-weight", "2")[0] == 2
     assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "48")[0] == 2
     assert run(*common[:2], tmp_path / "b", *common[3:], "--code", "fsv8")[0] == 2
+
+
+def test_the_mode_of_a_loaded_model(tmp_path: Path) -> None:
+    directory = write_packed(tiny_model("qwen3_moe"), tmp_path / "packed", FineQuant(dense_bits=8))
+    exact, approximate = moepack.load(directory), moepack.load(directory, mode="int8")
+    assert not torch.equal(logits(exact), logits(approximate))
+    assert torch.equal(logits(copy.deepcopy(approximate)), logits(approximate))
+    set_mode(exact, "int8")
+    assert torch.equal(logits(exact), logits(approximate))
+    set_mode(exact, "exact")
+    assert torch.equal(logits(exact), logits(moepack.load(directory, mode="exact")))
+    with pytest.raises(ValueError, match="mode must be"):
+        moepack.load(directory, mode="int4")

@@ -72,6 +72,7 @@ def evaluate(
     *,
     tokenizer: Any = None,
     dtype: torch.dtype | str = torch.float32,
+    mode: str | None = None,
     progress: Progress | None = None,
 ) -> EvaluationReport:
     """Measure a model's loss on a text.
@@ -83,13 +84,14 @@ def evaluate(
         reference: a directory or a loaded model with the same vocabulary, to compare with.
         tokenizer: None loads that of the `model` directory.
         dtype: for models that are loaded here.
+        mode: how a packed `model` that is loaded here multiplies group-wise integers; see `moepack.load`.
         progress: called after each batch with (windows done, windows in all, sum of losses so far over tokens).
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
     """
-    loaded, tokenizer = _open(model, tokenizer, dtype)
+    loaded, tokenizer = _open(model, tokenizer, dtype, mode)
     other = None if reference is None else _open(reference, tokenizer, dtype)[0]
     if other is not None and other.config.is_encoder_decoder != loaded.config.is_encoder_decoder:
         raise ValueError("the reference and the model are not both decoders, or both encoder-decoders")
@@ -152,12 +154,12 @@ def _run(model: Model, inputs: dict[str, Any]) -> torch.Tensor:
     return model(**moved).logits  # type: ignore[no-any-return]
 
 
-def _open(source: Source, tokenizer: Any, dtype: torch.dtype | str) -> tuple[Model, Any]:
+def _open(source: Source, tokenizer: Any, dtype: torch.dtype | str, mode: str | None = None) -> tuple[Model, Any]:
     if not isinstance(source, str | PathLike):
         if tokenizer is None:
             raise ValueError("a loaded model needs its tokenizer: evaluate(model, text, tokenizer=...)")
         return source, tokenizer
-    return open_model(source, dtype), open_tokenizer(source) if tokenizer is None else tokenizer
+    return open_model(source, dtype, mode=mode), open_tokenizer(source) if tokenizer is None else tokenizer
 
 
 def _windows(file: Path, chars: int, tokenizer: Any) -> NDArray[np.int64]:

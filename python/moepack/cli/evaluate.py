@@ -27,6 +27,7 @@ def eval_command(
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",
+    mode: Annotated[str | None, typer.Option(help="Products of group-wise integers: exact or int8.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
     """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement."""
@@ -38,7 +39,7 @@ def eval_command(
         set_threads(threads)
     with _bar() as progress:
         try:
-            report = evaluate(directory, text, chars, reference, dtype=dtype, progress=progress)
+            report = evaluate(directory, text, chars, reference, dtype=dtype, mode=mode, progress=progress)
         except MoepackError:
             raise
         except ValueError as error:

@@ -20,6 +20,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    mode: Annotated[str | None, typer.Option(help="Products of group-wise integers: exact or int8.")] = None,
 ) -> None:
     """Generate text; the tokens go to stdout as they come, the speed to stderr at the end."""
     from moepack.cli.evaluate import quiet_transformers
@@ -29,7 +30,7 @@ def generate_command(
 
     quiet_transformers()
     try:
-        model = open_model(directory, dtype, threads)
+        model = open_model(directory, dtype, threads, mode)
         tokenizer = open_tokenizer(directory)
         if not model.config.is_encoder_decoder:
             _write(prompt)

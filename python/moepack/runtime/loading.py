@@ -12,12 +12,17 @@ import torch
 
 from moepack.errors import LoadError
 
-__all__ = ["is_packed", "load", "open_model", "open_tokenizer", "set_threads"]
+__all__ = ["is_packed", "load", "open_model", "open_tokenizer", "set_mode", "set_threads"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(directory: str | PathLike[str], dtype: torch.dtype | str | None = None, threads: int | None = None) -> Any:
+def load(
+    directory: str | PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    threads: int | None = None,
+    mode: str | None = None,
+) -> Any:
     """Load a packed directory as a transformers model, in evaluation mode, on the CPU.
 
     The experts stay in the mapped files; loading them adds next to nothing to the process's own memory.
@@ -27,6 +32,8 @@ def load(directory: str | PathLike[str], dtype: torch.dtype | str | None = None,
         dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
         threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
             them as they are.
+        mode: how group-wise integers are multiplied: "exact" (the default) by float32 activations, or "int8" by
+            activations of eight bits. Other formats have one way.
 
     Returns:
         The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
@@ -38,11 +45,14 @@ def load(directory: str | PathLike[str], dtype: torch.dtype | str | None = None,
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
-    return open_model(directory, dtype, threads)
+    return open_model(directory, dtype, threads, mode)
 
 
 def open_model(
-    directory: str | PathLike[str], dtype: torch.dtype | str | None = None, threads: int | None = None
+    directory: str | PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    threads: int | None = None,
+    mode: str | None = None,
 ) -> Any:
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`."""
     config = _read_config(directory)
@@ -61,7 +71,25 @@ def open_model(
     if missing := sorted(report["missing_keys"]):
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise LoadError(f"the model needs tensors that the directory does not have: {names}", file=directory)
+    if mode is not None:
+        set_mode(model, mode)
     return model.eval()
+
+
+def set_mode(model: Any, mode: str) -> None:
+    """Choose how a loaded model multiplies group-wise integers; see `load`.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    from moepack.runtime.matrix import MODES
+    from moepack.runtime.packed import PackedModule
+
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not '{mode}'")
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.set_mode(mode)
 
 
 def open_tokenizer(directory: str | PathLike[str]) -> Any:

@@ -8,17 +8,31 @@ Invariants: a matrix never copies or changes its bytes, and keeps the array (hen
 """
 
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moepack.errors import CorruptionError, LoadError
 
-__all__ = ["MAGIC_BYTES", "GroupwiseMatrix", "PackedMatrix", "TernaryMatrix", "open_matrix", "register_format"]
+__all__ = [
+    "MAGIC_BYTES",
+    "MODES",
+    "GroupwiseMatrix",
+    "HasModes",
+    "PackedMatrix",
+    "TernaryMatrix",
+    "open_matrix",
+    "register_format",
+]
 
 MAGIC_BYTES = 8
+
+MODES = ("exact", "int8")
+"""How group-wise integers are multiplied: by float32 activations, or by activations that are quantized to eight bits
+for each token and group of columns."""
 
 Activations = NDArray[np.float32] | NDArray[np.uint16]
 
@@ -57,6 +71,15 @@ class PackedMatrix(Protocol):
         Returns:
             [N, R], accumulated in float32.
         """
+        ...
+
+
+@runtime_checkable
+class HasModes(Protocol):
+    """A matrix whose products can be computed in more than one way."""
+
+    def set_mode(self, mode: str) -> None:
+        """Choose one of `MODES` for the products to come."""
         ...
 
 
@@ -105,6 +128,10 @@ class GroupwiseMatrix(_BlobMatrix):
         from moepack import _core
 
         super().__init__(_core.GroupwiseBlob(data))
+
+    def set_mode(self, mode: str) -> None:
+        """Let products take float32 activations ("exact") or quantize them ("int8")."""
+        self.matmul_grouped = partial(self._blob.matmul_grouped, mode=mode)
 
     @property
     def format(self) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moepack.errors import LoadError
-from moepack.runtime.matrix import Activations, PackedMatrix, open_matrix
+from moepack.runtime.matrix import MODES, Activations, HasModes, PackedMatrix, open_matrix
 
 __all__ = ["PackedModule", "Shape", "inference_only", "require_cpu"]
 
@@ -54,6 +54,7 @@ class PackedModule(nn.Module):
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         super().__init__()
         self.shapes = {name: shapes[name] for name in self.projections}
+        self.mode = MODES[0]
         self._matrices: dict[str, tuple[int, PackedMatrix]] = {}
 
     @property
@@ -85,10 +86,25 @@ class PackedModule(nn.Module):
         if matrix.shape != self.shapes[projection]:
             message = f"the packed tensor is {matrix.shape}, the model's {projection} is {self.shapes[projection]}"
             raise LoadError(message, file=file, tensor=tensor)
+        if isinstance(matrix, HasModes):
+            matrix.set_mode(self.mode)
         buffer = _as_tensor(data)
         self._buffers.pop(projection, None)
         self.register_buffer(projection, buffer)
         self._matrices[projection] = buffer.data_ptr(), matrix
+
+    def set_mode(self, mode: str) -> None:
+        """Choose how products of group-wise integers are computed, "exact" or "int8"; other formats have one way.
+
+        Raises:
+            ValueError: there is no such mode.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not '{mode}'")
+        self.mode = mode
+        for _, matrix in self._matrices.values():
+            if isinstance(matrix, HasModes):
+                matrix.set_mode(mode)
 
     def matrix(self, projection: str) -> PackedMatrix:
         """The reader of a projection, made anew where the buffer was moved or copied (`deepcopy`, `load_state_dict`).
