@@ -22,6 +22,7 @@ COMMANDS = {
     "verify": "verify",
     "eval": "evaluate",
     "generate": "generate",
+    "export": "export",
     "doctor": "doctor",
 }
 """Commands in the order of the help, and their modules here."""

@@ -181,7 +181,7 @@ class FineQuant:
         blob = self._encode(codes, scales, offsets, bits, size, weights)
         error, energy = sums.sum(0)
         width = _core.GroupwiseBlob(blob).group_size
-        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "parameters": self.scales}
+        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": self.scales}
         return PackedTensor(
             "groupwise", blob, {**details, "relative_error": _digits(error / energy if energy else 0.0)}
         )

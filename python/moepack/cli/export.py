@@ -1,0 +1,26 @@
+"""`moepack export`: write a packed directory in a format that other programs read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moepack.errors import MoepackError
+from moepack.units import size
+
+
+def export_command(
+    directory: Annotated[Path, typer.Argument(help="A packed directory.")],
+    out: Annotated[Path, typer.Argument(help="Directory (gguf: file) to be made; it must not exist.")],
+    to: Annotated[str, typer.Option(help="bf16, compressed-tensors or gguf.")] = "bf16",
+) -> None:
+    """Write DIRECTORY as an ordinary checkpoint (bf16), or its integers for compressed-tensors or GGUF."""
+    from moepack.export import export
+
+    try:
+        written = export(directory, out, to)
+    except MoepackError:
+        raise
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print(f"wrote      {out} ({size(written)})")

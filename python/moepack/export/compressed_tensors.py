@@ -1,0 +1,128 @@
+"""Symmetric group-wise integers as compressed-tensors stores them (`pack-quantized`), which vLLM reads.
+
+There a weight is `scale * (code - 2^(bits - 1))`, as here; codes of a row follow each other bit by bit in 32-bit words,
+low bits first, and a scale belongs to a group of columns or to a row. So codes and scales are copied, and every value
+stays what it was. What that layout cannot hold is refused: offsets, and groups that do not divide the row.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moepack.checkpoint.architectures import PerExpert
+from moepack.errors import UnsupportedModelError
+from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
+from moepack.export.names import experts_of
+from moepack.format.directory import PackedDirectory
+from moepack.format.shard import Entry
+from moepack.groupwise import GroupwiseTensor
+
+__all__ = ["export_compressed_tensors", "pack_words"]
+
+
+def export_compressed_tensors(directory: Path, out: Path) -> int:
+    """Write a directory in `pack-quantized`; arguments and errors as for `export`."""
+    source = PackedDirectory.open(directory)
+    modules = [*_modules(source)]
+    groups = _groups(source, modules)
+    dense = [*dense_entries(source)]
+    with ModelWriter(source, out, "compressed-tensors", len(modules) + len(dense)) as writer:
+        for name, paths, _ in modules:
+            writer.shard([*_entries(source, name, paths)])
+        for entries in dense:
+            writer.shard(entries)
+        return writer.finish(_quantization(groups, _ignored(source)))
+
+
+def _modules(source: PackedDirectory) -> Iterator[tuple[str, list[str], str]]:
+    """For each packed tensor its name, the paths on disk of the modules in it, and a pattern that matches them."""
+    for layer in experts_of(source.manifest):
+        for projection, name in layer.packed.items():
+            if not isinstance(layer.layout, PerExpert):
+                message = "compressed-tensors has a module for each expert; this architecture stacks them"
+                raise UnsupportedModelError(message, file=source.path, tensor=name)
+            count = source.manifest.tensors[name].shape[0]
+            paths = [layer.name(projection, expert).removesuffix(".weight") for expert in range(count)]
+            below = re.escape(layer.layout.names[projection].removesuffix(".weight"))
+            yield name, paths, f"re:^{re.escape(layer.block)}\\.{below.replace(re.escape('{}'), '[0-9]+')}$"
+    for name, record in source.manifest.packed().items():
+        if not record.experts:
+            path = name.removesuffix(".weight")
+            yield name, [path], path
+
+
+def _groups(
+    source: PackedDirectory, modules: list[tuple[str, list[str], str]]
+) -> dict[tuple[int, int | None], list[str]]:
+    """Patterns of modules by bits and group size (None for a whole row), after checking that the layout holds them."""
+    groups: dict[tuple[int, int | None], list[str]] = {}
+    for name, _, pattern in modules:
+        tensor = _tensor(source, name)
+        columns, width = tensor.shape[-1], tensor.group_size
+        reason = None
+        if not tensor.symmetric:
+            reason = "it has offsets, and pack-quantized has integer zero points"
+        elif columns % width:
+            reason = f"groups of {width} do not divide its {columns} columns"
+        if reason:
+            raise UnsupportedModelError(f"compressed-tensors cannot hold it: {reason}", file=source.path, tensor=name)
+        groups.setdefault((tensor.bits, None if width == columns else width), []).append(pattern)
+    return groups
+
+
+def _tensor(source: PackedDirectory, name: str) -> GroupwiseTensor:
+    record = source.manifest.tensors[name]
+    if record.kind != GroupwiseTensor.kind:
+        message = f"only group-wise integers can be written so, not '{record.kind}'; `--to bf16` writes anything"
+        raise UnsupportedModelError(message, file=source.path, tensor=name)
+    return GroupwiseTensor(source.tensor(name), file=source.path / record.file, tensor=name)
+
+
+def _entries(source: PackedDirectory, name: str, paths: list[str]) -> Iterator[Entry]:
+    tensor = _tensor(source, name)
+    shape = tensor.shape[-2:]
+    codes = tensor.decode().reshape(-1, *shape).numpy()
+    scales = tensor.scales.reshape(len(codes), shape[0], -1).to(tensor.dtype)
+    for path, matrix, scale in zip(paths, codes, scales, strict=True):
+        yield tensor_entry(f"{path}.weight_packed", torch.from_numpy(pack_words(matrix, tensor.bits)))
+        yield tensor_entry(f"{path}.weight_scale", scale)
+        yield tensor_entry(f"{path}.weight_shape", torch.tensor(shape))
+
+
+def pack_words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
+    """Pack codes `[R, C]` into words `[R, ceil(C bits / 32)]`, bit by bit, low bits first."""
+    rows, columns = codes.shape
+    stream = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little").reshape(rows, columns * bits)
+    padded = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return np.packbits(padded, axis=-1, bitorder="little").view("<i4").reshape(rows, -1)
+
+
+def _quantization(groups: dict[tuple[int, int | None], list[str]], ignored: list[str]) -> dict[str, Any]:
+    """config.json's `quantization_config`."""
+    schemes = {}
+    for index, ((bits, width), targets) in enumerate(groups.items()):
+        weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
+        weights |= {"strategy": "channel"} if width is None else {"strategy": "group", "group_size": width}
+        schemes[f"group_{index}"] = {"targets": targets, "weights": weights, "format": "pack-quantized"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": schemes,
+        "ignore": ignored,
+    }
+
+
+def _ignored(source: PackedDirectory) -> list[str]:
+    """Matrices that stay as they are: routers, gates, the head, linear layers that were not packed."""
+    records = source.manifest.tensors.items()
+    return [
+        name.removesuffix(".weight")
+        for name, record in records
+        if not record.packed and len(record.shape) == 2 and name.endswith(".weight") and "embed" not in name
+    ]

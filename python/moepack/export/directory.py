@@ -1,0 +1,111 @@
+"""Writing a Hugging Face model directory, shard by shard, published by one rename."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from moepack.checkpoint.header import read_header
+from moepack.errors import CorruptionError
+from moepack.format.atomic import write_file
+from moepack.format.directory import PackedDirectory
+from moepack.format.hub import CONFIG, INDEX, shard_name
+from moepack.format.manifest import MANIFEST
+from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.pipeline.job import PARTIAL
+from moepack.pipeline.journal import Workspace
+
+__all__ = ["ModelWriter", "dense_entries", "tensor_entry"]
+
+
+class ModelWriter:
+    """A model directory in the making; leaving the context without an error publishes it."""
+
+    def __init__(self, source: PackedDirectory, out: Path, to: str, shards: int) -> None:
+        """Start `out`, which must not exist and gets `shards` shards.
+
+        Raises:
+            DiskError, ResumeError: its place cannot be used.
+        """
+        self.out = Path(os.path.abspath(out))
+        self.source, self.shards, self.written = source, shards, 0
+        self._weight_map: dict[str, str] = {}
+        self._total = 0
+        partial = self.out.with_name(self.out.name + PARTIAL)
+        self._workspace = Workspace.open(partial, {"export": to, **source.manifest.fingerprint}, resume=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._workspace.publish(self.out)
+            else:
+                self._workspace.discard()
+        finally:
+            self._workspace.close()
+
+    def shard(self, entries: Sequence[Entry]) -> None:
+        """Write the next shard."""
+        name = shard_name(len(set(self._weight_map.values())) + 1, self.shards)
+        self.written += write_shard(self._workspace.path / name, entries, {"format": "pt"}).size
+        self._weight_map |= dict.fromkeys((entry.name for entry in entries), name)
+        self._total += sum(entry.nbytes for entry in entries)
+
+    def finish(self, quantization: Mapping[str, Any] | None) -> int:
+        """Write config.json, the index and the small files; gives the bytes of everything.
+
+        Args:
+            quantization: config.json's `quantization_config`, or None.
+        """
+        config = {key: value for key, value in self.source.config.items() if key != "quantization_config"}
+        if quantization is not None:
+            config["quantization_config"] = dict(quantization)
+        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+        files = {CONFIG: _json(config), INDEX: _json(index), **dict(_small_files(self.source))}
+        for name, data in files.items():
+            write_file(self._workspace.path / name, data)
+            self.written += len(data)
+        return self.written
+
+
+def tensor_entry(name: str, tensor: torch.Tensor) -> Entry:
+    """An entry for a tensor in memory."""
+    flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), lambda: memoryview(flat))
+
+
+def dense_entries(source: PackedDirectory) -> Iterator[list[Entry]]:
+    """The tensors that were never packed, bit for bit, mapped: a list for each shard that holds any."""
+    records = source.manifest.tensors
+    for file in sorted({record.file for record in records.values() if not record.packed}):
+        header = read_header(source.path / file, CorruptionError)
+        mapped = np.memmap(source.path / file, np.uint8, mode="r").view(np.ndarray)
+        entries = []
+        for name, record in records.items():
+            if record.file == file and not record.packed:
+                info = header.tensors[name]
+                data = mapped[info.offset : info.offset + info.nbytes]
+                entries.append(Entry(name, record.dtype, record.shape, lambda data=data: memoryview(data)))  # type: ignore[misc]
+        yield entries
+
+
+def _small_files(source: PackedDirectory) -> Iterator[tuple[str, bytes]]:
+    """Tokenizer, generation config, model card: what the packed directory copied from its source."""
+    tensors = {record.file for record in source.manifest.tensors.values()}
+    for name in source.manifest.files:
+        path = source.path / name
+        if name not in tensors | {CONFIG, INDEX, MANIFEST} and path.is_file():
+            yield name, path.read_bytes()
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,213 @@
+"""What `moepack export` writes, read back by the programs that it is written for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import moepack
+from moepack import GroupwiseTensor, OutputExistsError, UnsupportedModelError
+from moepack.cli import main
+from moepack.export import export
+from moepack.export.compressed_tensors import pack_words
+from moepack.export.gguf import q4_0_blocks, q8_0_blocks
+from moepack.format import PackedDirectory
+from moepack.methods import Method
+from moepack.methods.finequant import FineQuant
+from moepack.methods.ternary import Ternary
+from runtime_support import ARCHITECTURES, SWITCH, logits, tiny_model, write_packed
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+INT4 = FineQuant(bits=4, group_size=16, dense_bits=8)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"), [(name, INT4) for name in ARCHITECTURES] + [("mixtral", Ternary()), (SWITCH, Ternary())]
+)
+def test_bf16_loads_in_stock_transformers_with_the_same_logits(
+    architecture: str, method: Method, tmp_path: Path
+) -> None:
+    directory = write_packed(tiny_model(architecture).bfloat16(), tmp_path / "packed", method)
+    assert export(directory, tmp_path / "out") > 0
+    auto = transformers.AutoModelForSeq2SeqLM if architecture == SWITCH else transformers.AutoModelForCausalLM
+    loaded, report = auto.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    assert not hasattr(loaded.config, "quantization_config")
+    packed = moepack.load(directory, torch.float32)
+    expected, found = logits(packed), logits(loaded)
+    assert (found - expected).abs().median() / expected.abs().median() < 0.01  # bf16 keeps 2^-9
+    names = tensors_of(tmp_path / "out")
+    assert len(names) == len(json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"])
+    again = tmp_path / "again"
+    moepack.compress(tmp_path / "out", again, method=Ternary())  # and moepack reads its own export
+    assert moepack.verify(again).ok
+
+
+def test_bf16_keeps_what_was_not_packed_bit_for_bit(mixtral: Path, packed: Path, tmp_path: Path) -> None:
+    export(packed, tmp_path / "out")
+    source, found = tensors_of(mixtral), tensors_of(tmp_path / "out")
+    assert found.keys() == source.keys()
+    for name, tensor in source.items():
+        assert found[name].shape == tensor.shape
+        if ".experts." not in name:
+            assert torch.equal(found[name], tensor)
+    names = {path.name for path in mixtral.iterdir() if not path.name.endswith(".safetensors")}
+    assert names <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("to", ["bf16", "compressed-tensors", "gguf"])
+def test_nothing_is_overwritten_and_unknown_formats_are_refused(to: str, packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(OutputExistsError):
+        export(packed, tmp_path, to)
+    with pytest.raises(ValueError, match="unknown format"):
+        export(packed, tmp_path / "out", "onnx")
+    with pytest.raises(moepack.LoadError):
+        export(tmp_path, tmp_path / "out", to)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_words_are_those_of_compressed_tensors(bits: int) -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (5, 75)).astype(np.uint8)
+    expected = helpers.pack_to_int32(torch.from_numpy(codes.astype(np.int16) - 2 ** (bits - 1)).to(torch.int8), bits)
+    assert torch.equal(torch.from_numpy(pack_words(codes, bits)), expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bits": 4, "group_size": 16, "dense_bits": "attention=8"},
+        {"bits": 8, "group_size": "row"},
+        {"bits": 3, "group_size": 16, "dense_bits": 4, "scales": "bfloat16"},
+    ],
+)
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", SWITCH])
+def test_compressed_tensors_reads_the_same_values(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = tiny_model(architecture)
+    if architecture == "qwen2_moe":  # 24 columns and groups of 16: the layout has no short group
+        settings = {**settings, "group_size": "row"}
+    directory = write_packed(model, tmp_path / "packed", FineQuant(**settings))
+    export(directory, tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    parsed = quantization.QuantizationConfig.model_validate(config)
+    stored, source = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "packed-source")
+    opened = PackedDirectory.open(directory)
+    expected = {}
+    for name, record in opened.manifest.packed().items():
+        values = torch.from_numpy(opened.blob(name).dequantize()).to(getattr(torch, settings.get("scales", "float16")))
+        for expert in range(len(values)):
+            key = f"{record.module}.{expert}.{record.projection}" if record.experts else name.removesuffix(".weight")
+            expected[key] = values[expert]
+    modules = {name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")}
+    assert len(modules) == len(expected)
+    sums = sorted(float(tensor.double().sum()) for tensor in expected.values())
+    found = []
+    for module in modules:
+        schemes = [s for s in parsed.config_groups.values() if any(matches(target, module) for target in s.targets)]
+        assert len(schemes) == 1, module
+        state = {key: stored[f"{module}.{key}"] for key in ("weight_packed", "weight_scale", "weight_shape")}
+        weight = compressors.PackedQuantizationCompressor.decompress(state, schemes[0])["weight"]
+        original = source[f"{module}.weight"].float()
+        assert (weight.float() - original).norm() < 0.35 * original.norm()  # the right matrix under the right name
+        found.append(float(weight.double().sum()))
+    assert np.allclose(sorted(found), sums, rtol=1e-6, atol=1e-6)
+    assert not modules & set(config["ignore"])
+    assert not any(f"{module}.weight" in stored for module in modules)
+
+
+def matches(target: str, module: str) -> bool:
+    import re
+
+    return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+
+
+@pytest.mark.parametrize(("bits", "name"), [(4, "Q4_0"), (8, "Q8_0")])
+def test_gguf_reads_the_same_values(bits: int, name: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = tiny_model("mixtral")  # 32 and 48 columns
+    for size, settings in (("row", {"dense_bits": "attention=8"}), (32, {})):
+        out = tmp_path / f"{size}.gguf"
+        directory = write_packed(model, tmp_path / str(size), FineQuant(bits, size, **settings))
+        with pytest.raises(UnsupportedModelError, match="no blocks of 32"):
+            export(directory, out, "gguf")
+        assert not out.exists()
+    model = tiny_model_of_width_64()
+    directory = write_packed(model, tmp_path / "wide", FineQuant(bits, 64, dense_bits="attention=8"))
+    size = export(directory, tmp_path / "wide.gguf", "gguf")
+    assert (tmp_path / "wide.gguf").stat().st_size == size
+    reader = gguf.GGUFReader(tmp_path / "wide.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    opened = PackedDirectory.open(directory)
+    assert tensors.keys() == opened.manifest.tensors.keys()
+    kinds = set()
+    for key, record in opened.manifest.tensors.items():
+        tensor = tensors[key]
+        assert tuple(reversed([int(n) for n in tensor.shape])) == record.shape
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(record.shape)
+        if record.packed:
+            kinds.add(tensor.tensor_type.name)
+            assert np.array_equal(values, opened.blob(key).dequantize().reshape(record.shape))
+        else:
+            assert torch.equal(torch.from_numpy(np.array(values)), tensors_of(directory)[key].float())
+    assert kinds == {name, "Q8_0"}
+
+
+def tiny_model_of_width_64() -> Any:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=3,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+def test_blocks_of_llama_cpp() -> None:
+    codes = np.arange(32, dtype=np.uint8).reshape(1, 1, 32)
+    scales = np.array([[1.5]], np.float16)
+    assert bytes(q4_0_blocks(codes % 16, scales)[0, 0]) == b"\x00\x3e" + bytes(i | i << 4 for i in range(16))
+    assert bytes(q8_0_blocks(codes + 112, scales)[0, 0]) == b"\x00\x3e" + bytes((i - 16) % 256 for i in range(32))
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "gguf"])
+def test_what_a_layout_cannot_hold_is_refused_with_the_reason(to: str, packed: Path, tmp_path: Path) -> None:
+    if to == "gguf":
+        pytest.importorskip("gguf")
+    with pytest.raises(UnsupportedModelError, match=r"not 'ternary'"):
+        export(packed, tmp_path / "out", to)
+    model = tiny_model_of_width_64()
+    directory = write_packed(model, tmp_path / "offsets", FineQuant(symmetric=False))
+    with pytest.raises(UnsupportedModelError, match="offsets"):
+        export(directory, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_group_that_does_not_divide_the_row_is_refused(tmp_path: Path) -> None:
+    directory = write_packed(tiny_model("mixtral"), tmp_path / "packed", FineQuant(group_size=32))
+    with pytest.raises(UnsupportedModelError, match="do not divide its 48 columns"):
+        export(directory, tmp_path / "out", "compressed-tensors")
+
+
+def test_the_command(packed: Path, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["export", str(packed), str(tmp_path / "out"), "--to", "bf16"])
+    assert caught.value.code == 0 and "wrote" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["export", str(packed), str(tmp_path / "out2"), "--to", "exl2"])
+    assert caught.value.code == 2
+    assert GroupwiseTensor.kind == "groupwise"
