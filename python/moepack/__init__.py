@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moepack.format import PackedDirectory, VerifyReport, verify
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
     from moepack.pipeline import CompressReport, compress
+    from moepack.runtime.compute import compute_mode, set_compute_mode
     from moepack.runtime.loading import load
     from moepack.solvers.groupwise import quantize_groupwise
     from moepack.solvers.rtn import quantize_ternary
@@ -58,6 +59,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "compress",
+    "compute_mode",
     "describe",
     "encode_groupwise",
     "encode_ternary",
@@ -66,6 +68,7 @@ __all__ = [
     "pack_int3",
     "quantize_groupwise",
     "quantize_ternary",
+    "set_compute_mode",
     "unpack_int3",
     "verify",
 ]
@@ -80,6 +83,7 @@ _EXPORTS = {
     "TernaryTensor": "moepack.ternary",
     "VerifyReport": "moepack.format",
     "compress": "moepack.pipeline",
+    "compute_mode": "moepack.runtime.compute",
     "describe": "moepack.checkpoint",
     "encode_groupwise": "moepack.groupwise",
     "encode_ternary": "moepack.ternary",
@@ -88,6 +92,7 @@ _EXPORTS = {
     "pack_int3": "moepack.bits",
     "quantize_groupwise": "moepack.solvers.groupwise",
     "quantize_ternary": "moepack.solvers.rtn",
+    "set_compute_mode": "moepack.runtime.compute",
     "unpack_int3": "moepack.bits",
     "verify": "moepack.format",
 }

@@ -13,6 +13,7 @@ __all__ = [
     "available_isas",
     "encode_groupwise",
     "encode_ternary",
+    "gated_experts",
     "isa",
     "kernels",
     "kmeans",
@@ -260,4 +261,30 @@ def kmeans(
 
     Raises:
         ValueError: sizes do not match, or a value or weight is out of range.
+    """
+
+def gated_experts(
+    gate: GroupwiseBlob,
+    up: GroupwiseBlob,
+    down: GroupwiseBlob,
+    x: NDArray[np.float32] | NDArray[np.uint16],
+    experts: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    mode: str = "exact",
+    isa: str | None = None,
+) -> NDArray[np.float32]:
+    """Return for each token the sum over its experts of weight * down(silu(gate x) * up x), float32 [tokens, columns].
+
+    Args:
+        gate: experts x hidden x columns.
+        up: as `gate`.
+        down: experts x columns x hidden.
+        x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
+        experts: int64 [tokens, top_k], C-contiguous; a number that is no expert's is skipped.
+        weights: float32 [tokens, top_k], C-contiguous.
+        mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
+        isa: the instruction set, by default the active one.
+
+    Raises:
+        ValueError: sizes do not match or the processor lacks the set.
     """

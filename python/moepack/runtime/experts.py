@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from moepack.runtime.packed import PackedModule, Shape, inference_only, require_cpu
+from moepack.runtime.matrix import gated_experts
+from moepack.runtime.packed import PackedModule, Shape, as_numpy, inference_only, require_cpu
 
 __all__ = ["PackedExperts", "PackedSwitchExperts", "Routing", "sort_by_expert"]
 
@@ -98,6 +99,17 @@ class PackedExperts(_Experts):
         """
         return self._run(hidden_states, top_k_index, top_k_weights)
 
+    def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Let the kernels run the whole layer where they can."""
+        require_cpu(hidden_states)
+        if _is_silu(self.act_fn):
+            matrices = [self.matrix(projection) for projection in self.projections]
+            choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
+            outputs = gated_experts(matrices, as_numpy(hidden_states), *choice)
+            if outputs is not None:
+                return torch.from_numpy(outputs).to(hidden_states.dtype)
+        return super()._forward(hidden_states, index, weights)
+
     def _experts(self, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
         x = x.contiguous()
         gated = self.act_fn(self._product("gate_proj", x, offsets))
@@ -133,6 +145,11 @@ class PackedSwitchExperts(_Experts):
 
     def _experts(self, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
         return self._product("wo", self.act_fn(self._product("wi", x, offsets)), offsets)
+
+
+def _is_silu(act_fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """transformers has a class of its own beside torch's."""
+    return act_fn is functional.silu or type(act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
 def _weighted_sum(outputs: torch.Tensor, positions: NDArray[np.int64], weights: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from moepack.errors import LoadError
+from moepack.runtime.compute import set_compute_mode
 
-__all__ = ["is_packed", "load", "open_model", "open_tokenizer", "set_mode", "set_threads"]
+__all__ = ["is_packed", "load", "open_model", "open_tokenizer", "set_threads"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,8 +33,9 @@ def load(
         dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
         threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
             them as they are.
-        mode: how group-wise integers are multiplied: "exact" (the default) by float32 activations, or "int8" by
-            activations of eight bits. Other formats have one way.
+        mode: how this model's packed integers are multiplied: "exact" (float32 activations), "int8" (activations
+            quantized for each token and group of columns), or None for the mode of the process
+            (`moepack.set_compute_mode`, MOEPACK_COMPUTE). Other formats have one way.
 
     Returns:
         The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
@@ -41,6 +43,7 @@ def load(
     Raises:
         LoadError: the directory is no packed model, or needs a newer moepack.
         CorruptionError: its files contradict each other or are truncated.
+        ValueError: there is no such dtype or mode.
     """
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
@@ -72,24 +75,8 @@ def open_model(
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise LoadError(f"the model needs tensors that the directory does not have: {names}", file=directory)
     if mode is not None:
-        set_mode(model, mode)
+        set_compute_mode(mode, model)
     return model.eval()
-
-
-def set_mode(model: Any, mode: str) -> None:
-    """Choose how a loaded model multiplies group-wise integers; see `load`.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
-    from moepack.runtime.matrix import MODES
-    from moepack.runtime.packed import PackedModule
-
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, not '{mode}'")
-    for module in model.modules():
-        if isinstance(module, PackedModule):
-            module.set_mode(mode)
 
 
 def open_tokenizer(directory: str | PathLike[str]) -> Any:

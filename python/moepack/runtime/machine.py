@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from moepack.runtime.compute import compute_mode
+
 __all__ = ["examine", "read_bandwidth"]
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "cupy-cuda13x")
@@ -37,6 +39,7 @@ def examine() -> dict[str, Any]:
             "instruction set used": _core.isa(),
             "threads of packed kernels": _core.threads(),
             "threads of torch": torch.get_num_threads(),
+            "compute mode of packed integers": compute_mode(),
             "OpenMP wait policy": os.environ.get("OMP_WAIT_POLICY"),
         },
         "kernels": _core.kernels(),

@@ -7,32 +7,28 @@ the runtime changes when one is added.
 Invariants: a matrix never copies or changes its bytes, and keeps the array (hence the file map) alive.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moepack.errors import CorruptionError, LoadError
+from moepack.runtime.compute import compute_mode
 
 __all__ = [
     "MAGIC_BYTES",
-    "MODES",
     "GroupwiseMatrix",
-    "HasModes",
+    "ModalMatrix",
     "PackedMatrix",
     "TernaryMatrix",
+    "gated_experts",
     "open_matrix",
     "register_format",
 ]
 
 MAGIC_BYTES = 8
-
-MODES = ("exact", "int8")
-"""How group-wise integers are multiplied: by float32 activations, or by activations that are quantized to eight bits
-for each token and group of columns."""
 
 Activations = NDArray[np.float32] | NDArray[np.uint16]
 
@@ -74,52 +70,66 @@ class PackedMatrix(Protocol):
         ...
 
 
-@runtime_checkable
-class HasModes(Protocol):
-    """A matrix whose products can be computed in more than one way."""
-
-    def set_mode(self, mode: str) -> None:
-        """Choose one of `MODES` for the products to come."""
-        ...
-
-
 class _BlobMatrix:
-    """A blob of the core, multiplied by the Rust kernels straight from its bytes."""
+    """A blob of the core.
 
-    __slots__ = ("_blob", "matmul_grouped")
+    Attributes:
+        blob: the core's reader.
+    """
+
+    __slots__ = ("blob",)
 
     def __init__(self, blob: Any) -> None:
-        self._blob = blob
-        self.matmul_grouped: Callable[[Activations, NDArray[np.int64]], NDArray[np.float32]] = blob.matmul_grouped
+        self.blob = blob
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Experts, rows and columns."""
-        return self._blob.experts, self._blob.rows, self._blob.columns
+        return self.blob.experts, self.blob.rows, self.blob.columns
 
     @property
     def nbytes(self) -> int:
         """Size of the blob in bytes."""
-        return int(self._blob.nbytes)
+        return int(self.blob.nbytes)
 
 
 class TernaryMatrix(_BlobMatrix):
     """A ternary blob (`MOEPTERN`)."""
 
-    __slots__ = ()
+    __slots__ = ("matmul_grouped",)
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
 
         super().__init__(_core.TernaryBlob(data))
+        self.matmul_grouped: Callable[[Activations, NDArray[np.int64]], NDArray[np.float32]] = self.blob.matmul_grouped
 
     @property
     def format(self) -> str:
         """`ternary-fsv8` or `ternary-dict16`."""
-        return f"ternary-{self._blob.code}"
+        return f"ternary-{self.blob.code}"
 
 
-class GroupwiseMatrix(_BlobMatrix):
+class ModalMatrix(_BlobMatrix):
+    """A blob whose products have a compute mode.
+
+    Attributes:
+        mode: "exact", "int8", or None for the mode of the process (`moepack.runtime.compute`).
+    """
+
+    __slots__ = ("mode",)
+
+    def __init__(self, blob: Any) -> None:
+        super().__init__(blob)
+        self.mode: str | None = None
+
+    def matmul_grouped(self, x: Activations, offsets: NDArray[np.int64]) -> NDArray[np.float32]:
+        """As `PackedMatrix.matmul_grouped`, in the matrix's mode."""
+        product: NDArray[np.float32] = self.blob.matmul_grouped(x, offsets, self.mode or compute_mode())
+        return product
+
+
+class GroupwiseMatrix(ModalMatrix):
     """A group-wise blob (`MOEPGRPW`)."""
 
     __slots__ = ()
@@ -129,14 +139,38 @@ class GroupwiseMatrix(_BlobMatrix):
 
         super().__init__(_core.GroupwiseBlob(data))
 
-    def set_mode(self, mode: str) -> None:
-        """Let products take float32 activations ("exact") or quantize them ("int8")."""
-        self.matmul_grouped = partial(self._blob.matmul_grouped, mode=mode)
-
     @property
     def format(self) -> str:
         """For example `groupwise-4bit`."""
-        return f"groupwise-{self._blob.bits}bit"
+        return f"groupwise-{self.blob.bits}bit"
+
+
+def gated_experts(
+    matrices: Sequence[PackedMatrix], x: Activations, experts: NDArray[np.int64], weights: NDArray[np.float32]
+) -> NDArray[np.float32] | None:
+    """Compute a layer of experts gated by SiLU in one call, where its matrices can.
+
+    Args:
+        matrices: gate, up and down projection.
+        x: [T, H], float32, or bfloat16 given as its uint16 bits.
+        experts: [T, k]; a number that is no expert's is skipped.
+        weights: [T, k].
+
+    Returns:
+        For each token the sum over its experts of weight * down(silu(gate x) * up x), [T, H]; None where a matrix is of
+        another format, or they are to be multiplied in different modes.
+    """
+    from moepack import _core
+
+    gate, up, down = matrices
+    if not (
+        isinstance(gate, GroupwiseMatrix) and isinstance(up, GroupwiseMatrix) and isinstance(down, GroupwiseMatrix)
+    ):
+        return None
+    if not gate.mode == up.mode == down.mode:
+        return None
+    blobs = gate.blob, up.blob, down.blob
+    return _core.gated_experts(*blobs, x, experts, weights, gate.mode or compute_mode())
 
 
 _FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {b"MOEPTERN": TernaryMatrix, b"MOEPGRPW": GroupwiseMatrix}

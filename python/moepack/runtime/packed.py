@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moepack.errors import LoadError
-from moepack.runtime.matrix import MODES, Activations, HasModes, PackedMatrix, open_matrix
+from moepack.runtime.matrix import Activations, ModalMatrix, PackedMatrix, open_matrix
 
-__all__ = ["PackedModule", "Shape", "inference_only", "require_cpu"]
+__all__ = ["PackedModule", "Shape", "as_numpy", "inference_only", "require_cpu"]
 
 Shape = tuple[int, int, int]
 """Experts, rows and columns; a linear layer has one expert."""
@@ -54,7 +54,7 @@ class PackedModule(nn.Module):
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         super().__init__()
         self.shapes = {name: shapes[name] for name in self.projections}
-        self.mode = MODES[0]
+        self._mode: str | None = None
         self._matrices: dict[str, tuple[int, PackedMatrix]] = {}
 
     @property
@@ -86,25 +86,17 @@ class PackedModule(nn.Module):
         if matrix.shape != self.shapes[projection]:
             message = f"the packed tensor is {matrix.shape}, the model's {projection} is {self.shapes[projection]}"
             raise LoadError(message, file=file, tensor=tensor)
-        if isinstance(matrix, HasModes):
-            matrix.set_mode(self.mode)
+        _set_mode(matrix, self._mode)
         buffer = _as_tensor(data)
         self._buffers.pop(projection, None)
         self.register_buffer(projection, buffer)
         self._matrices[projection] = buffer.data_ptr(), matrix
 
-    def set_mode(self, mode: str) -> None:
-        """Choose how products of group-wise integers are computed, "exact" or "int8"; other formats have one way.
-
-        Raises:
-            ValueError: there is no such mode.
-        """
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not '{mode}'")
-        self.mode = mode
+    def set_compute_mode(self, mode: str | None) -> None:
+        """Choose the mode of these weights' products ("exact" or "int8"); None follows that of the process."""
+        self._mode = mode
         for _, matrix in self._matrices.values():
-            if isinstance(matrix, HasModes):
-                matrix.set_mode(mode)
+            _set_mode(matrix, mode)
 
     def matrix(self, projection: str) -> PackedMatrix:
         """The reader of a projection, made anew where the buffer was moved or copied (`deepcopy`, `load_state_dict`).
@@ -150,10 +142,16 @@ class PackedModule(nn.Module):
 
     def _product(self, projection: str, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
         """Grouped product: x [N, C] float32 or bfloat16, sorted by expert, to [N, R] float32."""
-        return torch.from_numpy(self.matrix(projection).matmul_grouped(_as_numpy(x), offsets))
+        return torch.from_numpy(self.matrix(projection).matmul_grouped(as_numpy(x), offsets))
 
 
-def _as_numpy(x: torch.Tensor) -> Activations:
+def _set_mode(matrix: PackedMatrix, mode: str | None) -> None:
+    """Formats with one way to multiply have no mode."""
+    if isinstance(matrix, ModalMatrix):
+        matrix.mode = mode
+
+
+def as_numpy(x: torch.Tensor) -> Activations:
     """View a contiguous tensor as the kernels take it: float32, or bfloat16 as uint16 bits; others become float32."""
     if x.dtype == torch.bfloat16:
         bits: NDArray[np.uint16] = x.contiguous().view(torch.uint16).numpy()

@@ -16,7 +16,7 @@ mod _core {
     #[pymodule_export]
     use super::error::CorruptionError;
     #[pymodule_export]
-    use super::groupwise::{GroupwiseBlob, encode_groupwise, pack_int3, unpack_int3};
+    use super::groupwise::{GroupwiseBlob, encode_groupwise, gated_experts, pack_int3, unpack_int3};
     #[pymodule_export]
     use super::kmeans::kmeans;
     #[pymodule_export]

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use moepack_core::gemm::groupwise::Mode;
 use moepack_core::ternary::Code;
 use moepack_core::{gemm, pool, simd};
 use pyo3::prelude::*;
@@ -49,6 +50,9 @@ pub fn kernels() -> PyResult<BTreeMap<&'static str, &'static str>> {
     Ok(Code::ALL
         .into_iter()
         .map(|code| (code.name(), gemm::ternary::kernel_for(code, isa).name()))
-        .chain([("groupwise", isa.name())])
+        .chain([
+            ("groupwise-exact", gemm::groupwise::kernel_name(Mode::Exact, isa)),
+            ("groupwise-int8", gemm::groupwise::kernel_name(Mode::Int8, isa)),
+        ])
         .collect())
 }

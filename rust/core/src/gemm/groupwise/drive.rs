@@ -1,179 +1,208 @@
 //! Cuts a call into units of work and runs them.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::ThreadPool;
+use rayon::prelude::*;
 
 use super::kernel::Weights;
 use super::output::Output;
-use super::tile::{Steps, Tile};
+use super::tile::{Rows, Steps, Tile};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use super::{Mode, scalar};
+use super::{Mode, activation, scalar, tile};
 use crate::gemm::ternary::Activations;
 use crate::groupwise::{BLOCK_ROWS, View};
 use crate::simd::Isa;
 
-/// One expert's share of a call: which tokens of the call go through it.
+/// One expert's share of a call: which places of the call's list of tokens go through it.
 #[derive(Debug, Clone)]
 pub(super) struct Task {
     pub expert: usize,
-    pub tokens: Range<usize>,
+    pub places: Range<usize>,
 }
+
+/// How a call computes.
+#[derive(Clone, Copy)]
+pub(super) struct Engine<'a> {
+    pub mode: Mode,
+    pub isa: Isa,
+    pub pool: &'a ThreadPool,
+}
+
+/// What a kernel writes: a tile of tokens by the rows of a block.
+type Out = [[f32; BLOCK_ROWS]; 8];
 
 /// Bytes of codes that a unit reads at least: long enough a run for the memory, short enough to share work evenly.
 const UNIT_BYTES: usize = 64 << 10;
 /// Activations whose preparation is worth waking other threads.
 const PARALLEL_ACTIVATIONS: usize = 1 << 16;
 
-/// Most tokens of a tile: what the sums of a kernel leave of the registers.
-fn widest(mode: Mode, isa: Isa) -> usize {
-    match (mode, isa) {
-        (Mode::Int8, Isa::Avx512) => 8,
-        (Mode::Int8, _) | (Mode::Exact, Isa::Avx512) => 4,
-        (Mode::Exact, _) => 2,
-    }
+/// The activations of a call, for one group size: each task's tiles, and the places of the list that a tile holds.
+pub(super) struct Prepared {
+    steps: Steps,
+    tiles: Vec<Vec<(Range<usize>, Tile)>>,
 }
 
-/// The first token and the number of tokens of each tile of a task.
-fn tiles(tokens: &Range<usize>, widest: usize) -> impl Iterator<Item = Range<usize>> {
-    let end = tokens.end;
-    tokens
-        .clone()
-        .step_by(widest)
-        .map(move |first| first..(first + widest).min(end))
-}
-
-/// Runs `work` for 0..count on all threads of the pool, or right here if there is little of it.
-pub(super) fn share(pool: &ThreadPool, count: usize, work: impl Fn(usize) + Sync) {
-    if count < 2 || pool.current_num_threads() == 1 {
-        return (0..count).for_each(work);
-    }
-    let next = AtomicUsize::new(0);
-    pool.broadcast(|_| {
-        loop {
-            let unit = next.fetch_add(1, Ordering::Relaxed);
-            if unit >= count {
-                break;
-            }
-            work(unit);
+impl Engine<'_> {
+    /// Most tokens of a tile: what the sums of a kernel leave of the registers.
+    fn widest(&self) -> usize {
+        match (self.mode, self.isa) {
+            (Mode::Int8, Isa::Avx512) => 8,
+            (Mode::Int8, _) | (Mode::Exact, Isa::Avx512) => 4,
+            (Mode::Exact, _) => 2,
         }
-    });
-}
+    }
 
-/// Computes all tasks. Sizes and the instruction set have been checked.
-pub(super) fn run(
-    view: &View,
-    tasks: &[Task],
-    x: Activations,
-    y: &mut [f32],
-    mode: Mode,
-    isa: Isa,
-    pool: &ThreadPool,
-) {
-    let layout = view.layout();
-    let (shape, steps) = (layout.shape(), Steps::new(&layout));
-    let widest = widest(mode, isa);
-    let prepared = prepare(&steps, shape.columns, tasks, x, mode, isa, pool);
-    let run_blocks = (UNIT_BYTES / layout.block_bytes().max(1)).max(1);
-    let runs = layout.blocks().div_ceil(run_blocks);
-    let output = Output::new(y, shape.rows);
-    share(pool, tasks.len() * runs, |unit| {
-        let (task, tiles_of_task) = (&tasks[unit / runs], &prepared[unit / runs]);
-        let first = unit % runs * run_blocks;
-        for block in first..(first + run_blocks).min(layout.blocks()) {
-            let weights = Weights {
-                block: view.block(task.expert * layout.blocks() + block),
-                layout,
-            };
-            let rows = block * BLOCK_ROWS..((block + 1) * BLOCK_ROWS).min(shape.rows);
-            for (tokens, tile) in tiles(&task.tokens, widest).zip(tiles_of_task) {
-                let mut out = [[0.0; BLOCK_ROWS]; 8];
-                compute(&weights, &steps, tile, isa, &mut out);
-                for (token, values) in tokens.zip(&out) {
-                    // SAFETY: this unit alone has this block of this task's expert, and a token is in one task.
-                    unsafe { output.write(token, rows.clone(), values) }
+    /// Runs `work` for 0..count on all threads of the pool, or right here if there is little of it.
+    pub fn share(&self, count: usize, work: impl Fn(usize) + Sync) {
+        if count < 2 || self.pool.current_num_threads() == 1 {
+            return (0..count).for_each(work);
+        }
+        let next = AtomicUsize::new(0);
+        self.pool.broadcast(|_| {
+            loop {
+                let unit = next.fetch_add(1, Ordering::Relaxed);
+                if unit >= count {
+                    break;
+                }
+                work(unit);
+            }
+        });
+    }
+
+    /// Brings activations into the form that products by `view` read. `list` names the tokens of `x`, in the order of
+    /// the tasks.
+    pub fn prepare(&self, view: &View, tasks: &[Task], x: Activations, list: &[usize]) -> Prepared {
+        let (columns, steps) = (view.layout().shape().columns, Steps::new(&view.layout()));
+        let tokens = x.len() / columns.max(1);
+        let mut rows = Rows::new(&steps, tokens, self.mode);
+        let places = rows.rows();
+        let fill = |(token, row)| self.fill(&steps, columns, &x, token, row);
+        match x.len() < PARALLEL_ACTIVATIONS {
+            true => places.into_iter().enumerate().for_each(fill),
+            false => self
+                .pool
+                .install(|| places.into_par_iter().enumerate().for_each(fill)),
+        }
+        Prepared {
+            steps,
+            tiles: self.cut(tasks, &rows, list, columns),
+        }
+    }
+
+    /// The tiles of every task.
+    fn cut(
+        &self,
+        tasks: &[Task],
+        rows: &Rows,
+        list: &[usize],
+        columns: usize,
+    ) -> Vec<Vec<(Range<usize>, Tile)>> {
+        let widest = self.widest();
+        let mut all = Vec::new();
+        for (number, task) in tasks.iter().enumerate() {
+            let starts = task.places.clone().step_by(widest);
+            all.extend(starts.map(|first| (number, first..(first + widest).min(task.places.end))));
+        }
+        let slots: Vec<OnceLock<Tile>> = all.iter().map(|_| OnceLock::new()).collect();
+        let make = |i: usize| {
+            let places = all[i].1.clone();
+            let width = places.len().next_power_of_two();
+            slots[i].get_or_init(|| rows.tile(list[places].iter().copied(), width));
+        };
+        match list.len() * columns < PARALLEL_ACTIVATIONS {
+            true => (0..all.len()).for_each(make),
+            false => self.share(all.len(), make),
+        }
+        let mut tiles: Vec<Vec<_>> = tasks.iter().map(|_| Vec::new()).collect();
+        for ((task, places), slot) in all.into_iter().zip(slots) {
+            tiles[task].extend(slot.into_inner().map(|tile| (places, tile)));
+        }
+        tiles
+    }
+
+    /// y = W x for all tasks; `y` has a row for each place of the list.
+    pub fn products(&self, view: &View, tasks: &[Task], prepared: &Prepared, y: &mut [f32]) {
+        self.blocks(view, tasks, prepared, y, |_, block, tile, out| {
+            self.compute(view, block, &prepared.steps, tile, out);
+        });
+    }
+
+    /// silu(gate x) * (up x) for all tasks; the two matrices have the same shape.
+    pub fn gated(&self, views: [&View; 2], tasks: &[Task], prepared: [&Prepared; 2], y: &mut [f32]) {
+        let [gate, up] = views;
+        self.blocks(gate, tasks, prepared[0], y, |at, block, tile, out| {
+            let mut other = [[0.0; BLOCK_ROWS]; 8];
+            self.compute(gate, block, &prepared[0].steps, tile, out);
+            let (task, number) = at;
+            let (_, tile) = &prepared[1].tiles[task][number];
+            self.compute(up, block, &prepared[1].steps, tile, &mut other);
+            self.gate(out.as_flattened_mut(), other.as_flattened());
+        });
+    }
+
+    /// Runs `work` for every block and tile of all tasks, in one parallel region, and puts the outputs into place.
+    /// It gets the numbers of the task and of its tile, the number of the block among all experts', and the tile.
+    fn blocks(
+        &self,
+        view: &View,
+        tasks: &[Task],
+        prepared: &Prepared,
+        y: &mut [f32],
+        work: impl Fn((usize, usize), usize, &Tile, &mut Out) + Sync,
+    ) {
+        let layout = view.layout();
+        let rows = layout.shape().rows;
+        let step = (UNIT_BYTES / layout.block_bytes().max(1)).max(1);
+        let runs = layout.blocks().div_ceil(step);
+        let output = Output::new(y, rows);
+        self.share(tasks.len() * runs, |unit| {
+            let (task, first) = (unit / runs, unit % runs * step);
+            for block in first..(first + step).min(layout.blocks()) {
+                let place = block * BLOCK_ROWS..((block + 1) * BLOCK_ROWS).min(rows);
+                for (number, (places, tile)) in prepared.tiles[task].iter().enumerate() {
+                    let mut out = [[0.0; BLOCK_ROWS]; 8];
+                    let among_all = tasks[task].expert * layout.blocks() + block;
+                    work((task, number), among_all, tile, &mut out);
+                    for (token, values) in places.clone().zip(&out) {
+                        // SAFETY: this unit alone has this block of this task, and a place is of one task.
+                        unsafe { output.write(token, place.clone(), values) }
+                    }
                 }
             }
+        });
+    }
+
+    /// A block by a tile.
+    #[inline]
+    fn compute(&self, view: &View, block: usize, steps: &Steps, tile: &Tile, out: &mut Out) {
+        let weights = Weights {
+            block: view.block(block),
+            layout: view.layout(),
+        };
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::Avx512 => x86::compute(&weights, steps, tile, self.isa, out),
+            _ => scalar::compute(&weights, steps, tile, out),
         }
-    });
-}
-
-/// The tiles of every task.
-fn prepare(
-    steps: &Steps,
-    columns: usize,
-    tasks: &[Task],
-    x: Activations,
-    mode: Mode,
-    isa: Isa,
-    pool: &ThreadPool,
-) -> Vec<Vec<Tile>> {
-    let widest = widest(mode, isa);
-    let all: Vec<(usize, Range<usize>)> = tasks
-        .iter()
-        .enumerate()
-        .flat_map(|(task, t)| tiles(&t.tokens, widest).map(move |tokens| (task, tokens)))
-        .collect();
-    let slots: Vec<std::sync::OnceLock<Tile>> = all.iter().map(|_| std::sync::OnceLock::new()).collect();
-    let make = |i: usize| {
-        let tokens = all[i].1.clone();
-        let width = tokens.len().next_power_of_two();
-        let tile = tile(steps, columns, x, tokens, width, mode, isa);
-        assert!(slots[i].set(tile).is_ok(), "a tile is made once");
-    };
-    match x.len() < PARALLEL_ACTIVATIONS {
-        true => (0..all.len()).for_each(make),
-        false => share(pool, all.len(), make),
     }
-    let mut prepared: Vec<Vec<Tile>> = tasks.iter().map(|_| Vec::new()).collect();
-    for ((task, _), slot) in all.iter().zip(slots) {
-        prepared[*task].extend(slot.into_inner());
+
+    fn fill(&self, steps: &Steps, columns: usize, x: &Activations, token: usize, row: tile::Row) {
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::Avx512 => x86::fill(steps, columns, x, token, self.mode, row),
+            _ => tile::fill(steps, columns, x, token, self.mode, row),
+        }
     }
-    prepared
-}
 
-#[cfg(target_arch = "x86_64")]
-fn tile(
-    steps: &Steps,
-    columns: usize,
-    x: Activations,
-    tokens: Range<usize>,
-    width: usize,
-    mode: Mode,
-    isa: Isa,
-) -> Tile {
-    match isa {
-        Isa::Scalar => Tile::new(steps, columns, x, tokens, width, mode),
-        _ => x86::tile(steps, columns, x, tokens, width, mode),
+    fn gate(&self, gate: &mut [f32], up: &[f32]) {
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::Avx512 => x86::gated(gate, up),
+            _ => activation::gated(gate, up),
+        }
     }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn tile(
-    steps: &Steps,
-    columns: usize,
-    x: Activations,
-    tokens: Range<usize>,
-    width: usize,
-    mode: Mode,
-    _: Isa,
-) -> Tile {
-    Tile::new(steps, columns, x, tokens, width, mode)
-}
-
-/// A block by a tile.
-#[cfg(target_arch = "x86_64")]
-fn compute(weights: &Weights, steps: &Steps, tile: &Tile, isa: Isa, out: &mut [[f32; BLOCK_ROWS]; 8]) {
-    match isa {
-        Isa::Scalar => scalar::compute(weights, steps, tile, out),
-        _ => x86::compute(weights, steps, tile, isa, out),
-    }
-}
-
-/// A block by a tile. No other instruction set passes the check here.
-#[cfg(not(target_arch = "x86_64"))]
-fn compute(weights: &Weights, steps: &Steps, tile: &Tile, _: Isa, out: &mut [[f32; BLOCK_ROWS]; 8]) {
-    scalar::compute(weights, steps, tile, out);
 }

@@ -175,7 +175,7 @@ unsafe fn int8<V: Lanes, const BITS: usize, const N: usize>(
             for step in 0..steps.count {
                 let mut sums = [[V::int_zero(); 4]; N];
                 if steps.columns < UNIT {
-                    let words = tile.words.as_ptr().add(step / 2 * QUADS * N);
+                    let words = tile.words.as_ptr().cast::<i32>().add(step / 2 * QUADS * N);
                     let registers = cursor.registers::<BITS>(step / 2);
                     match step % 2 {
                         0 => dots::<V, BITS, N, 0, 4>(&registers, words, &mut sums),
@@ -183,7 +183,7 @@ unsafe fn int8<V: Lanes, const BITS: usize, const N: usize>(
                     }
                 } else {
                     for unit in units_of(steps, step) {
-                        let words = tile.words.as_ptr().add(unit * QUADS * N);
+                        let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * N);
                         let registers = cursor.registers::<BITS>(unit);
                         dots::<V, BITS, N, 0, QUADS>(&registers, words, &mut sums);
                     }
@@ -256,7 +256,7 @@ unsafe fn exact<V: Lanes, const BITS: usize, const N: usize>(
             for step in 0..steps.count {
                 let mut sums = [[V::zero(); 4]; N];
                 if steps.columns < UNIT {
-                    let values = tile.values.as_ptr().add(step / 2 * UNIT * N);
+                    let values = tile.values.as_ptr().cast::<f32>().add(step / 2 * UNIT * N);
                     let registers = cursor.registers::<BITS>(step / 2);
                     match step % 2 {
                         0 => products::<V, BITS, N, 0, 4>(&registers, values, &mut sums),
@@ -264,7 +264,7 @@ unsafe fn exact<V: Lanes, const BITS: usize, const N: usize>(
                     }
                 } else {
                     for unit in units_of(steps, step) {
-                        let values = tile.values.as_ptr().add(unit * UNIT * N);
+                        let values = tile.values.as_ptr().cast::<f32>().add(unit * UNIT * N);
                         let registers = cursor.registers::<BITS>(unit);
                         products::<V, BITS, N, 0, QUADS>(&registers, values, &mut sums);
                     }

@@ -27,9 +27,11 @@
 //!
 //! Codes and parameters are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of bounds.
 
+mod activation;
 mod drive;
 mod kernel;
 mod lanes;
+mod layer;
 mod output;
 mod scalar;
 #[cfg(test)]
@@ -38,7 +40,10 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use layer::{Layer, Routing};
 use rayon::ThreadPool;
+
+use drive::{Engine, Task};
 
 use super::ternary::Activations;
 use crate::groupwise::View;
@@ -79,6 +84,16 @@ impl Mode {
     }
 }
 
+/// What computes a product of a mode on this processor with an instruction set that it runs.
+pub fn kernel_name(mode: Mode, isa: Isa) -> &'static str {
+    match (mode, isa) {
+        #[cfg(target_arch = "x86_64")]
+        (Mode::Int8, Isa::Avx2) if x86::has_avx_vnni() => "avx-vnni",
+        (Mode::Int8, Isa::Avx512) => "avx512-vnni",
+        _ => isa.name(),
+    }
+}
+
 /// y = W x with each expert's own tokens, in one parallel region.
 ///
 /// `x` is N x C sorted by expert; `offsets` has E + 1 entries that ascend from 0 to N; `y` is N x R.
@@ -109,11 +124,19 @@ pub fn matmul_grouped<'a>(
         .windows(2)
         .enumerate()
         .filter(|(_, pair)| pair[0] < pair[1]);
-    let tasks = tasks.map(|(expert, pair)| drive::Task {
+    let tasks = tasks.map(|(expert, pair)| Task {
         expert,
-        tokens: pair[0]..pair[1],
+        places: pair[0]..pair[1],
     });
-    drive::run(view, &tasks.collect::<Vec<_>>(), x, y, mode, isa, pool);
+    let tasks: Vec<Task> = tasks.collect();
+    run(
+        view,
+        &tasks,
+        offsets[shape.experts],
+        x,
+        y,
+        Engine { mode, isa, pool },
+    );
     Ok(())
 }
 
@@ -138,12 +161,21 @@ pub fn matmul<'a>(
         return invalid(format!("there is no expert {expert} of {experts}"));
     }
     check(view, x, tokens, y)?;
-    let task = drive::Task {
+    let task = Task {
         expert,
-        tokens: 0..tokens,
+        places: 0..tokens,
     };
-    drive::run(view, &[task], x, y, mode, isa, pool);
+    run(view, &[task], tokens, x, y, Engine { mode, isa, pool });
     Ok(())
+}
+
+fn run(view: &View, tasks: &[Task], tokens: usize, x: Activations, y: &mut [f32], engine: Engine) {
+    if x.len() == 0 {
+        return y.fill(0.0);
+    }
+    let list: Vec<usize> = (0..tokens).collect();
+    let prepared = engine.prepare(view, tasks, x, &list);
+    engine.products(view, tasks, &prepared, y);
 }
 
 fn check(view: &View, x: Activations, tokens: usize, y: &[f32]) -> Result<()> {

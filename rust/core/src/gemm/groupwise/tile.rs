@@ -36,8 +36,8 @@ impl Steps {
 pub(super) struct ExactTile {
     /// N.
     pub tokens: usize,
-    /// [padded columns, N].
-    pub values: Vec<f32>,
+    /// The bits of the values, [padded columns, N].
+    pub values: Vec<u32>,
     /// Sums of the activations, [steps, N].
     pub sums: Vec<f32>,
 }
@@ -47,7 +47,7 @@ pub(super) struct Int8Tile {
     /// N.
     pub tokens: usize,
     /// Four neighbouring activations a word, [padded columns / 4, N].
-    pub words: Vec<i32>,
+    pub words: Vec<u32>,
     /// What a quantized activation is worth, [steps, N].
     pub scales: Vec<f32>,
     /// Sums of the quantized activations times their worth, [steps, N].
@@ -60,20 +60,125 @@ pub(super) enum Tile {
     Int8(Int8Tile),
 }
 
-impl Tile {
-    /// Tokens `tokens` of `x`, padded with zeros to `width` tokens.
+/// Tokens in the form of a mode, one after the other: made once however many experts a token goes through.
+pub(super) struct Rows {
+    mode: Mode,
+    /// 32-bit words of a token: its values (exact) or four quantized values each (int8), padded with zeros.
+    width: usize,
+    words: Vec<u32>,
+    steps: usize,
+    /// int8 only.
+    scales: Vec<f32>,
+    sums: Vec<f32>,
+}
+
+/// One token of [`Rows`], to be filled.
+pub(super) struct Row<'a> {
+    words: &'a mut [u32],
+    scales: &'a mut [f32],
+    sums: &'a mut [f32],
+}
+
+impl Rows {
+    /// Room for `tokens` tokens.
+    pub fn new(steps: &Steps, tokens: usize, mode: Mode) -> Rows {
+        let width = steps.units * UNIT / if mode == Mode::Int8 { 4 } else { 1 };
+        let scales = if mode == Mode::Int8 {
+            tokens * steps.count
+        } else {
+            0
+        };
+        Rows {
+            mode,
+            width,
+            words: vec![0; tokens * width],
+            steps: steps.count,
+            scales: vec![0.0; scales],
+            sums: vec![0.0; tokens * steps.count],
+        }
+    }
+
+    /// The tokens, to be filled one by one; none where there are no columns.
+    pub fn rows(&mut self) -> Vec<Row<'_>> {
+        let steps = self.steps.max(1);
+        let mut scales = self.scales.chunks_exact_mut(steps);
+        let words = self.words.chunks_exact_mut(self.width.max(1));
+        let pairs = words.zip(self.sums.chunks_exact_mut(steps));
+        pairs
+            .map(|(words, sums)| Row {
+                words,
+                scales: scales.next().unwrap_or_default(),
+                sums,
+            })
+            .collect()
+    }
+
+    /// A tile of some tokens, padded with zeros to `width` tokens.
     #[inline(always)]
-    pub fn new(
-        steps: &Steps,
-        columns: usize,
-        x: Activations,
-        tokens: Range<usize>,
-        width: usize,
-        mode: Mode,
-    ) -> Tile {
+    pub fn tile(&self, tokens: impl Iterator<Item = usize>, width: usize) -> Tile {
+        let mut words = vec![0; self.width * width];
+        let mut scales = vec![0.0; self.steps * width];
+        let mut sums = vec![0.0; self.steps * width];
+        for (lane, token) in tokens.enumerate() {
+            spread(&self.words, self.width, token, &mut words, width, lane);
+            spread(&self.sums, self.steps, token, &mut sums, width, lane);
+            if self.mode == Mode::Int8 {
+                spread(&self.scales, self.steps, token, &mut scales, width, lane);
+            }
+        }
+        match self.mode {
+            Mode::Exact => Tile::Exact(ExactTile {
+                tokens: width,
+                values: words,
+                sums,
+            }),
+            Mode::Int8 => Tile::Int8(Int8Tile {
+                tokens: width,
+                words,
+                scales,
+                sums,
+            }),
+        }
+    }
+}
+
+/// Copies a token's values to every `width`-th place.
+#[inline(always)]
+fn spread<T: Copy>(from: &[T], count: usize, token: usize, to: &mut [T], width: usize, lane: usize) {
+    let from = &from[token * count..][..count];
+    if width == 1 {
+        to.copy_from_slice(from);
+        return;
+    }
+    let places = to.chunks_exact_mut(width).zip(from);
+    places.for_each(|(place, &value)| place[lane] = value);
+}
+
+/// Brings token `token` of `x` into the form of a mode.
+#[inline(always)]
+pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: Row) {
+    let mut buffer = [0.0; STEP_COLUMNS];
+    for step in 0..steps.count {
+        let first = step * steps.columns;
+        let last = (first + steps.columns).min(columns);
+        let values = gather(x, token * columns + first..token * columns + last, &mut buffer);
         match mode {
-            Mode::Exact => Tile::Exact(exact(steps, columns, x, tokens, width)),
-            Mode::Int8 => Tile::Int8(int8(steps, columns, x, tokens, width)),
+            Mode::Exact => {
+                row.sums[step] = sum(values);
+                let to = row.words[first..last].iter_mut();
+                to.zip(values).for_each(|(to, value)| *to = value.to_bits());
+            }
+            Mode::Int8 => {
+                let mut codes = [0; STEP_COLUMNS];
+                let (scale, sum) = quantize(values, &mut codes);
+                row.scales[step] = scale;
+                row.sums[step] = scale * sum as f32;
+                let words = row.words[first / 4..last.div_ceil(4)].iter_mut();
+                let quads = codes.as_chunks::<4>().0.iter();
+                words
+                    .zip(quads)
+                    .for_each(|(to, four)| *to = u32::from_le_bytes(four.map(|code| code as u8)));
+            }
         }
     }
 }
@@ -90,31 +195,6 @@ fn gather<'a>(x: &Activations, range: Range<usize>, buffer: &'a mut [f32; STEP_C
         }
     }
     buffer
-}
-
-#[inline(always)]
-fn exact(steps: &Steps, columns: usize, x: Activations, tokens: Range<usize>, width: usize) -> ExactTile {
-    let mut tile = ExactTile {
-        tokens: width,
-        values: vec![0.0; steps.units * UNIT * width],
-        sums: vec![0.0; steps.count * width],
-    };
-    let mut buffer = [0.0; STEP_COLUMNS];
-    for (lane, token) in tokens.enumerate() {
-        for step in 0..steps.count {
-            let first = step * steps.columns;
-            let range = first..(first + steps.columns).min(columns);
-            let values = gather(
-                &x,
-                token * columns + range.start..token * columns + range.end,
-                &mut buffer,
-            );
-            tile.sums[step * width + lane] = sum(values);
-            let to = tile.values[first * width + lane..].iter_mut().step_by(width);
-            to.zip(values).for_each(|(to, &value)| *to = value);
-        }
-    }
-    tile
 }
 
 /// The sum of at most 256 values: 16 chains of at most 16, then one of 16.
@@ -135,39 +215,7 @@ fn sum(values: &[f32]) -> f32 {
     chains.iter().sum()
 }
 
-#[inline(always)]
-fn int8(steps: &Steps, columns: usize, x: Activations, tokens: Range<usize>, width: usize) -> Int8Tile {
-    let mut tile = Int8Tile {
-        tokens: width,
-        words: vec![0; steps.units * (UNIT / 4) * width],
-        scales: vec![0.0; steps.count * width],
-        sums: vec![0.0; steps.count * width],
-    };
-    let mut buffer = [0.0; STEP_COLUMNS];
-    for (lane, token) in tokens.enumerate() {
-        for step in 0..steps.count {
-            let first = step * steps.columns;
-            let range = first..(first + steps.columns).min(columns);
-            let values = gather(
-                &x,
-                token * columns + range.start..token * columns + range.end,
-                &mut buffer,
-            );
-            let mut codes = [0; STEP_COLUMNS];
-            let (scale, sum) = quantize(values, &mut codes);
-            tile.scales[step * width + lane] = scale;
-            tile.sums[step * width + lane] = scale * sum as f32;
-            let quads = codes.as_chunks::<4>().0[..values.len().div_ceil(4)].iter();
-            let to = tile.words[first / 4 * width + lane..].iter_mut().step_by(width);
-            to.zip(quads).for_each(|(to, &[a, b, c, d])| {
-                *to = i32::from_le_bytes([a as u8, b as u8, c as u8, d as u8])
-            });
-        }
-    }
-    tile
-}
-
-/// Adding and subtracting it rounds a value below 2^22 to the nearest integer, ties to even.
+/// Adding it rounds a value below 2^22 to the nearest integer, ties to even.
 const ROUNDER: f32 = 12_582_912.0;
 /// A step whose largest activation is smaller counts as zero: the reciprocal of its scale might overflow.
 const SMALLEST: f32 = 7.888_609e-31; // 2^-100
@@ -189,8 +237,8 @@ pub(super) fn quantize(values: &[f32], codes: &mut [i8; STEP_COLUMNS]) -> (f32, 
     let factor = 127.0 / largest;
     let mut sum = 0;
     for (code, &x) in codes.iter_mut().zip(values) {
-        let rounded = (x * factor + ROUNDER) - ROUNDER;
-        let integer = rounded as i32;
+        // The integer stands in the low bits of the sum.
+        let integer = (x * factor + ROUNDER).to_bits() as i32 - ROUNDER.to_bits() as i32;
         *code = integer as i8;
         sum += integer;
     }

@@ -1,39 +1,35 @@
 //! Eight and sixteen lanes of x86-64: AVX2 (with or without AVX-VNNI) and AVX-512 with VNNI.
 
 use std::arch::x86_64::*;
-use std::ops::Range;
 
-use super::Mode;
 use super::kernel::{self, Weights};
 use super::lanes::Lanes;
-use super::tile::{Steps, Tile};
+use super::tile::{self, Row, Steps, Tile};
+use super::{Mode, activation};
 use crate::gemm::ternary::Activations;
 use crate::groupwise::BLOCK_ROWS;
 use crate::simd::Isa;
 
-/// Prepares a tile by the code of [`Tile::new`], compiled for AVX2; the processor has it.
-pub(super) fn tile(
-    steps: &Steps,
-    columns: usize,
-    x: Activations,
-    tokens: Range<usize>,
-    width: usize,
-    mode: Mode,
-) -> Tile {
+/// Brings a token into the form of a mode by the code of [`tile::fill`], compiled for AVX2; the processor has it.
+pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: Row) {
     // SAFETY: the drive calls this for AVX2 and AVX-512, which `Isa::require` has checked.
-    unsafe { tile_avx2(steps, columns, x, tokens, width, mode) }
+    unsafe { fill_avx2(steps, columns, x, token, mode, row) }
 }
 
 #[target_feature(enable = "avx2")]
-fn tile_avx2(
-    steps: &Steps,
-    columns: usize,
-    x: Activations,
-    tokens: Range<usize>,
-    width: usize,
-    mode: Mode,
-) -> Tile {
-    Tile::new(steps, columns, x, tokens, width, mode)
+fn fill_avx2(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: Row) {
+    tile::fill(steps, columns, x, token, mode, row);
+}
+
+/// `gate` becomes `silu(gate) * up`; the processor has AVX2.
+pub(super) fn gated(gate: &mut [f32], up: &[f32]) {
+    // SAFETY: as in `fill`.
+    unsafe { gated_avx2(gate, up) }
+}
+
+#[target_feature(enable = "avx2")]
+fn gated_avx2(gate: &mut [f32], up: &[f32]) {
+    activation::gated(gate, up);
 }
 
 /// Whether AVX2 kernels use the dot products of AVX-VNNI.

@@ -1,0 +1,59 @@
+"""How packed integer weights are multiplied: exactly, or with activations quantized to int8.
+
+*exact* accumulates dequantized weights times activations in float32. *int8* first quantizes a token's activations
+symmetrically to 8 bits for each group of columns, and multiplies integers: faster, the more so the more tokens there
+are, at the cost of an activation error of at most 1/254 of the largest activation of the group. Models whose
+activations have outliers may notice; hence exact is the default.
+
+The setting is one of the process; a model may have its own, which `moepack.load` sets.
+"""
+
+import os
+
+from torch import nn
+
+__all__ = ["MODES", "VARIABLE", "compute_mode", "set_compute_mode"]
+
+MODES = ("exact", "int8")
+VARIABLE = "MOEPACK_COMPUTE"
+"""The environment variable that chooses the mode of the process when it starts."""
+
+_chosen: str | None = None
+
+
+def compute_mode() -> str:
+    """Return the mode of the process: what was set, else what MOEPACK_COMPUTE says, else "exact".
+
+    Raises:
+        ValueError: MOEPACK_COMPUTE is no mode.
+    """
+    return _chosen or _checked(os.environ.get(VARIABLE) or "exact")
+
+
+def set_compute_mode(mode: str | None, model: nn.Module | None = None) -> None:
+    """Choose how packed integer weights are multiplied.
+
+    Args:
+        mode: "exact" or "int8"; None goes back to the default: of the process, or of a model the process's mode.
+        model: the model whose packed layers the choice is for; None sets the mode of the process.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    global _chosen
+    if mode is not None:
+        _checked(mode)
+    if model is None:
+        _chosen = mode
+        return
+    from moepack.runtime.packed import PackedModule
+
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.set_compute_mode(mode)
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"the compute mode must be one of {', '.join(MODES)}, not {mode!r}")
+    return mode

@@ -1,0 +1,65 @@
+//! The gate of an expert: silu(gate) * up, with an exponential that compilers turn into vector code.
+
+/// `gate` becomes `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`.
+#[inline(always)]
+pub(super) fn gated(gate: &mut [f32], up: &[f32]) {
+    for (gate, up) in gate.iter_mut().zip(up) {
+        *gate = *gate / (1.0 + exp(-*gate)) * up;
+    }
+}
+
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+/// ln 2 in two parts; the first has so few bits that its product with an exponent is exact.
+const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
+/// Adding it rounds to an integer, which then stands in the low bits.
+const ROUNDER: f32 = 12_582_912.0;
+
+/// e^x, within 2 units in the last place where the result is a normal number; flushed to about 2^-126 below and to
+/// 2^127 or infinity above; NaN stays NaN. The same bits on every instruction set: nothing is fused.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    // Comparisons, not `clamp`: they let NaN through.
+    let x = if x > 88.3 { 88.3 } else { x };
+    let x = if x < -87.3 { -87.3 } else { x };
+    let shifted = x * LOG2_E + ROUNDER;
+    let exponent = shifted - ROUNDER;
+    let r = x - exponent * LN_2[0] - exponent * LN_2[1];
+    // The Taylor series on |r| <= 0.35: the first term left out is below 2^-26 of the result.
+    let mut sum = 1.0 / 5040.0;
+    for term in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        sum = sum * r + term;
+    }
+    let power = (shifted.to_bits() as i32)
+        .wrapping_sub(ROUNDER.to_bits() as i32)
+        .wrapping_add(127);
+    sum * f32::from_bits((power as u32) << 23)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_exponential_is_good_to_two_units() {
+        let mut x = -87.0f32;
+        while x < 88.0 {
+            let (found, expected) = (f64::from(exp(x)), f64::from(x).exp());
+            assert!(
+                (found - expected).abs() <= expected * 2f64.powi(-22),
+                "{x}: {found} for {expected}"
+            );
+            x += 0.001_37;
+        }
+        assert!(exp(f32::NAN).is_nan() && exp(-1e9) < 1.3e-38 && exp(1e9) > 1e38);
+        assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn gates_at_their_limits() {
+        let mut gate = [0.0, 200.0, -200.0, f32::NAN, 1.0];
+        gated(&mut gate, &[3.0, 2.0, 1.0, 1.0, 2.0]);
+        assert_eq!(gate[..2], [0.0, 400.0]);
+        assert!(gate[2].abs() < 1e-30 && gate[3].is_nan());
+        assert!((gate[4] - 2.0 * 0.731_058_6).abs() < 1e-6);
+    }
+}
