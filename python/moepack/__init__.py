@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moepack._core import __version__
     from moepack.bits import pack_int3, unpack_int3
     from moepack.checkpoint import Checkpoint, describe
+    from moepack.codebook import CodebookTensor, encode_codebook, lut_matmul
     from moepack.evaluation import EvaluationReport, evaluate
     from moepack.format import PackedDirectory, VerifyReport, verify
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
@@ -41,6 +42,7 @@ __all__ = [
     "CalibrationError",
     "Checkpoint",
     "CheckpointError",
+    "CodebookTensor",
     "CompressReport",
     "CorruptionError",
     "DeviceMemoryError",
@@ -61,10 +63,12 @@ __all__ = [
     "compress",
     "compute_mode",
     "describe",
+    "encode_codebook",
     "encode_groupwise",
     "encode_ternary",
     "evaluate",
     "load",
+    "lut_matmul",
     "pack_int3",
     "quantize_groupwise",
     "quantize_ternary",
@@ -76,6 +80,7 @@ __all__ = [
 _EXPORTS = {
     "__version__": "moepack._core",
     "Checkpoint": "moepack.checkpoint",
+    "CodebookTensor": "moepack.codebook",
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
     "GroupwiseTensor": "moepack.groupwise",
@@ -85,10 +90,12 @@ _EXPORTS = {
     "compress": "moepack.pipeline",
     "compute_mode": "moepack.runtime.compute",
     "describe": "moepack.checkpoint",
+    "encode_codebook": "moepack.codebook",
     "encode_groupwise": "moepack.groupwise",
     "encode_ternary": "moepack.ternary",
     "evaluate": "moepack.evaluation",
     "load": "moepack.runtime.loading",
+    "lut_matmul": "moepack.codebook",
     "pack_int3": "moepack.bits",
     "quantize_groupwise": "moepack.solvers.groupwise",
     "quantize_ternary": "moepack.solvers.rtn",

@@ -6,11 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "CodebookBlob",
     "CorruptionError",
     "GroupwiseBlob",
     "TernaryBlob",
     "__version__",
     "available_isas",
+    "encode_codebook",
     "encode_groupwise",
     "encode_ternary",
     "gated_experts",
@@ -288,3 +290,110 @@ def gated_experts(
     Raises:
         ValueError: sizes do not match or the processor lacks the set.
     """
+
+def encode_codebook(
+    codes: NDArray[np.uint8],
+    centroids: NDArray[np.int16],
+    scales: NDArray[np.float32],
+    *,
+    bits: int,
+    block: int,
+    rank: int,
+    activation_bits: int = 0,
+) -> NDArray[np.uint8]:
+    """Pack codes and codebooks, uint8 [bytes]; a weight is `scale * centroid[code]`.
+
+    Args:
+        codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
+        centroids: int16 [experts, rows, blocks, 2^bits], C-contiguous, -32639 to 32639.
+        scales: float32 [experts, rows, blocks], C-contiguous, finite and not negative.
+        bits: of a code: 2, 3 or 4.
+        block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
+        rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+        activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+
+    Raises:
+        ValueError: a code, centroid, scale or shape is out of range.
+    """
+
+@final
+class CodebookBlob:
+    """A packed codebook tensor of experts x rows x columns over an array that it keeps and reads in place.
+
+    Raises CorruptionError at construction if header and size contradict each other.
+    """
+
+    def __new__(cls, data: NDArray[np.uint8]) -> CodebookBlob: ...
+    @property
+    def bits(self) -> int:
+        """The bits of a code: 2, 3 or 4."""
+    @property
+    def activation_bits(self) -> int:
+        """To how many bits products round activations unless told otherwise: 4 or 8, or 0 for not at all."""
+    @property
+    def block_size(self) -> int:
+        """The columns that share a codebook."""
+    @property
+    def experts(self) -> int:
+        """The number of experts, 1 for a matrix."""
+    @property
+    def rows(self) -> int:
+        """The number of rows of an expert."""
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+    @property
+    def rank(self) -> int:
+        """The rank of the tensor as its user sees it: 2 or 3."""
+    @property
+    def nbytes(self) -> int:
+        """The size of the packed tensor in bytes, everything counted."""
+    def decode(self) -> NDArray[np.uint8]:
+        """Return the codes, uint8 [experts, rows, columns]."""
+    def dequantize(self) -> NDArray[np.float32]:
+        """Return the values, float32 [experts, rows, columns]."""
+    def verify(self) -> None:
+        """Check every parameter and padding byte; CorruptionError names expert, row and block."""
+    def matmul(
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        expert: int = 0,
+        *,
+        mode: Literal["exact", "int16", "int8"] | None = None,
+        activation_bits: int | None = None,
+        isa: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Return W x for one expert without unpacking W, float32 [tokens, rows].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
+            expert: whose weights.
+            mode: "exact" (floating point), "int16" (activations quantized a token, whole centroids) or "int8"
+                (centroids rounded to 8 bits); by default what the tensor asks for, exact without activation bits.
+            activation_bits: of the integer modes, 4 or 8; by default the tensor's, or 8.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes do not match, there is no such expert or mode, or the processor lacks the set.
+        """
+    def matmul_grouped(
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        offsets: NDArray[np.int64],
+        *,
+        mode: Literal["exact", "int16", "int8"] | None = None,
+        activation_bits: int | None = None,
+        isa: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Return W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+
+        Args:
+            x: as in `matmul`, its tokens sorted by expert.
+            offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
+            mode: as in `matmul`.
+            activation_bits: as in `matmul`.
+            isa: as in `matmul`.
+
+        Raises:
+            ValueError: sizes or offsets do not match, there is no such mode, or the processor lacks the set.
+        """

@@ -91,6 +91,10 @@ def _format(record: "TensorRecord") -> str:
     if record.kind == "groupwise" and {"bits", "group_size"} <= set(details):
         width = details["group_size"]
         return f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
+    if record.kind == "codebook" and {"bits", "block_size"} <= set(details):
+        width, activations = details["block_size"], details.get("activation_bits")
+        place = "row" if width >= record.shape[-1] else f"block {width}"
+        return f"codebook{details['bits']} {place}" + (f" A{activations}" if activations else "")
     return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 

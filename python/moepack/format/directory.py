@@ -25,12 +25,16 @@ from moepack.errors import CorruptionError, LoadError
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
 
-Blob = _core.TernaryBlob | _core.GroupwiseBlob
+Blob = _core.TernaryBlob | _core.GroupwiseBlob | _core.CodebookBlob
 """A packed tensor of any kind, its metadata checked."""
 
-_KINDS: Mapping[str, type[Blob]] = {"ternary": _core.TernaryBlob, "groupwise": _core.GroupwiseBlob}
+_KINDS: Mapping[str, type[Blob]] = {
+    "ternary": _core.TernaryBlob,
+    "groupwise": _core.GroupwiseBlob,
+    "codebook": _core.CodebookBlob,
+}
 
-_DETAILS = ("code", "nonzeros", "bits", "group_size", "symmetric", "dtype")
+_DETAILS = ("code", "nonzeros", "bits", "group_size", "symmetric", "dtype", "block_size", "activation_bits")
 """What a manifest may say about a packed tensor that its bytes say too."""
 
 

@@ -19,6 +19,7 @@ from moepack.runtime.compute import compute_mode
 
 __all__ = [
     "MAGIC_BYTES",
+    "CodebookMatrix",
     "GroupwiseMatrix",
     "ModalMatrix",
     "PackedMatrix",
@@ -173,7 +174,35 @@ def gated_experts(
     return _core.gated_experts(*blobs, x, experts, weights, gate.mode or compute_mode())
 
 
-_FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {b"MOEPTERN": TernaryMatrix, b"MOEPGRPW": GroupwiseMatrix}
+class CodebookMatrix(ModalMatrix):
+    """A codebook blob (`MOEPCODE`). The mode is what the tensor asks for, unless this matrix has one or that of the
+    process is "int8"."""
+
+    __slots__ = ()
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        from moepack import _core
+
+        super().__init__(_core.CodebookBlob(data))
+
+    def matmul_grouped(self, x: Activations, offsets: NDArray[np.int64]) -> NDArray[np.float32]:
+        """As `PackedMatrix.matmul_grouped`; integer modes round activations to the tensor's bits, or to 8."""
+        mode = self.mode or (None if compute_mode() == "exact" else "int8")
+        product: NDArray[np.float32] = self.blob.matmul_grouped(x, offsets, mode=mode)
+        return product
+
+    @property
+    def format(self) -> str:
+        """For example `codebook-4bit`, or `codebook-4bit-a8` with activations of 8 bits."""
+        width = self.blob.activation_bits
+        return f"codebook-{self.blob.bits}bit" + (f"-a{width}" if width else "")
+
+
+_FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {
+    b"MOEPTERN": TernaryMatrix,
+    b"MOEPGRPW": GroupwiseMatrix,
+    b"MOEPCODE": CodebookMatrix,
+}
 
 
 def register_format(magic: bytes, reader: Callable[[NDArray[np.uint8]], PackedMatrix]) -> None:

@@ -4,6 +4,7 @@
 //! code before using it and reports an [`Error`] instead of panicking.
 
 pub mod bits;
+pub mod codebook;
 pub mod error;
 pub mod gemm;
 pub mod groupwise;

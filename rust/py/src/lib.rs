@@ -1,6 +1,7 @@
 //! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
 
 mod arrays;
+mod codebook;
 mod error;
 mod groupwise;
 mod kmeans;
@@ -13,6 +14,8 @@ use pyo3::prelude::*;
 mod _core {
     use super::*;
 
+    #[pymodule_export]
+    use super::codebook::{CodebookBlob, encode_codebook};
     #[pymodule_export]
     use super::error::CorruptionError;
     #[pymodule_export]

@@ -53,6 +53,7 @@ pub fn kernels() -> PyResult<BTreeMap<&'static str, &'static str>> {
         .chain([
             ("groupwise-exact", gemm::groupwise::kernel_name(Mode::Exact, isa)),
             ("groupwise-int8", gemm::groupwise::kernel_name(Mode::Int8, isa)),
+            ("codebook", isa.name()),
         ])
         .collect())
 }

@@ -1,4 +1,5 @@
 //! Matrix products by packed weights: y = W x without unpacking W.
 
+pub mod codebook;
 pub mod groupwise;
 pub mod ternary;

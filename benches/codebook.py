@@ -1,0 +1,167 @@
+"""Products by codebook weights beside torch bf16 (and onnxruntime's 4-bit product, if it is installed).
+
+    python benches/codebook.py --threads 2 --tokens 1 4 16 64 256 --out build/codebook.json
+
+Every peer multiplies by copies of its weights in turn, together larger than any cache, so a call finds them in memory
+and not in the cache; peers take turns in one run, and the median of their calls counts. `read` is the time that a plain
+sum over the same number of bytes takes, the floor of one token. Reported are microseconds, and the speed-up over torch
+bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import machine
+from moepack import _core
+
+SHAPES = ((14336, 4096), (768, 2048))
+MODES = ("exact", "int16", "int8")
+
+
+class Peer:
+    """One way to multiply, over a rotation of copies of its weights."""
+
+    def __init__(self, name: str, multiply: Callable[[int], object], copies: int) -> None:
+        self.name, self.multiply, self.copies = name, multiply, copies
+        self.times: list[float] = []
+        self.calls = 0
+
+    def step(self) -> None:
+        """Time one call on the next copy."""
+        start = time.perf_counter()
+        self.multiply(self.calls % self.copies)
+        self.times.append(time.perf_counter() - start)
+        self.calls += 1
+
+
+def packed(rows: int, columns: int, bits: int) -> np.ndarray:
+    """A random tensor with one codebook a row."""
+    rng = np.random.default_rng(rows + bits)
+    codes = rng.integers(0, 1 << bits, (1, rows, columns), np.uint8)
+    centroids = np.sort(rng.integers(-32639, 32640, (1, rows, 1, 1 << bits)), axis=-1).astype(np.int16)
+    scales = rng.uniform(1e-6, 2e-6, (1, rows, 1)).astype(np.float32)
+    return _core.encode_codebook(codes, centroids, scales, bits=bits, block=1 << 16, rank=2)
+
+
+def rotation(source: np.ndarray, cold: int) -> list[np.ndarray]:
+    """Copies of a tensor, aligned to pages, of together at least `cold` bytes."""
+    stride = -(-source.nbytes // 4096) * 4096
+    arena = np.empty((1 + cold // stride, stride), np.uint8)
+    for copy in arena:
+        copy[: source.nbytes] = source
+    return [copy[: source.nbytes] for copy in arena]
+
+
+def own(rows: int, columns: int, x: np.ndarray, args: argparse.Namespace) -> list[Peer]:
+    """moepack: each number of bits, mode and instruction set."""
+    found = []
+    for bits in args.bits:
+        copies = rotation(packed(rows, columns, bits), args.cold)
+        blobs = [_core.CodebookBlob(copy) for copy in copies]
+
+        def multiply(blobs: list[Any], mode: str, isa: str, copy: int) -> object:
+            return blobs[copy].matmul(x, mode=mode, isa=isa)
+
+        for isa in args.isa:
+            for mode in args.modes:
+                found.append(Peer(f"codebook{bits} {mode} {isa}", partial(multiply, blobs, mode, isa), len(blobs)))
+        words = [copy[: copy.size // 8 * 8].view(np.int64) for copy in copies]
+        sums = [torch.from_numpy(copy) for copy in words]
+        found.append(Peer(f"read {bits} bits", lambda i, sums=sums: sums[i].sum(), len(sums)))
+    return found
+
+
+def onnxruntime_peer(rows: int, columns: int, x: np.ndarray, threads: int, cold: int) -> Peer | None:
+    """Com.microsoft.MatMulNBits, 4 bits, groups of 128, accuracy level 4 (int8 activations)."""
+    try:
+        import onnx
+        import onnxruntime
+        from onnx import TensorProto, helper
+    except ImportError:
+        return None
+    rng = np.random.default_rng(0)
+    groups, sessions = columns // 128, []
+    size = rows * columns // 2 + rows * groups * 4
+    for _ in range(1 + cold // size):
+        # Unique bytes: onnxruntime shares identical initialisers.
+        weights = rng.integers(0, 256, (rows, groups, 64), np.uint8)
+        scales = rng.uniform(0.001, 0.002, rows * groups).astype(np.float32)
+        node = helper.make_node(
+            "MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft",
+            K=columns, N=rows, bits=4, block_size=128, accuracy_level=4,
+        )  # fmt: skip
+        graph = helper.make_graph(
+            [node],
+            "product",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, columns])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, rows])],
+            [onnx.numpy_helper.from_array(weights, "w"), onnx.numpy_helper.from_array(scales, "s")],
+        )
+        imports = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(graph, opset_imports=imports)
+        model.ir_version = 8
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        sessions.append(onnxruntime.InferenceSession(model.SerializeToString(), options))
+    return Peer("onnxruntime MatMulNBits 4 bit", lambda i: sessions[i].run(None, {"x": x}), len(sessions))
+
+
+def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds of each peer: the median of calls that take turns."""
+    x = np.random.default_rng(tokens).standard_normal((tokens, columns)).astype(np.float32)
+    x16 = torch.from_numpy(x).bfloat16()
+    one = torch.randn(rows, columns).bfloat16()
+    dense = [one.clone() for _ in range(1 + args.cold // (2 * rows * columns))]
+    contest = [Peer("torch bf16", lambda i: torch.nn.functional.linear(x16, dense[i]), len(dense))]
+    contest += own(rows, columns, x, args)
+    if (peer := onnxruntime_peer(rows, columns, x, args.threads, args.cold)) is not None:
+        contest.append(peer)
+    for peer in contest:
+        peer.multiply(0)
+    deadline = time.perf_counter() + args.seconds * len(contest)
+    while time.perf_counter() < deadline or len(contest[0].times) < 5:
+        for peer in contest:
+            peer.step()
+    return {peer.name: statistics.median(peer.times) * 1e6 for peer in contest}
+
+
+def main() -> None:
+    """Measure every shape and number of tokens; print and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement of each peer")
+    parser.add_argument("--bits", nargs="*", type=int, default=[4])
+    parser.add_argument("--modes", nargs="*", default=list(MODES))
+    parser.add_argument("--isa", nargs="*", default=[_core.isa()])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 16, 64, 256])
+    parser.add_argument("--shapes", nargs="*", default=[f"{rows}x{columns}" for rows, columns in SHAPES])
+    parser.add_argument("--cold", type=int, default=1_000_000_000, help="bytes of a peer's weights, at least")
+    parser.add_argument("--out", type=Path, default=Path("build/codebook.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    _core.set_threads(args.threads)
+    print(machine.describe(args.threads))
+    figures: dict[str, Any] = {}
+    for shape in args.shapes:
+        rows, columns = map(int, shape.split("x"))
+        for tokens in args.tokens:
+            times = figures[f"{shape} tokens {tokens}"] = measure(rows, columns, tokens, args)
+            base = times["torch bf16"]
+            row = "  ".join(f"{name} {value:.0f} ({base / value:.2f}x)" for name, value in times.items())
+            print(f"{shape}, {tokens} tokens, us: {row}", flush=True)
+            machine.save(args.out, args.threads, figures)
+
+
+if __name__ == "__main__":
+    main()

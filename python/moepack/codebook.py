@@ -1,0 +1,254 @@
+"""A codebook tensor: codes of 2, 3 or 4 bits into the 4, 8 or 16 centroids that each row, or block of a row, has.
+
+`CodebookTensor.quantize` clusters any weight by exact k-means; `encode_codebook` packs codes and centroids that a
+solver found. `lut_matmul` multiplies by codes and codebooks as they are. Centroids are stored as 16-bit integers with a
+scale for each codebook: `fixed_point` says what becomes of them.
+
+Invariants of a `CodebookTensor`: those of a `BlobTensor`.
+"""
+
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from moepack import _core
+from moepack.arrays import AnyTensor, as_tensor
+from moepack.errors import InvalidTensorError
+from moepack.solvers.kmeans import kmeans
+from moepack.tensors import FLOATS, Array, BlobTensor
+
+__all__ = ["CodebookTensor", "FixedPoint", "encode_codebook", "fixed_point", "lut_matmul", "split_blocks"]
+
+MAX_CENTROID = 127 * 256 + 127
+BLOCK_UNIT = 128
+Mode = Literal["exact", "int16", "int8"]
+
+
+class FixedPoint(NamedTuple):
+    """Codebooks as they are stored.
+
+    Attributes:
+        centroids: [..., K] int16.
+        scales: [...] float32, not negative.
+    """
+
+    centroids: torch.Tensor
+    scales: torch.Tensor
+
+    def values(self) -> torch.Tensor:
+        """What a reader sees, [..., K] float32: the product, rounded once."""
+        return self.scales[..., None] * self.centroids.float()
+
+
+def fixed_point(centroids: torch.Tensor) -> FixedPoint:
+    """Round codebooks [..., K] to 16 bits relative to the largest magnitude of each.
+
+    A codebook is moved by at most 2^-16 of its largest magnitude. Scales below the smallest normal number become zero,
+    and so do all centroids.
+    """
+    wide = centroids.double()
+    largest = wide.abs().amax(-1)
+    scales = (largest / MAX_CENTROID).float()
+    scales = torch.where(scales >= torch.finfo(torch.float32).tiny, scales, torch.zeros_like(scales))
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).double()
+    codes = (wide / steps[..., None]).round().clamp(-MAX_CENTROID, MAX_CENTROID)
+    return FixedPoint(torch.where(scales[..., None] > 0, codes, 0).to(torch.int16), scales)
+
+
+def split_blocks(values: torch.Tensor, block: int | None) -> list[torch.Tensor]:
+    """Cut [..., C] into blocks of columns; the last may be shorter. `None`: the whole row."""
+    return list(torch.split(values, block, -1)) if block and values.shape[-1] else [values]
+
+
+class CodebookTensor(BlobTensor):
+    """A matrix `[R, C]` of codes with a codebook for each row or block of columns, or a stack of them `[E, R, C]`.
+
+    Made by `CodebookTensor.quantize`, `encode_codebook` and `CodebookTensor.load`. Two tensors are equal if they have
+    the same bytes. Instances can be pickled and copied.
+    """
+
+    kind = "codebook"
+    _parse = _core.CodebookBlob
+    _blob: _core.CodebookBlob
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: AnyTensor,
+        bits: int = 4,
+        block: int | None = None,
+        *,
+        importance: AnyTensor | None = None,
+        activation_bits: int = 0,
+    ) -> Self:
+        """Cluster and pack a matrix or a stack of matrices.
+
+        Args:
+            weight: `[R, C]` or `[E, R, C]`, floating point, finite, C > 0.
+            bits: 2, 3 or 4: of a code; 4, 8 or 16 centroids.
+            block: columns that share a codebook, a multiple of 128; None for the whole row.
+            importance: `[C]` or `[E, C]`, what a squared error of each column counts, not negative; by default 1.
+            activation_bits: to how many bits products round activations unless told otherwise: 0 (not at all), 4, 8.
+
+        Raises:
+            InvalidTensorError: the weight or the importance is not as above.
+            ValueError: there is no such number of bits, or such a block.
+        """
+        _check(bits, block, activation_bits)
+        values = as_tensor(weight, "weight")
+        if values.dtype not in FLOATS or values.ndim not in (2, 3) or not values.shape[-1]:
+            message = f"expected floating-point [R, C] or [E, R, C] with columns, got {values.dtype}"
+            raise InvalidTensorError(f"{message} {list(values.shape)}")
+        parts = split_blocks(values, block)
+        shares: list[torch.Tensor | None] = [None] * len(parts)
+        if importance is not None:
+            shares = list(split_blocks(as_tensor(importance, "importance"), block))
+        found = [kmeans(part, 1 << bits, share) for part, share in zip(parts, shares, strict=True)]
+        codes = torch.cat([book.codes for book in found], -1)
+        centroids = torch.stack([book.centroids for book in found], -2)
+        return cls(_encode(codes, centroids, bits, block, activation_bits))
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 2, 3 or 4."""
+        return self._blob.bits
+
+    @property
+    def block_size(self) -> int:
+        """Columns that share a codebook, as stored: a multiple of 128."""
+        return self._blob.block_size
+
+    @property
+    def activation_bits(self) -> int:
+        """To how many bits products round activations unless told otherwise; 0 for not at all."""
+        return self._blob.activation_bits
+
+    def decode(self) -> torch.Tensor:
+        """The codes, uint8 of the tensor's shape."""
+        return torch.from_numpy(self._blob.decode()).reshape(self.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, of the tensor's shape, computed in float32 and rounded once, to `dtype`.
+
+        Raises:
+            ValueError: `dtype` is none of bfloat16, float16, float32 and float64.
+        """
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
+        return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
+
+    def matmul(self, x: Array, mode: Mode | None = None, activation_bits: int | None = None) -> Array:
+        """Multiply activations by the packed weights: `y = x W^T`. No gradient flows through.
+
+        Args:
+            x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
+                torch or numpy.
+            mode: "exact" (float32), "int16" (activations rounded for each token, asymmetric min-max; whole centroids)
+                or "int8" (centroids rounded to 8 bits too); by default what the tensor asks for.
+            activation_bits: of the integer modes, 4 or 8; by default the tensor's, or 8.
+
+        Returns:
+            `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.
+
+        Raises:
+            ValueError: the shape does not fit, the dtype is none of the three, or there is no such mode.
+        """
+        return self._multiply(x, mode=mode, activation_bits=activation_bits)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CodebookTensor):
+            return NotImplemented
+        return np.array_equal(self._data, other._data)
+
+    def __repr__(self) -> str:
+        return (
+            f"CodebookTensor(shape={self.shape}, bits={self.bits}, block_size={self.block_size}, "
+            f"activation_bits={self.activation_bits}, nbytes={self.nbytes}, bits_per_weight={self.bits_per_weight:.4f})"
+        )
+
+
+def encode_codebook(
+    codes: AnyTensor, codebooks: AnyTensor, *, block: int | None = None, activation_bits: int = 0
+) -> CodebookTensor:
+    """Pack codes and codebooks; centroids are rounded to 16 bits as `fixed_point` says.
+
+    Args:
+        codes: `[R, C]` or `[E, R, C]` uint8, below K.
+        codebooks: `[R, K]` or `[E, R, K]`, or with blocks `[..., R, B, K]`: finite centroids; K is 4, 8 or 16.
+        block: columns that share a codebook, a multiple of 128; None for the whole row.
+        activation_bits: to how many bits products round activations unless told otherwise: 0 (not at all), 4 or 8.
+
+    Raises:
+        InvalidTensorError: (a ValueError) codes or codebooks are not as above.
+        ValueError: there is no such block or number of bits.
+        TypeError: an argument is neither a torch tensor nor a numpy array.
+    """
+    given, books = as_tensor(codes, "codes").cpu(), as_tensor(codebooks, "codebooks").cpu()
+    if given.dtype != torch.uint8 or given.ndim not in (2, 3):
+        raise InvalidTensorError(f"codes must be uint8 [R, C] or [E, R, C], got {given.dtype} {list(given.shape)}")
+    if books.ndim == given.ndim:
+        books = books.unsqueeze(-2)
+    blocks = -(-given.shape[-1] // block) if block else min(given.shape[-1], 1)
+    sizes = {4: 2, 8: 3, 16: 4}
+    if books.shape[:-1] != (*given.shape[:-1], blocks) or books.shape[-1] not in sizes:
+        message = f"codebooks {list(books.shape)} do not fit codes {list(given.shape)} in {blocks} blocks"
+        raise InvalidTensorError(f"{message}, or have neither 4, 8 nor 16 centroids")
+    if books.dtype not in FLOATS or not bool(books.isfinite().all()):
+        raise InvalidTensorError("centroids are not floating-point, or not finite")
+    bits = sizes[books.shape[-1]]
+    _check(bits, block, activation_bits)
+    return CodebookTensor(_encode(given, books, bits, block, activation_bits))
+
+
+def lut_matmul(
+    codes: AnyTensor,
+    codebook: AnyTensor,
+    x: Array,
+    *,
+    block: int | None = None,
+    mode: Mode = "exact",
+    activation_bits: int = 8,
+) -> Array:
+    """Multiply by weights that are codes into codebooks: `y = x W^T` with `W[i, j] = codebook[i, codes[i, j]]`.
+
+    Codes are packed for the call; a `CodebookTensor` packs them once. Centroids are rounded to 16 bits relative to the
+    largest of their codebook.
+
+    Args:
+        codes: `[R, C]` or `[E, R, C]` uint8, below K.
+        codebook: `[R, K]` or `[E, R, K]`, or with blocks `[..., R, B, K]`; K is 4, 8 or 16.
+        x: as in `CodebookTensor.matmul`.
+        block: columns that share a codebook, a multiple of 128; None for the whole row.
+        mode: as in `CodebookTensor.matmul`.
+        activation_bits: of the integer modes, 4 or 8.
+
+    Raises:
+        InvalidTensorError: codes or codebook do not fit.
+        ValueError: `x` does not fit, or there is no such mode.
+    """
+    return encode_codebook(codes, codebook, block=block).matmul(x, mode, activation_bits)
+
+
+def _check(bits: int, block: int | None, activation_bits: int) -> None:
+    if bits not in (2, 3, 4) or activation_bits not in (0, 4, 8):
+        raise ValueError(f"bits must be 2, 3 or 4, not {bits}; activation_bits 0, 4 or 8, not {activation_bits}")
+    if block is not None and (block < BLOCK_UNIT or block % BLOCK_UNIT):
+        raise ValueError(f"block must be a multiple of {BLOCK_UNIT}, not {block}")
+
+
+def _encode(codes: torch.Tensor, centroids: torch.Tensor, bits: int, block: int | None, activation_bits: int) -> Any:
+    """The blob of codes [..., R, C] and centroids [..., R, B, K]."""
+    stored = fixed_point(centroids.cpu())
+    experts = 1 if codes.ndim == 2 else codes.shape[0]
+
+    def stacked(part: torch.Tensor) -> Any:
+        return part.reshape(experts, *part.shape[codes.ndim - 2 :]).contiguous().numpy()
+
+    try:
+        return _core.encode_codebook(
+            stacked(codes.cpu()), stacked(stored.centroids), stacked(stored.scales),
+            bits=bits, block=block or 1 << 20, rank=codes.ndim, activation_bits=activation_bits,
+        )  # fmt: skip
+    except ValueError as cause:
+        raise InvalidTensorError(str(cause)) from cause

@@ -1,0 +1,207 @@
+//! A tensor read in place.
+
+use super::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_registers, unpack};
+use super::{HEADER_BYTES, Layout, PANEL, corrupt, join};
+use crate::Result;
+
+/// A tensor over its bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    data: &'a [u8],
+    layout: Layout,
+}
+
+/// A block of columns of a panel: parameters and codes of 16 rows.
+#[derive(Debug, Clone, Copy)]
+pub struct Block<'a> {
+    bits: u8,
+    parameters: &'a [u8],
+    codes: &'a [u8],
+}
+
+impl<'a> View<'a> {
+    /// Checks header and size.
+    ///
+    /// # Errors
+    /// [`crate::Error::Corruption`] or [`crate::Error::InsufficientData`]: the bytes are no such tensor.
+    pub fn parse(data: &'a [u8]) -> Result<View<'a>> {
+        let layout = Layout::read(data)?;
+        Ok(View { data, layout })
+    }
+
+    /// Shape, bits and block size.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Block `block` of panel `panel` of expert `expert`.
+    #[inline]
+    pub fn block(&self, expert: usize, panel: usize, block: usize) -> Block<'a> {
+        let layout = &self.layout;
+        let panel = (expert * layout.panels() + panel) * layout.panel_bytes();
+        let data = &self.data[HEADER_BYTES + panel + layout.block_at(block)..];
+        let (parameters, rest) = data.split_at(layout.parameter_bytes());
+        Block {
+            bits: layout.bits(),
+            parameters,
+            codes: &rest[..layout.steps(block) * layout.step_bytes()],
+        }
+    }
+
+    /// The codes of a row of an expert, `[C]`.
+    pub fn decode_row(&self, expert: usize, row: usize, codes: &mut [u8]) {
+        let mut padded = Vec::new();
+        for (block, codes) in codes.chunks_mut(self.layout.block_size()).enumerate() {
+            let source = self.block(expert, row / PANEL, block);
+            padded.resize(source.columns(), 0);
+            source.decode_row(row % PANEL, &mut padded);
+            codes.copy_from_slice(&padded[..codes.len()]);
+        }
+    }
+
+    /// The values of a row of an expert, `[C]`: the product of scale and centroid, rounded to f32 once.
+    pub fn decode_values(&self, expert: usize, row: usize, values: &mut [f32]) {
+        let mut codes = vec![0; values.len()];
+        self.decode_row(expert, row, &mut codes);
+        let size = self.layout.block_size();
+        for (block, (values, codes)) in values.chunks_mut(size).zip(codes.chunks(size)).enumerate() {
+            let source = self.block(expert, row / PANEL, block);
+            let scale = source.scales()[row % PANEL];
+            for (value, &code) in values.iter_mut().zip(codes) {
+                *value = scale * source.centroid(row % PANEL, usize::from(code)) as f32;
+            }
+        }
+    }
+
+    /// Checks that scales are finite and not negative, centroids in range, sums right, and all padding zero.
+    ///
+    /// # Errors
+    /// [`crate::Error::Corruption`] that names expert, row and block.
+    pub fn verify(&self) -> Result<()> {
+        let layout = self.layout;
+        for expert in 0..layout.shape().experts {
+            for row in 0..layout.panels() * PANEL {
+                for block in 0..layout.blocks() {
+                    let columns = if row < layout.shape().rows {
+                        layout.block_columns(block)
+                    } else {
+                        0
+                    };
+                    if let Err(what) = self.block(expert, row / PANEL, block).check(row % PANEL, columns) {
+                        return corrupt(format!("expert {expert} row {row} block {block}: {what}"));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Block<'a> {
+    /// Centroids of a codebook.
+    #[inline(always)]
+    pub fn clusters(&self) -> usize {
+        1 << self.bits
+    }
+
+    /// Columns, padded to whole steps.
+    #[inline]
+    pub fn columns(&self) -> usize {
+        let step = QUADS * REGISTER * step_registers(self.bits);
+        self.codes.len() / step * step_columns(self.bits)
+    }
+
+    /// The table of a row: its centroids' high (plane 0) or low bytes (plane 1), repeated to 16.
+    #[inline(always)]
+    pub fn table(&self, plane: usize, row: usize) -> [u8; LANE] {
+        let clusters = self.clusters();
+        let bytes = &self.parameters[(plane * PANEL + row) * clusters..][..clusters];
+        std::array::from_fn(|i| bytes[i % clusters])
+    }
+
+    /// Centroid `code` of a row.
+    #[inline(always)]
+    pub fn centroid(&self, row: usize, code: usize) -> i32 {
+        let byte = |plane: usize| self.parameters[(plane * PANEL + row) * self.clusters() + code] as i8;
+        join(byte(0), byte(1))
+    }
+
+    /// Words of a section of the parameters, one a row.
+    #[inline(always)]
+    fn words(&self, section: usize) -> [[u8; 4]; PANEL] {
+        let at = 2 * PANEL * self.clusters() + 4 * PANEL * section;
+        let words = self.parameters[at..at + 4 * PANEL].as_chunks().0;
+        words.first_chunk().copied().unwrap_or_default()
+    }
+
+    /// The scales of the rows.
+    #[inline(always)]
+    pub fn scales(&self) -> [f32; PANEL] {
+        self.words(0).map(f32::from_le_bytes)
+    }
+
+    /// For each row the sum over the columns of high bytes (0) or whole centroids (1).
+    #[inline(always)]
+    pub fn sums(&self, which: usize) -> [i32; PANEL] {
+        self.words(1 + which).map(i32::from_le_bytes)
+    }
+
+    /// The centroids' high (plane 0) or low bytes (plane 1) of the rows of a quad, row by row, zeros behind them.
+    #[inline(always)]
+    pub fn quad_centroids(&self, plane: usize, quad: usize) -> [u8; REGISTER] {
+        let size = QUAD * self.clusters();
+        let bytes = &self.parameters[(plane * QUADS + quad) * size..][..size];
+        let mut padded = [0; REGISTER];
+        padded[..size].copy_from_slice(bytes);
+        padded
+    }
+
+    /// The codes of four rows, whole steps of registers.
+    #[inline(always)]
+    pub fn quad(&self, quad: usize) -> &'a [[u8; REGISTER]] {
+        let registers = self.codes.as_chunks().0;
+        let size = registers.len() / QUADS;
+        &registers[quad * size..][..size]
+    }
+
+    /// The codes of a row, padded to whole steps.
+    #[inline(always)]
+    pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
+        let steps = self.quad(row / QUAD).chunks_exact(step_registers(self.bits));
+        for (registers, codes) in steps.zip(codes.chunks_exact_mut(step_columns(self.bits))) {
+            let lane = |register: usize| &registers[register].as_chunks::<LANE>().0[row % QUAD];
+            unpack(self.bits, lane, codes);
+        }
+    }
+
+    /// Checks a row of which `columns` columns exist; a row that does not exist has none.
+    fn check(&self, row: usize, columns: usize) -> std::result::Result<(), String> {
+        let mut codes = vec![0; self.columns()];
+        self.decode_row(row, &mut codes);
+        if codes[columns..].iter().any(|&code| code != 0) {
+            return Err("codes behind the last column".into());
+        }
+        let scale = self.scales()[row];
+        if !scale.is_finite() || scale < 0.0 {
+            return Err(format!("scale {scale}"));
+        }
+        let mut sums = [0i32; 2];
+        for &code in &codes[..columns] {
+            sums[0] += i32::from(self.table(0, row)[usize::from(code)] as i8);
+            sums[1] = sums[1].wrapping_add(self.centroid(row, usize::from(code)));
+        }
+        if sums != [0, 1].map(|which| self.sums(which)[row]) {
+            return Err("wrong sums of centroids".into());
+        }
+        let centroids = (0..self.clusters()).map(|code| self.centroid(row, code));
+        if centroids.clone().any(|c| c.abs() > super::MAX_CENTROID.into()) {
+            return Err("a centroid is out of range".into());
+        }
+        if columns == 0
+            && (scale.to_bits() != 0 || centroids.sum::<i32>() != 0 || self.table(0, row) != [0; LANE])
+        {
+            return Err("a row of padding is not zero".into());
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,154 @@
+//! Products by codebook weights: codes become centroids in registers, no dequantized weight goes to memory as a matrix.
+//!
+//! Three modes:
+//!
+//! * [`Mode::Exact`]: `y = sum of (scale * centroid) * x` in f32. With u = 2^-24, n columns in b blocks and
+//!   S = sum of |w x|, the error is at most (n / 16 + b + 7) u S.
+//! * [`Mode::Int16`]: activations are rounded to 8 or 4 bits a token, `x ~ step * (q - zero)`, unsigned, the range being
+//!   that of the token and zero (CodeQuant, section 4, asymmetric min-max). Centroids are used in full, sums are exact
+//!   integers within a block. The error beyond that of the mode `Exact` is at most step * 0.501 * sum of |w|.
+//! * [`Mode::Int8`]: the same with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
+//!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales).
+//!
+//! A token that holds NaN or infinity has NaN outputs. Integer modes give the same bits on every instruction set; the
+//! exact mode sums in the same order everywhere and may fuse multiplications and additions.
+//!
+//! Activations are quantized once a call, for all rows. Results do not depend on the number of threads.
+//!
+//! Codes, centroids and scales are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of
+//! bounds.
+
+mod drive;
+mod portable;
+mod tokens;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use rayon::ThreadPool;
+
+use super::ternary::Activations;
+use crate::codebook::{Block, PANEL, View};
+use crate::simd::Isa;
+use crate::{Error, Result};
+
+/// What is computed; see the module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// Floating point throughout.
+    Exact,
+    /// Quantized activations, 16-bit centroids.
+    Int16 {
+        /// Bits of an activation, 4 or 8.
+        activation_bits: u8,
+    },
+    /// Quantized activations, centroids rounded to 8 bits.
+    Int8 {
+        /// Bits of an activation, 4 or 8.
+        activation_bits: u8,
+    },
+}
+
+impl Mode {
+    /// Parses a name, `exact`, `int16` or `int8`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: another name, or activations of neither 4 nor 8 bits for an integer mode.
+    pub fn from_name(name: &str, activation_bits: u8) -> Result<Mode> {
+        if name != "exact" && !matches!(activation_bits, 4 | 8) {
+            let message = format!("activations have 4 or 8 bits, not {activation_bits}");
+            return Err(Error::InvalidArgument(message));
+        }
+        match name {
+            "exact" => Ok(Mode::Exact),
+            "int16" => Ok(Mode::Int16 { activation_bits }),
+            "int8" => Ok(Mode::Int8 { activation_bits }),
+            _ => Err(Error::InvalidArgument(format!(
+                "unknown mode {name:?}: use exact, int16 or int8"
+            ))),
+        }
+    }
+
+    /// Bits of an activation; `None` where they stay as they are.
+    fn activation_bits(self) -> Option<u8> {
+        match self {
+            Mode::Exact => None,
+            Mode::Int16 { activation_bits } | Mode::Int8 { activation_bits } => Some(activation_bits),
+        }
+    }
+
+    /// Planes of centroid bytes that take part.
+    fn planes(self) -> usize {
+        1 + usize::from(matches!(self, Mode::Int16 { .. }))
+    }
+}
+
+/// y = W x with each expert's own tokens: `x` is N x C and `y` is N x R, rows sorted by expert; tokens
+/// `offsets[e]..offsets[e + 1]` belong to expert e. Experts without tokens are not read.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the offsets do not ascend from 0 to N, the sizes do not match, or the processor lacks
+/// `isa`.
+pub fn matmul_grouped<'a>(
+    view: &View,
+    x: impl Into<Activations<'a>>,
+    offsets: &[usize],
+    y: &mut [f32],
+    mode: Mode,
+    isa: Isa,
+    pool: &ThreadPool,
+) -> Result<()> {
+    let (x, isa) = (x.into(), isa.require()?);
+    let shape = view.layout().shape();
+    if offsets.len() != shape.experts + 1 || offsets[0] != 0 || !offsets.is_sorted() {
+        return Err(Error::InvalidArgument(format!(
+            "{} offsets for {} experts: they must ascend from 0",
+            offsets.len(),
+            shape.experts
+        )));
+    }
+    let tokens = offsets[shape.experts];
+    if tokens.checked_mul(shape.columns) != Some(x.len()) || tokens.checked_mul(shape.rows) != Some(y.len()) {
+        return Err(Error::InvalidArgument(format!(
+            "{} activations and {} outputs for {tokens} tokens of {shape:?}",
+            x.len(),
+            y.len()
+        )));
+    }
+    drive::run(view, x, offsets, y, mode, isa, pool);
+    Ok(())
+}
+
+/// What turns the integer sums of a block's rows into products.
+struct Epilogue<const PLANES: usize> {
+    scales: [f32; PANEL],
+    sums: [i32; PANEL],
+}
+
+impl<const PLANES: usize> Epilogue<PLANES> {
+    #[inline(always)]
+    fn new(block: &Block) -> Self {
+        Epilogue {
+            scales: block.scales(),
+            sums: block.sums(PLANES - 1),
+        }
+    }
+
+    /// A row's product with a token, from its integer sums of high and low bytes times activations.
+    ///
+    /// `step` and `zero` are the token's. The operations are named one by one: every instruction set gives the same
+    /// bits.
+    #[inline(always)]
+    fn product(&self, row: usize, sums: [i32; PLANES], (step, zero): (f32, i32)) -> f32 {
+        if PLANES == 1 {
+            let total = sums[0].wrapping_sub(zero.wrapping_mul(self.sums[row]));
+            total as f32 * (self.scales[row] * 256.0 * step)
+        } else {
+            let zeros = i64::from(zero) * i64::from(self.sums[row]);
+            let total = 256 * i64::from(sums[0]) + i64::from(sums[1]) - zeros;
+            total as f32 * (self.scales[row] * step)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

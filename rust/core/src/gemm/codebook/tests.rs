@@ -1,0 +1,300 @@
+use super::*;
+use crate::codebook::tests::Case;
+use crate::pool;
+
+const INTEGERS: [Mode; 4] = [
+    Mode::Int8 { activation_bits: 8 },
+    Mode::Int8 { activation_bits: 4 },
+    Mode::Int16 { activation_bits: 8 },
+    Mode::Int16 { activation_bits: 4 },
+];
+
+fn sets() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.available())
+}
+
+fn activations(count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|i| ((i * 7919 % 1009) as f32 / 504.0 - 0.7) * 0.9)
+        .collect()
+}
+
+fn product(view: &View, x: &[f32], offsets: &[usize], mode: Mode, isa: Isa) -> Vec<f32> {
+    let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
+    matmul_grouped(view, x, offsets, &mut y, mode, isa, &pool::current().unwrap()).unwrap();
+    y
+}
+
+/// A token's activations as `mode` sees them, with the step. In f32 as the kernel, which breaks ties the same way.
+fn seen(x: &[f32], mode: Mode) -> (Vec<f64>, f64) {
+    let Some(bits) = mode.activation_bits() else {
+        return (x.iter().map(|&x| f64::from(x)).collect(), 0.0);
+    };
+    let top = ((1 << bits) - 1) as f32;
+    let (low, high) = x.iter().fold((0f32, 0f32), |(l, h), &x| (l.min(x), h.max(x)));
+    let step = (high - low) / top;
+    let inverse = 1.0 / step;
+    let zero = (-low * inverse + 0.5).floor();
+    let code = |x: f32| (x * inverse + (zero + 0.5)).floor().clamp(0.0, top);
+    let value = |&x: &f32| f64::from(step) * f64::from(code(x) - zero);
+    (x.iter().map(value).collect(), step.into())
+}
+
+/// Each output against the module's bounds: (outputs, their distance from the product of decoded weights).
+fn hold(view: &View, x: &[f32], offsets: &[usize], mode: Mode, y: &[f32]) {
+    let layout = view.layout();
+    let shape = layout.shape();
+    let mut weights = vec![0.0; shape.columns];
+    for expert in 0..shape.experts {
+        for row in 0..shape.rows {
+            view.decode_values(expert, row, &mut weights);
+            let scales = (0..layout.blocks()).map(|b| view.block(expert, row / 16, b).scales()[row % 16]);
+            let largest = scales.fold(0f32, f32::max);
+            for token in offsets[expert]..offsets[expert + 1] {
+                let x = &x[token * shape.columns..][..shape.columns];
+                let (rounded, step) = seen(x, mode);
+                let products = weights.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x));
+                let size: f64 = products.clone().map(f64::abs).sum();
+                let mut bound =
+                    (shape.columns as f64 / 16.0 + layout.blocks() as f64 + 7.0) * 2f64.powi(-24) * size;
+                if mode != Mode::Exact {
+                    bound += step * 0.501 * weights.iter().map(|&w| f64::from(w.abs())).sum::<f64>();
+                }
+                if matches!(mode, Mode::Int8 { .. }) {
+                    bound += 128.0 * f64::from(largest) * rounded.iter().map(|x| x.abs()).sum::<f64>();
+                }
+                let (found, expected) = (f64::from(y[token * shape.rows + row]), products.sum::<f64>());
+                let place = (layout.bits(), expert, row, token);
+                assert!(
+                    (found - expected).abs() <= bound,
+                    "{mode:?} {place:?}: {found}, not {expected} +- {bound}"
+                );
+            }
+        }
+    }
+}
+
+fn ascending(counts: &[usize]) -> Vec<usize> {
+    let sums = counts.iter().scan(0, |sum, count| {
+        *sum += count;
+        Some(*sum)
+    });
+    std::iter::once(0).chain(sums).collect()
+}
+
+/// (experts, rows, columns), block.
+const SHAPES: [([usize; 3], usize); 4] = [
+    ([3, 5, 130], 128),
+    ([2, 40, 256], 1024),
+    ([1, 17, 520], 256),
+    ([2, 1, 7], 128),
+];
+
+#[test]
+fn products_are_within_their_bounds_on_every_set() {
+    for bits in 2..=4 {
+        for (shape, block) in SHAPES {
+            let blob = Case::new(bits, shape, block).blob();
+            let view = View::parse(&blob).unwrap();
+            for counts in [[1, 0, 0], [0, 9, 2], [4, 3, 17], [2, 8, 6]] {
+                let offsets = ascending(&counts[..shape[0]]);
+                let x = activations(offsets[shape[0]] * shape[2]);
+                for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+                    for isa in sets() {
+                        let y = product(&view, &x, &offsets, mode, isa);
+                        hold(&view, &x, &offsets, mode, &y);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn integer_modes_give_the_naive_sums_and_the_same_bits_on_every_set() {
+    for bits in 2..=4 {
+        for (shape, block) in SHAPES {
+            let blob = Case::new(bits, shape, block).blob();
+            let view = View::parse(&blob).unwrap();
+            let counts = [1, 5, 14];
+            let offsets = ascending(&counts[..shape[0]]);
+            let x = activations(offsets[shape[0]] * shape[2]);
+            for mode in INTEGERS {
+                let expected = naive(&view, &x, &offsets, mode);
+                for isa in sets() {
+                    let y = product(&view, &x, &offsets, mode, isa);
+                    for (found, expected) in y.iter().zip(&expected) {
+                        let bound = 1e-5 * expected.abs() + 1e-6;
+                        assert!((f64::from(*found) - expected).abs() <= bound, "{isa:?} {mode:?}");
+                    }
+                    assert_eq!(
+                        y,
+                        product(&view, &x, &offsets, mode, Isa::Scalar),
+                        "{isa:?} {mode:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Products of rounded activations and centroids as the mode sees them, in f64.
+fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Mode) -> Vec<f64> {
+    let layout = view.layout();
+    let shape = layout.shape();
+    let mut y = Vec::new();
+    for expert in 0..shape.experts {
+        for token in offsets[expert]..offsets[expert + 1] {
+            let (x, _) = seen(&x[token * shape.columns..][..shape.columns], mode);
+            for row in 0..shape.rows {
+                let mut codes = vec![0; shape.columns];
+                view.decode_row(expert, row, &mut codes);
+                let weight = |(column, &code): (usize, &u8)| {
+                    let block = view.block(expert, row / 16, column / layout.block_size());
+                    let centroid = f64::from(block.centroid(row % 16, code.into()));
+                    let seen = match mode {
+                        Mode::Int8 { .. } => 256.0 * ((centroid + 0.5) / 256.0).round(),
+                        _ => centroid,
+                    };
+                    f64::from(block.scales()[row % 16]) * seen
+                };
+                y.push(
+                    codes
+                        .iter()
+                        .enumerate()
+                        .map(weight)
+                        .zip(&x)
+                        .map(|(w, x)| w * x)
+                        .sum(),
+                );
+            }
+        }
+    }
+    y
+}
+
+#[test]
+fn the_largest_sums_fit_their_integers() {
+    let columns = 1 << 16;
+    let mut case = Case::new(2, [1, 1, columns], 1 << 16);
+    case.codes.fill(0);
+    case.centroids.fill(crate::codebook::MAX_CENTROID);
+    case.scales.fill(1.0);
+    let blob = case.blob();
+    let view = View::parse(&blob).unwrap();
+    view.verify().unwrap();
+    let x = vec![255.0; columns];
+    for isa in sets() {
+        for mode in [
+            Mode::Int8 { activation_bits: 8 },
+            Mode::Int16 { activation_bits: 8 },
+        ] {
+            let centroid = if mode.planes() == 1 {
+                127.0 * 256.0
+            } else {
+                32_639.0
+            };
+            let expected = centroid * 255.0 * columns as f32;
+            assert_eq!(
+                product(&view, &x, &[0, 1], mode, isa),
+                [expected],
+                "{isa:?} {mode:?}"
+            );
+            let negative: Vec<f32> = x.iter().map(|x| -x).collect();
+            assert_eq!(
+                product(&view, &negative, &[0, 1], mode, isa),
+                [-expected],
+                "{isa:?} {mode:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn bf16_activations_are_their_values_and_threads_change_nothing() {
+    let blob = Case::new(4, [2, 50, 300], 128).blob();
+    let view = View::parse(&blob).unwrap();
+    let x: Vec<half::bf16> = activations(600 * 300)
+        .into_iter()
+        .map(half::bf16::from_f32)
+        .collect();
+    let bits: Vec<u16> = x.iter().map(|x| x.to_bits()).collect();
+    let values: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
+    let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    for mode in [Mode::Exact, INTEGERS[0]] {
+        for isa in sets() {
+            let expected = product(&view, &values, &[0, 450, 600], mode, isa);
+            let mut y = vec![0.0; 600 * 50];
+            matmul_grouped(&view, &bits[..], &[0, 450, 600], &mut y, mode, isa, &one).unwrap();
+            assert_eq!(y, expected);
+        }
+    }
+}
+
+#[test]
+fn tokens_that_are_no_numbers_stay_alone_and_zeros_give_zeros() {
+    let blob = Case::new(3, [1, 20, 200], 128).blob();
+    let view = View::parse(&blob).unwrap();
+    let mut x = activations(5 * 200);
+    x[200 + 17] = f32::NAN;
+    x[400 + 199] = f32::NEG_INFINITY;
+    x[600..800].fill(0.0);
+    for mode in INTEGERS {
+        for isa in sets() {
+            let y = product(&view, &x, &[0, 5], mode, isa);
+            let rows: Vec<&[f32]> = y.chunks(20).collect();
+            assert!(rows[1].iter().chain(rows[2]).all(|y| y.is_nan()));
+            assert!(rows[3].iter().all(|&y| y == 0.0));
+            assert!(rows[0].iter().chain(rows[4]).all(|y| y.is_finite()));
+        }
+    }
+}
+
+#[test]
+fn hostile_parameters_give_numbers_and_nothing_else() {
+    let mut blob = Case::new(4, [1, 20, 100], 128).blob();
+    blob[crate::codebook::HEADER_BYTES..].fill(0xff);
+    let view = View::parse(&blob).unwrap();
+    assert!(view.verify().is_err());
+    for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+        for isa in sets() {
+            for tokens in [1, 9] {
+                product(&view, &activations(tokens * 100), &[0, tokens], mode, isa);
+            }
+        }
+    }
+}
+
+#[test]
+fn empty_tensors_and_wrong_sizes() {
+    let pool = pool::current().unwrap();
+    for shape in [[0, 3, 4], [2, 0, 4], [2, 3, 0]] {
+        let blob = Case::new(4, shape, 128).blob();
+        let view = View::parse(&blob).unwrap();
+        let offsets: Vec<usize> = (0..=shape[0]).collect();
+        for mode in [Mode::Exact, INTEGERS[0]] {
+            let y = product(
+                &view,
+                &activations(shape[0] * shape[2]),
+                &offsets,
+                mode,
+                Isa::Scalar,
+            );
+            assert!(y.iter().all(|&y| y == 0.0));
+        }
+    }
+    let blob = Case::new(4, [2, 3, 64], 128).blob();
+    let view = View::parse(&blob).unwrap();
+    let x = activations(128);
+    for (offsets, outputs) in [
+        (vec![0, 2], 6),
+        (vec![0, 2, 1], 6),
+        (vec![0, 1, 2], 5),
+        (vec![1, 1, 2], 6),
+    ] {
+        let y = &mut vec![0.0; outputs];
+        assert!(matmul_grouped(&view, &x[..], &offsets, y, Mode::Exact, Isa::Scalar, &pool).is_err());
+    }
+    assert!(Mode::from_name("int8", 5).is_err() && Mode::from_name("float", 8).is_err());
+    assert_eq!(Mode::from_name("exact", 0), Ok(Mode::Exact));
+}
