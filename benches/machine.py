@@ -37,6 +37,11 @@ def describe(threads: int, device: str = "cpu") -> dict[str, Any]:
 
 def save(path: Path, threads: int, figures: Any, device: str = "cpu") -> None:
     """Write the figures with the description of the machine, and of the accelerator where one was used, as JSON."""
+    write(path, describe(threads, device), figures)
+
+
+def write(path: Path, description: Any, figures: Any) -> None:
+    """Write figures with the description of the machine that they were measured on, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": describe(threads, device), "figures": figures}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": description, "figures": figures}, indent=1) + "\n")
     print(f"wrote {path}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from moepack.methods.qmoe import PUBLISHED
 from yardstick import Yardstick
 
 TERNARY, TWO_BIT = "RTN ternary", "RTN 2 bit, group 64"
+ORDER = (
+    TERNARY, "QMoE ternary, as published", "QMoE ternary",
+    TWO_BIT, "QMoE 2 bit, group 64, as published", "QMoE 2 bit, group 64",
+)  # fmt: skip
 Rows = dict[str, dict[str, Any]]
 
 
@@ -39,14 +44,13 @@ def methods(options: argparse.Namespace) -> dict[str, Method]:
     return {name: method for name, method in table.items() if not options.only or name in options.only}
 
 
-def measure(model: Path, options: argparse.Namespace) -> Rows:
-    """All rows of one model."""
+def measure(model: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of one model by name, one after the other."""
     yardstick = Yardstick(model, options.text, options.chars, options.device)
-    rows: Rows = {}
     for name, method in methods(options).items():
-        rows[name] = {**yardstick.measure(method), "original": yardstick.original}
-        print(model.name, name, json.dumps(rows[name]), flush=True)
-    return rows
+        row = {**yardstick.measure(method), "original": yardstick.original}
+        print(model.name, name, json.dumps(row), flush=True)
+        yield name, row
 
 
 def table(figures: dict[str, Rows]) -> str:
@@ -54,7 +58,7 @@ def table(figures: dict[str, Rows]) -> str:
     texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
     lines = [f"| model | method | bits a weight | {' | '.join(texts)} |", "|---|---|---|" + "---|" * len(texts)]
     for model, rows in figures.items():
-        for name, row in rows.items():
+        for name, row in sorted(rows.items(), key=lambda item: ORDER.index(item[0])):
             rounded = rows.get(TWO_BIT if "2 bit" in name else TERNARY, row)["rise"]
             cells = [_cell(rise, rounded[text], rounded is row["rise"]) for text, rise in row["rise"].items()]
             lines.append(f"| {model} | {name} | {row['bits_per_weight']:.3f} | {' | '.join(cells)} |")
@@ -81,11 +85,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     figures: dict[str, Rows] = {}
-    for earlier in options.merge:
-        figures |= json.loads(earlier.read_text())["figures"]
+    for earlier in map(Path.read_text, options.merge):
+        content = json.loads(earlier)
+        for model, rows in content["figures"].items():
+            figures.setdefault(model, {}).update(rows)
+    if options.merge and not options.models:
+        machine.write(options.out, content["machine"], figures)
     for model in options.models:
-        figures[model.name] = measure(model, options)
-        machine.save(options.out, options.threads, figures, options.device)
+        rows = figures.setdefault(model.name, {})
+        for name, row in measure(model, options):
+            rows[name] = row
+            machine.save(options.out, options.threads, figures, options.device)
     print(table(figures))
 
 

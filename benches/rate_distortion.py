@@ -119,11 +119,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     figures: dict[str, Any] = {}
-    for earlier in args.merge:
-        figures |= json.loads(earlier.read_text())["figures"]
+    for earlier in map(Path.read_text, args.merge):
+        content = json.loads(earlier)
+        for model, curves in content["figures"].items():
+            for name, points in curves.items():
+                figures.setdefault(model, {"frontier": [], "knob": []})[name] += points
+    if args.merge and not args.models:
+        machine.write(args.out, content["machine"], figures)
     common = {"calibration": str(args.calibration), "samples": args.samples, "device": args.device, "buffer": "device"}
     for path in args.models:
-        curves = figures[path.name] = {"frontier": [], "knob": []}
+        curves = figures.setdefault(path.name, {"frontier": [], "knob": []})
         yardstick = Yardstick(path, args.text, args.chars, args.device)
         jobs = [("knob", rate, Qmoe(**common, bits_per_weight=rate)) for rate in args.rates]
         jobs += [("frontier", scale, frontier(scale, common)) for scale in args.scales]

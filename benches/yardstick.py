@@ -24,6 +24,7 @@ from moepack.runtime.loading import open_model, open_tokenizer
 VALUES: dict[str, Callable[[Any], Any]] = {
     "ternary": lambda data: _core.TernaryBlob(data).dequantize("float32"),
     "groupwise": lambda data: _core.GroupwiseBlob(data).dequantize(),
+    "coded-groupwise": lambda data: _core.CodedGroupwiseBlob(data).dequantize(),
 }
 
 

@@ -21,6 +21,7 @@ import moepack
 import packed_support as support
 import tiny_models
 from moepack import DiskError, InvalidTensorError, MoepackError, OutputExistsError, ResumeError
+from moepack.checkpoint import Checkpoint
 from moepack.format import PackedDirectory, atomic, shard
 from moepack.pipeline import journal, plan
 from moepack.progress import Silent
@@ -191,7 +192,7 @@ def test_existing_output_is_never_touched(kind: str, mixtral: Path, tmp_path: Pa
 def test_a_weight_that_is_not_finite_is_named(value: float, mixtral: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(mixtral, tmp_path / "model"))
     tensors = load_file(model / "model.safetensors")
-    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
     tensors[name][5, 7] = value
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidTensorError, match=r"\[5, 7\]") as caught:
@@ -199,6 +200,33 @@ def test_a_weight_that_is_not_finite_is_named(value: float, mixtral: Path, tmp_p
     assert caught.value.tensor == name
     assert caught.value.file == str(model / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_layers_before_a_bad_weight_are_kept_until_it_is_mended(mixtral: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(mixtral, tmp_path / "model"))
+    tensors = load_file(mixtral / "model.safetensors")
+    weight = tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"].view(-1)
+
+    def save() -> str:
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+        return Checkpoint.open(model).fingerprint()
+
+    sound = save()
+    reference = moepack.compress(model, tmp_path / "reference")
+    for position in range(0, len(weight), 256):  # until the fingerprint's samples miss it, as in any large file
+        kept, weight[position] = weight[position].clone(), float("nan")
+        if save() == sound:
+            break
+        weight[position] = kept
+    for _ in range(2):
+        with pytest.raises(InvalidTensorError):
+            moepack.compress(model, tmp_path / "out")
+        assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
+    weight[position] = kept
+    assert save() == sound
+    report = moepack.compress(model, tmp_path / "out")
+    assert report.resumed_weights == reference.expert_weights // 2
+    assert support.contents(tmp_path / "out") == support.contents(tmp_path / "reference")
 
 
 def test_a_missing_shard_leaves_nothing(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CodebookBlob",
+    "CodedGroupwiseBlob",
     "CorruptionError",
     "GroupwiseBlob",
     "TernaryBlob",
     "__version__",
     "available_isas",
+    "code_groupwise",
     "encode_codebook",
     "encode_groupwise",
     "encode_ternary",
@@ -227,6 +229,79 @@ class GroupwiseBlob:
         Raises:
             ValueError: sizes do not match, there is no such expert, or the processor lacks the set.
         """
+    def matmul_grouped(
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        offsets: NDArray[np.int64],
+        mode: str = "exact",
+        isa: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Return W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
+            offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
+            mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes or offsets do not match, or the processor lacks the set.
+        """
+
+def code_groupwise(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Entropy code a packed group-wise tensor block by block, uint8 [bytes]; the result may be larger.
+
+    Args:
+        data: uint8 [bytes], contiguous, as `encode_groupwise` writes it.
+
+    Raises:
+        CorruptionError: the bytes are no group-wise tensor.
+        ValueError: its rows are too long for the coded format (beyond some 45,000 columns of 2 bits).
+    """
+
+@final
+class CodedGroupwiseBlob:
+    """An entropy-coded group-wise tensor of experts x rows x columns over an array that it keeps and reads in place.
+
+    Raises CorruptionError at construction if header, index and size contradict each other.
+    """
+
+    def __new__(cls, data: NDArray[np.uint8]) -> CodedGroupwiseBlob: ...
+    @property
+    def bits(self) -> int:
+        """The bits of a code: 2, 3, 4 or 8."""
+    @property
+    def group_size(self) -> int:
+        """The columns that share a scale; of one group a row, the columns."""
+    @property
+    def symmetric(self) -> bool:
+        """Whether weights are scale * (code - 2^(bits - 1)), without offsets."""
+    @property
+    def dtype(self) -> str:
+        """The type of the stored parameters: "float16" or "bfloat16"."""
+    @property
+    def experts(self) -> int:
+        """The number of experts, 1 for a matrix."""
+    @property
+    def rows(self) -> int:
+        """The number of rows of an expert."""
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+    @property
+    def rank(self) -> int:
+        """The rank of the tensor as its user sees it: 2 or 3."""
+    @property
+    def nbytes(self) -> int:
+        """The size of the coded tensor in bytes, everything counted."""
+    def expand(self) -> NDArray[np.uint8]:
+        """Return the tensor without the entropy code, as `GroupwiseBlob` reads it, uint8 [bytes]."""
+    def decode(self) -> NDArray[np.uint8]:
+        """Return the codes, uint8 [experts, rows, columns]."""
+    def dequantize(self) -> NDArray[np.float32]:
+        """Return the values, float32 [experts, rows, columns]."""
+    def verify(self) -> None:
+        """Decode everything, check every parameter and padding byte; CorruptionError names the place."""
     def matmul_grouped(
         self,
         x: NDArray[np.float32] | NDArray[np.uint16],

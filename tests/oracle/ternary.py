@@ -153,9 +153,9 @@ class Blob:
 
 def read(data: bytes) -> Blob:
     """Take a packed tensor apart."""
-    magic, version, code, level, rank, count, ids, zero = struct.unpack_from("<8sHBBBB8sH", data)
+    magic, version, code, level, rank, count, ids, symmetric, zero = struct.unpack_from("<8sHBBBB8sBB", data)
     experts, rows, columns, payload_bytes, nonzeros = struct.unpack_from("<5Q", data, 24)
-    assert (magic, version, zero, data[64:128]) == (b"MOEPTERN", 1, 0, bytes(64))
+    assert (magic, version, zero, data[64:128]) == (b"MOEPTERN", 1, 0, bytes(64)) and symmetric in (0, 1)
     at = 128
 
     def section(size: int) -> bytes:
@@ -166,7 +166,8 @@ def read(data: bytes) -> Blob:
         return data[start:at]
 
     level_format = {0: "H", 1: "e", 2: "f"}[level]
-    stored = struct.unpack(f"<{2 * experts * rows}{level_format}", section(2 * experts * rows * (2, 2, 4)[level]))
+    count_levels = (2 - symmetric) * experts * rows
+    stored = struct.unpack(f"<{count_levels}{level_format}", section(count_levels * (2, 2, 4)[level]))
     if level == 0:
         stored = [struct.unpack("<f", struct.pack("<I", bits << 16))[0] for bits in stored]
     wide = code == 1 or -(-columns // 4) > 4095
@@ -183,7 +184,7 @@ def read(data: bytes) -> Blob:
         rank=rank,
         dictionaries=tuple(ids[:count]),
         nonzeros=nonzeros,
-        levels=list(zip(stored[::2], stored[1::2], strict=True)),
+        levels=[(0 - x, x) for x in stored] if symmetric else list(zip(stored[::2], stored[1::2], strict=True)),
         rows=cut(payload, tails, starts, (experts, rows), 28 if wide else 12),
     )
 

@@ -63,11 +63,12 @@ def read(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     magic, version, code, level_type, _, count = struct.unpack_from("<8sHBBBB", data)
     assert (magic, version) == (b"MOEPTERN", 1)
     experts, rows, columns, payload_bytes, nonzeros = struct.unpack_from("<5Q", data, 24)
+    symmetric = data[22]
     wide = -(-columns // 4) > 4095 or code == 1
     groups = -(-rows // 64)
     start_count = experts * groups + 1 if code == 0 else experts + 1
     sizes = [
-        experts * rows * (4, 4, 8)[level_type],
+        experts * rows * (4, 4, 8)[level_type] // (1 + symmetric),
         experts * rows * (4 if wide else 2),
         8 * start_count,
         payload_bytes,
@@ -88,7 +89,9 @@ def read(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     else:
         _read_dict16(codes, entries, offsets, np.frombuffer(payload, "<u2"))
     assert np.count_nonzero(codes) == nonzeros
-    return codes, _levels(levels, level_type).reshape(experts, rows, 2)
+    stored = _levels(levels, level_type)
+    pairs = np.stack([0 - stored, stored], axis=-1) if symmetric else stored
+    return codes, pairs.reshape(experts, rows, 2)
 
 
 def _levels(section: bytes, level_type: int) -> np.ndarray:

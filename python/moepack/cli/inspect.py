@@ -88,9 +88,10 @@ def _row(record: "TensorRecord") -> Row:
 def _format(record: "TensorRecord") -> str:
     """The kind with what it is worth to know of it: `ternary fsv8`, `int4 group 64`."""
     details = record.details
-    if record.kind == "groupwise" and {"bits", "group_size"} <= set(details):
+    if record.kind in ("groupwise", "coded-groupwise") and {"bits", "group_size"} <= set(details):
         width = details["group_size"]
-        return f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
+        form = f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
+        return form if record.kind == "groupwise" else f"{form} coded"
     if record.kind == "codebook" and {"bits", "block_size"} <= set(details):
         width, activations = details["block_size"], details.get("activation_bits")
         place = "row" if width >= record.shape[-1] else f"block {width}"

@@ -25,12 +25,13 @@ from moepack.errors import CorruptionError, LoadError
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
 
-Blob = _core.TernaryBlob | _core.GroupwiseBlob | _core.CodebookBlob
+Blob = _core.TernaryBlob | _core.GroupwiseBlob | _core.CodedGroupwiseBlob | _core.CodebookBlob
 """A packed tensor of any kind, its metadata checked."""
 
 _KINDS: Mapping[str, type[Blob]] = {
     "ternary": _core.TernaryBlob,
     "groupwise": _core.GroupwiseBlob,
+    "coded-groupwise": _core.CodedGroupwiseBlob,
     "codebook": _core.CodebookBlob,
 }
 

@@ -71,7 +71,8 @@ def compress(
         CheckpointError: the checkpoint is incomplete or damaged.
         UnsupportedModelError: its architecture is unknown, or it is already quantized.
         CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
-        InvalidTensorError: a weight is NaN or infinite. Nothing is left behind: the job can never succeed.
+        InvalidTensorError: a weight is NaN or infinite. Finished layers stay in `out`.partial, and the same call
+            continues once the checkpoint is mended; without any, nothing is left behind.
         OutputExistsError: `out` exists.
         ResumeError: `out`.partial belongs to another job.
         DiskError: the disk is full or refuses. `out`.partial stays and the same call continues it.
@@ -122,7 +123,8 @@ class Job:
                 raise OutputExistsError("was made by somebody else in the meantime", file=target)
             workspace.publish(target)
         except InvalidTensorError:
-            workspace.discard()
+            if not workspace.done:
+                workspace.discard()
             raise
         finally:
             workspace.close()

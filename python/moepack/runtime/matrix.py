@@ -20,6 +20,7 @@ from moepack.runtime.compute import compute_mode
 __all__ = [
     "MAGIC_BYTES",
     "CodebookMatrix",
+    "CodedGroupwiseMatrix",
     "GroupwiseMatrix",
     "ModalMatrix",
     "PackedMatrix",
@@ -146,6 +147,22 @@ class GroupwiseMatrix(ModalMatrix):
         return f"groupwise-{self.blob.bits}bit"
 
 
+class CodedGroupwiseMatrix(ModalMatrix):
+    """An entropy-coded group-wise blob (`MOEPGRPC`): a product decodes 16 rows at a time."""
+
+    __slots__ = ()
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        from moepack import _core
+
+        super().__init__(_core.CodedGroupwiseBlob(data))
+
+    @property
+    def format(self) -> str:
+        """For example `groupwise-2bit-coded`."""
+        return f"groupwise-{self.blob.bits}bit-coded"
+
+
 def gated_experts(
     matrices: Sequence[PackedMatrix], x: Activations, experts: NDArray[np.int64], weights: NDArray[np.float32]
 ) -> NDArray[np.float32] | None:
@@ -201,6 +218,7 @@ class CodebookMatrix(ModalMatrix):
 _FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {
     b"MOEPTERN": TernaryMatrix,
     b"MOEPGRPW": GroupwiseMatrix,
+    b"MOEPGRPC": CodedGroupwiseMatrix,
     b"MOEPCODE": CodebookMatrix,
 }
 

@@ -32,8 +32,9 @@ from moepack.solvers.gptq import ExpertReport, Factors, GptqSettings, factorize,
 
 __all__ = ["RateGrid", "RateProblem", "RateSettings", "row_bits"]
 
-#: Levels (2 x 16 bits), length (12) and dictionary (4) of a row; its share of the group starts (64 bits for 64 rows).
-ROW_METADATA = 49
+#: Level (16 bits: the two are opposite), length (12) and dictionary (4) of a row; its share of the group starts (64
+#: bits for 64 rows).
+ROW_METADATA = 33
 #: Half a byte for the rounded length of a row that is not empty; its last code, which stands for zeros beyond its end.
 ROW_TAIL = 5
 #: What FSV8 needs over the entropy of a row, with a choice among eight dictionaries.
@@ -58,7 +59,7 @@ class RateSettings:
 
     damping: float = 1.0
     shift: float = 0.75
-    shift_damping: float = 0.05
+    shift_damping: float = 0.2
     passes: int = 4
     narrowest: float = 1.3
     widest: float = 3.0

@@ -5,6 +5,7 @@
 
 pub mod bits;
 pub mod codebook;
+pub mod coded;
 pub mod error;
 pub mod gemm;
 pub mod groupwise;

@@ -157,7 +157,7 @@ impl GroupwiseBlob {
 #[pymethods]
 impl GroupwiseBlob {
     #[new]
-    fn new(data: &Bound<'_, PyArray1<u8>>) -> PyResult<GroupwiseBlob> {
+    pub(crate) fn new(data: &Bound<'_, PyArray1<u8>>) -> PyResult<GroupwiseBlob> {
         let borrowed: PyReadonlyArray1<u8> = data.try_readonly()?;
         let bytes = contiguous(borrowed.as_slice(), "data")?;
         let layout = View::parse(bytes).map_err(raise)?.layout();
@@ -222,13 +222,13 @@ impl GroupwiseBlob {
     }
 
     /// The codes: uint8 [experts, rows, columns].
-    fn decode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<u8>>> {
+    pub(crate) fn decode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<u8>>> {
         let columns = self.layout.shape().columns;
         self.fill(py, columns, |view, row, codes| view.decode_row(row, codes))
     }
 
     /// The values: float32 [experts, rows, columns].
-    fn dequantize<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f32>>> {
+    pub(crate) fn dequantize<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f32>>> {
         let columns = self.layout.shape().columns;
         self.fill(py, columns, |view, row, values| view.decode_values(row, values))
     }

@@ -2,6 +2,7 @@
 
 mod arrays;
 mod codebook;
+mod coded;
 mod error;
 mod groupwise;
 mod kmeans;
@@ -16,6 +17,8 @@ mod _core {
 
     #[pymodule_export]
     use super::codebook::{CodebookBlob, encode_codebook};
+    #[pymodule_export]
+    use super::coded::{CodedGroupwiseBlob, code_groupwise};
     #[pymodule_export]
     use super::error::CorruptionError;
     #[pymodule_export]

@@ -33,6 +33,7 @@ CASES = {
     "experts": ((3, 5, 77), 3, MIXED, 1 + 2**-8),
     "wide": ((1, 3, 16_381), 2, [(0.97, 0.5), (1, 0), (0.995, 0.3)], 1 + 2**-20),
     "one_weight": ((1, 1, 1), 2, [(0, 1)], 1.0),
+    "symmetric": ((2, 9, 100), 3, SPARSE, 2**-3),
     "no_experts": ((0, 4, 8), 3, SPARSE, 1.0),
     "no_rows": ((2, 0, 8), 3, SPARSE, 1.0),
     "no_columns": ((2, 3, 0), 3, SPARSE, 1.0),
@@ -51,7 +52,8 @@ def main() -> None:
     for seed, (name, (shape, rank, shares, unit)) in enumerate(CASES.items()):
         codes = rows(shape, shares, seed)
         steps = 1 + np.arange(shape[0] * shape[1], dtype=np.float32).reshape(*shape[:2], 1) % 4
-        levels = (np.array([-0.5, 1], np.float32) * steps * np.float32(unit)).astype(np.float32)
+        pair = [-1, 1] if name == "symmetric" else [-0.5, 1]
+        levels = (np.array(pair, np.float32) * steps * np.float32(unit)).astype(np.float32)
         case = {"name": name, "shape": shape, "rank": rank, "rows": text(codes)}
         for code in ("fsv8", "dict16"):
             data = _core.encode_ternary(codes, levels, rank=rank, code=code)

@@ -21,6 +21,9 @@ from moepack.solvers.grids import AffineGrid, TernaryGrid
 
 __all__ = ["Form", "GroupwiseForm", "TernaryForm", "groupwise_details"]
 
+#: Columns beyond which the entropy-coded format may not hold a block's streams.
+LONGEST_CODED = 40_000
+
 
 class Form(Protocol):
     """One way to store a projection. Codes are [E, R, C], parameters [E, R, P]."""
@@ -90,7 +93,8 @@ class TernaryForm:
 
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Encode the codes."""
-        blob = _core.encode_ternary(codes.numpy(), parameters.numpy().astype(np.float32), rank=3, code=self.code)
+        levels = parameters.numpy().astype(np.float32) + 0.0  # without negative zeros, opposite levels are stored once
+        blob = _core.encode_ternary(codes.numpy(), levels, rank=3, code=self.code)
         return PackedTensor(self.kind, blob, {"code": self.code, "nonzeros": _core.TernaryBlob(blob).nonzeros})
 
     def unpack(self, packed: PackedTensor) -> Tensor:
@@ -142,18 +146,24 @@ class GroupwiseForm:
         return 2 * -(-columns // self.group_size)
 
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
-        """Pack the codes."""
+        """Pack the codes, in the plain format or entropy coded, whichever is smaller."""
         pairs = parameters.reshape(*parameters.shape[:2], parameters.shape[2] // 2, 2)
         scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
         blob = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=self.group_size, rank=3)
-        return PackedTensor(self.kind, blob, groupwise_details(blob))
+        kind, details = self.kind, groupwise_details(blob)
+        if codes.shape[2] <= LONGEST_CODED:
+            coded = _core.code_groupwise(blob)
+            if coded.nbytes < blob.nbytes:
+                kind, blob = "coded-groupwise", coded
+        return PackedTensor(kind, blob, details)
 
     def unpack(self, packed: PackedTensor) -> Tensor:
         """Dequantize a blob."""
-        return torch.from_numpy(_core.GroupwiseBlob(packed.data).dequantize())
+        reader = _core.GroupwiseBlob if packed.kind == self.kind else _core.CodedGroupwiseBlob
+        return torch.from_numpy(reader(packed.data).dequantize())
 
     def bound(self, shape: Shape) -> int:
-        """Return the size: it depends on the shape alone."""
+        """Return the size of the plain format."""
         experts, rows, columns = shape
         block = 64 * -(-columns // self.group_size) + 128 * -(-columns // 32)
         return 128 + experts * -(-rows // 16) * block

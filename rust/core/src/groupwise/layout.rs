@@ -1,6 +1,10 @@
 //! The header of a tensor, and the places that follow from it.
 
-use super::{BLOCK_ROWS, HEADER_BYTES, MAGIC, ParameterType, REGISTER_BYTES, VERSION, corrupt, invalid};
+use std::cmp::Ordering;
+
+use super::{
+    BLOCK_ROWS, Block, HEADER_BYTES, MAGIC, ParameterType, REGISTER_BYTES, VERSION, corrupt, invalid,
+};
 use crate::bits::{UNIT, WIDTHS};
 use crate::ternary::Shape;
 use crate::{Error, Result, limits};
@@ -131,7 +135,7 @@ impl Layout {
     }
 
     /// Bytes of a block's parameters, with their padding.
-    pub(super) fn parameter_bytes(&self) -> usize {
+    pub(crate) fn parameter_bytes(&self) -> usize {
         self.parameter_bytes
     }
 
@@ -140,7 +144,28 @@ impl Layout {
         self.total
     }
 
+    /// A block's bytes in its two sections.
+    #[inline]
+    pub(crate) fn split<'a>(&self, block: &'a [u8]) -> Block<'a> {
+        let (parameters, codes) = block.split_at(self.parameter_bytes);
+        Block { parameters, codes }
+    }
+
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
+        let layout = Layout::read_header(data)?;
+        match layout.total.cmp(&data.len()) {
+            Ordering::Equal => Ok(layout),
+            Ordering::Greater => {
+                let (found, total) = (data.len(), layout.total);
+                let message = format!("group-wise tensor: {found} bytes instead of {total}");
+                Err(Error::InsufficientData(message))
+            }
+            Ordering::Less => corrupt(format!("{} bytes contradict the shape", data.len())),
+        }
+    }
+
+    /// The layout that a header says, however many bytes follow it.
+    pub(crate) fn read_header(data: &[u8]) -> Result<Layout> {
         let Some(header) = data.get(..HEADER_BYTES) else {
             let message = format!("group-wise tensor: {} bytes hold no header", data.len());
             return Err(Error::InsufficientData(message));
@@ -157,13 +182,8 @@ impl Layout {
         }
         let (shape, spec) = (read_shape(header)?, read_spec(header)?);
         match Layout::of(shape, spec) {
-            Some(layout) if layout.total == data.len() => Ok(layout),
-            Some(layout) if layout.total > data.len() => {
-                let (found, total) = (data.len(), layout.total);
-                let message = format!("group-wise tensor: {found} bytes instead of {total}");
-                Err(Error::InsufficientData(message))
-            }
-            _ => corrupt(format!("{} bytes contradict the shape", data.len())),
+            Some(layout) => Ok(layout),
+            None => corrupt(format!("{shape:?} is too large for this machine")),
         }
     }
 

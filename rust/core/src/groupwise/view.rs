@@ -20,6 +20,25 @@ pub struct Block<'a> {
     pub codes: &'a [u8],
 }
 
+/// What a product reads: blocks of rows, from wherever they come.
+pub trait Blocks: Sync {
+    /// Shape, spec and sizes.
+    fn layout(&self) -> Layout;
+
+    /// Block `block` of all experts' blocks, in place or made in `buffer`.
+    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> Block<'s>;
+}
+
+impl Blocks for View<'_> {
+    fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    fn fetch<'s>(&'s self, block: usize, _: &'s mut Vec<u8>) -> Block<'s> {
+        self.block(block)
+    }
+}
+
 impl<'a> View<'a> {
     /// Checks header and size.
     ///
@@ -44,9 +63,8 @@ impl<'a> View<'a> {
     #[inline]
     pub fn block(&self, block: usize) -> Block<'a> {
         let bytes = self.layout.block_bytes();
-        let (parameters, codes) =
-            self.data[HEADER_BYTES + block * bytes..][..bytes].split_at(self.layout.parameter_bytes());
-        Block { parameters, codes }
+        self.layout
+            .split(&self.data[HEADER_BYTES + block * bytes..][..bytes])
     }
 
     /// The block and the lane of a row of all experts' rows.

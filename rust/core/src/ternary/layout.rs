@@ -1,12 +1,12 @@
 //! The bytes of a packed ternary tensor: a header of 128 bytes and four sections whose places follow from it.
 //!
 //! ```text
-//!  0 8s magic "MOEPTERN"     10 u8 code (0 fsv8, 1 dict16)           22 u16 zero            48 u64 payload bytes
-//!  8 u16 version 1           11 u8 level dtype (0 bf16 1 f16 2 f32)  24 u64 experts E       56 u64 non-zero codes
-//!                            12 u8 rank 2 or 3                       32 u64 rows R          64 64 zeros
-//!                            13 u8 number of dictionaries            40 u64 columns C
-//!                            14 8 x u8 dictionary ids, ascending
-//! levels   E*R pairs (negative, positive)
+//!  0 8s magic "MOEPTERN"     10 u8 code (0 fsv8, 1 dict16)           22 u8 symmetric levels  48 u64 payload bytes
+//!  8 u16 version 1           11 u8 level dtype (0 bf16 1 f16 2 f32)  23 u8 zero              56 u64 non-zero codes
+//!                            12 u8 rank 2 or 3                       24 u64 experts E        64 64 zeros
+//!                            13 u8 number of dictionaries            32 u64 rows R
+//!                            14 8 x u8 dictionary ids, ascending     40 u64 columns C
+//! levels   E*R pairs (negative, positive), or the positive ones alone if symmetric
 //! index    fsv8: a tail a row, length | dictionary << k: u16, k = 12 if a raw row has at most 4095 bytes, else u32, k = 28
 //!          dict16: u32 a row, its start in codes from its expert's start
 //! starts   u64; fsv8: of every group of 64 rows in bytes, and the end; dict16: of every expert in codes, and the end
@@ -18,7 +18,7 @@
 
 use std::ops::Range;
 
-use super::levels::LevelType;
+use super::levels::{LevelForm, LevelType};
 use super::{Code, Shape};
 use crate::{Error, Result, limits};
 
@@ -48,7 +48,7 @@ pub(crate) const SWAPPED: u32 = 8;
 pub(super) struct Header {
     pub shape: Shape,
     pub code: Code,
-    pub level_type: LevelType,
+    pub levels: LevelForm,
     pub dictionary_count: u8,
     pub dictionary_ids: [u8; MAX_DICTIONARIES],
     pub payload_bytes: u64,
@@ -81,7 +81,7 @@ impl Header {
         if version != VERSION {
             return corrupt(format!("version {version} is not supported"));
         }
-        if bytes[22..24].iter().chain(&bytes[64..]).any(|&b| b != 0) {
+        if bytes[22] > 1 || bytes[23] != 0 || bytes[64..].iter().any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
         }
         let shape = Shape {
@@ -95,7 +95,11 @@ impl Header {
         let header = Header {
             shape,
             code: Code::from_id(bytes[10]).map_or_else(|| corrupt("unknown code"), Ok)?,
-            level_type: LevelType::from_id(bytes[11]).map_or_else(|| corrupt("unknown level dtype"), Ok)?,
+            levels: LevelForm {
+                level_type: LevelType::from_id(bytes[11])
+                    .map_or_else(|| corrupt("unknown level dtype"), Ok)?,
+                symmetric: bytes[22] == 1,
+            },
             dictionary_count: bytes[13],
             dictionary_ids,
             payload_bytes: u64_at(bytes, 48),
@@ -142,11 +146,12 @@ impl Header {
         out[8..10].copy_from_slice(&VERSION.to_le_bytes());
         out[10..14].copy_from_slice(&[
             self.code.id(),
-            self.level_type.id(),
+            self.levels.level_type.id(),
             self.shape.rank,
             self.dictionary_count,
         ]);
         out[14..22].copy_from_slice(&self.dictionary_ids);
+        out[22] = u8::from(self.levels.symmetric);
         let Shape {
             experts,
             rows,
@@ -197,7 +202,7 @@ impl Layout {
                     .checked_add(1)?,
                 Code::Dict16 => header.shape.experts.checked_add(1)?,
             };
-            let levels = section(HEADER_BYTES, rows.checked_mul(2 * header.level_type.bytes())?)?;
+            let levels = section(HEADER_BYTES, rows.checked_mul(header.levels.bytes())?)?;
             let index = section(levels.end, rows.checked_mul(header.tail().bytes)?)?;
             let starts = section(index.end, start_count.checked_mul(8)?)?;
             let payload = section(starts.end, usize::try_from(header.payload_bytes).ok()?)?;
@@ -287,7 +292,7 @@ impl Parts<'_> {
         let header = Header {
             shape: self.shape,
             code: self.code,
-            level_type: LevelType::narrowest(self.levels),
+            levels: LevelForm::smallest(self.levels),
             dictionary_count: self.dictionaries.len() as u8,
             dictionary_ids,
             payload_bytes: self.payload.iter().map(|part| part.len() as u64).sum(),
@@ -296,7 +301,7 @@ impl Parts<'_> {
         let layout = Layout::new(&header)?;
         let mut out = vec![0; layout.total];
         header.write(&mut out);
-        header.level_type.write(self.levels, &mut out[layout.levels]);
+        header.levels.write(self.levels, &mut out[layout.levels]);
         let tail = header.tail();
         for (place, &entry) in out[layout.index].chunks_exact_mut(tail.bytes).zip(&self.index) {
             tail.write(entry, place);

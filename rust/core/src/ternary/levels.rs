@@ -1,4 +1,5 @@
-//! The two non-zero values of every row, stored in the narrowest type that holds all of a tensor's exactly.
+//! The two non-zero values of every row, stored in the narrowest type that holds all of a tensor's exactly; only one of
+//! them where each row's are opposite.
 
 use half::{bf16, f16};
 
@@ -55,36 +56,73 @@ impl LevelType {
         }
     }
 
+    fn write(self, level: f32, place: &mut [u8]) {
+        match self {
+            LevelType::Bf16 => place.copy_from_slice(&bf16::from_f32(level).to_le_bytes()),
+            LevelType::F16 => place.copy_from_slice(&f16::from_f32(level).to_le_bytes()),
+            LevelType::F32 => place.copy_from_slice(&level.to_le_bytes()),
+        }
+    }
+
+    #[inline]
+    fn read(self, levels: &[u8], i: usize) -> f32 {
+        let at = i * self.bytes();
+        let half = [levels[at], levels[at + 1]];
+        match self {
+            LevelType::Bf16 => bf16::from_le_bytes(half).to_f32(),
+            LevelType::F16 => f16::from_le_bytes(half).to_f32(),
+            LevelType::F32 => f32::from_le_bytes([half[0], half[1], levels[at + 2], levels[at + 3]]),
+        }
+    }
+}
+
+/// How the levels of a tensor are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LevelForm {
+    pub level_type: LevelType,
+    /// Whether only the positive level of a row is stored, and the negative one is its opposite.
+    pub symmetric: bool,
+}
+
+impl LevelForm {
+    /// The smallest form that holds all levels exactly.
+    pub fn smallest(levels: &[(f32, f32)]) -> LevelForm {
+        let zero = |pair: (f32, f32)| (pair.0.to_bits(), pair.1.to_bits()) == (0, 0);
+        let opposite = |&pair: &(f32, f32)| (pair.1 > 0.0 && pair.0 == -pair.1) || zero(pair);
+        LevelForm {
+            level_type: LevelType::narrowest(levels),
+            symmetric: !levels.is_empty() && levels.iter().all(opposite),
+        }
+    }
+
+    /// The bytes of a row.
+    pub fn bytes(self) -> usize {
+        (2 - usize::from(self.symmetric)) * self.level_type.bytes()
+    }
+
     /// Writes pairs of levels.
-    pub(super) fn write(self, levels: &[(f32, f32)], out: &mut [u8]) {
-        for (place, &(negative, positive)) in out.chunks_exact_mut(2 * self.bytes()).zip(levels) {
-            for (place, level) in place.chunks_exact_mut(self.bytes()).zip([negative, positive]) {
-                match self {
-                    LevelType::Bf16 => place.copy_from_slice(&bf16::from_f32(level).to_le_bytes()),
-                    LevelType::F16 => place.copy_from_slice(&f16::from_f32(level).to_le_bytes()),
-                    LevelType::F32 => place.copy_from_slice(&level.to_le_bytes()),
-                }
+    pub fn write(self, levels: &[(f32, f32)], out: &mut [u8]) {
+        let size = self.level_type.bytes();
+        for (place, &(negative, positive)) in out.chunks_exact_mut(self.bytes()).zip(levels) {
+            let (first, last) = place.split_at_mut(place.len() - size);
+            if !self.symmetric {
+                self.level_type.write(negative, first);
             }
+            self.level_type.write(positive, last);
         }
     }
 
     /// Reads the `i`-th pair of levels: (negative, positive).
     #[inline]
-    pub(super) fn read(self, levels: &[u8], i: usize) -> (f32, f32) {
-        let pair = &levels[i * 2 * self.bytes()..][..2 * self.bytes()];
-        let half = |at: usize| [pair[at], pair[at + 1]];
-        let full = |at: usize| [pair[at], pair[at + 1], pair[at + 2], pair[at + 3]];
-        match self {
-            LevelType::Bf16 => (
-                bf16::from_le_bytes(half(0)).to_f32(),
-                bf16::from_le_bytes(half(2)).to_f32(),
-            ),
-            LevelType::F16 => (
-                f16::from_le_bytes(half(0)).to_f32(),
-                f16::from_le_bytes(half(2)).to_f32(),
-            ),
-            LevelType::F32 => (f32::from_le_bytes(full(0)), f32::from_le_bytes(full(4))),
+    pub fn read(self, levels: &[u8], i: usize) -> (f32, f32) {
+        if !self.symmetric {
+            return (
+                self.level_type.read(levels, 2 * i),
+                self.level_type.read(levels, 2 * i + 1),
+            );
         }
+        let level = self.level_type.read(levels, i);
+        (if level == 0.0 { 0.0 } else { -level }, level)
     }
 }
 

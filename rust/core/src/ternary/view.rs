@@ -42,7 +42,7 @@ impl Metadata {
 
     /// The type in which levels are stored.
     pub fn level_type(&self) -> LevelType {
-        self.header.level_type
+        self.header.levels.level_type
     }
 
     /// The number of bytes of codes.
@@ -175,7 +175,7 @@ impl<'a> TernaryView<'a> {
 
     /// The type in which levels are stored.
     pub fn level_type(&self) -> LevelType {
-        self.header.level_type
+        self.header.levels.level_type
     }
 
     /// The ids of the dictionaries that rows choose from; empty for dict16.
@@ -204,7 +204,7 @@ impl<'a> TernaryView<'a> {
     #[inline(always)]
     pub fn levels(&self, row: usize) -> (f32, f32) {
         self.header
-            .level_type
+            .levels
             .read(&self.data[self.layout.levels.clone()], row)
     }
 

@@ -14,7 +14,7 @@ use super::tile::{Rows, Steps, Tile};
 use super::x86;
 use super::{Mode, activation, scalar, tile};
 use crate::gemm::ternary::Activations;
-use crate::groupwise::{BLOCK_ROWS, View};
+use crate::groupwise::{BLOCK_ROWS, Blocks};
 use crate::simd::Isa;
 
 /// One expert's share of a call: which places of the call's list of tokens go through it.
@@ -75,7 +75,7 @@ impl Engine<'_> {
 
     /// Brings activations into the form that products by `view` read. `list` names the tokens of `x`, in the order of
     /// the tasks.
-    pub fn prepare(&self, view: &View, tasks: &[Task], x: Activations, list: &[usize]) -> Prepared {
+    pub fn prepare(&self, view: &dyn Blocks, tasks: &[Task], x: Activations, list: &[usize]) -> Prepared {
         let (columns, steps) = (view.layout().shape().columns, Steps::new(&view.layout()));
         let tokens = x.len() / columns.max(1);
         let mut rows = Rows::new(&steps, tokens, self.mode);
@@ -125,48 +125,54 @@ impl Engine<'_> {
     }
 
     /// y = W x for all tasks; `y` has a row for each place of the list.
-    pub fn products(&self, view: &View, tasks: &[Task], prepared: &Prepared, y: &mut [f32]) {
-        self.blocks(view, tasks, prepared, y, |_, block, tile, out| {
-            self.compute(view, block, &prepared.steps, tile, out);
+    pub fn products(&self, view: &dyn Blocks, tasks: &[Task], prepared: &Prepared, y: &mut [f32]) {
+        self.blocks([view], tasks, prepared, y, |_, [weights], tile, out| {
+            self.compute(weights, &prepared.steps, tile, out);
         });
     }
 
     /// silu(gate x) * (up x) for all tasks; the two matrices have the same shape.
-    pub fn gated(&self, views: [&View; 2], tasks: &[Task], prepared: [&Prepared; 2], y: &mut [f32]) {
-        let [gate, up] = views;
-        self.blocks(gate, tasks, prepared[0], y, |at, block, tile, out| {
+    pub fn gated(&self, views: [&dyn Blocks; 2], tasks: &[Task], prepared: [&Prepared; 2], y: &mut [f32]) {
+        self.blocks(views, tasks, prepared[0], y, |at, [gate, up], tile, out| {
             let mut other = [[0.0; BLOCK_ROWS]; 8];
-            self.compute(gate, block, &prepared[0].steps, tile, out);
+            self.compute(gate, &prepared[0].steps, tile, out);
             let (task, number) = at;
             let (_, tile) = &prepared[1].tiles[task][number];
-            self.compute(up, block, &prepared[1].steps, tile, &mut other);
+            self.compute(up, &prepared[1].steps, tile, &mut other);
             self.gate(out.as_flattened_mut(), other.as_flattened());
         });
     }
 
     /// Runs `work` for every block and tile of all tasks, in one parallel region, and puts the outputs into place.
-    /// It gets the numbers of the task and of its tile, the number of the block among all experts', and the tile.
-    fn blocks(
+    /// It gets the numbers of the task and of its tile, the block of each view, and the tile. The views have the same
+    /// shape.
+    fn blocks<const N: usize>(
         &self,
-        view: &View,
+        views: [&dyn Blocks; N],
         tasks: &[Task],
         prepared: &Prepared,
         y: &mut [f32],
-        work: impl Fn((usize, usize), usize, &Tile, &mut Out) + Sync,
+        work: impl Fn((usize, usize), &[Weights; N], &Tile, &mut Out) + Sync,
     ) {
-        let layout = view.layout();
+        let layout = views[0].layout();
         let rows = layout.shape().rows;
         let step = (UNIT_BYTES / layout.block_bytes().max(1)).max(1);
         let runs = layout.blocks().div_ceil(step);
         let output = Output::new(y, rows);
         self.share(tasks.len() * runs, |unit| {
             let (task, first) = (unit / runs, unit % runs * step);
+            let mut buffers = [const { Vec::new() }; N];
             for block in first..(first + step).min(layout.blocks()) {
                 let place = block * BLOCK_ROWS..((block + 1) * BLOCK_ROWS).min(rows);
+                let among_all = tasks[task].expert * layout.blocks() + block;
+                let mut buffer = buffers.iter_mut();
+                let weights = views.map(|view| Weights {
+                    block: view.fetch(among_all, buffer.next().expect("one a view")),
+                    layout: view.layout(),
+                });
                 for (number, (places, tile)) in prepared.tiles[task].iter().enumerate() {
                     let mut out = [[0.0; BLOCK_ROWS]; 8];
-                    let among_all = tasks[task].expert * layout.blocks() + block;
-                    work((task, number), among_all, tile, &mut out);
+                    work((task, number), &weights, tile, &mut out);
                     for (token, values) in places.clone().zip(&out) {
                         // SAFETY: this unit alone has this block of this task, and a place is of one task.
                         unsafe { output.write(token, place.clone(), values) }
@@ -178,15 +184,11 @@ impl Engine<'_> {
 
     /// A block by a tile.
     #[inline]
-    fn compute(&self, view: &View, block: usize, steps: &Steps, tile: &Tile, out: &mut Out) {
-        let weights = Weights {
-            block: view.block(block),
-            layout: view.layout(),
-        };
+    fn compute(&self, weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
         match self.isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 | Isa::Avx512 => x86::compute(&weights, steps, tile, self.isa, out),
-            _ => scalar::compute(&weights, steps, tile, out),
+            Isa::Avx2 | Isa::Avx512 => x86::compute(weights, steps, tile, self.isa, out),
+            _ => scalar::compute(weights, steps, tile, out),
         }
     }
 

@@ -46,7 +46,7 @@ use rayon::ThreadPool;
 use drive::{Engine, Task};
 
 use super::ternary::Activations;
-use crate::groupwise::View;
+use crate::groupwise::Blocks;
 use crate::simd::Isa;
 use crate::{Error, Result};
 
@@ -101,7 +101,7 @@ pub fn kernel_name(mode: Mode, isa: Isa) -> &'static str {
 /// # Errors
 /// [`Error::InvalidArgument`]: sizes do not match, or the processor lacks the instruction set.
 pub fn matmul_grouped<'a>(
-    view: &View,
+    view: &dyn Blocks,
     x: impl Into<Activations<'a>>,
     offsets: &[usize],
     y: &mut [f32],
@@ -146,7 +146,7 @@ pub fn matmul_grouped<'a>(
 /// [`Error::InvalidArgument`]: sizes do not match, there is no such expert, or the processor lacks the set.
 #[allow(clippy::too_many_arguments)] // what a product is made of
 pub fn matmul<'a>(
-    view: &View,
+    view: &dyn Blocks,
     expert: usize,
     x: impl Into<Activations<'a>>,
     tokens: usize,
@@ -169,7 +169,7 @@ pub fn matmul<'a>(
     Ok(())
 }
 
-fn run(view: &View, tasks: &[Task], tokens: usize, x: Activations, y: &mut [f32], engine: Engine) {
+fn run(view: &dyn Blocks, tasks: &[Task], tokens: usize, x: Activations, y: &mut [f32], engine: Engine) {
     if x.len() == 0 {
         return y.fill(0.0);
     }
@@ -178,7 +178,7 @@ fn run(view: &View, tasks: &[Task], tokens: usize, x: Activations, y: &mut [f32]
     engine.products(view, tasks, &prepared, y);
 }
 
-fn check(view: &View, x: Activations, tokens: usize, y: &[f32]) -> Result<()> {
+fn check(view: &dyn Blocks, x: Activations, tokens: usize, y: &[f32]) -> Result<()> {
     let shape = view.layout().shape();
     if tokens.checked_mul(shape.columns) == Some(x.len()) && tokens.checked_mul(shape.rows) == Some(y.len()) {
         return Ok(());

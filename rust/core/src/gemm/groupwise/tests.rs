@@ -2,8 +2,9 @@ use half::bf16;
 
 use super::tile::quantize;
 use super::*;
+
 use crate::groupwise::tests::{case, spec, specs};
-use crate::groupwise::{Layout, Spec};
+use crate::groupwise::{Layout, Spec, View};
 use crate::pool;
 
 fn sets() -> impl Iterator<Item = Isa> {
