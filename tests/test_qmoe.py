@@ -24,6 +24,7 @@ from moepack.methods import Qmoe, create
 from moepack.methods.qmoe import PUBLISHED
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
+from moepack.pipeline.job import set_threads
 from moepack.pipeline.journal import Workspace
 from moepack.runtime.matrix import open_matrix
 from moepack.solvers.energy import energy_factors
@@ -118,6 +119,7 @@ KILLED = """
 import os, signal, sys
 from moepack.methods import Qmoe
 from moepack.pipeline import compress
+from moepack.pipeline.job import set_threads
 from moepack.pipeline.journal import Workspace
 append = Workspace.append
 def die(self, shard):
@@ -142,6 +144,28 @@ def test_kill_9_between_blocks_and_resume_is_byte_identical(mixtral, rate, text,
     report = compress(mixtral, tmp_path / "out", method=method(text, bits_per_weight=rate))
     assert report.resumed_weights == report.expert_weights // 2
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_resume_on_other_threads_keeps_what_is_done_and_ends_valid(mixtral, text, tmp_path, monkeypatch):
+    """The bytes are those of one number of threads; another one may end sums in other last bits, and is not refused."""
+    append, threads = Workspace.append, torch.get_num_threads()
+
+    def die(self, shard):
+        append(self, shard)
+        raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Workspace, "append", die)
+            with pytest.raises(KeyboardInterrupt):
+                compress(mixtral, tmp_path / "out", method=method(text), threads=1)
+        before = contents(tmp_path / "out.partial")
+        before.pop("journal.jsonl")
+        report = compress(mixtral, tmp_path / "out", method=method(text), threads=2)
+    finally:
+        set_threads(threads)
+    assert report.resumed_weights > 0 and before.items() <= contents(tmp_path / "out").items()
+    assert moepack.verify(tmp_path / "out").ok
 
 
 def test_another_calibration_set_is_another_job(mixtral, text, tmp_path, monkeypatch):
