@@ -177,7 +177,7 @@ def _blob(words: npt.NDArray[np.uint16], starts: npt.NDArray[np.int64], columns:
     header = template[:128].copy()
     # Payload bytes and the number of non-zeros, which only a complete verification would compare.
     header[48:64].view(np.uint64)[:] = (2 * len(words), 0)
-    levels_end = 128 + 4 * rows
+    levels_end = 128 + 2 * rows  # opposite levels are stored once, in bf16
     sections = [
         np.concatenate([header, template[128:levels_end]]),
         starts[:-1].astype(np.uint32).view(np.uint8),
