@@ -50,7 +50,7 @@ def models(switch, tmp_path_factory):
 
 def dequantized(directory):
     packed = PackedDirectory.open(directory)
-    return {name: open_matrix(packed.tensor(name))._blob.dequantize("float32") for name in packed.manifest.packed()}
+    return {name: open_matrix(packed.tensor(name)).blob.dequantize("float32") for name in packed.manifest.packed()}
 
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
