@@ -22,6 +22,7 @@ __all__ = [
     "kernels",
     "kmeans",
     "pack_int3",
+    "refine_codebooks",
     "set_threads",
     "threads",
     "unpack_int3",
@@ -472,3 +473,34 @@ class CodebookBlob:
         Raises:
             ValueError: sizes or offsets do not match, there is no such mode, or the processor lacks the set.
         """
+
+def refine_codebooks(
+    targets: NDArray[np.float32],
+    hessians: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+    centroids: NDArray[np.float32],
+    *,
+    block: int,
+    steps: int,
+    factors: NDArray[np.float32] | None = None,
+    points: NDArray[np.float32] | None = None,
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float64]]:
+    """Refine codes and centroids of rows on their output error (q - t) H (q - t)^T.
+
+    Args:
+        targets: float32 [experts, rows, columns], C-contiguous: t.
+        hessians: float32 [experts, columns, columns], C-contiguous: H, symmetric.
+        codes: uint8 [experts, rows, columns], C-contiguous: the start.
+        centroids: float32 [experts, rows, blocks, clusters], C-contiguous, ascending: the start.
+        block: columns that share a codebook.
+        steps: how often assignments and centroids are improved.
+        factors: float32 [experts, columns, columns], C-contiguous: unit upper triangular factors of the Hessians, to
+            round with error feedback in the first step.
+        points: float32 as the targets: assign to the centroids nearest to these instead of column by column.
+
+    Returns:
+        Codes and centroids, flat; the objectives, float64 [experts, rows, steps + 1], which never rise.
+
+    Raises:
+        ValueError: sizes do not match, a code is no cluster's, or both factors and points are given.
+    """

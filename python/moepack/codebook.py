@@ -41,18 +41,20 @@ class FixedPoint(NamedTuple):
         return self.scales[..., None] * self.centroids.float()
 
 
-def fixed_point(centroids: torch.Tensor) -> FixedPoint:
-    """Round codebooks [..., K] to 16 bits relative to the largest magnitude of each.
+def fixed_point(centroids: torch.Tensor, bits: int = 16) -> FixedPoint:
+    """Round codebooks [..., K] to 16 or 8 bits relative to the largest magnitude of each.
 
-    A codebook is moved by at most 2^-16 of its largest magnitude. Scales below the smallest normal number become zero,
-    and so do all centroids.
+    A codebook is moved by at most 2^-16 (2^-8) of its largest magnitude. With 8 bits the mode "int8" loses no more.
+    Scales below the smallest normal number become zero, and so do all centroids.
     """
+    unit = 1 << (16 - bits)
     wide = centroids.double()
     largest = wide.abs().amax(-1)
-    scales = (largest / MAX_CENTROID).float()
+    scales = (largest / (MAX_CENTROID // unit * unit)).float()
     scales = torch.where(scales >= torch.finfo(torch.float32).tiny, scales, torch.zeros_like(scales))
     steps = torch.where(scales > 0, scales, torch.ones_like(scales)).double()
-    codes = (wide / steps[..., None]).round().clamp(-MAX_CENTROID, MAX_CENTROID)
+    limit = MAX_CENTROID // unit * unit
+    codes = ((wide / steps[..., None] / unit).round() * unit).clamp(-limit, limit)
     return FixedPoint(torch.where(scales[..., None] > 0, codes, 0).to(torch.int16), scales)
 
 

@@ -16,7 +16,8 @@ group size but for the order of floating-point sums; running again with the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -25,13 +26,15 @@ import torch
 from torch import Tensor
 
 from moepack.calibration.buffer import ListBuffer
+from moepack.calibration.linears import Linears, SolveLinears
 from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
 from moepack.calibration.samples import Samples
 from moepack.calibration.skeleton import Recorder, Skeleton
 from moepack.calibration.stacks import Stack
-from moepack.checkpoint import Checkpoint
+from moepack.checkpoint import Checkpoint, DenseLayer
 from moepack.checkpoint.model import MoeLayer, MoeModel
 from moepack.errors import CalibrationError, DeviceMemoryError, UnsupportedModelError
+from moepack.solvers.activations import round_activations
 
 __all__ = ["CalibrationSettings", "Calibrator", "Coverage", "Plan", "Solve", "Stage"]
 
@@ -49,6 +52,7 @@ class CalibrationSettings:
             with compressed activations.
         drift: run the original model beside the compressed one even where its routing is not used, so that moments
             know the drift. Only looked at with compressed activations.
+        activation_bits: to how many bits the compressed stream rounds what compressed layers read; 0 for not at all.
         group: experts solved together.
         token_cap: most tokens of an expert held at a time, as a multiple of the mean over experts; the rest follows
             in further pieces.
@@ -63,6 +67,7 @@ class CalibrationSettings:
     activations: Literal["compressed", "original"] = "compressed"
     routing: Literal["original", "compressed"] = "original"
     drift: bool = False
+    activation_bits: int = 0
     group: int = 16
     token_cap: float = 4.0
     batch: int = 8
@@ -123,6 +128,19 @@ its last one; must not keep state that a second call for the same experts (in sm
 Plan = Callable[[Stage], None]
 """Sees every stage of a layer before the first is solved, its last projection's inputs computed by the original weights
 of the first ones. The same holds for a second call."""
+
+
+@dataclass(frozen=True)
+class DenseWork:
+    """Linear layers outside the experts that are compressed too.
+
+    Attributes:
+        layers: by block.
+        solve: solves their stages.
+    """
+
+    layers: Mapping[str, DenseLayer]
+    solve: SolveLinears
 
 
 @dataclass
@@ -189,10 +207,13 @@ class Calibrator:
         self._by_block = {block: layer for layer in model.layers for block in _enclosing(layer.name)}
         self._factors: dict[str, float] = {}
 
-    def layers(self, solve: Solve, plan: Plan | None = None) -> Iterator[tuple[MoeLayer, Coverage]]:
+    def layers(
+        self, solve: Solve, plan: Plan | None = None, dense: DenseWork | None = None
+    ) -> Iterator[tuple[MoeLayer | DenseLayer, Coverage]]:
         """Run all blocks in the order of execution; yields each sparse layer once it is solved.
 
-        With `plan`, all stages of a layer are shown to it before the first is solved.
+        With `plan`, all stages of a layer are shown to it before the first is solved. With `dense`, the linear layers
+        of a block are solved, and yielded (with no coverage), before its experts.
 
         Raises:
             CalibrationError: the model computes NaN or infinity; names the block.
@@ -204,13 +225,11 @@ class Calibrator:
             streams = [self._stream(stack, ids, encoder, i) for i, encoder in enumerate(encoders)]
             for index, block in enumerate(stack.blocks):
                 try:
-                    coverage = self._block(stack, index, block, streams, mask, solve, plan)
+                    yield from self._block(stack, index, block, streams, mask, solve, plan, dense)
                 except torch.OutOfMemoryError as error:
                     raise DeviceMemoryError(
                         f"{self.settings.device} has too little memory for '{block}' and {self.settings.batch} samples"
                     ) from error
-                if coverage is not None:
-                    yield coverage
             if name == "encoder":
                 encoders = [self._finish(stack, stream) for stream in streams]
 
@@ -268,22 +287,50 @@ class Calibrator:
         mask: Tensor,
         solve: Solve,
         plan: Plan | None,
-    ) -> tuple[MoeLayer, Coverage] | None:
+        dense: DenseWork | None,
+    ) -> Iterator[tuple[MoeLayer | DenseLayer, Coverage]]:
         layer = self._by_block.get(block)
         recorder = None if layer is None else self.skeleton.recorders[layer.name]
         with self.skeleton.loaded(block) as module:
+            linears = None
+            if dense is not None and block in dense.layers:
+                linears = Linears(dense.layers[block], module, block, self.settings.activation_bits)
+                self._solve_linears(linears, dense.solve, stack, index, module, streams, mask)
+                yield linears.layer, Coverage(block, torch.empty(0), torch.empty(0))
             if recorder is not None and stack.name not in self._factors:
                 states, encoder = self._batch(streams[0], *next(stack.batches(len(streams[0].hidden))))
                 self._factors[stack.name] = stack.experts_factor(index, module, recorder, states, encoder)
             for stream in streams:
-                self._dense(stack, index, module, stream, recorder)
+                with nullcontext() if linears is None else linears.compressed(stream.compressed):
+                    self._dense(stack, index, module, stream, recorder)
         if layer is None or recorder is None:
-            return None
+            return
         sparse = _SparseLayer(self.settings, layer, recorder, streams, mask.flatten(), self._factors[stack.name])
         if plan is not None:
             sparse.plan(plan)
         sparse.run(solve)
-        return layer, sparse.coverage()
+        yield layer, sparse.coverage()
+
+    @torch.no_grad()
+    def _solve_linears(
+        self,
+        linears: Linears,
+        solve: SolveLinears,
+        stack: Stack,
+        index: int,
+        module: torch.nn.Module,
+        streams: list[_Stream],
+        mask: Tensor,
+    ) -> None:
+        """Compress the linear layers of a block that is loaded."""
+
+        def runs(number: int) -> Iterator[tuple[int, Tensor]]:
+            stream = streams[number]
+            for first, last in stack.batches(len(stream.hidden)):
+                stack.run(index, module, *self._batch(stream, first, last))
+                yield first, mask[first:last].flatten()
+
+        linears.solve(runs, (0, -1) if len(streams) > 1 else (0,), solve)
 
     def _batch(self, stream: _Stream, first: int, last: int) -> tuple[Tensor, Tensor | None]:
         """States of samples and, in a decoder, the encoder's states of the same samples; on the device."""
@@ -301,7 +348,8 @@ class Calibrator:
             states, encoder = self._batch(stream, first, last)
             output = stack.run(index, module, states, encoder)
             if recorder is not None:
-                stream.inputs.samples(first, last).copy_(recorder.inputs.view(output.shape))
+                read = self._rounded(recorder.inputs) if stream.compressed else recorder.inputs
+                stream.inputs.samples(first, last).copy_(read.view(output.shape))
                 # int32 halves the memory of the assignment; no model has 2^31 experts.
                 where = stream.inputs.tokens.device
                 chosen.append(recorder.index.reshape(output.shape[0] * output.shape[1], -1).to(where, torch.int32))
@@ -310,6 +358,9 @@ class Calibrator:
         if recorder is not None:
             stream.index, stream.weights = torch.cat(chosen), torch.cat(weights)
             recorder.inputs = recorder.index = recorder.weights = torch.empty(0)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return round_activations(x, self.settings.activation_bits)
 
 
 def _enclosing(name: str) -> list[str]:
@@ -410,7 +461,7 @@ class _SparseLayer:
         def inputs(position: int) -> Iterator[Tensor]:
             for tokens, _ in self.hessian_tokens.pieces(group[position], self.cap):
                 x = self.streams[0].inputs.gather(tokens, self.settings.device)
-                yield x if feeding is None else self._activations(x, feeding, position)
+                yield x if feeding is None else self._activations(x, feeding, position, self.streams[0].compressed)
 
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=self.settings.device)
@@ -440,11 +491,13 @@ class _SparseLayer:
                 yield Tokens(x, before, counts)
             else:
                 after = self._activations(before, original, position)
-                yield Tokens(self._activations(x, feeding, position), after, counts)
+                before_last = self._activations(x, feeding, position, self.streams[0].compressed)
+                yield Tokens(before_last, after, counts)
 
-    def _activations(self, x: Tensor, weights: dict[str, Tensor], position: int) -> Tensor:
-        """Inputs of the last projection for tokens x [n, C]."""
-        return self.recorder.activate(self._outputs(x, weights, position))
+    def _activations(self, x: Tensor, weights: dict[str, Tensor], position: int, compressed: bool = False) -> Tensor:
+        """Inputs of the last projection for tokens x [n, C]; in the compressed model they are rounded."""
+        outputs = self.recorder.activate(self._outputs(x, weights, position))
+        return round_activations(outputs, self.settings.activation_bits if compressed else 0)
 
     def _outputs(self, x: Tensor, weights: dict[str, Tensor], position: int) -> list[Tensor]:
         """Outputs of the first projections for tokens x [n, C]."""
@@ -457,7 +510,8 @@ class _SparseLayer:
             for position, expert in enumerate(group):
                 for tokens, share in routes.pieces(expert, self.cap):
                     x = stream.inputs.gather(tokens, self.settings.device)
-                    y = self._activations(x, weights, position) @ weights[self.last][position].to(x.dtype).T
+                    inputs = self._activations(x, weights, position, stream.compressed)
+                    y = inputs @ weights[self.last][position].to(x.dtype).T
                     y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
                     if not bool(torch.isfinite(y).all()):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 def compress_command(
     model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint (safetensors).")],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
-    method: Annotated[str, typer.Option(help="Compression method: ternary, qmoe or finequant.")] = "ternary",
+    method: Annotated[str, typer.Option(help="Compression method: ternary, qmoe, finequant or codequant.")] = "ternary",
     code: Annotated[str | None, typer.Option(help="ternary, qmoe: fsv8 or dict16; default fsv8.")] = None,
     calibration: Annotated[
-        str | None, typer.Option(help="qmoe: text file, JSON lines, directory, or data set of the hub.")
+        str | None, typer.Option(help="qmoe, codequant: text file, JSON lines, directory, or data set of the hub.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="qmoe: calibration samples; default 128.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="qmoe: tokens a sample; default 512.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="qmoe, codequant: calibration samples; default 128.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="qmoe, codequant: tokens a sample; default 512.")
+    ] = None,
     bits: Annotated[
         str | None, typer.Option(help="qmoe: ternary or 2, default ternary. finequant: 2, 3, 4 or 8, default 4.")
     ] = None,
@@ -39,8 +43,17 @@ def compress_command(
         typer.Option(help="finequant: bits of attention, shared experts and dense layers: 8, or attention=4,shared=8."),
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="finequant: of the adaptive rule; default 0.35.")] = None,
+    weight_bits: Annotated[int | None, typer.Option(help="codequant: 2, 3 or 4 bits of a code; default 4.")] = None,
+    activation_bits: Annotated[
+        int | None,
+        typer.Option(help="codequant: round what packed layers read to 8 or 4 bits; default 16, not at all."),
+    ] = None,
+    block: Annotated[
+        str | None, typer.Option(help="codequant: columns that share a codebook, or row; default row.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=0, help="codequant: refinements of codes and centroids.")] = None,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
-    device: Annotated[str | None, typer.Option(help="qmoe: device of the calibration; default cpu.")] = None,
+    device: Annotated[str | None, typer.Option(help="qmoe, codequant: device of the calibration; default cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
     resume: Annotated[
         bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")
@@ -65,6 +78,8 @@ def compress_command(
         }
         options |= {"bits": bits, "bits_per_weight": bits_per_weight, "device": device, "code": code}
         options |= {"group_size": _number(group_size), "dense_bits": dense_bits, "alpha": alpha}
+        options |= {"weight_bits": weight_bits, "activation_bits": activation_bits}
+        options |= {"block": _number(block), "steps": steps}
         given = {name: value for name, value in options.items() if value is not None}
         chosen = create(method, **given)
     except ValueError as error:

@@ -13,11 +13,17 @@ from moepack.methods.base import (
     Shape,
     Weights,
 )
+from moepack.methods.codequant import CodeQuant
 from moepack.methods.finequant import FineQuant
 from moepack.methods.qmoe import Qmoe
 from moepack.methods.ternary import Ternary
 
-METHODS: dict[str, Callable[..., Method]] = {"finequant": FineQuant, "qmoe": Qmoe, "ternary": Ternary}
+METHODS: dict[str, Callable[..., Method]] = {
+    "codequant": CodeQuant,
+    "finequant": FineQuant,
+    "qmoe": Qmoe,
+    "ternary": Ternary,
+}
 """The methods by name; each is called with its settings as keywords."""
 
 __all__ = [

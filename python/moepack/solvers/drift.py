@@ -11,12 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moepack.solvers.gptq import factorize
+from moepack.solvers.gptq import Factors, factorize
 
 __all__ = ["corrected"]
 
 
-def corrected(weights: Tensor, hessians: Tensor, drift: Tensor, share: float, damping: float) -> Tensor:
+def corrected(
+    weights: Tensor, hessians: Tensor, drift: Tensor, share: float, damping: float, factors: Factors | None = None
+) -> Tensor:
     """Weights that undo a share of the drift.
 
     Args:
@@ -25,11 +27,12 @@ def corrected(weights: Tensor, hessians: Tensor, drift: Tensor, share: float, da
         drift: D of each expert, [E, C, C].
         share: how far to go, 0 to 1.
         damping: d, relative to the mean diagonal.
+        factors: of the Hessians with this damping, for callers that have them.
 
     Returns:
         [E, R, C]; an expert whose regression cannot be solved, or overflows, keeps its weights.
     """
-    factors = factorize(hessians, damping)
+    factors = factors or factorize(hessians, damping)
     usable = torch.tensor([reason is None for reason in factors.reasons], device=drift.device)
     scale = torch.tensor(factors.scale, device=drift.device)
     moved = weights @ torch.where(usable[:, None, None], drift, 0.0)

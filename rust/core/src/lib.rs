@@ -4,6 +4,7 @@
 //! code before using it and reports an [`Error`] instead of panicking.
 
 pub mod bits;
+pub mod clustering;
 pub mod codebook;
 pub mod coded;
 pub mod error;

@@ -1,6 +1,7 @@
 //! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
 
 mod arrays;
+mod clustering;
 mod codebook;
 mod coded;
 mod error;
@@ -15,6 +16,8 @@ use pyo3::prelude::*;
 mod _core {
     use super::*;
 
+    #[pymodule_export]
+    use super::clustering::refine_codebooks;
     #[pymodule_export]
     use super::codebook::{CodebookBlob, encode_codebook};
     #[pymodule_export]

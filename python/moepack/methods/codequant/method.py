@@ -1,0 +1,196 @@
+"""The method `codequant`: clustered weights, fitted to what the compressed model feeds them (CodeQuant, section 3).
+
+The calibrator runs the model block by block. The linear layers of a block (query, key and value projections; then the
+output projection; then shared experts) are clustered first, then its experts, so what enters a layer has passed through
+everything compressed before it, with activations rounded as the packed layers will round them. A resumed run feeds what
+was packed before through the same calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from moepack import _core
+from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, LinearStage, Stage
+from moepack.calibration.load import load_samples
+from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
+from moepack.checkpoint.dense import ROLES
+from moepack.codebook import BLOCK_UNIT
+from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
+from moepack.methods.qmoe.notes import coverage_notes
+from moepack.solvers.codebooks import ClusterSettings
+
+__all__ = ["CodeQuant"]
+
+ROW = "row"
+
+
+@dataclass
+class CodeQuant:
+    """Settings of the method.
+
+    Attributes:
+        calibration: text file, JSON lines, directory or data set of the hub.
+        samples: calibration windows, at most.
+        sequence_length: tokens a window.
+        weight_bits: bits of a code, 2, 3 or 4: a codebook has 4, 8 or 16 centroids.
+        activation_bits: 16 leaves activations as they are; with 8 or 4, packed layers round what they read, for each
+            token, and multiply integers.
+        block: "row", or columns that share a codebook, a multiple of 128.
+        steps: how often assignments and centroids are improved; 0 leaves weighted k-means alone.
+        assignment: "columns", or "diagonal" for the paper's equation 8 (see `moepack.solvers.codebooks`).
+        weighted: start from k-means weighted by the diagonal of the Hessian; False from plain k-means.
+        damping: added to the diagonal of the Hessians, relative to its mean.
+        drift: the share of the error accumulated in earlier layers that the weights are moved to undo, 0 to 1 (the
+            difference between X and X~ in equation 5); anything but 0 runs the original model beside the compressed
+            one.
+        weigh_tokens: let a token count in an expert's objective what the layer's weighted sum makes of it (equation
+            6), not 1.
+        dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
+        group: experts solved together.
+        minimum_tokens: experts with fewer are named in the notes.
+        device: where the model runs; the solver runs on the CPU.
+    """
+
+    calibration: str
+    samples: int = 128
+    sequence_length: int = 512
+    weight_bits: int = 4
+    activation_bits: int = 16
+    block: int | str = ROW
+    steps: int = 4
+    assignment: Literal["columns", "diagonal"] = "columns"
+    weighted: bool = True
+    damping: float = 0.05
+    drift: float = 0.75
+    weigh_tokens: bool = True
+    dense: str = "attention,shared,mlp"
+    group: int = 16
+    minimum_tokens: int = 64
+    device: str = "cpu"
+    name: ClassVar[str] = "codequant"
+    _fingerprint: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.activation_bits not in (4, 8, 16):
+            raise ValueError(f"activation_bits must be 4, 8 or 16, not {self.activation_bits}")
+        width = None if self.block == ROW else self._width(self.block)
+        self._solver = ClusterSettings(
+            bits=self.weight_bits,
+            block=width,
+            steps=self.steps,
+            assignment=self.assignment,
+            weighted=self.weighted,
+            damping=self.damping,
+            drift=self.drift,
+            centroid_bits=16 if self.activation_bits == 16 else 8,
+        )
+        roles = [role.strip() for role in self.dense.split(",") if role.strip()]
+        if unknown := set(roles) - {"attention", "shared", "mlp"}:
+            raise ValueError(f"dense: roles are attention, shared and mlp, not '{min(unknown)}'")
+        self.dense = ",".join(role for role in ROLES if role in roles)
+
+    @staticmethod
+    def _width(block: int | str) -> int:
+        try:
+            width = int(block)
+        except ValueError:
+            width = 0
+        if width < BLOCK_UNIT or width % BLOCK_UNIT:
+            raise ValueError(f"block must be row or a multiple of {BLOCK_UNIT}, not {block}")
+        return width
+
+    @property
+    def _rounding(self) -> int:
+        """Activation bits as the format stores them."""
+        return 0 if self.activation_bits == 16 else self.activation_bits
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting that changes the bytes; of the calibration set its fingerprint, once `begin` has read it."""
+        ignored = {"minimum_tokens", "device", "calibration"}
+        values = {
+            name: value for name, value in asdict(self).items() if not name.startswith("_") and name not in ignored
+        }
+        return {**values, "calibration_sha256": self._fingerprint}
+
+    @property
+    def dense_roles(self) -> frozenset[str]:
+        """The roles that are packed."""
+        return frozenset(role for role in self.dense.split(",") if role)
+
+    def bound(self, shape: Shape) -> int:
+        """Return the size: it depends on the shape alone."""
+        return packed_bytes(shape, self.weight_bits, self._solver.block)
+
+    def dense_bound(self, shape: Shape, role: str) -> int:
+        """Return the same for a linear layer."""
+        return self.bound(shape)
+
+    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Read the calibration set and build the model's skeleton.
+
+        Raises:
+            CalibrationError: the calibration set is unusable.
+        """
+        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
+        self._fingerprint = samples.fingerprint()
+        self._current: Packed | Solving | None = None
+        layers = {layer.name: chosen for layer in model.dense if (chosen := layer.only(self.dense_roles)).linears}
+        settings = CalibrationSettings(
+            routing="compressed",
+            drift=self.drift > 0,
+            activation_bits=self._rounding,
+            group=self.group,
+            device=torch.device(self.device),
+        )
+        dense = DenseWork(layers, self._solve_linears)
+        self._steps = Calibrator(checkpoint, model, samples, settings).layers(self._solve, dense=dense)
+
+    def compress_dense(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Run the model up to the block with these linear layers, and cluster them."""
+        work = self._current = Solving(self._solver, self._rounding, layer, advance)
+        next(self._steps)
+        yield from work.pack({})
+
+    def compress_layer(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Run the model up to the next layer with experts, which must be `layer`, and cluster it."""
+        work = self._current = Solving(self._solver, self._rounding, layer, advance)
+        _, coverage = next(self._steps)
+        yield from work.pack({"tokens": coverage.compressed.tolist(), "rounded": work.rounded})
+
+    def restore(self, layer: MoeLayer, packed: Mapping[str, PackedTensor]) -> None:
+        """Run the model through experts that an earlier run packed."""
+        self._restore(packed)
+
+    def restore_dense(self, layer: DenseLayer, packed: Mapping[str, PackedTensor]) -> None:
+        """Run the model through linear layers that an earlier run packed."""
+        self._restore(packed)
+
+    def _restore(self, packed: Mapping[str, PackedTensor]) -> None:
+        blobs = {name: _core.CodebookBlob(tensor.data) for name, tensor in packed.items()}
+        self._current = Packed({name: torch.from_numpy(blob.dequantize()) for name, blob in blobs.items()})
+        next(self._steps)
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Name experts that saw few tokens, and experts that were clustered without their inputs."""
+        return coverage_notes(layers, self.minimum_tokens)
+
+    def _solve(self, stage: Stage) -> dict[str, Tensor]:
+        assert self._current is not None
+        moments = stage.moments if self.weigh_tokens else None
+        return self._current.solve(stage.weights, stage.experts, moments, stage.hessians)
+
+    def _solve_linears(self, stage: LinearStage) -> dict[str, Tensor]:
+        assert self._current is not None
+        return self._current.solve(stage.weights, range(1), stage.moments, None)

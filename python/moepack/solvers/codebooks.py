@@ -1,0 +1,163 @@
+"""Codebooks that keep a matrix's outputs: weighted k-means, then alternation (CodeQuant, section 3.2).
+
+The objective is that of equation 5, |X W - X~ Wc|^2 with X what the original model feeds and X~ what the compressed one
+does. With H = X~^T X~ and D = (X - X~)^T X~, both damped, its minimum over all weights is the *target*
+W + share W D H^-1 (`moepack.solvers.drift`), and the objective is (Wc - T) H (Wc - T)^T up to a constant. So X and X~
+stay apart in the target, and every step works on one quadratic form (`moepack._core.refine_codebooks`):
+
+1. Start: exact k-means of each row or block, a column counting its entry of diag H.
+2. Assignments, then centroids by their closed form, in turn. Assignments either walk through the columns given all
+   others, after a first round with error feedback; or follow equation 8: the centroid nearest to D2_jj / D1_jj w_ij,
+   with D1 = diag H and D2 = diag(H + D).
+
+Each row keeps its best iterate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moepack import _core
+from moepack.codebook import fixed_point, split_blocks
+from moepack.errors import InvalidTensorError
+from moepack.solvers.drift import corrected
+from moepack.solvers.gptq import Factors, factorize
+from moepack.solvers.kmeans import kmeans
+
+__all__ = ["ClusterSettings", "Clustered", "cluster", "look_up"]
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How codebooks are found.
+
+    Attributes:
+        bits: of a code: 2, 3 or 4, that is 4, 8 or 16 centroids.
+        block: columns that share a codebook; None for the whole row. The last block of a row may be shorter.
+        steps: how often assignments and centroids are improved; 0 leaves k-means alone.
+        assignment: "columns" or "diagonal" (equation 8).
+        weighted: let a column count its entry of diag H in k-means; False counts all the same.
+        damping: added to the diagonal of H, relative to its mean.
+        drift: the share of the way from the weights to the target, 0 to 1.
+        centroid_bits: to which centroids are rounded: 16, or 8 for products in the mode "int8".
+    """
+
+    bits: int = 4
+    block: int | None = None
+    steps: int = 4
+    assignment: Literal["columns", "diagonal"] = "columns"
+    weighted: bool = True
+    damping: float = 0.05
+    drift: float = 0.75
+    centroid_bits: int = 16
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4) or self.steps < 0:
+            raise ValueError(f"bits must be 2, 3 or 4, not {self.bits}; steps not negative, not {self.steps}")
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"a block must have at least one column, not {self.block}")
+        if self.assignment not in ("columns", "diagonal"):
+            raise ValueError(f"assignment must be columns or diagonal, not '{self.assignment}'")
+        if not (math.isfinite(self.damping) and self.damping > 0 and 0 <= self.drift <= 1):
+            raise ValueError(f"damping must be positive and drift 0 to 1, not {self.damping} and {self.drift}")
+
+
+class Clustered(NamedTuple):
+    """What `cluster` found.
+
+    Attributes:
+        codes: [E, R, C] uint8.
+        centroids: [E, R, B, K] float32, exactly as a packed tensor stores them.
+        objectives: [E, steps + 1] float64: the output error before the first step and after each, relative to the
+            output energy of the target.
+        reasons: for each expert why its inputs were not used, or None.
+    """
+
+    codes: Tensor
+    centroids: Tensor
+    objectives: Tensor
+    reasons: list[str | None]
+
+
+def cluster(weights: Tensor, hessians: Tensor, drift: Tensor, settings: ClusterSettings) -> Clustered:
+    """Find codes and codebooks of a batch of matrices.
+
+    Args:
+        weights: [E, R, C], finite.
+        hessians: H of each expert, [E, C, C], up to a positive factor; where it is unusable (no token, NaN), every
+            column counts the same.
+        drift: D of each expert, [E, C, C], up to the same factor; zeros where there is one model only.
+        settings: see `ClusterSettings`.
+
+    Raises:
+        InvalidTensorError: a weight is NaN or infinite.
+    """
+    if not bool(torch.isfinite(weights).all()):
+        raise InvalidTensorError("weights hold NaN or infinite values")
+    weights, hessians, drift = (tensor.float().cpu() for tensor in (weights, hessians, drift))
+    factors = factorize(hessians, settings.damping)
+    damped = _damped(hessians, factors)
+    target = corrected(weights, hessians, drift, settings.drift, settings.damping, factors)
+    importance = damped.diagonal(dim1=1, dim2=2) if settings.weighted else torch.ones_like(damped[:, 0])
+    parts = zip(split_blocks(target, settings.block), split_blocks(importance, settings.block), strict=True)
+    books = [kmeans(part, 1 << settings.bits, share.contiguous()) for part, share in parts]
+    start = torch.cat([book.codes for book in books], -1), torch.stack([book.centroids for book in books], -2)
+    points = None
+    if settings.assignment == "diagonal":
+        points = weights * _ratio(hessians, drift, factors)[:, None]
+    codes, centroids, objectives = _refine(target, damped, start, factors.upper, points, settings)
+    stored = fixed_point(centroids, settings.centroid_bits).values()
+    energy = torch.einsum("erc,ecd,erd->e", target, damped, target).double().clamp(min=1e-30)
+    return Clustered(codes, stored, objectives.sum(1) / energy[:, None], factors.reasons)
+
+
+def look_up(codes: Tensor, centroids: Tensor, block: int | None) -> Tensor:
+    """What codes [..., R, C] stand for, [..., R, C], with centroids [..., R, B, K]."""
+    parts = split_blocks(codes, block)
+    return torch.cat([torch.gather(centroids[..., i, :], -1, part.long()) for i, part in enumerate(parts)], -1)
+
+
+def _damped(hessians: Tensor, factors: Factors) -> Tensor:
+    """The matrices that were factorised, [E, C, C]; the identity where there is no factor."""
+    scale = torch.tensor(factors.scale).clamp(min=torch.finfo(torch.float32).tiny)
+    damped = hessians / scale[:, None, None].to(hessians.dtype)
+    damped.masked_fill_(factors.dead[:, :, None] | factors.dead[:, None, :], 0)
+    extra = torch.tensor(factors.damping)[:, None] + factors.dead
+    damped.diagonal(dim1=1, dim2=2).add_(extra.to(damped.dtype))
+    for expert, reason in enumerate(factors.reasons):
+        if reason is not None:
+            damped[expert] = torch.eye(damped.shape[-1])
+    return damped
+
+
+def _ratio(hessians: Tensor, drift: Tensor, factors: Factors) -> Tensor:
+    """D2 / D1 of equation 8, [E, C]; 1 where a column is not excited or the Hessian is unusable."""
+    before, moved = hessians.diagonal(dim1=1, dim2=2), drift.diagonal(dim1=1, dim2=2)
+    ratio = 1 + moved / before
+    usable = torch.tensor([reason is None for reason in factors.reasons])[:, None] & ratio.isfinite()
+    return torch.where(usable, ratio, 1.0)
+
+
+def _refine(
+    target: Tensor,
+    damped: Tensor,
+    start: tuple[Tensor, Tensor],
+    factors: Tensor,
+    points: Tensor | None,
+    settings: ClusterSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, centroids and objectives [E, R, steps + 1]."""
+    codes, centroids = start
+    found = _core.refine_codebooks(
+        target.contiguous().numpy(), damped.contiguous().numpy(), codes.numpy(), centroids.contiguous().numpy(),
+        block=settings.block or max(codes.shape[-1], 1), steps=settings.steps,
+        factors=None if points is not None else factors.contiguous().numpy(),
+        points=None if points is None else points.contiguous().numpy(),
+    )  # fmt: skip
+    new_codes, new_centroids, objectives = (torch.from_numpy(array) for array in found)
+    return new_codes.view(codes.shape), new_centroids.view(centroids.shape), objectives
