@@ -35,7 +35,9 @@ INT4 = FineQuant(bits=4, group_size=16, dense_bits=8)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "method"), [(name, INT4) for name in ARCHITECTURES] + [("mixtral", Ternary()), (SWITCH, Ternary())]
+    ("architecture", "method"),
+    [(name, INT4) for name in ARCHITECTURES]
+    + [("mixtral", Ternary()), (SWITCH, Ternary()), ("mixtral", FineQuant(bits=2, group_size=16, symmetric=False))],
 )
 def test_bf16_loads_in_stock_transformers_with_the_same_logits(
     architecture: str, method: Method, tmp_path: Path
@@ -129,6 +131,19 @@ def test_compressed_tensors_reads_the_same_values(architecture: str, settings: d
     assert np.allclose(sorted(found), sums, rtol=1e-6, atol=1e-6)
     assert not modules & set(config["ignore"])
     assert not any(f"{module}.weight" in stored for module in modules)
+
+
+@pytest.mark.parametrize(("architecture", "group_size"), [("mixtral", 16), ("qwen3_moe", "row")])
+def test_stock_transformers_runs_the_compressed_tensors_export(
+    architecture: str, group_size: int | str, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    method = FineQuant(bits=4, group_size=group_size, dense_bits="attention=8")
+    directory = write_packed(tiny_model(architecture), tmp_path / "packed", method)
+    export(directory, tmp_path / "out", "compressed-tensors")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    expected, found = logits(moepack.load(directory, torch.float32)), logits(loaded)
+    assert (found - expected).norm() < 5e-3 * expected.norm()  # it dequantizes in float16
 
 
 def matches(target: str, module: str) -> bool:

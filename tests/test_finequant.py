@@ -134,7 +134,7 @@ def test_dense_bits() -> None:
     assert parse_dense_bits(None) == {}
     assert parse_dense_bits(8) == parse_dense_bits("8") == {"attention": 8, "shared": 8, "mlp": 8}
     assert parse_dense_bits("shared=4,attention=3") == {"attention": 3, "shared": 4}
-    for wrong in ("5", "router=8", "attention", "attention=x", "attention=4,8"):
+    for wrong in ("5", "router=8", "attention", "attention=x", "attention=4,8", "attention=4,attention=8"):
         with pytest.raises(ValueError, match="dense_bits"):
             parse_dense_bits(wrong)
 
@@ -143,7 +143,9 @@ def test_dense_bits() -> None:
     "settings",
     [
         {"bits": 5}, {"bits": "four"}, {"group_size": 48}, {"group_size": "some"}, {"alpha": 1.0},
-        {"scales": "float32"}, {"bits_per_weight": 4.5}, {"dense_bits": "7"}, {"colour": 1},
+        {"scales": "float32"}, {"bits_per_weight": 4.5}, {"dense_bits": "7"}, {"colour": 1}, {"alpha": 0.3},
+        {"group_size": "adaptive", "alpha": 0.0}, {"group_size": "48"}, {"group_size": ""}, {"group_size": 0},
+        {"group_size": "budget", "bits_per_weight": math.nan}, {"group_size": "budget", "bits_per_weight": -1.0},
     ],
 )  # fmt: skip
 def test_unknown_settings(settings: dict[str, Any]) -> None:

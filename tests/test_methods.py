@@ -71,5 +71,5 @@ def test_unknown_names_list_the_known_ones() -> None:
         create("magic")
     with pytest.raises(ValueError, match="unknown code 'morse'; there is: fsv8, dict16"):
         create("ternary", code="morse")
-    with pytest.raises(ValueError, match="unexpected keyword"):
+    with pytest.raises(ValueError, match="no setting group_size; it has: code"):
         create("ternary", group_size=64)

@@ -42,7 +42,6 @@ def compress_command(
         str | None,
         typer.Option(help="finequant: bits of attention, shared experts and dense layers: 8, or attention=4,shared=8."),
     ] = None,
-    alpha: Annotated[float | None, typer.Option(help="finequant: of the adaptive rule; default 0.35.")] = None,
     weight_bits: Annotated[int | None, typer.Option(help="codequant: 2, 3 or 4 bits of a code; default 4.")] = None,
     activation_bits: Annotated[
         int | None,
@@ -52,6 +51,15 @@ def compress_command(
         str | None, typer.Option(help="codequant: columns that share a codebook, or row; default row.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=0, help="codequant: refinements of codes and centroids.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="finequant: of --group-size adaptive; default 0.35.")] = None,
+    symmetric: Annotated[
+        bool | None, typer.Option("--symmetric/--asymmetric", help="finequant: a scale a group, or an offset too.")
+    ] = None,
+    search: Annotated[
+        bool | None,
+        typer.Option("--search/--no-search", help="finequant: scales of least squared error, or the paper's."),
+    ] = None,
+    scales: Annotated[str | None, typer.Option(help="finequant: stored scales, float16 (default) or bfloat16.")] = None,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
     device: Annotated[str | None, typer.Option(help="qmoe, codequant: device of the calibration; default cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
@@ -71,7 +79,7 @@ def compress_command(
     console = Console(stderr=True)
     progress = Silent() if quiet else terminal_progress(console)
     try:
-        options: dict[str, str | int | float | None] = {
+        options: dict[str, str | int | float | bool | None] = {
             "calibration": calibration,
             "samples": samples,
             "sequence_length": sequence_length,
@@ -80,6 +88,7 @@ def compress_command(
         options |= {"group_size": _number(group_size), "dense_bits": dense_bits, "alpha": alpha}
         options |= {"weight_bits": weight_bits, "activation_bits": activation_bits}
         options |= {"block": _number(block), "steps": steps}
+        options |= {"symmetric": symmetric, "search": search, "scales": scales}
         given = {name: value for name, value in options.items() if value is not None}
         chosen = create(method, **given)
     except ValueError as error:

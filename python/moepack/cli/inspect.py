@@ -125,7 +125,7 @@ def _sum(rows: list[Row], experts: bool) -> dict[str, Any]:
 
 
 def _print(manifest: "Manifest", rows: list[Row], totals: Mapping[str, Any]) -> None:
-    settings = ", ".join(f"{key} {value}" for key, value in manifest.settings.items())
+    settings = ", ".join(f"{key} {value}" for key, value in manifest.settings.items() if value not in ("", None))
     table = Table(
         title=f"{manifest.architecture}: {manifest.method} ({settings}), format {manifest.version}",
         title_justify="left",

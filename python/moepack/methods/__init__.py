@@ -1,6 +1,7 @@
 """Compression methods, one room each. `create` finds one by name."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from moepack.methods.base import (
@@ -48,6 +49,9 @@ def create(name: str, **settings: Any) -> Method:
     """
     if name not in METHODS:
         raise ValueError(f"unknown method '{name}'; there is: {', '.join(sorted(METHODS))}")
+    known = signature(METHODS[name]).parameters
+    if unknown := [setting for setting in settings if setting not in known]:
+        raise ValueError(f"the method {name} has no setting {', '.join(unknown)}; it has: {', '.join(known)}")
     try:
         return METHODS[name](**settings)
     except TypeError as error:

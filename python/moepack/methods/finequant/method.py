@@ -28,6 +28,9 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ROW, ADAPTIVE, BUDGET = "row", "adaptive", "budget"
 
+ALPHA = 0.35
+"""Of the adaptive rule, where none is given."""
+
 
 @dataclass
 class FineQuant:
@@ -43,7 +46,7 @@ class FineQuant:
             shared experts and dense feed-forward layers, and "attention=3,shared=8" (roles: attention, shared, mlp,
             head) says it role by role.
         alpha: of the adaptive rule: halve groups while some range falls below this part of its parent's. The paper
-            publishes none. Ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64.
+            publishes none; None is 0.35: ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64.
         symmetric: a scale a group; False adds an offset.
         search: scales of least squared error; False takes the paper's, from the largest magnitude.
         scales: type of the stored scales, "float16" or "bfloat16".
@@ -53,7 +56,7 @@ class FineQuant:
     group_size: int | str = 64
     bits_per_weight: float | None = None
     dense_bits: str | int | None = None
-    alpha: float = 0.35
+    alpha: float | None = None
     symmetric: bool = True
     search: bool = True
     scales: str = "float16"
@@ -64,14 +67,21 @@ class FineQuant:
         self.bits = _number(self.bits, "bits")
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
-        if isinstance(self.group_size, str) and self.group_size not in (ROW, ADAPTIVE, BUDGET):
-            self.group_size = _number(self.group_size, "group_size")
-        if isinstance(self.group_size, int) and self.group_size not in GROUP_SIZES:
+        if str(self.group_size) in map(str, GROUP_SIZES):
+            self.group_size = int(self.group_size)
+        elif self.group_size not in (ROW, ADAPTIVE, BUDGET):
             sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(f"group_size must be {sizes}, row, adaptive or budget, not {self.group_size}")
-        if self.bits_per_weight is not None and self.group_size != BUDGET:
-            raise ValueError("bits_per_weight needs group_size budget")
-        if not 0 < self.alpha < 1:
+            raise ValueError(f"group_size must be {sizes}, row, adaptive or budget, not {self.group_size!r}")
+        if self.bits_per_weight is not None:
+            if self.group_size != BUDGET:
+                raise ValueError("bits_per_weight needs group_size budget")
+            if not 0 < self.bits_per_weight <= 32:
+                raise ValueError(f"bits_per_weight must be a rate, such as 4.25, not {self.bits_per_weight}")
+        if self.group_size == ADAPTIVE:
+            self.alpha = ALPHA if self.alpha is None else self.alpha
+        elif self.alpha is not None:
+            raise ValueError("alpha needs group_size adaptive")
+        if self.alpha is not None and not 0 < self.alpha < 1:
             raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
         if self.scales not in _DTYPES:
             raise ValueError(f"scales are float16 or bfloat16, not {self.scales}")
@@ -152,7 +162,7 @@ class FineQuant:
             ratios[expert] = halving_ratios(weights.expert(expert))
 
         for_experts(measure, experts, lambda: None)
-        return stored_size(columns, ratios.min(0, initial=1.0), self.alpha)
+        return stored_size(columns, ratios.min(0, initial=1.0), self.alpha or ALPHA)
 
     def _compress(self, weights: Weights, bits: int, advance: Callable[[int], None]) -> PackedTensor:
         experts, rows, columns = weights.shape
@@ -212,6 +222,8 @@ def parse_dense_bits(given: str | int | None) -> dict[str, int]:
         if len(pairs) != len(text.split(",")):
             raise ValueError(f"dense_bits must be a number or role=bits pairs, not '{text}'")
     found = {role.strip(): _number(bits, "dense_bits") for role, bits in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"dense_bits names a role twice: '{text}'")
     if not set(found) <= set(ROLES) or not set(found.values()) <= set(BITS):
         raise ValueError(f"dense_bits: roles are {', '.join(ROLES)} and bits 2, 3, 4 or 8, not '{text}'")
     return {role: found[role] for role in ROLES if role in found}

@@ -6,6 +6,7 @@ as they are: the mean square of an output's error is the squared error of its ro
 error counts by the share of tokens that visit one: with k of E experts chosen, k/E.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -68,15 +69,17 @@ class BudgetPlan:
             InvalidTensorError: a sampled weight is NaN or infinite.
             ValueError: rows with one scale already take more than the budget.
         """
-        names, choices, budget = [], [], 0
+        names, choices, reference, weights = [], [], 0, 0
         for tensor in _tensors(checkpoint, model, bits):
             names.append(tensor.name)
             choices.append(_choice(tensor, symmetric, search))
-            if bits_per_weight is None:
-                budget += packed_bytes(tensor.shape, tensor.bits, REFERENCE, symmetric)
-            else:
-                experts, rows, columns = tensor.shape
-                budget += int(experts * rows * columns * bits_per_weight / 8)
+            reference += packed_bytes(tensor.shape, tensor.bits, REFERENCE, symmetric)
+            weights += math.prod(tensor.shape)
+        budget = reference if bits_per_weight is None else int(weights * bits_per_weight / 8)
+        least = sum(min(choice.nbytes) for choice in choices)
+        if least > budget:
+            rates = f"{8 * least / max(weights, 1):.3f} bits a weight, the budget is {bits_per_weight}"
+            raise ValueError(f"one scale a row already takes {rates}")
         picked = allocate(choices, budget)
         return cls({name: c.sizes[at] for name, c, at in zip(names, choices, picked, strict=True)})
 
