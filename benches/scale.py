@@ -1,11 +1,13 @@
 """Compress a checkpoint of the Switch-base-128 shapes: seconds for 10^9 weights, peak memory, and c2048 from that.
 
-    python benches/scale.py [--layers 12] [--methods ternary qmoe] [--samples 64] [--threads N] [--directory DIR]
+    python benches/scale.py [--layers 12] [--experts 128] [--methods ternary qmoe] [--samples 64] [--threads N]
+                            [--directory DIR]
 
 The checkpoint is made up (shapes of google/switch-base-128: d_model 768, d_ff 3072, 128 experts, a sparse layer after
 each dense one), in shards, and removed afterwards: 12 layers are 7.2 * 10^9 expert weights, 14.5 GB. Its experts are
 overlapping windows of one run of Gaussian numbers, which costs no time to draw and has no effect on the time to
 compress; its router is random, so tokens spread over the experts. Nothing about quality can be learned from it.
+Fewer experts and as many times fewer samples leave the time a weight what it is, and the memory less.
 
 Each method runs in a process of its own, which this one watches: memory is looked at every 20 ms. Processor seconds
 are given beside wall seconds, because they hold on a machine that has other work.
@@ -40,10 +42,10 @@ C2048 = (2080, 6144, 2048, 30)
 WORDS = ("river", "stone", "light", "under", "walked", "slowly", "and", "then", "nobody", "knew", "where", "it", "was")
 
 
-def config(layers: int) -> SwitchTransformersConfig:
+def config(layers: int, experts: int) -> SwitchTransformersConfig:
     """Half of the sparse layers in the encoder, half in the decoder, each behind a dense one."""
     return SwitchTransformersConfig(
-        vocab_size=VOCABULARY, d_model=D_MODEL, d_kv=64, d_ff=D_FF, num_heads=12, num_experts=EXPERTS,
+        vocab_size=VOCABULARY, d_model=D_MODEL, d_kv=64, d_ff=D_FF, num_heads=12, num_experts=experts,
         num_layers=layers, num_sparse_encoder_layers=layers // 2,
         num_decoder_layers=layers, num_sparse_decoder_layers=layers // 2,
         expert_capacity=1 << 30, router_jitter_noise=0.0, dropout_rate=0.0,
@@ -62,9 +64,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
 
 
-def build(directory: Path, layers: int) -> None:
+def build(directory: Path, layers: int, experts: int) -> None:
     """Write the checkpoint, a shard for each sparse layer and one for the rest."""
-    settings = config(layers)
+    settings = config(layers, experts)
     settings.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     with torch.device("meta"):
@@ -164,6 +166,7 @@ reading 3.1 TB from a disk no slower than the computation. One layer's codes tak
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--methods", nargs="+", default=["ternary", "qmoe"])
     parser.add_argument("--samples", type=int, default=64, help="calibration samples of 512 tokens")
     parser.add_argument("--group", type=int, default=16, help="experts solved together")
@@ -177,14 +180,14 @@ def main() -> None:
         return
     if options.layers < 2 or options.layers % 2:
         parser.error("--layers must be even: half of them are in the encoder")
-    need = options.layers * 2.2 * 2 * EXPERTS * D_MODEL * D_FF
+    need = options.layers * 2.2 * 2 * options.experts * D_MODEL * D_FF
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         options.directory = Path(directory)
         if shutil.disk_usage(directory).free < 1.3 * need:
             sys.exit(f"{1.3 * need / 1e9:.0f} GB are needed in {directory}")
         print(json.dumps(machine.describe(options.threads)))
         start = time.perf_counter()
-        build(options.directory / "model", options.layers)
+        build(options.directory / "model", options.layers, options.experts)
         print(f"built {options.layers} sparse layers in {time.perf_counter() - start:.0f} s", flush=True)
         results = {}
         for method in options.methods:
@@ -193,9 +196,8 @@ def main() -> None:
             sys.stdout.flush()
         print(ASSUMPTIONS)
         if options.save:
-            machine.save(
-                options.save, options.threads, {"layers": options.layers, "samples": options.samples, **results}
-            )
+            what = {"layers": options.layers, "experts": options.experts, "samples": options.samples}
+            machine.save(options.save, options.threads, {**what, **results})
 
 
 if __name__ == "__main__":
