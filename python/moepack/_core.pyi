@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 __all__ = [
     "CodebookBlob",
     "CodedGroupwiseBlob",
+    "CompensatedBlob",
     "CorruptionError",
     "GroupwiseBlob",
     "TernaryBlob",
@@ -15,6 +16,8 @@ __all__ = [
     "available_isas",
     "code_groupwise",
     "encode_codebook",
+    "encode_compensated",
+    "encode_compensated_f16",
     "encode_groupwise",
     "encode_ternary",
     "gated_experts",
@@ -166,6 +169,129 @@ def encode_groupwise(
     Raises:
         ValueError: a code, parameter, setting or shape is out of range.
     """
+
+def encode_compensated(
+    base: NDArray[np.uint8],
+    ranks: NDArray[np.int64],
+    right: tuple[NDArray[np.uint8], NDArray[np.float32]],
+    left: tuple[NDArray[np.uint8], NDArray[np.float32]],
+    *,
+    bits: int,
+) -> NDArray[np.uint8]:
+    """Add integer low-rank compensators to a packed group-wise tensor, W = Wq + U V; uint8 [bytes].
+
+    Args:
+        base: the packed group-wise tensor, uint8 [bytes].
+        ranks: int64 [experts], each at most min(rows, columns); their sum is T.
+        right: codes uint8 [T, columns] and scales float32 [T, ceil(columns / 64)] of the rows of V, expert by expert;
+            a value is scale * (code - 2^(bits - 1)), and scales are exactly what float16 holds.
+        left: likewise the rows of U^T, [T, rows].
+        bits: 3 or 8.
+
+    Raises:
+        ValueError: a rank, code, scale or shape is out of range.
+        CorruptionError: `base` is no group-wise tensor.
+    """
+
+def encode_compensated_f16(
+    base: NDArray[np.uint8],
+    ranks: NDArray[np.int64],
+    right: NDArray[np.float32],
+    left: NDArray[np.float32],
+) -> NDArray[np.uint8]:
+    """Add float16 low-rank compensators to a packed group-wise tensor; uint8 [bytes].
+
+    Args:
+        base: the packed group-wise tensor, uint8 [bytes].
+        ranks: int64 [experts], each at most min(rows, columns); their sum is T.
+        right: float32 [T, columns], exactly what float16 holds: the rows of V, expert by expert.
+        left: float32 [T, rows], the rows of U^T.
+
+    Raises:
+        ValueError: a rank, value or shape is out of range.
+        CorruptionError: `base` is no group-wise tensor.
+    """
+
+@final
+class CompensatedBlob:
+    """A packed group-wise tensor with low-rank compensators over an array that it keeps and reads in place.
+
+    Raises CorruptionError at construction if headers, ranks and size contradict each other.
+    """
+
+    def __new__(cls, data: NDArray[np.uint8]) -> CompensatedBlob: ...
+    @property
+    def bits(self) -> int:
+        """The bits of a code: 2, 3, 4 or 8."""
+    @property
+    def group_size(self) -> int:
+        """The columns that share a scale; of one group a row, the columns."""
+    @property
+    def symmetric(self) -> bool:
+        """Whether weights are scale * (code - 2^(bits - 1)), without offsets."""
+    @property
+    def dtype(self) -> str:
+        """The type of the stored parameters: "float16" or "bfloat16"."""
+    @property
+    def rank_bits(self) -> int:
+        """The bits of a value of the compensators: 3, 8 or 16."""
+    @property
+    def experts(self) -> int:
+        """The number of experts, 1 for a matrix."""
+    @property
+    def rows(self) -> int:
+        """The number of rows of an expert."""
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+    @property
+    def rank(self) -> int:
+        """The rank of the tensor as its user sees it: 2 or 3."""
+    @property
+    def nbytes(self) -> int:
+        """The size of the packed tensor in bytes, everything counted."""
+    def ranks(self) -> NDArray[np.int64]:
+        """Return the rank of each expert's compensator, int64 [experts]."""
+    def dequantize(self) -> NDArray[np.float32]:
+        """Return the values, compensators added, float32 [experts, rows, columns]."""
+    def verify(self) -> None:
+        """Check every parameter, scale and padding byte; CorruptionError says where."""
+    def matmul(
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        expert: int = 0,
+        mode: str = "exact",
+        isa: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Return (Wq + U V) x for one expert, float32 [tokens, rows].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
+            expert: whose weights.
+            mode: of the group-wise part: "exact" or "int8"; the compensator is always exact.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes do not match, there is no such expert, or the processor lacks the set.
+        """
+    def matmul_grouped(
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        offsets: NDArray[np.int64],
+        mode: str = "exact",
+        isa: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Return (Wq + U V) x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
+            offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
+            mode: of the group-wise part: "exact" or "int8"; the compensator is always exact.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes or offsets do not match, or the processor lacks the set.
+        """
 
 @final
 class GroupwiseBlob:

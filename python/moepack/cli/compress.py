@@ -17,26 +17,31 @@ if TYPE_CHECKING:
 def compress_command(
     model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint (safetensors).")],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
-    method: Annotated[str, typer.Option(help="Compression method: ternary, qmoe, finequant or codequant.")] = "ternary",
+    method: Annotated[
+        str, typer.Option(help="Compression method: ternary, qmoe, finequant, codequant or milo.")
+    ] = "ternary",
     code: Annotated[str | None, typer.Option(help="ternary, qmoe: fsv8 or dict16; default fsv8.")] = None,
     calibration: Annotated[
-        str | None, typer.Option(help="qmoe, codequant: text file, JSON lines, directory, or data set of the hub.")
+        str | None,
+        typer.Option(help="qmoe, codequant, milo: text file, JSON lines, directory, or data set of the hub."),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="qmoe, codequant: calibration samples; default 128.")
+        int | None, typer.Option(min=1, help="qmoe, codequant, milo: calibration samples; default 128.")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="qmoe, codequant: tokens a sample; default 512.")
+        int | None, typer.Option(min=1, help="qmoe, codequant, milo: tokens a sample; default 512.")
     ] = None,
     bits: Annotated[
-        str | None, typer.Option(help="qmoe: ternary or 2, default ternary. finequant: 2, 3, 4 or 8, default 4.")
+        str | None,
+        typer.Option(help="qmoe: ternary or 2, default ternary. finequant, milo: 2, 3, 4 or 8, default 4, 3."),
     ] = None,
     bits_per_weight: Annotated[
         float | None,
         typer.Option(help="qmoe: rate of the coded experts, 0.6 to 1.6. finequant: budget of --group-size budget."),
     ] = None,
     group_size: Annotated[
-        str | None, typer.Option(help="finequant: 16 to 256, row, adaptive or budget; default 64. qmoe: for 2 bits.")
+        str | None,
+        typer.Option(help="finequant: 16 to 256, row, adaptive or budget; default 64. qmoe, milo: 16 to 256."),
     ] = None,
     dense_bits: Annotated[
         str | None,
@@ -53,13 +58,25 @@ def compress_command(
     steps: Annotated[int | None, typer.Option(min=0, help="codequant: refinements of codes and centroids.")] = None,
     alpha: Annotated[float | None, typer.Option(help="finequant: of --group-size adaptive; default 0.35.")] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="finequant: a scale a group, or an offset too.")
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="finequant, milo: a scale a group, or an offset too."),
     ] = None,
     search: Annotated[
         bool | None,
         typer.Option("--search/--no-search", help="finequant: scales of least squared error, or the paper's."),
     ] = None,
     scales: Annotated[str | None, typer.Option(help="finequant: stored scales, float16 (default) or bfloat16.")] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="milo: lsq (default), hqq or rtn. qmoe: gptq (default) or rtn.")
+    ] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(help="milo: policies of the compensators, such as dense:512+kurtosis:16; default budget:5."),
+    ] = None,
+    rank_bits: Annotated[int | None, typer.Option(help="milo: bits of the compensators: 3 (default), 8 or 16.")] = None,
+    memory_budget: Annotated[
+        int | None, typer.Option(min=1, help="milo: bytes of all safetensors files of OUT, instead of --rank.")
+    ] = None,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
     device: Annotated[str | None, typer.Option(help="qmoe, codequant: device of the calibration; default cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
@@ -89,6 +106,7 @@ def compress_command(
         options |= {"weight_bits": weight_bits, "activation_bits": activation_bits}
         options |= {"block": _number(block), "steps": steps}
         options |= {"symmetric": symmetric, "search": search, "scales": scales}
+        options |= {"solver": solver, "rank": rank, "rank_bits": rank_bits, "memory_budget": memory_budget}
         given = {name: value for name, value in options.items() if value is not None}
         chosen = create(method, **given)
     except ValueError as error:

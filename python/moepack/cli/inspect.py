@@ -1,8 +1,8 @@
-"""`moepack inspect`: what a packed directory holds, by layer and projection. Reads metadata only."""
+"""`moepack inspect`: what a packed directory holds, by layer and projection or by matrix. Reads metadata only."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,11 +24,23 @@ _ORDER = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
+class MatrixRow:
+    """What a method noted of one matrix of a tensor, None where it did not: the rank of its compensator, the excess
+    kurtosis of its weights, the rank of the residual (values below half of the largest), and the relative error."""
+
+    rank: int | None
+    kurtosis: float | None
+    residual_rank: int | None
+    error: float | None
+
+
+@dataclass(frozen=True)
 class Row:
     """A packed tensor as it is shown.
 
     Sizes in bytes; `zeros` is the share of weights that are zero, or None; `role` is "experts" or what a linear layer
-    outside the experts is; `error` is the squared error relative to the weights' energy, or None.
+    outside the experts is; `error` is the squared error relative to the weights' energy, or None; `matrices` is empty
+    unless the method noted something of each matrix.
     """
 
     layer: str
@@ -41,17 +53,21 @@ class Row:
     error: float | None
     before: int
     after: int
+    matrices: tuple[MatrixRow, ...] = ()
 
 
 def inspect_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    matrices: Annotated[
+        bool, typer.Option("--matrices", help="Show each matrix: rank, kurtosis, rank of the residual, error.")
+    ] = False,
 ) -> None:
     """Show each layer and projection of DIRECTORY: format, bits a weight, share of zeros, size before and after."""
-    print_directory(directory, as_json)
+    print_directory(directory, as_json, matrices)
 
 
-def print_directory(directory: Path, as_json: bool = False) -> None:
+def print_directory(directory: Path, as_json: bool = False, matrices: bool = False) -> None:
     """Print what `inspect` shows of a packed directory."""
     from moepack.format import PackedDirectory
 
@@ -64,6 +80,8 @@ def print_directory(directory: Path, as_json: bool = False) -> None:
         print(json.dumps({**about, "tensors": [asdict(row) for row in rows], "totals": totals}, indent=2))
         return
     _print(manifest, rows, totals)
+    if matrices:
+        _print_matrices(rows)
 
 
 def _place(record: "TensorRecord") -> tuple[str, int]:
@@ -82,16 +100,31 @@ def _row(record: "TensorRecord") -> Row:
     if not record.experts:
         layer, _, projection = record.module.rpartition(".")
         role = str(record.details.get("role", "dense"))
-    return Row(layer, projection, role, name, record.shape, bits, zeros, error, record.source_bytes, record.nbytes)
+    sizes = record.source_bytes, record.nbytes
+    return Row(layer, projection, role, name, record.shape, bits, zeros, error, *sizes, tuple(_matrices(record)))
+
+
+def _matrices(record: "TensorRecord") -> Iterator[MatrixRow]:
+    """What the details say of each matrix."""
+    names = ("ranks", "kurtosis", "residual_ranks", "errors")
+    count = record.shape[0] if record.experts else 1
+    found = [record.details.get(name) for name in names]
+    lists = [values if isinstance(values, list) and len(values) == count else [None] * count for values in found]
+    if any(values is not None for values in found):
+        yield from (MatrixRow(*values) for values in zip(*lists, strict=True))
 
 
 def _format(record: "TensorRecord") -> str:
-    """The kind with what it is worth to know of it: `ternary fsv8`, `int4 group 64`."""
+    """The kind with what it is worth to know of it: `ternary fsv8`, `int4 group 64`, `int3 group 64 + rank 8-16`."""
     details = record.details
-    if record.kind in ("groupwise", "coded-groupwise") and {"bits", "group_size"} <= set(details):
+    if record.kind in ("groupwise", "coded-groupwise", "compensated") and {"bits", "group_size"} <= set(details):
         width = details["group_size"]
-        form = f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
-        return form if record.kind == "groupwise" else f"{form} coded"
+        name = f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
+        if record.kind == "coded-groupwise":
+            return f"{name} coded"
+        ranks = sorted({*details.get("ranks", ())})
+        span = "-".join(str(rank) for rank in dict.fromkeys((*ranks[:1], *ranks[-1:])))
+        return f"{name} + rank {span}" if any(ranks) else name
     if record.kind == "codebook" and {"bits", "block_size"} <= set(details):
         width, activations = details["block_size"], details.get("activation_bits")
         place = "row" if width >= record.shape[-1] else f"block {width}"
@@ -152,6 +185,18 @@ def _print(manifest: "Manifest", rows: list[Row], totals: Mapping[str, Any]) -> 
     table.add_row("dense tensors", "", "", "", *_sizes(dense))
     table.add_row("directory", "", "", "", *_sizes(totals["directory"]))
     # A table squeezed below this width cannot be read; a log has no width of its own.
+    Console(width=max(Console().width, WIDTH)).print(table)
+
+
+def _print_matrices(rows: list[Row]) -> None:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("matrix", no_wrap=True)
+    for name in ("rank", "kurtosis", "residual rank", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        for number, matrix in enumerate(row.matrices):
+            name = f"{row.layer}.{row.projection}" + (f" {number}" if row.role == "experts" else "")
+            table.add_row(name, *("" if value is None else f"{value:.4g}" for value in asdict(matrix).values()))
     Console(width=max(Console().width, WIDTH)).print(table)
 
 

@@ -25,7 +25,7 @@ from moepack.errors import CorruptionError, LoadError
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
 
-Blob = _core.TernaryBlob | _core.GroupwiseBlob | _core.CodedGroupwiseBlob | _core.CodebookBlob
+Blob = _core.TernaryBlob | _core.GroupwiseBlob | _core.CodedGroupwiseBlob | _core.CodebookBlob | _core.CompensatedBlob
 """A packed tensor of any kind, its metadata checked."""
 
 _KINDS: Mapping[str, type[Blob]] = {
@@ -33,9 +33,12 @@ _KINDS: Mapping[str, type[Blob]] = {
     "groupwise": _core.GroupwiseBlob,
     "coded-groupwise": _core.CodedGroupwiseBlob,
     "codebook": _core.CodebookBlob,
+    "compensated": _core.CompensatedBlob,
 }
 
-_DETAILS = ("code", "nonzeros", "bits", "group_size", "symmetric", "dtype", "block_size", "activation_bits")
+_DETAILS = (
+    "code", "nonzeros", "bits", "group_size", "symmetric", "dtype", "block_size", "activation_bits", "rank_bits",
+)  # fmt: skip
 """What a manifest may say about a packed tensor that its bytes say too."""
 
 

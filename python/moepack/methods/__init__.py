@@ -16,12 +16,14 @@ from moepack.methods.base import (
 )
 from moepack.methods.codequant import CodeQuant
 from moepack.methods.finequant import FineQuant
+from moepack.methods.milo import Milo
 from moepack.methods.qmoe import Qmoe
 from moepack.methods.ternary import Ternary
 
 METHODS: dict[str, Callable[..., Method]] = {
     "codequant": CodeQuant,
     "finequant": FineQuant,
+    "milo": Milo,
     "qmoe": Qmoe,
     "ternary": Ternary,
 }

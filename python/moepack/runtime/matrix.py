@@ -21,6 +21,7 @@ __all__ = [
     "MAGIC_BYTES",
     "CodebookMatrix",
     "CodedGroupwiseMatrix",
+    "CompensatedMatrix",
     "GroupwiseMatrix",
     "ModalMatrix",
     "PackedMatrix",
@@ -163,6 +164,22 @@ class CodedGroupwiseMatrix(ModalMatrix):
         return f"groupwise-{self.blob.bits}bit-coded"
 
 
+class CompensatedMatrix(ModalMatrix):
+    """A group-wise blob with low-rank compensators (`MOEPCOMP`); the mode is that of its group-wise part."""
+
+    __slots__ = ()
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        from moepack import _core
+
+        super().__init__(_core.CompensatedBlob(data))
+
+    @property
+    def format(self) -> str:
+        """For example `groupwise-3bit+lowrank-3bit`."""
+        return f"groupwise-{self.blob.bits}bit+lowrank-{self.blob.rank_bits}bit"
+
+
 def gated_experts(
     matrices: Sequence[PackedMatrix], x: Activations, experts: NDArray[np.int64], weights: NDArray[np.float32]
 ) -> NDArray[np.float32] | None:
@@ -220,6 +237,7 @@ _FORMATS: dict[bytes, Callable[[NDArray[np.uint8]], Any]] = {
     b"MOEPGRPW": GroupwiseMatrix,
     b"MOEPGRPC": CodedGroupwiseMatrix,
     b"MOEPCODE": CodebookMatrix,
+    b"MOEPCOMP": CompensatedMatrix,
 }
 
 

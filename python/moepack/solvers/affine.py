@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moepack.errors import InvalidTensorError
 
-__all__ = ["AffineCodes", "Fit", "GroupSpec", "Solver", "quantize_affine", "round_to_nearest", "stored"]
+__all__ = ["AffineCodes", "Fit", "GroupSpec", "Solver", "check_range", "quantize_affine", "round_to_nearest", "stored"]
 
 _CHUNK = {"cpu": 1 << 18}
 """Elements that a solver sees at a time: a megabyte of float32 on a CPU."""
@@ -178,6 +178,21 @@ def _runs(rows: Tensor, group_size: int) -> Iterator[tuple[slice, slice, slice]]
             yield run, slice(0, whole), slice(0, whole * group_size)
         if whole * group_size < columns:
             yield run, slice(whole, whole + 1), slice(whole * group_size, columns)
+
+
+def check_range(matrix: Tensor, storage: torch.dtype, name: str | None = None) -> None:
+    """Refuse what parameters of type `storage` cannot express.
+
+    Args:
+        matrix: [R, C].
+        storage: the type.
+        name: the tensor's name, for the error.
+
+    Raises:
+        InvalidTensorError: a weight is NaN, infinite or too large; names the first.
+    """
+    if matrix.numel():
+        _check(matrix, storage, name, (0, 0), matrix.shape)
 
 
 def _check(x: Tensor, storage: torch.dtype, name: str | None, first: tuple[int, int], shape: torch.Size) -> None:

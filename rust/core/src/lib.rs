@@ -7,6 +7,7 @@ pub mod bits;
 pub mod clustering;
 pub mod codebook;
 pub mod coded;
+pub mod compensated;
 pub mod error;
 pub mod gemm;
 pub mod groupwise;

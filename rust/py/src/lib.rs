@@ -4,6 +4,7 @@ mod arrays;
 mod clustering;
 mod codebook;
 mod coded;
+mod compensated;
 mod error;
 mod groupwise;
 mod kmeans;
@@ -22,6 +23,8 @@ mod _core {
     use super::codebook::{CodebookBlob, encode_codebook};
     #[pymodule_export]
     use super::coded::{CodedGroupwiseBlob, code_groupwise};
+    #[pymodule_export]
+    use super::compensated::{CompensatedBlob, encode_compensated, encode_compensated_f16};
     #[pymodule_export]
     use super::error::CorruptionError;
     #[pymodule_export]

@@ -1,5 +1,6 @@
 //! Matrix products by packed weights: y = W x without unpacking W.
 
 pub mod codebook;
+pub mod compensated;
 pub mod groupwise;
 pub mod ternary;

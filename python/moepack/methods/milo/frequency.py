@@ -1,0 +1,42 @@
+"""How often the router chooses each expert on a text: the model runs block by block with its own weights."""
+
+from __future__ import annotations
+
+import torch
+
+from moepack.calibration import CalibrationSettings, Calibrator, Stage
+from moepack.calibration.load import load_samples
+from moepack.checkpoint import Checkpoint, MoeModel
+
+__all__ = ["count_choices"]
+
+
+def count_choices(
+    checkpoint: Checkpoint, model: MoeModel, text: str, samples: int, sequence_length: int, device: str
+) -> tuple[dict[str, list[int]], str]:
+    """Count the tokens that choose each expert.
+
+    Args:
+        checkpoint: the model.
+        model: its description.
+        text: a text file, JSON lines, directory, or data set of the hub.
+        samples: most samples of it.
+        sequence_length: tokens of each.
+        device: where the model runs.
+
+    Returns:
+        By layer the counts of its experts, and the fingerprint of the samples.
+
+    Raises:
+        CalibrationError: the text is unusable, or the model computes NaN on it.
+    """
+    found = load_samples(checkpoint, text, samples, sequence_length, premask=True, seed=0)
+    settings = CalibrationSettings(activations="original", device=torch.device(device))
+    counts: dict[str, list[int]] = {}
+    for layer, coverage in Calibrator(checkpoint, model, found, settings).layers(_unchanged):
+        counts[layer.name] = coverage.original.tolist()
+    return counts, found.fingerprint()
+
+
+def _unchanged(stage: Stage) -> dict[str, torch.Tensor]:
+    return stage.weights

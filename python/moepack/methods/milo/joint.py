@@ -1,0 +1,185 @@
+"""Quantization and compensation of a matrix, optimised together (MiLo, algorithm 1).
+
+Two problems alternate: quantize what the compensator leaves, W - UV, and approximate what the codes leave, W - Wdq, by
+a matrix of rank r. With `refine` the factors are quantized inside the loop, so that the quantizer sees the compensator
+as it will be run; without it they are quantized once at the end, as in the paper. The error is measured after each
+round; a matrix stops by the paper's rule (equation 14: the mean of the last three errors falls by less than 1e-4 of
+itself, or rises) or after 20 rounds, and its best round is kept. Matrices of a batch stop on their own, so that a
+result does not depend on which others were in the batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
+from moepack.solvers.low_rank import Factors, PackedFactors, quantize_factors, truncated_svd
+
+__all__ = ["Compensated", "JointSettings", "compensate"]
+
+
+@dataclass(frozen=True)
+class JointSettings:
+    """How the alternation works.
+
+    Attributes:
+        rank_bits: of the compensator: 3 or 8 for integers, 16 for float16.
+        factor_group: columns of a factor that share a scale.
+        refine: quantize the factors inside the loop.
+        rounds: most rounds.
+        tolerance: relative fall of the windowed error below which a matrix stops.
+        window: errors that are averaged.
+        refits: passes of :func:`moepack.solvers.low_rank.quantize_factors`.
+    """
+
+    rank_bits: int = 3
+    factor_group: int = 64
+    refine: bool = True
+    rounds: int = 20
+    tolerance: float = 1e-4
+    window: int = 3
+    refits: int = 1
+
+
+@dataclass
+class Compensated:
+    """Quantized matrices with compensators of one rank.
+
+    Attributes:
+        codes: of [E, R, C].
+        factors: the compensators as stored.
+        errors: [E] float64, squared Frobenius norm of what remains.
+        rounds: [E], how many each matrix took.
+        traces: for each matrix the Frobenius norms of its rounds (equation 13).
+    """
+
+    codes: AffineCodes
+    factors: PackedFactors
+    errors: Tensor
+    rounds: list[int]
+    traces: list[list[float]]
+
+    def values(self) -> Tensor:
+        """The weights that a reader sees, [E, R, C] float32."""
+        return self.codes.values() + self.factors.factors().product()
+
+
+def compensate(
+    weights: Tensor, rank: int, spec: GroupSpec, solver: Solver, settings: JointSettings, *, name: str | None = None
+) -> Compensated:
+    """Quantize matrices and fit compensators of one rank to what is lost.
+
+    Args:
+        weights: [E, R, C], finite, on any device.
+        rank: of the compensators, 0 to min(R, C); 0 is plain quantization.
+        spec: grid of the codes.
+        solver: its solver.
+        settings: see :class:`JointSettings`.
+        name: the tensor's name, for errors.
+
+    Raises:
+        InvalidTensorError: a weight is NaN, infinite or beyond the range of the parameters.
+        ValueError: the rank is above the matrices' own.
+    """
+    weights = weights.float()
+    rounds = settings.rounds if rank else 1
+    work = _Alternation(weights, rank, spec, solver, settings, name)
+    for _ in range(rounds):
+        if not work.round():
+            break
+    return work.result()
+
+
+class _Alternation:
+    """The state of a batch; `active` are the matrices that have not stopped."""
+
+    def __init__(
+        self, weights: Tensor, rank: int, spec: GroupSpec, solver: Solver, settings: JointSettings, name: str | None
+    ) -> None:
+        self.weights, self.rank, self.spec, self.solver = weights, rank, spec, solver
+        self.settings, self.name = settings, name
+        self.active = torch.arange(len(weights), device=weights.device)
+        self.traces: list[list[float]] = [[] for _ in range(len(weights))]
+        self.windows = [deque[float](maxlen=settings.window) for _ in range(len(weights))]
+        self.compensation: Tensor | None = None
+        self.start: AffineCodes | None = None
+        self.vectors: Tensor | None = None
+        self.best: tuple[AffineCodes, Factors | PackedFactors] | None = None
+        self.least = weights.new_full((len(weights),), torch.inf, dtype=torch.float64)
+
+    def round(self) -> bool:
+        """Do both steps for the active matrices; whether any goes on."""
+        part = self.weights[self.active] if len(self.active) < len(self.weights) else self.weights
+        target = part if self.compensation is None else part - self.compensation
+        codes = quantize_affine(target, self.spec, self.solver, start=self.start, name=self.name)
+        residual = part - codes.values()
+        found = truncated_svd(residual, self.rank, start=self.vectors)
+        kept: Factors | PackedFactors = found
+        if self.settings.refine or not self.rank:
+            kept = self._packed(residual, found)
+        product = _product(kept)
+        errors = (residual - product).double().square().sum((1, 2))
+        self._keep(codes, kept, errors)
+        stays = self._go_on(errors)
+        self.active = self.active[stays]
+        self.start = _pick(codes, stays)
+        self.vectors, self.compensation = found.right[stays], product[stays]
+        return len(self.active) > 0
+
+    def _packed(self, residual: Tensor, factors: Factors) -> PackedFactors:
+        s = self.settings
+        return quantize_factors(residual, factors, s.rank_bits, s.factor_group, refits=s.refits, name=self.name)
+
+    def _keep(self, codes: AffineCodes, factors: Factors | PackedFactors, errors: Tensor) -> None:
+        """Take over the matrices that this round improved."""
+        better = errors < self.least[self.active]
+        index = self.active[better]
+        self.least[index] = errors[better]
+        if self.best is None:
+            self.best = codes, factors
+            return
+        for old, new in zip(_tensors(*self.best), _tensors(codes, factors), strict=True):
+            old[index] = new[better]
+
+    def _go_on(self, errors: Tensor) -> Tensor:
+        """Equation 14 for each active matrix, [A] bool."""
+        stays = []
+        for matrix, error in zip(self.active.tolist(), errors.sqrt().tolist(), strict=True):
+            window, trace = self.windows[matrix], self.traces[matrix]
+            before = sum(window) / len(window) if window else None
+            window.append(error)
+            trace.append(error)
+            mean = sum(window) / len(window)
+            stays.append(before is None or (before > 0 and (before - mean) / before >= self.settings.tolerance))
+        return torch.tensor(stays, dtype=torch.bool, device=errors.device)
+
+    def result(self) -> Compensated:
+        """The best round of each matrix."""
+        assert self.best is not None
+        codes, factors = self.best
+        if isinstance(factors, Factors):
+            residual = self.weights - codes.values()
+            factors = self._packed(residual, factors)
+            self.least = (residual - _product(factors)).double().square().sum((1, 2))
+        return Compensated(codes, factors, self.least, [len(trace) for trace in self.traces], self.traces)
+
+
+def _product(factors: Factors | PackedFactors) -> Tensor:
+    return (factors.factors() if isinstance(factors, PackedFactors) else factors).product()
+
+
+def _tensors(codes: AffineCodes, factors: Factors | PackedFactors) -> list[Tensor]:
+    """Everything that a matrix has, with the matrices first."""
+    found = [codes.codes, codes.scales] + ([] if codes.offsets is None else [codes.offsets])
+    for factor in (factors.left, factors.right):
+        found += [factor] if isinstance(factor, Tensor) else [factor.codes, factor.scales]
+    return found
+
+
+def _pick(codes: AffineCodes, which: Tensor) -> AffineCodes:
+    offsets = None if codes.offsets is None else codes.offsets[which]
+    return replace(codes, codes=codes.codes[which], scales=codes.scales[which], offsets=offsets)

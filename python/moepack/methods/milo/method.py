@@ -1,0 +1,237 @@
+"""The method `milo`: INT3 (or 2, 4, 8 bits) with a mixture of low-rank compensators (MiLo, MLSys 2025).
+
+Every linear layer but the output head is quantized group by group; the residual of each matrix is approximated by a
+packed low-rank product, both optimised together (`joint`). Which matrix gets which rank is decided for the whole model
+in advance (`ranks`, `planning`). No calibration text is needed; one may be given to count how often experts are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.milo.frequency import count_choices
+from moepack.methods.milo.joint import Compensated, JointSettings, compensate
+from moepack.methods.milo.packing import FACTOR_GROUP, Assembly, packed_bytes
+from moepack.methods.milo.planning import DENSE_ROLES, Planner, RankPlan, batches, workers
+from moepack.methods.milo.ranks import parse_ranks
+from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, residual_spectrum
+from moepack.methods.parallel import for_experts
+from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine, round_to_nearest
+from moepack.solvers.hqq import HalfQuadratic
+from moepack.solvers.least_squares import LeastSquares
+
+__all__ = ["DEFAULT_RANK", "SOLVERS", "Milo"]
+
+SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic(), "rtn": round_to_nearest}
+"""Quantizers of groups by name."""
+
+DEFAULT_RANK = "budget:5"
+
+_GROUP_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass
+class Milo:
+    """The method with its settings.
+
+    Attributes:
+        bits: of the codes, 2, 3, 4 or 8.
+        group_size: columns that share a scale.
+        symmetric: no offsets; None leaves it to a budget, tensor by tensor, and means offsets everywhere otherwise.
+        solver: `lsq`, `hqq` or `rtn`.
+        rank: policies, see :mod:`moepack.methods.milo.ranks`; `uniform:0` is the plain quantizer.
+        rank_bits: of the compensators: 3, 8 or 16 (float16).
+        memory_budget: bytes that all safetensors files may take, instead of `rank`.
+        refine: quantize compensators inside the alternation.
+        rounds: most rounds of the alternation.
+        calibration: a text to count expert choices on, for `frequency` and for weighing the budget; None: all alike.
+        samples, sequence_length: how much of it.
+        device: where the work is done.
+        plan: ranks and grids, once `begin` has decided them.
+    """
+
+    bits: int | str = 3
+    group_size: int | str = 64
+    symmetric: bool | None = None
+    solver: str = "lsq"
+    rank: str | None = None
+    rank_bits: int = 3
+    memory_budget: int | None = None
+    refine: bool = True
+    rounds: int = 20
+    calibration: str | None = None
+    samples: int = 128
+    sequence_length: int = 512
+    device: str = "cpu"
+    name: ClassVar[str] = "milo"
+    plan: RankPlan = field(default_factory=RankPlan, init=False, repr=False)
+    _text: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.bits, self.group_size = whole(self.bits, "bits"), whole(self.group_size, "group_size")
+        if self.bits not in (2, 3, 4, 8) or self.rank_bits not in (3, 8, 16):
+            raise ValueError(f"bits must be 2, 3, 4 or 8, not {self.bits}; rank_bits 3, 8 or 16, not {self.rank_bits}")
+        if self.group_size not in _GROUP_SIZES:
+            raise ValueError(f"group_size must be one of {_GROUP_SIZES}, not {self.group_size}")
+        if self.solver not in SOLVERS:
+            raise ValueError(f"unknown solver '{self.solver}'; there is: {', '.join(SOLVERS)}")
+        if self.rank is not None and self.memory_budget is not None:
+            raise ValueError("rank and memory_budget exclude each other")
+        if (self.memory_budget is not None and self.memory_budget < 1) or self.rounds < 1:
+            raise ValueError("memory_budget and rounds must be positive")
+        self._terms = parse_ranks(self.rank or DEFAULT_RANK)
+        if any(term.policy == "frequency" for term in self._terms) and self.calibration is None:
+            raise ValueError("rank by frequency needs a text: calibration says which")
+        self._specs = [GroupSpec(self.bits, self.group_size, bool(self.symmetric))]
+        if self.symmetric is None and (self.memory_budget is not None or self._terms[0].policy == "budget"):
+            self._specs.append(GroupSpec(self.bits, self.group_size, True))
+        self._joint = JointSettings(self.rank_bits, FACTOR_GROUP, self.refine, self.rounds)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting that changes the bytes; of the text its fingerprint, once `begin` has read it."""
+        found: dict[str, Any] = {
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "symmetric": "by budget" if len(self._specs) > 1 else bool(self.symmetric),
+            "solver": self.solver,
+            "rank_bits": self.rank_bits,
+            "refine": self.refine,
+            "rounds": self.rounds,
+        }
+        if self.memory_budget is not None:
+            found["memory_budget"] = self.memory_budget
+        else:
+            found["rank"] = self.rank or DEFAULT_RANK
+        if self.calibration is not None:
+            found["calibration_sha256"] = self._text
+        return found
+
+    @property
+    def dense_roles(self) -> frozenset[str]:
+        """All but the output head."""
+        return DENSE_ROLES
+
+    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Decide the ranks.
+
+        Raises:
+            CalibrationError: the text is unusable.
+            InvalidTensorError: a weight cannot be quantized.
+            ValueError: the memory budget is below the size without compensators.
+        """
+        counts: Mapping[str, list[int]] = {}
+        if self.calibration is not None:
+            counts, self._text = count_choices(
+                checkpoint, model, self.calibration, self.samples, self.sequence_length, self.device
+            )
+        planner = Planner(self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts)
+        self.plan = planner.plan(checkpoint, model, self._terms, self.memory_budget)
+
+    def bound(self, shape: Shape) -> int:
+        """Return the most bytes that a projection can take packed: with the largest ranks of that many experts."""
+        sums = [sum(ranks) for ranks in self.plan.ranks.values() if len(ranks) == shape[0]]
+        return packed_bytes(shape, self._specs[0], max(sums, default=0), self.rank_bits)
+
+    def dense_bound(self, shape: Shape, role: str) -> int:
+        """Return the most bytes that a linear layer can take packed."""
+        return self.bound(shape)
+
+    def compress_layer(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Quantize and compensate each projection; holds the codes of one projection at a time."""
+        for name, weights in layer.items():
+            yield name, self._compress(weights, advance)
+
+    def compress_dense(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """The same for linear layers."""
+        yield from self.compress_layer(layer, advance)
+
+    def _compress(self, weights: Weights, advance: Callable[[int], None]) -> PackedTensor:
+        _, rows, columns = weights.shape
+        ranks, spec = self.plan.ranks[weights.name], self.plan.specs[weights.name]
+        assembly = Assembly(weights.shape, spec, ranks, self.rank_bits, weights.rank)
+        facts = _Facts(ranks)
+        jobs = [
+            (rank, batch)
+            for rank in sorted(set(ranks))
+            for batch in batches([e for e, its in enumerate(ranks) if its == rank], rows * columns)
+        ]
+
+        def work(number: int) -> None:
+            rank, batch = jobs[number]
+            matrices = torch.stack([self._fetch(weights, expert) for expert in batch])
+            found = compensate(matrices, rank, spec, SOLVERS[self.solver], self._joint, name=weights.name)
+            assembly.put(batch, found.codes, found.factors)
+            facts.add(batch, matrices, found, self._residual_ranks(matrices, found))
+
+        sizes = iter(len(batch) * rows * columns for _, batch in jobs)
+        for_experts(work, len(jobs), lambda: advance(next(sizes)), most=workers(rows * columns), alone=True)
+        kind, data, details = assembly.pack()
+        return PackedTensor(kind, data, {**details, **facts.details()})
+
+    def _fetch(self, weights: Weights, expert: int) -> torch.Tensor:
+        """One matrix; what cannot be quantized is found here, where its source is known."""
+        matrix = weights.expert(expert).to(self.device, torch.float32)
+        check_range(matrix, self._specs[0].storage, weights.sources[expert])
+        return matrix
+
+    def _residual_ranks(self, matrices: torch.Tensor, found: Compensated) -> list[int | None]:
+        """Of plain quantization (table 2), where it is cheap."""
+        side = min(matrices.shape[1:])
+        if side > FULL_SIDE // 4 or not side:
+            return [None] * len(matrices)
+        plain = found.codes
+        if found.factors.factors().rank:
+            plain = quantize_affine(matrices, plain.spec, SOLVERS[self.solver])
+        return residual_rank(residual_spectrum(matrices - plain.values()), side)
+
+
+def whole(value: int | str, what: str) -> int:
+    """The number that a command line spelt."""
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{what} must be a number, not '{value}'") from None
+
+
+class _Facts:
+    """What `inspect` shows of each matrix of a tensor."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = [*ranks]
+        self.lost, self.energy, self.kurtosis = ([0.0] * len(ranks) for _ in range(3))
+        self.residual: list[int | None] = [None] * len(ranks)
+
+    def add(
+        self, batch: Sequence[int], matrices: torch.Tensor, found: Compensated, residual: Sequence[int | None]
+    ) -> None:
+        """Note a batch; from any thread."""
+        sums = (found.errors, matrices.double().square().sum((1, 2)), kurtosis(matrices))
+        for expert, lost, energy, tail, rank in zip(batch, *(part.tolist() for part in sums), residual, strict=True):
+            self.lost[expert], self.energy[expert] = lost, energy
+            self.kurtosis[expert], self.residual[expert] = round(tail, 4), rank
+
+    def details(self) -> dict[str, Any]:
+        """JSON values."""
+        errors = [
+            (lost / energy) ** 0.5 if energy else 0.0 for lost, energy in zip(self.lost, self.energy, strict=True)
+        ]
+        energy = sum(self.energy)
+        found: dict[str, Any] = {"relative_error": _digits(sum(self.lost) / energy if energy else 0.0)}
+        found |= {"ranks": self.ranks, "errors": [_digits(error) for error in errors], "kurtosis": self.kurtosis}
+        return found if None in self.residual else {**found, "residual_ranks": self.residual}
+
+
+def _digits(value: float) -> float:
+    """Five significant digits: enough for a report."""
+    return float(f"{value:.4e}")

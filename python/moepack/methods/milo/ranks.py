@@ -1,0 +1,182 @@
+"""Which compensator gets which rank (MiLo, section 3.2.5), from a spec such as `dense:512+kurtosis:16`.
+
+| policy | who gets ranks | how |
+|---|---|---|
+| `uniform:r` | every matrix | r |
+| `dense:r` | attention, shared experts, dense feed-forward layers | r |
+| `sparse:r` | experts | r |
+| `kurtosis:r` | experts | r on average, rising with the kurtosis of the weights |
+| `frequency:r` | experts | r on average, proportional to how often the router chooses the expert |
+| `budget:p` | every matrix | p percent more bytes than without compensators, spent where the error falls most |
+
+Terms add up; `budget` stands alone. Ranks are multiples of 16 (of 8 in models whose matrices are below 512) and never
+above the smaller side of their matrix. Where r is no multiple, neighbouring multiples are mixed so that the mean over
+the matrices is r, to within one multiple over all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Matrix", "Term", "fill_budget", "named_ranks", "parse_ranks", "rank_step"]
+
+NAMED = ("uniform", "dense", "sparse", "kurtosis", "frequency")
+_SMALL_SIDE = 512
+_TERM = re.compile(r"([a-z]+):(\d+(?:\.\d+)?)")
+
+Ranks = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a spec: a policy and its rank, or its percentage for `budget`."""
+
+    policy: str
+    amount: float
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix to be compensated.
+
+    Attributes:
+        tensor: name of the packed tensor that it is part of.
+        expert: its index in it.
+        rows, columns: its shape.
+        dense: whether every token passes through it.
+    """
+
+    tensor: str
+    expert: int
+    rows: int
+    columns: int
+    dense: bool
+
+    @property
+    def most(self) -> int:
+        """The rank of the matrix itself."""
+        return min(self.rows, self.columns)
+
+
+def parse_ranks(spec: str) -> tuple[Term, ...]:
+    """Read a spec.
+
+    Raises:
+        ValueError: it is none; the message says what a spec looks like.
+    """
+    terms = []
+    for part in spec.split("+"):
+        match = _TERM.fullmatch(part.strip())
+        if match is None or match[1] not in (*NAMED, "budget") or (match[1] != "budget" and "." in match[2]):
+            policies = ", ".join((*NAMED, "budget"))
+            raise ValueError(f"rank '{spec}' is no sum of POLICY:NUMBER; policies: {policies}")
+        terms.append(Term(match[1], float(match[2])))
+    if len(terms) > 1 and any(term.policy == "budget" for term in terms):
+        raise ValueError(f"rank '{spec}': budget stands alone")
+    return tuple(terms)
+
+
+def rank_step(matrices: Sequence[Matrix]) -> int:
+    """What ranks are multiples of."""
+    return 8 if max((matrix.most for matrix in matrices), default=0) < _SMALL_SIDE else 16
+
+
+def named_ranks(
+    terms: Sequence[Term], matrices: Sequence[Matrix], kurtosis: Numbers, frequency: Numbers | None
+) -> Ranks:
+    """Ranks by named policies.
+
+    Args:
+        terms: the sum.
+        matrices: all matrices of the model, in a fixed order.
+        kurtosis: of each.
+        frequency: share of the tokens of its layer that each is chosen for; None where it is unknown.
+
+    Returns:
+        [M] ranks.
+
+    Raises:
+        ValueError: `frequency` is asked for and unknown.
+    """
+    step = rank_step(matrices)
+    most = np.array([matrix.most // step * step for matrix in matrices], np.int64)
+    dense = np.array([matrix.dense for matrix in matrices], bool)
+    ranks = np.zeros(len(matrices), np.int64)
+    for term in terms:
+        chosen = {"uniform": dense | ~dense, "dense": dense}.get(term.policy, ~dense)
+        if term.policy == "kurtosis":
+            order = np.empty(int(chosen.sum()))
+            order[np.argsort(kurtosis[chosen], kind="stable")] = np.arange(len(order)) + 0.5
+            found = _share(order, term.amount, most[chosen], step)
+        elif term.policy == "frequency":
+            if frequency is None:
+                raise ValueError("rank by frequency needs a text: calibration says which")
+            found = _share(frequency[chosen], term.amount, most[chosen], step)
+        else:
+            found = np.minimum(_spread(int(chosen.sum()), int(term.amount), step), most[chosen])
+        ranks[chosen] += found
+    return np.minimum(ranks, most)
+
+
+def _spread(count: int, rank: int, step: int) -> Ranks:
+    """`count` multiples of `step` whose mean is `rank`, the larger ones evenly among the smaller ones."""
+    edges = np.arange(count + 1, dtype=np.int64) * rank // step
+    return np.diff(edges) * step
+
+
+def _share(scores: Numbers, mean: float, most: Ranks, step: int) -> Ranks:
+    """Multiples of `step` in proportion to scores, none above `most`, of the given mean where that is possible.
+
+    What a capped matrix cannot take goes to the others, in proportion again; the last units go to the largest
+    remainders, the first matrix first.
+    """
+    units = np.zeros(len(scores))
+    caps = most / step
+    left = min(int(mean * len(scores)) // step, int(caps.sum()))
+    open_ = caps > 0
+    while left - units.sum() > 1e-9 and open_.any():
+        weights = np.where(open_, np.maximum(scores, 0), 0)
+        weights = weights if weights.sum() > 0 else open_.astype(float)
+        units = np.minimum(units + (left - units.sum()) * weights / weights.sum(), caps)
+        open_ &= units < caps - 1e-9
+    whole = np.floor(units + 1e-9)
+    rest = np.where(whole < caps, units - whole, -1)
+    order = np.argsort(-rest, kind="stable")
+    whole[order[: left - int(whole.sum())]] += 1
+    return (whole * step).astype(np.int64)
+
+
+def fill_budget(falls: Sequence[Numbers], costs: Numbers, budget: float) -> Ranks:
+    """Spend bytes where the error falls most a byte.
+
+    Args:
+        falls: for each matrix the weighted fall of the squared error by each further step of its rank.
+        costs: bytes of a step of each matrix.
+        budget: bytes to be spent.
+
+    Returns:
+        [M] steps. A step that no longer fits ends its matrix, smaller ones may still follow elsewhere.
+    """
+    owner = np.repeat(np.arange(len(falls)), [len(fall) for fall in falls])
+    place = np.concatenate([np.arange(len(fall)) for fall in falls]) if falls else np.empty(0, np.int64)
+    # A step is never worth more than the ones before it, or it could not be bought in order.
+    gains = np.concatenate([np.minimum.accumulate(fall) for fall in falls]) if falls else np.empty(0)
+    order = np.lexsort((owner, place, -gains / costs[owner]))
+    steps = np.zeros(len(falls), np.int64)
+    closed = np.zeros(len(falls), bool)
+    for step in order:
+        matrix = owner[step]
+        if closed[matrix] or gains[step] <= 0:
+            continue
+        if costs[matrix] > budget:
+            closed[matrix] = True
+            continue
+        budget -= costs[matrix]
+        steps[matrix] += 1
+    return steps

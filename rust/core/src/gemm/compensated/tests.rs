@@ -1,0 +1,164 @@
+//! Products against a naive sum in f64, on every instruction set.
+
+use super::*;
+use crate::compensated::chunk::Width;
+use crate::compensated::tests::case;
+use crate::pool;
+
+fn activations(count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|i| ((i * 37 + 11) % 64) as f32 / 32.0 - 1.0)
+        .collect()
+}
+
+fn sets() -> Vec<Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.available()).collect()
+}
+
+/// What the compensator adds, and the sum of absolute products.
+fn naive(
+    case: &crate::compensated::tests::Case,
+    sizes: [usize; 2],
+    expert: usize,
+    x: &[f32],
+) -> Vec<(f64, f64)> {
+    let [rows, columns] = sizes;
+    let first: usize = case.ranks[..expert].iter().sum();
+    (0..rows)
+        .map(|row| {
+            let (mut sum, mut size) = (0.0, 0.0);
+            for k in first..first + case.ranks[expert] {
+                for (c, &x) in x.iter().enumerate() {
+                    let product = f64::from(case.left[k * rows + row])
+                        * f64::from(case.right[k * columns + c])
+                        * f64::from(x);
+                    (sum, size) = (sum + product, size + product.abs());
+                }
+            }
+            (sum, size)
+        })
+        .collect()
+}
+
+#[test]
+fn products_are_those_of_the_naive_sum_on_every_set() {
+    let pool = pool::current().unwrap();
+    for width in Width::ALL {
+        for (ranks, rows, columns, counts) in [
+            (vec![3, 0, 8], 20, 70, vec![1, 2, 3]),
+            (vec![16, 16], 200, 130, vec![0, 9]),
+            (vec![8], 4, 300, vec![1]),
+            (vec![5, 4, 3], 70, 64, vec![17, 0, 1]),
+        ] {
+            let ranks: Vec<usize> = ranks.iter().map(|&r: &usize| r.min(rows).min(columns)).collect();
+            let case = case(&ranks, rows, columns, width);
+            let view = View::parse(&case.blob).unwrap();
+            let mut offsets = vec![0];
+            counts
+                .iter()
+                .for_each(|n: &usize| offsets.push(offsets[offsets.len() - 1] + n));
+            let tokens = offsets[offsets.len() - 1];
+            let x = activations(tokens * columns);
+            let mut first: Option<Vec<f32>> = None;
+            for isa in sets() {
+                let (mut y, mut plain) = (vec![f32::NAN; tokens * rows], vec![0.0; tokens * rows]);
+                matmul_grouped(&view, &x[..], &offsets, &mut y, Mode::Exact, isa, &pool).unwrap();
+                groupwise::matmul_grouped(view.base(), &x[..], &offsets, &mut plain, Mode::Exact, isa, &pool)
+                    .unwrap();
+                for expert in 0..ranks.len() {
+                    for token in offsets[expert]..offsets[expert + 1] {
+                        let x = &x[token * columns..][..columns];
+                        for (row, (sum, size)) in
+                            naive(&case, [rows, columns], expert, x).into_iter().enumerate()
+                        {
+                            let at = token * rows + row;
+                            let (found, base) = (f64::from(y[at]), f64::from(plain[at]));
+                            let terms = columns as f64 / 8.0 + ranks[expert] as f64 + 18.0;
+                            let bound =
+                                terms * 2f64.powi(-24) * size + 2f64.powi(-23) * (base.abs() + found.abs());
+                            assert!((found - base - sum).abs() <= bound, "{width:?} {isa:?}");
+                        }
+                    }
+                }
+                let added: Vec<f32> = {
+                    let mut zero = vec![0.0; tokens * rows];
+                    compensate(&view, (&x[..]).into(), &offsets, &mut zero, isa);
+                    zero
+                };
+                assert_eq!(*first.get_or_insert_with(|| added.clone()), added, "{isa:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_expert_and_bf16_and_threads_change_nothing() {
+    let case = case(&[4, 7], 150, 90, Width::Three);
+    let view = View::parse(&case.blob).unwrap();
+    let values: Vec<half::bf16> = activations(270).into_iter().map(half::bf16::from_f32).collect();
+    let bits: Vec<u16> = values.iter().map(|x| x.to_bits()).collect();
+    let x: Vec<f32> = values.iter().map(|x| x.to_f32()).collect();
+    let isa = Isa::Scalar;
+    let mut results = Vec::new();
+    for threads in [1, 3] {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        let mut y = [vec![0.0; 450], vec![0.0; 450], vec![0.0; 450]];
+        matmul(&view, 1, &x[..], 3, &mut y[0], Mode::Exact, isa, &pool).unwrap();
+        matmul(&view, 1, &bits[..], 3, &mut y[1], Mode::Exact, isa, &pool).unwrap();
+        matmul_grouped(&view, &x[..], &[0, 0, 3], &mut y[2], Mode::Exact, isa, &pool).unwrap();
+        results.extend(y);
+    }
+    assert!(results.iter().all(|y| *y == results[0]));
+}
+
+#[test]
+fn sizes_are_checked() {
+    let pool = pool::current().unwrap();
+    let case = case(&[4, 2], 6, 8, Width::Eight);
+    let view = View::parse(&case.blob).unwrap();
+    let x = activations(16);
+    for (offsets, outputs) in [
+        (vec![0, 2], 12),
+        (vec![0, 2, 1], 12),
+        (vec![0, 1, 2], 11),
+        (vec![1, 1, 2], 12),
+        (vec![0, 1, 3], 18),
+    ] {
+        let mut y = vec![0.0; outputs];
+        assert!(matmul_grouped(&view, &x[..], &offsets, &mut y, Mode::Exact, Isa::Scalar, &pool).is_err());
+    }
+    assert!(
+        matmul(
+            &view,
+            2,
+            &x[..],
+            2,
+            &mut [0.0; 12],
+            Mode::Exact,
+            Isa::Scalar,
+            &pool
+        )
+        .is_err()
+    );
+}
+
+#[test]
+fn empty_tensors() {
+    let pool = pool::current().unwrap();
+    for (ranks, rows, columns) in [
+        (vec![], 3, 4),
+        (vec![0, 0], 0, 4),
+        (vec![0, 0], 3, 0),
+        (vec![0, 0], 3, 4),
+    ] {
+        let case = case(&ranks, rows, columns, Width::Three);
+        let view = View::parse(&case.blob).unwrap();
+        let offsets: Vec<usize> = (0..=ranks.len()).collect();
+        let mut y = vec![1.0; ranks.len() * rows];
+        let x = activations(ranks.len() * columns);
+        matmul_grouped(&view, &x[..], &offsets, &mut y, Mode::Exact, Isa::Scalar, &pool).unwrap();
+    }
+}
