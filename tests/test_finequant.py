@@ -317,7 +317,13 @@ def test_the_command_line(mixtral: Path, tmp_path: Path, capsys: Any) -> None:
     assert run("generate", out, "--prompt", "abc", "--max-new-tokens", "4")[0] == 0
     assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "budget", "--bits-per-weight", "2")[0] == 2
     assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "48")[0] == 2
-    assert run(*common[:2], tmp_path / "b", *common[3:], "--code", "fsv8")[0] == 2
+    without_effect = [
+        ("--code", "fsv8"), ("--rank", "uniform:8"), ("--calibration", "text.txt"), ("--steps", "3"),
+        ("--alpha", "0.3"), ("--bits-per-weight", "4.5"),
+    ]  # fmt: skip
+    for option in without_effect:
+        assert run(*common[:2], tmp_path / "b", *common[3:], *option)[0] == 2, option
+    assert not (tmp_path / "b").exists()
 
 
 def test_the_mode_of_a_loaded_model(tmp_path: Path) -> None:
