@@ -33,7 +33,9 @@ def text(tmp_path_factory):
 
 
 def method(text, **settings):
-    return CodeQuant(**{"calibration": str(text), "samples": 6, "sequence_length": 64, "steps": 2, **settings})
+    return CodeQuant(
+        **{"calibration": str(text), "samples": 6, "sequence_length": 64, "steps": 2, "rotation": "none", **settings}
+    )
 
 
 def contents(directory):
@@ -65,7 +67,9 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
     assert model.generate(ids[:, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
-@pytest.mark.parametrize("settings", [{}, {"activation_bits": 8, "weight_bits": 3}, {"drift": 0.0, "block": 128}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation_bits": 8, "weight_bits": 3}, {"drift": 0.0, "block": 128}, {"rotation": "random"}]
+)
 def test_the_packed_model_computes_what_calibration_fed_on(tiny_checkpoint, settings, text, tmp_path):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
     source = tiny_checkpoint("deepseek_v2")
@@ -159,9 +163,19 @@ def test_bad_weights_text_and_settings_are_refused(mixtral, text, tmp_path):
     with pytest.raises(CalibrationError):
         compress(mixtral, tmp_path / "out", method=method(tmp_path / "short.txt"))
     for settings in (
-        {"weight_bits": 5}, {"activation_bits": 6}, {"block": 100}, {"block": "column"}, {"dense": "router"},
-        {"steps": -1}, {"assignment": "best"}, {"damping": 0}, {"drift": 3},
-    ):  # fmt: skip
+        {"weight_bits": 5},
+        {"activation_bits": 6},
+        {"block": 100},
+        {"block": "column"},
+        {"dense": "router"},
+        {"steps": -1},
+        {"assignment": "best"},
+        {"damping": 0},
+        {"drift": 3},
+        {"rotation": "left"},
+        {"rotation_steps": -1},
+        {"start": "zero"},
+    ):
         with pytest.raises(ValueError):
             method(text, **settings)
 

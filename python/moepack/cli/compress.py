@@ -66,6 +66,9 @@ def compress_command(
         typer.Option("--search/--no-search", help="finequant: scales of least squared error, or the paper's."),
     ] = None,
     scales: Annotated[str | None, typer.Option(help="finequant: stored scales, float16 (default) or bfloat16.")] = None,
+    rotation: Annotated[
+        str | None, typer.Option(help="codequant: learned, random, hadamard or none; default learned.")
+    ] = None,
     solver: Annotated[
         str | None, typer.Option(help="milo: lsq (default), hqq or rtn. qmoe: gptq (default) or rtn.")
     ] = None,
@@ -104,7 +107,7 @@ def compress_command(
         options |= {"bits": bits, "bits_per_weight": bits_per_weight, "device": device, "code": code}
         options |= {"group_size": _number(group_size), "dense_bits": dense_bits, "alpha": alpha}
         options |= {"weight_bits": weight_bits, "activation_bits": activation_bits}
-        options |= {"block": _number(block), "steps": steps}
+        options |= {"block": _number(block), "steps": steps, "rotation": rotation}
         options |= {"symmetric": symmetric, "search": search, "scales": scales}
         options |= {"solver": solver, "rank": rank, "rank_bits": rank_bits, "memory_budget": memory_budget}
         given = {name: value for name, value in options.items() if value is not None}

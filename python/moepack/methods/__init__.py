@@ -11,6 +11,7 @@ from moepack.methods.base import (
     Method,
     PackedTensor,
     PlannedMethod,
+    RewritingMethod,
     Shape,
     Weights,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Method",
     "PackedTensor",
     "PlannedMethod",
+    "RewritingMethod",
     "Shape",
     "Weights",
     "create",

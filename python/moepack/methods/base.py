@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
+from moepack.checkpoint.rewritten import Rewriting
 
 Shape = tuple[int, int, int]
 """Shape of a projection: experts, rows (outputs), columns (inputs)."""
@@ -142,6 +143,31 @@ class PlannedMethod(Method, Protocol):
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
+        """
+        ...
+
+
+@runtime_checkable
+class RewritingMethod(Method, Protocol):
+    """A method that changes what it does not pack, too."""
+
+    def rewrite(
+        self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, torch.Tensor] | None
+    ) -> Rewriting | None:
+        """Change a checkpoint. Called once a job, before `begin`, which sees the changed one.
+
+        Args:
+            checkpoint: the original.
+            model: its description.
+            kept: the state that an interrupted run left. Where it is used again, the result's state is this very
+                object.
+
+        Returns:
+            The changed checkpoint, or None if it is to be packed as it is.
+
+        Raises:
+            ResumeError: `kept` is damaged.
+            UnsupportedModelError: the model cannot be changed so.
         """
         ...
 

@@ -27,10 +27,19 @@ from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantiz
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import CalibratedDenseMethod, CalibratedMethod, Method, PackedTensor, PlannedMethod, create
+from moepack.methods import (
+    CalibratedDenseMethod,
+    CalibratedMethod,
+    Method,
+    PackedTensor,
+    PlannedMethod,
+    RewritingMethod,
+    create,
+)
 from moepack.pipeline.journal import ShardRecord, Workspace
 from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
+from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.units import PackedLayer, Unit, units
 from moepack.pipeline.units import compress as compress_units
 from moepack.progress import Progress, Silent
@@ -85,10 +94,15 @@ def compress(
     set_threads(threads)
     checkpoint = Checkpoint.open(model)
     described = describe(checkpoint)
+    if isinstance(chosen, RewritingMethod):
+        checkpoint = rewritten(checkpoint, described, chosen, target.with_name(target.name + STATE), resume)
+        described = describe(checkpoint)
     if isinstance(chosen, PlannedMethod):
         chosen.begin(checkpoint, described)
     job = Job(checkpoint, described, chosen, progress or Silent(), peak)
-    return job.run(target, resume, started)
+    report = job.run(target, resume, started)
+    target.with_name(target.name + STATE).unlink(missing_ok=True)
+    return report
 
 
 def set_threads(threads: int | None) -> None:

@@ -27,7 +27,7 @@ from moepack.codebook import fixed_point, split_blocks
 from moepack.errors import InvalidTensorError
 from moepack.solvers.drift import corrected
 from moepack.solvers.gptq import Factors, factorize
-from moepack.solvers.kmeans import kmeans
+from moepack.solvers.kmeans import kmeans, uniform
 
 __all__ = ["ClusterSettings", "Clustered", "cluster", "look_up"]
 
@@ -39,6 +39,8 @@ class ClusterSettings:
     Attributes:
         bits: of a code: 2, 3 or 4, that is 4, 8 or 16 centroids.
         block: columns that share a codebook; None for the whole row. The last block of a row may be shorter.
+        start: "kmeans", or "uniform" for evenly spaced centroids from each row's or block's minimum to its maximum
+            (with no steps, rounding to nearest).
         steps: how often assignments and centroids are improved; 0 leaves k-means alone.
         assignment: "columns" or "diagonal" (equation 8).
         weighted: let a column count its entry of diag H in k-means; False counts all the same.
@@ -49,6 +51,7 @@ class ClusterSettings:
 
     bits: int = 4
     block: int | None = None
+    start: Literal["kmeans", "uniform"] = "kmeans"
     steps: int = 4
     assignment: Literal["columns", "diagonal"] = "columns"
     weighted: bool = True
@@ -61,6 +64,8 @@ class ClusterSettings:
             raise ValueError(f"bits must be 2, 3 or 4, not {self.bits}; steps not negative, not {self.steps}")
         if self.block is not None and self.block < 1:
             raise ValueError(f"a block must have at least one column, not {self.block}")
+        if self.start not in ("kmeans", "uniform"):
+            raise ValueError(f"start must be kmeans or uniform, not '{self.start}'")
         if self.assignment not in ("columns", "diagonal"):
             raise ValueError(f"assignment must be columns or diagonal, not '{self.assignment}'")
         if not (math.isfinite(self.damping) and self.damping > 0 and 0 <= self.drift <= 1):
@@ -105,7 +110,10 @@ def cluster(weights: Tensor, hessians: Tensor, drift: Tensor, settings: ClusterS
     target = corrected(weights, hessians, drift, settings.drift, settings.damping, factors)
     importance = damped.diagonal(dim1=1, dim2=2) if settings.weighted else torch.ones_like(damped[:, 0])
     parts = zip(split_blocks(target, settings.block), split_blocks(importance, settings.block), strict=True)
-    books = [kmeans(part, 1 << settings.bits, share.contiguous()) for part, share in parts]
+    if settings.start == "uniform":
+        books = [uniform(part, 1 << settings.bits) for part, _ in parts]
+    else:
+        books = [kmeans(part, 1 << settings.bits, share.contiguous()) for part, share in parts]
     start = torch.cat([book.codes for book in books], -1), torch.stack([book.centroids for book in books], -2)
     points = None
     if settings.assignment == "diagonal":

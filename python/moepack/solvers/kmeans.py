@@ -13,7 +13,7 @@ from torch import Tensor
 from moepack import _core
 from moepack.errors import InvalidTensorError
 
-__all__ = ["Codebooks", "kmeans", "nearest"]
+__all__ = ["Codebooks", "kmeans", "nearest", "uniform"]
 
 
 class Codebooks(NamedTuple):
@@ -65,6 +65,15 @@ def kmeans(values: Tensor, clusters: int, weights: Tensor | None = None, *, name
     centroids, codes, errors = (torch.from_numpy(array).to(values.device) for array in found)
     rows = values.shape[:-1]
     return Codebooks(codes.view(values.shape), centroids.view(*rows, clusters), errors.view(rows))
+
+
+def uniform(values: Tensor, clusters: int) -> Codebooks:
+    """Round each row [..., R, C] to centroids spaced evenly from its minimum to its maximum."""
+    low, high = torch.aminmax(values.float(), dim=-1, keepdim=True)
+    centroids = torch.lerp(low, high, torch.linspace(0, 1, clusters, device=values.device))
+    codes = nearest(values.float(), centroids)
+    found = Codebooks(codes, centroids, torch.empty(0))
+    return found._replace(errors=(found.values() - values.float()).double().square().sum(-1))
 
 
 def nearest(values: Tensor, centroids: Tensor) -> Tensor:

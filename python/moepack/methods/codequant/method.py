@@ -8,6 +8,7 @@ was packed before through the same calibration.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -16,19 +17,26 @@ import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, LinearStage, Stage
+from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, LinearStage, Samples, Stage
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
 from moepack.checkpoint.dense import ROLES
+from moepack.checkpoint.rewritten import Rewriting
 from moepack.codebook import BLOCK_UNIT
+from moepack.errors import ResumeError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
+from moepack.methods.codequant.rotation import fold, is_orthogonal, learn, normalized_states, start
+from moepack.methods.codequant.rotation.fold import EMBEDDINGS, check
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.solvers.codebooks import ClusterSettings
 
 __all__ = ["CodeQuant"]
 
 ROW = "row"
+ROTATIONS = ("learned", "random", "hadamard", "none")
+STATES = 1 << 14
+"""States that a rotation is learned on."""
 
 
 @dataclass
@@ -43,6 +51,7 @@ class CodeQuant:
         activation_bits: 16 leaves activations as they are; with 8 or 4, packed layers round what they read, for each
             token, and multiply integers.
         block: "row", or columns that share a codebook, a multiple of 128.
+        start: "kmeans", or "uniform" (with no steps, rounding to nearest: what the method is compared with).
         steps: how often assignments and centroids are improved; 0 leaves weighted k-means alone.
         assignment: "columns", or "diagonal" for the paper's equation 8 (see `moepack.solvers.codebooks`).
         weighted: start from k-means weighted by the diagonal of the Hessian; False from plain k-means.
@@ -52,6 +61,10 @@ class CodeQuant:
             one.
         weigh_tokens: let a token count in an expert's objective what the layer's weighted sum makes of it (equation
             6), not 1.
+        rotation: "learned", "random", "hadamard" or "none": what turns the residual stream, folded into all weights
+            before they are clustered (see `moepack.methods.codequant.rotation`).
+        rotation_steps: gradient steps of a learned rotation.
+        seed: of the rotation.
         dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
         group: experts solved together.
         minimum_tokens: experts with fewer are named in the notes.
@@ -64,26 +77,36 @@ class CodeQuant:
     weight_bits: int = 4
     activation_bits: int = 16
     block: int | str = ROW
+    start: Literal["kmeans", "uniform"] = "kmeans"
     steps: int = 4
     assignment: Literal["columns", "diagonal"] = "columns"
     weighted: bool = True
     damping: float = 0.05
     drift: float = 0.75
     weigh_tokens: bool = True
+    rotation: Literal["learned", "random", "hadamard", "none"] = "learned"
+    rotation_steps: int = 128
+    seed: int = 0
     dense: str = "attention,shared,mlp"
     group: int = 16
     minimum_tokens: int = 64
     device: str = "cpu"
     name: ClassVar[str] = "codequant"
     _fingerprint: str = field(default="", init=False, repr=False)
+    _errors: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.activation_bits not in (4, 8, 16):
             raise ValueError(f"activation_bits must be 4, 8 or 16, not {self.activation_bits}")
+        if self.rotation not in ROTATIONS or self.rotation_steps < 0:
+            raise ValueError(
+                f"rotation must be one of {', '.join(ROTATIONS)}, not '{self.rotation}', for 0 or more steps"
+            )
         width = None if self.block == ROW else self._width(self.block)
         self._solver = ClusterSettings(
             bits=self.weight_bits,
             block=width,
+            start=self.start,
             steps=self.steps,
             assignment=self.assignment,
             weighted=self.weighted,
@@ -132,6 +155,49 @@ class CodeQuant:
     def dense_bound(self, shape: Shape, role: str) -> int:
         """Return the same for a linear layer."""
         return self.bound(shape)
+
+    def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
+        """Find the rotation and fold it into the checkpoint.
+
+        Raises:
+            CalibrationError: the calibration set is unusable.
+            ResumeError: an earlier run's rotation is not orthogonal.
+            UnsupportedModelError: the architecture cannot be rotated.
+        """
+        if self.rotation == "none":
+            return None
+        check(checkpoint)
+        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
+        identity = f"{samples.fingerprint()} {self.rotation} {self.rotation_steps} {self.seed} {self.activation_bits}"
+        mark = torch.frombuffer(bytearray(hashlib.sha256(identity.encode()).digest()), dtype=torch.uint8)
+        state = kept
+        if state is None or not torch.equal(state.get("mark", mark[:0]), mark):
+            state = {"rotation": self._rotation(checkpoint, model, samples), "mark": mark}
+        elif not is_orthogonal(state["rotation"]):
+            raise ResumeError("the rotation of the interrupted run is not orthogonal; --no-resume starts over")
+        folding = fold(checkpoint, state["rotation"])
+        packed = {linear.source for layer in model.dense for linear in layer.only(self.dense_roles).linears}
+        packed |= {source for layer in model.layers for p in layer.projections for source in p.sources}
+        routers = {name for layer in model.layers for name in layer.router}
+
+        def dtype(name: str) -> torch.dtype | None:
+            """Routers choose experts: they are small, and stay exact."""
+            if name in packed:
+                return None
+            return torch.float32 if name in routers else checkpoint.info(folding.source(name)).dtype
+
+        identity = hashlib.sha256(state["rotation"].contiguous().numpy().tobytes()).hexdigest()
+        return Rewriting(folding.names, folding.source, folding.tensor, dtype, folding.config, state, identity)
+
+    def _rotation(self, checkpoint: Checkpoint, model: MoeModel, samples: Samples) -> Tensor:
+        width = checkpoint.info(EMBEDDINGS).shape[-1]
+        first = start(width, "hadamard" if self.rotation == "hadamard" else "random", self.seed)
+        if self.rotation != "learned":
+            return first
+        states = normalized_states(checkpoint, model, samples, STATES, torch.device(self.device), self.seed)
+        found = learn(states, self.activation_bits, first, self.rotation_steps, seed=self.seed)
+        self._errors = found.errors
+        return found.rotation
 
     def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
         """Read the calibration set and build the model's skeleton.
@@ -183,8 +249,14 @@ class CodeQuant:
         next(self._steps)
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that saw few tokens, and experts that were clustered without their inputs."""
-        return coverage_notes(layers, self.minimum_tokens)
+        """Say what a rotation learned; name experts that saw few tokens or were clustered without their inputs."""
+        found = coverage_notes(layers, self.minimum_tokens)
+        if self._errors is None:
+            return found
+        plain, first, last = (f"{error:.2e}" for error in self._errors)
+        bits = 4 if self.activation_bits == 16 else self.activation_bits
+        rotation = f"Rounding held-out states to {bits} bits costs {plain} of their energy, {first} rotated at random"
+        return (f"{rotation}, {last} with the learned rotation.", *found)
 
     def _solve(self, stage: Stage) -> dict[str, Tensor]:
         assert self._current is not None

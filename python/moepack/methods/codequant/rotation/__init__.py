@@ -1,0 +1,7 @@
+"""Activation-oriented outlier smoothing: one orthogonal matrix for the residual stream, folded into the weights."""
+
+from moepack.methods.codequant.rotation.activations import normalized_states
+from moepack.methods.codequant.rotation.cayley import ORTHOGONAL, Learned, is_orthogonal, learn, start
+from moepack.methods.codequant.rotation.fold import Folding, fold
+
+__all__ = ["ORTHOGONAL", "Folding", "Learned", "fold", "is_orthogonal", "learn", "normalized_states", "start"]

@@ -1,0 +1,54 @@
+"""What a rotation is learned on: the normalised states that attention and feed-forward layers of the model read.
+
+With a norm's weights folded into the layers behind it, these layers read h / rms(h), and a rotation turns exactly that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moepack.calibration import CalibrationSettings, Calibrator, Samples
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.errors import CalibrationError
+
+__all__ = ["normalized_states"]
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def normalized_states(
+    checkpoint: Checkpoint, model: MoeModel, samples: Samples, count: int, device: torch.device, seed: int = 0
+) -> Tensor:
+    """At most `count` states [n, H] float32 on the CPU, from all norms and samples.
+
+    Raises:
+        CalibrationError: the model computes NaN, or has no such norm.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    settings = CalibrationSettings(activations="original", device=device)
+    calibrator = Calibrator(checkpoint, model, samples, settings)
+    found: list[Tensor] = []
+    norms = [module for name, module in calibrator.skeleton.module.named_modules() if name.rsplit(".", 1)[-1] in NORMS]
+    if not norms:
+        raise CalibrationError("the model has none of the norms that a rotation is learned behind")
+    batches = len(norms) * -(-len(samples.inputs) // settings.batch)
+    share = -(-count // max(batches, 1))
+
+    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+        h = given[0].detach().float().flatten(0, -2)
+        h = h[torch.randint(len(h), (min(share, len(h)),), generator=generator).to(h.device)]
+        epsilon = float(getattr(module, "variance_epsilon", 1e-6))
+        found.append((h * torch.rsqrt(h.square().mean(-1, keepdim=True) + epsilon)).cpu())
+
+    hooks = [module.register_forward_pre_hook(note) for module in norms]
+    try:
+        for _ in calibrator.layers(lambda stage: stage.weights):
+            pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    states = torch.cat(found)
+    return states[torch.randperm(len(states), generator=generator)[:count]]
