@@ -39,6 +39,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no fine-tuning": {"steps": 0},
     "equation 8": {"assignment": "diagonal"},
     "no drift": {"drift": 0.0},
+    "no permutation": {"permute": False},
     "tokens weighted equally": {"weigh_tokens": False},
 }
 

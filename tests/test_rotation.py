@@ -12,13 +12,23 @@ import tiny_models
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.rewritten import RewrittenCheckpoint
+from moepack.codebook import split_blocks
 from moepack.errors import InvalidTensorError, ResumeError, UnsupportedModelError
 from moepack.methods import CodeQuant
-from moepack.methods.codequant.rotation import fold, is_orthogonal, learn, normalized_states, start
+from moepack.methods.codequant.rotation import (
+    Grouping,
+    fold,
+    group_columns,
+    is_orthogonal,
+    learn,
+    normalized_states,
+    start,
+)
 from moepack.methods.codequant.rotation.cayley import rounding_error
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.rewrite import STATE
+from moepack.solvers.kmeans import kmeans
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +192,76 @@ def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_che
     assert report.resumed_weights > 0
     whole, pieces = (sorted((tmp_path / name).iterdir()) for name in ("whole", "pieces"))
     assert [f.read_bytes() for f in whole] == [f.read_bytes() for f in pieces]
+
+
+def test_columns_are_grouped_as_algorithm_1_says():
+    """Subgroups of two, blocks of four: the widest subgroup is paired with the narrowest."""
+    weights = torch.tensor([[9.0, 1.0, 0.1, 5.0, 0.1, 1.0, 5.5, 3.0], [-9.0, 1.0, 0.1, 5.0, 0.2, 1.0, 5.5, -3.0]])
+    # By mean magnitude: 0 (9), 6 (5.5) | 3 (5), 7 (3) | 1 (1), 5 (1) | 4 (0.15), 2 (0.1): spreads 6.4, 3.5, 0 and 0.
+    order = group_columns(weights, 4, 2).tolist()
+    assert order[:2] == [0, 6] and set(order[2:4]) in ({1, 5}, {2, 4}) and order[4:6] == [3, 7]
+    assert sorted(order) == list(range(8))
+    assert group_columns(weights, 8, 2).tolist() == list(range(8))
+    stacked = group_columns(torch.stack([weights, weights.flip(-1)]), 4, 2)
+    assert stacked[0].tolist() == order and stacked.shape == (2, 8)
+    ragged = group_columns(torch.randn(3, 21), 4, 2)
+    assert sorted(ragged.tolist()) == list(range(21))
+    with pytest.raises(ValueError, match="subgroups of 3"):
+        group_columns(weights, 4, 3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_permutation_changes_the_clustering_and_keeps_the_function(fused):
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(2, 300, 8, generator=generator) for _ in range(2))
+    down = torch.randn(2, 8, 300, generator=generator) * torch.rand(2, 1, 300, generator=generator) ** 4
+    x = torch.randn(5, 8, generator=generator)
+    base = "model.layers.0.mlp.experts."
+    if fused:
+        tensors = {f"{base}gate_up_proj": torch.cat([gate, up], 1), f"{base}down_proj": down}
+    else:
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+        tensors = {f"{base}{e}.{name}.weight": part[e] for e in range(2) for name, part in parts.items()}
+    tensors["model.layers.0.mlp.gate.weight"] = torch.randn(2, 8, generator=generator)
+    grouping = Grouping(tensors.__getitem__, 128)
+    moved = {name: grouping.tensor(name) for name in tensors}
+    assert moved["model.layers.0.mlp.gate.weight"] is tensors["model.layers.0.mlp.gate.weight"]
+
+    def run(given, expert):
+        if fused:
+            first, second = given[f"{base}gate_up_proj"][expert].chunk(2)
+            last = given[f"{base}down_proj"][expert]
+        else:
+            first, second, last = (given[f"{base}{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        return (torch.nn.functional.silu(x @ first.T) * (x @ second.T)) @ last.T, last
+
+    for expert in range(2):
+        (expected, before), (found, after) = run(tensors, expert), run(moved, expert)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        errors = [
+            sum(float(kmeans(part, 4).errors.sum()) for part in split_blocks(matrix, 128)) for matrix in (before, after)
+        ]
+        assert errors[0] != pytest.approx(errors[1], rel=1e-3)
+        rows = [float(kmeans(matrix, 4).errors.sum()) for matrix in (before, after)]
+        assert rows[0] == pytest.approx(rows[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("rotation", ["none", "random"])
+def test_a_permuted_model_packs_and_stays_close(rotation, text, tmp_path):
+    config = tiny_models._DECODER | {"intermediate_size": 288}
+    source = tmp_path / "source"
+    model = tiny_models.MixtralForCausalLM(tiny_models.MixtralConfig(**config, num_local_experts=2))
+    model.to(torch.bfloat16).save_pretrained(source)
+    tiny_models._tokenizer().save_pretrained(source)
+    packed = {}
+    for permute in (True, False):
+        out = tmp_path / f"out{permute}"
+        compress(source, out, method=method(text, rotation=rotation, block=128, permute=permute))
+        packed[permute] = moepack.load(out, dtype=torch.float32)
+    ids = torch.arange(20, 50)[None]
+    with torch.inference_mode():
+        expected = model.float()(input_ids=ids).logits
+        found = {permute: other(input_ids=ids).logits for permute, other in packed.items()}
+    assert not torch.equal(found[True], found[False])
+    for logits in found.values():
+        assert (logits - expected).square().mean().sqrt() < 0.3 * expected.std()

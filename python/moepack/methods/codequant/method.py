@@ -26,8 +26,8 @@ from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
-from moepack.methods.codequant.rotation import fold, is_orthogonal, learn, normalized_states, start
-from moepack.methods.codequant.rotation.fold import EMBEDDINGS, check
+from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
+from moepack.methods.codequant.rotation.fold import EMBEDDINGS, FAMILIES, check
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.solvers.codebooks import ClusterSettings
 
@@ -65,6 +65,8 @@ class CodeQuant:
             before they are clustered (see `moepack.methods.codequant.rotation`).
         rotation_steps: gradient steps of a learned rotation.
         seed: of the rotation.
+        permute: with blocks, order the inner dimension of feed-forward layers so that codebooks serve columns that
+            belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated).
         dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
         group: experts solved together.
         minimum_tokens: experts with fewer are named in the notes.
@@ -87,6 +89,7 @@ class CodeQuant:
     rotation: Literal["learned", "random", "hadamard", "none"] = "learned"
     rotation_steps: int = 128
     seed: int = 0
+    permute: bool = True
     dense: str = "attention,shared,mlp"
     group: int = 16
     minimum_tokens: int = 64
@@ -157,25 +160,21 @@ class CodeQuant:
         return self.bound(shape)
 
     def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
-        """Find the rotation and fold it into the checkpoint.
+        """Find the rotation and the order of inner dimensions, and fold them into the checkpoint.
 
         Raises:
             CalibrationError: the calibration set is unusable.
             ResumeError: an earlier run's rotation is not orthogonal.
             UnsupportedModelError: the architecture cannot be rotated.
         """
-        if self.rotation == "none":
+        width = self._solver.block
+        grouped = self.permute and width is not None and checkpoint.config["model_type"] in FAMILIES
+        if self.rotation == "none" and not grouped:
             return None
         check(checkpoint)
-        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
-        identity = f"{samples.fingerprint()} {self.rotation} {self.rotation_steps} {self.seed} {self.activation_bits}"
-        mark = torch.frombuffer(bytearray(hashlib.sha256(identity.encode()).digest()), dtype=torch.uint8)
-        state = kept
-        if state is None or not torch.equal(state.get("mark", mark[:0]), mark):
-            state = {"rotation": self._rotation(checkpoint, model, samples), "mark": mark}
-        elif not is_orthogonal(state["rotation"]):
-            raise ResumeError("the rotation of the interrupted run is not orthogonal; --no-resume starts over")
-        folding = fold(checkpoint, state["rotation"])
+        state = self._state(checkpoint, model, kept)
+        folding = fold(checkpoint, state.get("rotation"))
+        tensor = Grouping(folding.tensor, width).tensor if grouped and width is not None else folding.tensor
         packed = {linear.source for layer in model.dense for linear in layer.only(self.dense_roles).linears}
         packed |= {source for layer in model.layers for p in layer.projections for source in p.sources}
         routers = {name for layer in model.layers for name in layer.router}
@@ -186,8 +185,27 @@ class CodeQuant:
                 return None
             return torch.float32 if name in routers else checkpoint.info(folding.source(name)).dtype
 
-        identity = hashlib.sha256(state["rotation"].contiguous().numpy().tobytes()).hexdigest()
-        return Rewriting(folding.names, folding.source, folding.tensor, dtype, folding.config, state, identity)
+        digest = hashlib.sha256(f"{grouped} {width}".encode())
+        for name in sorted(state):
+            digest.update(state[name].contiguous().numpy().tobytes())
+        return Rewriting(
+            folding.names, folding.source, tensor, dtype, folding.config, state, digest.hexdigest()
+        )  # fmt: skip
+
+    def _state(
+        self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor]:
+        """What the change is made from: the rotation, and a mark of everything that it follows from."""
+        if self.rotation == "none":
+            return {"mark": torch.zeros(0, dtype=torch.uint8)}
+        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
+        identity = f"{samples.fingerprint()} {self.rotation} {self.rotation_steps} {self.seed} {self.activation_bits}"
+        mark = torch.frombuffer(bytearray(hashlib.sha256(identity.encode()).digest()), dtype=torch.uint8)
+        if kept is None or not torch.equal(kept.get("mark", mark[:0]), mark):
+            return {"rotation": self._rotation(checkpoint, model, samples), "mark": mark}
+        if "rotation" not in kept or not is_orthogonal(kept["rotation"]):
+            raise ResumeError("the rotation of the interrupted run is not orthogonal; --no-resume starts over")
+        return kept
 
     def _rotation(self, checkpoint: Checkpoint, model: MoeModel, samples: Samples) -> Tensor:
         width = checkpoint.info(EMBEDDINGS).shape[-1]

@@ -3,5 +3,17 @@
 from moepack.methods.codequant.rotation.activations import normalized_states
 from moepack.methods.codequant.rotation.cayley import ORTHOGONAL, Learned, is_orthogonal, learn, start
 from moepack.methods.codequant.rotation.fold import Folding, fold
+from moepack.methods.codequant.rotation.grouping import Grouping, group_columns
 
-__all__ = ["ORTHOGONAL", "Folding", "Learned", "fold", "is_orthogonal", "learn", "normalized_states", "start"]
+__all__ = [
+    "ORTHOGONAL",
+    "Folding",
+    "Grouping",
+    "Learned",
+    "fold",
+    "group_columns",
+    "is_orthogonal",
+    "learn",
+    "normalized_states",
+    "start",
+]

@@ -46,12 +46,13 @@ class Folding:
     """A checkpoint with a rotation in it, computed tensor by tensor.
 
     Attributes:
+        rotation: [H, H] float32, or None: all tensors as they are.
         names: the tensors.
         config: what changes in config.json.
     """
 
     checkpoint: Checkpoint
-    rotation: Tensor
+    rotation: Tensor | None
     names: tuple[str, ...]
     config: Mapping[str, Any]
 
@@ -68,21 +69,23 @@ class Folding:
         """
         source = self.source(name)
         given = self.checkpoint.tensor(source)
+        if self.rotation is None:
+            return given
         if name == LAST_NORM or _NORMS.fullmatch(name):
             return torch.ones_like(given)
         if _STAYS.fullmatch(name):
             return given
-        folded = self._folded(name, given.float())
+        folded = self._folded(name, given.float(), self.rotation)
         if not bool(folded.isfinite().all()):
             raise InvalidTensorError("holds NaN or infinite values, or overflows once it is rotated", tensor=source)
         return folded
 
-    def _folded(self, name: str, values: Tensor) -> Tensor:
+    def _folded(self, name: str, values: Tensor, rotation: Tensor) -> Tensor:
         if name == EMBEDDINGS or _WRITTEN_BIAS.fullmatch(name):
-            return values @ self.rotation
+            return values @ rotation
         if _WRITES.fullmatch(name):
-            return self.rotation.T @ values
-        return (values * self._norm(name)) @ self.rotation
+            return rotation.T @ values
+        return (values * self._norm(name)) @ rotation
 
     def _norm(self, name: str) -> Tensor:
         """The weights of the norm in front of a layer that reads the stream."""
@@ -112,18 +115,20 @@ def check(checkpoint: Checkpoint) -> None:
             raise UnsupportedModelError(message, file=checkpoint.info(name).file, tensor=name)
 
 
-def fold(checkpoint: Checkpoint, rotation: Tensor) -> Folding:
+def fold(checkpoint: Checkpoint, rotation: Tensor | None) -> Folding:
     """Fold a rotation into a checkpoint; no tensor is computed yet.
 
     Args:
         checkpoint: of one of `FAMILIES`.
-        rotation: [H, H] float32.
+        rotation: [H, H] float32, or None to leave everything as it is.
 
     Raises:
         UnsupportedModelError: another architecture, or a tensor whose part in the stream is unknown.
         InvalidTensorError: the matrix is not orthogonal, or of another size.
     """
     check(checkpoint)
+    if rotation is None:
+        return Folding(checkpoint, None, checkpoint.names(), {})
     width = checkpoint.info(EMBEDDINGS).shape[-1]
     if tuple(rotation.shape) != (width, width) or not is_orthogonal(rotation):
         raise InvalidTensorError(f"the rotation is no orthogonal matrix of {width} columns", tensor="rotation")

@@ -1,0 +1,90 @@
+"""Permutation-invariant outlier grouping: which columns share a codebook (CodeQuant, section 3.3 and appendix A.2).
+
+A block-wise codebook serves neighbouring columns, so their order matters, and that of a feed-forward block's inner
+dimension is free: rows of gate and up projections and columns of the down projection move together. Algorithm 1 sorts
+columns by their mean magnitude, cuts them into subgroups, and gives each block the subgroup of the largest remaining
+spread and fills it with those of the smallest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["SUBGROUP", "Grouping", "group_columns"]
+
+SUBGROUP = 16
+"""Columns that move as one. The paper publishes no size."""
+
+
+def group_columns(weights: Tensor, block: int, subgroup: int = SUBGROUP) -> Tensor:
+    """The order of columns that algorithm 1 finds.
+
+    Args:
+        weights: [..., R, C], floating point.
+        block: columns that will share a codebook, a multiple of `subgroup`.
+        subgroup: columns that move as one.
+
+    Returns:
+        [..., C] int64: position j takes column `order[j]`. The natural order where one block holds all columns.
+
+    Raises:
+        ValueError: a block does not consist of whole subgroups.
+    """
+    if block % subgroup:
+        raise ValueError(f"a block of {block} columns does not consist of subgroups of {subgroup}")
+    columns = weights.shape[-1]
+    natural = torch.arange(columns).expand(*weights.shape[:-2], columns)
+    if columns <= block:
+        return natural
+    if weights.ndim > 2:
+        return torch.stack([group_columns(matrix, block, subgroup) for matrix in weights])
+    values = weights.float()
+    sorted_columns = torch.argsort(values.abs().mean(0), descending=True, stable=True)
+    whole = columns // subgroup * subgroup
+    parts = sorted_columns[:whole].view(-1, subgroup)
+    spread = values[:, parts].std(-1).mean(0)
+    by_spread = torch.argsort(spread, descending=True, stable=True).tolist()
+    order: list[int] = []
+    while by_spread:
+        order.append(by_spread.pop(0))
+        for _ in range(min(block // subgroup - 1, len(by_spread))):
+            order.append(by_spread.pop())
+    return torch.cat([parts[order].flatten(), sorted_columns[whole:]])
+
+
+_MATRIX = re.compile(
+    r"(?P<base>.+\.(?:mlp|experts|experts\.\d+|shared_experts)\.)"
+    r"(?P<leaf>gate_proj|up_proj|gate_up_proj|down_proj|w1|w2|w3)(?P<end>(?:\.weight)?)"
+)
+_DOWN = {"gate_proj": "down_proj", "up_proj": "down_proj", "gate_up_proj": "down_proj", "w1": "w2", "w3": "w2"}
+
+
+class Grouping:
+    """Feed-forward matrices with their inner dimension in the order of `group_columns`, computed tensor by tensor."""
+
+    def __init__(self, tensor: Callable[[str], Tensor], block: int) -> None:
+        """`tensor` gives the matrices by name; `block` columns share a codebook."""
+        self._given, self.block = tensor, block
+        self._order = lru_cache(maxsize=4096)(self._find)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor with its rows or columns moved, where it belongs to a feed-forward block; else as it is."""
+        given = self._given(name)
+        match = _MATRIX.fullmatch(name)
+        if match is None:
+            return given
+        leaf = match["leaf"]
+        order = self._order(f"{match['base']}{_DOWN.get(leaf, leaf)}{match['end']}")
+        if leaf not in _DOWN:
+            return given.gather(-1, order.unsqueeze(-2).expand_as(given))
+        if leaf == "gate_up_proj":
+            order = torch.cat([order, order + order.shape[-1]], -1)
+        return given.gather(-2, order.unsqueeze(-1).expand_as(given))
+
+    def _find(self, down: str) -> Tensor:
+        return group_columns(self._given(down), self.block)
