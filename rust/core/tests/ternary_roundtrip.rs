@@ -40,8 +40,11 @@ fn tensor() -> impl Strategy<Value = (Shape, Vec<i8>, Vec<(f32, f32)>)> {
         };
         let codes = prop::collection::vec(row(columns), experts * rows).prop_map(|rows| rows.concat());
         let level = prop_oneof![Just(0.0f32), 1e-3..2.0f32, Just(0.5f32)];
-        let levels = prop::collection::vec((level.clone(), level).prop_map(|(a, b)| (-a, b)), experts * rows);
-        (Just(shape), codes, levels)
+        let independent = prop::collection::vec((level.clone(), level.clone()), experts * rows)
+            .prop_map(|pairs| pairs.into_iter().map(|(a, b)| (-a, b)).collect());
+        let opposite = prop::collection::vec(level, experts * rows)
+            .prop_map(|levels| levels.into_iter().map(|b| (0.0 - b, b)).collect());
+        (Just(shape), codes, prop_oneof![independent, opposite])
     })
 }
 

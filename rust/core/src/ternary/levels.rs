@@ -131,3 +131,32 @@ impl LevelForm {
 pub(super) fn valid((negative, positive): (f32, f32)) -> bool {
     negative.is_finite() && positive.is_finite() && negative <= 0.0 && positive >= 0.0
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bits(pairs: &[(f32, f32)]) -> Vec<(u32, u32)> {
+        pairs.iter().map(|(a, b)| (a.to_bits(), b.to_bits())).collect()
+    }
+
+    #[test]
+    fn every_form_is_exact_and_opposite_levels_are_stored_once() {
+        let cases: [(&[(f32, f32)], bool); 6] = [
+            (&[(-1.0, 1.0), (-0.5, 0.5)], true),
+            (&[(-1.0, 1.0), (0.0, 0.0)], true),
+            (&[(-1.0, 1.0), (-0.0, 0.0)], false),
+            (&[(-1.0, 1.0), (-1.0, 0.5)], false),
+            (&[(-0.1, 0.1), (-1.0 / 3.0, 1.0 / 3.0)], true),
+            (&[], false),
+        ];
+        for (levels, symmetric) in cases {
+            let form = LevelForm::smallest(levels);
+            assert_eq!(form.symmetric, symmetric, "{levels:?}");
+            let mut out = vec![0; levels.len() * form.bytes()];
+            form.write(levels, &mut out);
+            let read: Vec<_> = (0..levels.len()).map(|i| form.read(&out, i)).collect();
+            assert_eq!(bits(&read), bits(levels));
+        }
+    }
+}
