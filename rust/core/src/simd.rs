@@ -2,7 +2,8 @@
 //!
 //! Every kernel family exists in each set named here that is worth a kernel, the scalar one always; a caller passes
 //! the [`Isa`] to use, so that tests can run all of them on one machine. A forced set that the processor lacks is an
-//! error and never an illegal instruction.
+//! error and never an illegal instruction. Matrix registers ([`Isa::Amx`]) come on top of AVX-512: kernels without a
+//! use for them run as on AVX-512, which is what [`Isa::require`] gives them.
 
 use std::sync::OnceLock;
 
@@ -17,14 +18,16 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
+    /// [`Isa::Avx512`], and AMX tiles of bytes that the operating system lets the process use (Sapphire Rapids and later).
+    Amx,
 }
 
-/// The environment variable that forces an instruction set: `scalar`, `avx2` or `avx512`.
+/// The environment variable that forces an instruction set: `scalar`, `avx2`, `avx512` or `amx`.
 pub const ISA_VARIABLE: &str = "MOEPACK_ISA";
 
 impl Isa {
     /// All sets, in ascending order.
-    pub const ALL: [Isa; 3] = [Isa::Scalar, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// The name that `MOEPACK_ISA` and the reports use.
     pub fn name(self) -> &'static str {
@@ -32,6 +35,7 @@ impl Isa {
             Isa::Scalar => "scalar",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 
@@ -42,7 +46,7 @@ impl Isa {
             .find(|isa| isa.name() == name)
             .ok_or_else(|| {
                 Error::InvalidArgument(format!(
-                    "unknown instruction set {name:?}: use scalar, avx2 or avx512"
+                    "unknown instruction set {name:?}: use scalar, avx2, avx512 or amx"
                 ))
             })
     }
@@ -68,6 +72,7 @@ impl Isa {
                     && is_x86_feature_detected!("avx512vbmi")
                     && is_x86_feature_detected!("avx512vnni")
             }
+            Isa::Amx => Isa::Avx512.available() && crate::gemm::tiles::available(),
         }
     }
 
@@ -77,15 +82,16 @@ impl Isa {
         self == Isa::Scalar
     }
 
-    /// The set itself if the processor runs it, an error that says so otherwise.
+    /// The set of the vectors, which is the set itself but for [`Isa::Amx`], if the processor runs the set; an error
+    /// that says so otherwise.
     pub fn require(self) -> Result<Isa> {
-        if self.available() {
-            Ok(self)
-        } else {
-            Err(Error::InvalidArgument(format!(
+        match (self.available(), self) {
+            (true, Isa::Amx) => Ok(Isa::Avx512),
+            (true, isa) => Ok(isa),
+            (false, isa) => Err(Error::InvalidArgument(format!(
                 "this processor does not run {}",
-                self.name()
-            )))
+                isa.name()
+            ))),
         }
     }
 }
@@ -97,7 +103,10 @@ pub fn active() -> Result<Isa> {
     static ACTIVE: OnceLock<Result<Isa>> = OnceLock::new();
     ACTIVE
         .get_or_init(|| match std::env::var(ISA_VARIABLE) {
-            Ok(name) if !name.is_empty() => Isa::from_name(&name)?.require(),
+            Ok(name) if !name.is_empty() => {
+                let isa = Isa::from_name(&name)?;
+                isa.require().map(|_| isa)
+            }
             _ => Ok(Isa::ALL
                 .into_iter()
                 .rev()

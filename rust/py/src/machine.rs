@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use moepack_core::gemm::groupwise::Mode;
 use moepack_core::ternary::Code;
 use moepack_core::{gemm, pool, simd};
 use pyo3::prelude::*;
@@ -51,9 +50,8 @@ pub fn kernels() -> PyResult<BTreeMap<&'static str, &'static str>> {
         .into_iter()
         .map(|code| (code.name(), gemm::ternary::kernel_for(code, isa).name()))
         .chain([
-            ("groupwise-exact", gemm::groupwise::kernel_name(Mode::Exact, isa)),
-            ("groupwise-int8", gemm::groupwise::kernel_name(Mode::Int8, isa)),
-            ("codebook", isa.name()),
+            ("groupwise", gemm::groupwise::kernel_name(isa)),
+            ("codebook", isa.require().map_err(raise)?.name()),
         ])
         .collect())
 }

@@ -4,3 +4,5 @@ pub mod codebook;
 pub mod compensated;
 pub mod groupwise;
 pub mod ternary;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiles;

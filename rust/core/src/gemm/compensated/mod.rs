@@ -43,10 +43,10 @@ pub fn matmul_grouped<'a>(
     isa: Isa,
     pool: &ThreadPool,
 ) -> Result<()> {
-    let (x, isa) = (x.into(), isa.require()?);
+    let (x, vectors) = (x.into(), isa.require()?);
     pool.install(|| {
         groupwise::matmul_grouped(view.base(), x, offsets, y, mode, isa, pool)?;
-        compensate(view, x, offsets, y, isa);
+        compensate(view, x, offsets, y, vectors);
         Ok(())
     })
 }
@@ -66,7 +66,7 @@ pub fn matmul<'a>(
     isa: Isa,
     pool: &ThreadPool,
 ) -> Result<()> {
-    let (x, isa) = (x.into(), isa.require()?);
+    let (x, vectors) = (x.into(), isa.require()?);
     let experts = view.layout().shape().experts;
     if expert >= experts {
         return Err(Error::InvalidArgument(format!(
@@ -78,7 +78,7 @@ pub fn matmul<'a>(
         let offsets: Vec<usize> = (0..=experts)
             .map(|e| if e <= expert { 0 } else { tokens })
             .collect();
-        compensate(view, x, &offsets, y, isa);
+        compensate(view, x, &offsets, y, vectors);
         Ok(())
     })
 }

@@ -1,23 +1,26 @@
-//! The two kernels: a block of 16 rows by a tile of N tokens, over any [`Lanes`].
+//! The kernel: a block of 16 rows by a tile of N tokens, over any [`Lanes`].
 //!
-//! One register of codes serves all N tokens: extracting its operands is paid once, and a token costs a dot product
-//! (int8: four weights a lane) or a fused multiplication and addition (exact: one weight a lane).
+//! One register of codes serves all tokens: extracting its operands is paid once, and a line of activations (a token's
+//! only plane, or one of its three) costs a dot product for four weights a lane.
 //!
 //! Counts for 32 columns of 16 rows on AVX-512, beside the loads: 4 bits 4 shifts and 8 masks, 3 bits 17, 2 bits 6
-//! and 8, 8 bits none. In exact mode a shift and a table look-up a column.
+//! and 8, 8 bits none, and 8 dot products a line.
 //!
-//! A sum is a chain of dependent operations of four or five cycles each. So one or two tokens add up in several
-//! chains: integer addition is associative, and in exact mode the four bytes of a word always have a chain each.
+//! A sum is a chain of dependent operations of four or five cycles each. So few lines add up in several chains.
 
+use super::Out;
 use super::lanes::Lanes;
-use super::tile::{ExactTile, Int8Tile, Steps, Tile};
+use super::tile::{DIGIT, Steps, Tile};
 use crate::bits::{self, UNIT};
 use crate::groupwise::{BLOCK_ROWS, Block, Layout, ParameterType, REGISTER_BYTES};
 
 /// Quads (four columns of each row) of a unit.
 const QUADS: usize = UNIT / 4;
-/// How far ahead of the codes in use memory is asked for. Measured best between 1 and 2 KB.
+/// How far ahead of the codes in use memory is asked for, in bytes. Measured best between 1 and 2 KB.
 const AHEAD: usize = 1536;
+/// How far ahead of the parameters in use memory is asked for, in steps. A processor's own prefetcher follows the codes
+/// and misses this second, slower stream: left alone, it doubles the time of 2-bit weights in groups of 64.
+const STEPS_AHEAD: usize = 8;
 
 /// Where a kernel reads weights.
 pub(super) struct Weights<'a> {
@@ -27,10 +30,19 @@ pub(super) struct Weights<'a> {
 }
 
 /// Places of one half (or the whole) of a block while a kernel walks through it.
-struct Cursor<V: Lanes> {
+pub(super) struct Cursor<V: Lanes> {
     codes: *const u8,
     parameters: *const u8,
+    /// Bytes from a step's parameters to the next one's.
     stride: usize,
+    /// Bytes of the codes: what lies ahead of them is asked for behind the next block's parameters.
+    code_bytes: usize,
+    /// Bytes of the parameters that steps read: what lies ahead of them is asked for in the next block.
+    parameter_bytes: usize,
+    /// Bytes between the ends of the codes of a block and the start of the next block's.
+    gap: usize,
+    /// Bytes from the end of `parameter_bytes` to the next block's parameters.
+    rest: usize,
     symmetric: bool,
     half_range: f32,
     bf16: bool,
@@ -38,10 +50,14 @@ struct Cursor<V: Lanes> {
 }
 
 impl<V: Lanes> Cursor<V> {
+    /// # Safety
+    /// `first_lane` is 0, or 8 for lanes of half a block; the block is as long as the layout says.
     #[inline(always)]
-    unsafe fn new(weights: &Weights, first_lane: usize) -> Self {
+    pub unsafe fn new(weights: &Weights, first_lane: usize) -> Self {
         let spec = weights.layout.spec();
         let kinds = 2 - usize::from(spec.symmetric);
+        let (codes, parameters) = (weights.block.codes.len(), weights.block.parameters.len());
+        let used = weights.layout.groups() * 2 * BLOCK_ROWS * kinds;
         Cursor {
             // SAFETY: both sections are whole registers of 16 lanes.
             codes: unsafe { weights.block.codes.as_ptr().add(4 * first_lane) },
@@ -52,6 +68,10 @@ impl<V: Lanes> Cursor<V> {
             } else {
                 2 * BLOCK_ROWS * kinds
             },
+            code_bytes: codes,
+            parameter_bytes: used,
+            gap: parameters,
+            rest: codes + parameters - used,
             symmetric: spec.symmetric,
             half_range: -((1u32 << (spec.bits - 1)) as f32),
             bf16: spec.parameters == ParameterType::Bf16,
@@ -60,11 +80,21 @@ impl<V: Lanes> Cursor<V> {
     }
 
     /// Scales and offsets of a step.
+    ///
+    /// # Safety
+    /// The step exists, and the processor runs the set of `V`.
     #[inline(always)]
-    unsafe fn scales(&self, step: usize) -> (V::Float, V::Float) {
+    pub unsafe fn scales(&self, step: usize) -> (V::Float, V::Float) {
         // SAFETY: the caller's step exists, so its parameters do; the trait's set is there.
         unsafe {
             let at = self.parameters.add(step * self.stride);
+            let ahead = (step + STEPS_AHEAD) * self.stride;
+            let skipped = if ahead < self.parameter_bytes {
+                0
+            } else {
+                self.rest
+            };
+            V::prefetch(self.parameters.wrapping_add(ahead + skipped));
             let scale = self.parameter(at);
             let offset = match self.symmetric {
                 true => V::mul(scale, V::broadcast(&self.half_range)),
@@ -90,10 +120,17 @@ impl<V: Lanes> Cursor<V> {
     unsafe fn registers<const BITS: usize>(&self, unit: usize) -> [V::Int; BITS] {
         // SAFETY: the caller's unit exists; a prefetch may name any address.
         unsafe {
-            let at = self.codes.add(unit * BITS * REGISTER_BYTES);
+            let place = unit * BITS * REGISTER_BYTES;
+            let at = self.codes.add(place);
+            let skipped = if place + AHEAD < self.code_bytes {
+                0
+            } else {
+                self.gap
+            };
+            let ahead = at.wrapping_add(AHEAD + skipped);
             let mut registers = [V::int_zero(); BITS];
             for (i, register) in registers.iter_mut().enumerate() {
-                V::prefetch(at.wrapping_add(AHEAD + i * REGISTER_BYTES));
+                V::prefetch(ahead.wrapping_add(i * REGISTER_BYTES));
                 *register = V::load(at.add(i * REGISTER_BYTES));
             }
             registers
@@ -123,6 +160,44 @@ unsafe fn quad<V: Lanes, const BITS: usize>(registers: &[V::Int; BITS], quad: us
     }
 }
 
+/// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
+///
+/// # Safety
+/// As [`multiply`], for 16 lanes; `to` is valid for writes of `units` x 512 bytes.
+#[inline(always)]
+unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, units: usize, to: *mut u8) {
+    // SAFETY: the caller's.
+    unsafe {
+        let cursor = Cursor::<V>::new(weights, 0);
+        for unit in 0..units {
+            let registers = cursor.registers::<BITS>(unit);
+            for number in 0..QUADS {
+                let at = to.add((unit * QUADS + number) * REGISTER_BYTES);
+                V::store_int(quad::<V, BITS>(&registers, number), at);
+            }
+        }
+    }
+}
+
+/// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
+///
+/// # Safety
+/// The processor runs the set of `V`, which has 16 lanes, and the block has `units` units.
+#[inline(always)]
+pub(super) unsafe fn expand<V: Lanes>(weights: &Weights, units: usize, to: &mut [u8]) {
+    assert!(V::LANES == BLOCK_ROWS && to.len() == units * UNIT * BLOCK_ROWS);
+    let to = to.as_mut_ptr();
+    // SAFETY: `to` has room by the assertion, the rest is the caller's.
+    unsafe {
+        match weights.layout.bits() {
+            2 => expand_bits::<V, 2>(weights, units, to),
+            3 => expand_bits::<V, 3>(weights, units, to),
+            4 => expand_bits::<V, 4>(weights, units, to),
+            _ => expand_bits::<V, 8>(weights, units, to),
+        }
+    }
+}
+
 /// Units of a step that is whole units.
 #[inline(always)]
 fn units_of(steps: &Steps, step: usize) -> std::ops::Range<usize> {
@@ -133,69 +208,83 @@ fn units_of(steps: &Steps, step: usize) -> std::ops::Range<usize> {
 /// Adds the dot products of quads `FIRST..LAST` of a unit.
 ///
 /// # Safety
-/// As [`int8`]; `words` are the tile's of this unit.
+/// As [`multiply`]; `words` are the tile's of this unit.
 #[inline(always)]
-unsafe fn dots<V: Lanes, const BITS: usize, const N: usize, const FIRST: usize, const LAST: usize>(
+unsafe fn dots<V: Lanes, const BITS: usize, const M: usize, const FIRST: usize, const LAST: usize>(
     registers: &[V::Int; BITS],
     words: *const i32,
-    sums: &mut [[V::Int; 4]; N],
+    sums: &mut [[V::Int; 4]; M],
 ) {
-    let chains = (4 / N).max(1);
+    let chains = if M > 3 { 1 } else { 4 / M.next_power_of_two() };
     for number in FIRST..LAST {
-        // SAFETY: a unit has QUADS * N words.
+        // SAFETY: a unit has QUADS * M words.
         unsafe {
             let codes = quad::<V, BITS>(registers, number);
-            for (token, sums) in sums.iter_mut().enumerate() {
+            for (line, sums) in sums.iter_mut().enumerate() {
                 let sum = &mut sums[number % chains];
-                *sum = V::dot::<BITS>(*sum, codes, words.add(number * N + token));
+                *sum = V::dot::<BITS>(*sum, codes, words.add(number * M + line));
             }
         }
     }
 }
 
-/// Integer dot products; `out` gets N x 16 outputs.
+/// The integer sum of a token's planes as a float: what their chains hold, each plane worth 256 of the next.
+///
+/// # Safety
+/// As [`multiply`]; `sums` has at least one plane.
+#[inline(always)]
+unsafe fn combine<V: Lanes>(sums: &[[V::Int; 4]]) -> V::Float {
+    // SAFETY: the caller has the trait's set.
+    unsafe {
+        let digit = |[a, b, c, d]: [V::Int; 4]| V::to_float(V::int_add(V::int_add(a, b), V::int_add(c, d)));
+        let mut total = digit(sums[0]);
+        for &plane in &sums[1..] {
+            total = V::add_product(digit(plane), total, V::broadcast(&DIGIT));
+        }
+        total
+    }
+}
+
+/// Multiplies a block by a tile of N tokens of M / N planes each; `out` gets N x 16 outputs.
 ///
 /// # Safety
 /// The processor runs the set of `V`. The block, the steps and the tile belong to `weights.layout`, `BITS` is its, and
-/// the tile holds N tokens.
+/// the tile holds N tokens in M lines.
 #[inline(always)]
-unsafe fn int8<V: Lanes, const BITS: usize, const N: usize>(
+unsafe fn multiply<V: Lanes, const BITS: usize, const N: usize, const M: usize>(
     weights: &Weights,
     steps: &Steps,
-    tile: &Int8Tile,
+    tile: &Tile,
     out: &mut [[f32; BLOCK_ROWS]],
 ) {
     debug_assert_eq!((weights.layout.bits(), tile.tokens, out.len()), (BITS, N, N));
     for first_lane in (0..BLOCK_ROWS).step_by(V::LANES) {
-        // SAFETY: units and steps stay below those of the layout, to which block and tile belong: a tile has QUADS * N
+        // SAFETY: units and steps stay below those of the layout, to which block and tile belong: a tile has QUADS * M
         // words a unit and N scales and sums a step, and `out` 16 floats a token.
         unsafe {
             let cursor = Cursor::<V>::new(weights, first_lane);
             let mut totals = [V::zero(); N];
             for step in 0..steps.count {
-                let mut sums = [[V::int_zero(); 4]; N];
+                let mut sums = [[V::int_zero(); 4]; M];
                 if steps.columns < UNIT {
-                    let words = tile.words.as_ptr().cast::<i32>().add(step / 2 * QUADS * N);
+                    let words = tile.words.as_ptr().cast::<i32>().add(step / 2 * QUADS * M);
                     let registers = cursor.registers::<BITS>(step / 2);
                     match step % 2 {
-                        0 => dots::<V, BITS, N, 0, 4>(&registers, words, &mut sums),
-                        _ => dots::<V, BITS, N, 4, QUADS>(&registers, words, &mut sums),
+                        0 => dots::<V, BITS, M, 0, 4>(&registers, words, &mut sums),
+                        _ => dots::<V, BITS, M, 4, QUADS>(&registers, words, &mut sums),
                     }
                 } else {
                     for unit in units_of(steps, step) {
-                        let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * N);
+                        let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * M);
                         let registers = cursor.registers::<BITS>(unit);
-                        dots::<V, BITS, N, 0, QUADS>(&registers, words, &mut sums);
+                        dots::<V, BITS, M, 0, QUADS>(&registers, words, &mut sums);
                     }
                 }
                 let (scale, offset) = cursor.scales(step);
                 for token in 0..N {
-                    let [a, b, c, d] = sums[token];
-                    let sum = V::int_add(V::int_add(a, b), V::int_add(c, d));
-                    let at = step * N + token;
-                    let dot = V::mul(V::to_float(sum), V::broadcast(tile.scales.as_ptr().add(at)));
-                    let total = V::add_product(totals[token], dot, scale);
-                    totals[token] = V::add_product(total, offset, V::broadcast(tile.sums.as_ptr().add(at)));
+                    let sum = combine::<V>(&sums[token * (M / N)..(token + 1) * (M / N)]);
+                    totals[token] =
+                        add_step::<V>(totals[token], sum, (scale, offset), tile, step * N + token);
                 }
             }
             for token in 0..N {
@@ -205,109 +294,43 @@ unsafe fn int8<V: Lanes, const BITS: usize, const N: usize>(
     }
 }
 
-/// Adds the products of quads `FIRST..LAST` of a unit, those of byte i of a quad to sum i.
+/// A token's total with a step's integer sum; `at` is the place of the step's scale and sum in the tile.
 ///
 /// # Safety
-/// As [`exact`]; `values` are the tile's of this unit.
+/// The processor runs the set of `V`, and the tile has the place.
 #[inline(always)]
-unsafe fn products<V: Lanes, const BITS: usize, const N: usize, const FIRST: usize, const LAST: usize>(
-    registers: &[V::Int; BITS],
-    values: *const f32,
-    sums: &mut [[V::Float; 4]; N],
-) {
-    for number in FIRST..LAST {
-        // SAFETY: a unit has 32 * N values.
-        unsafe {
-            let (codes, shift) = match BITS == 3 && number >= 6 {
-                true => (quad::<V, BITS>(registers, number), 0),
-                false => {
-                    let (word, shift) = bits::place(BITS, number);
-                    (registers[word], shift)
-                }
-            };
-            for byte in 0..4 {
-                let codes = V::expand::<BITS>(codes, shift + 8 * byte as u32);
-                for (token, sums) in sums.iter_mut().enumerate() {
-                    let x = V::broadcast(values.add((4 * number + byte) * N + token));
-                    sums[byte] = V::add_weighted(sums[byte], codes, x);
-                }
-            }
-        }
+pub(super) unsafe fn add_step<V: Lanes>(
+    total: V::Float,
+    sum: V::Float,
+    (scale, offset): (V::Float, V::Float),
+    tile: &Tile,
+    at: usize,
+) -> V::Float {
+    // SAFETY: the caller's.
+    unsafe {
+        let dot = V::mul(sum, V::broadcast(tile.scales.as_ptr().add(at)));
+        let total = V::add_product(total, dot, scale);
+        V::add_product(total, offset, V::broadcast(tile.sums.as_ptr().add(at)))
     }
 }
 
-/// Products in single precision; `out` gets N x 16 outputs.
-///
-/// # Safety
-/// As [`int8`].
-#[inline(always)]
-unsafe fn exact<V: Lanes, const BITS: usize, const N: usize>(
-    weights: &Weights,
-    steps: &Steps,
-    tile: &ExactTile,
-    out: &mut [[f32; BLOCK_ROWS]],
-) {
-    debug_assert_eq!((weights.layout.bits(), tile.tokens, out.len()), (BITS, N, N));
-    for first_lane in (0..BLOCK_ROWS).step_by(V::LANES) {
-        // SAFETY: as in `int8`; a tile has 32 * N values a unit and N sums a step.
-        unsafe {
-            let cursor = Cursor::<V>::new(weights, first_lane);
-            let mut totals = [V::zero(); N];
-            for step in 0..steps.count {
-                let mut sums = [[V::zero(); 4]; N];
-                if steps.columns < UNIT {
-                    let values = tile.values.as_ptr().cast::<f32>().add(step / 2 * UNIT * N);
-                    let registers = cursor.registers::<BITS>(step / 2);
-                    match step % 2 {
-                        0 => products::<V, BITS, N, 0, 4>(&registers, values, &mut sums),
-                        _ => products::<V, BITS, N, 4, QUADS>(&registers, values, &mut sums),
-                    }
-                } else {
-                    for unit in units_of(steps, step) {
-                        let values = tile.values.as_ptr().cast::<f32>().add(unit * UNIT * N);
-                        let registers = cursor.registers::<BITS>(unit);
-                        products::<V, BITS, N, 0, QUADS>(&registers, values, &mut sums);
-                    }
-                }
-                let (scale, offset) = cursor.scales(step);
-                for token in 0..N {
-                    let [a, b, c, d] = sums[token];
-                    let sum = V::add(V::add(a, b), V::add(c, d));
-                    let x = V::broadcast(tile.sums.as_ptr().add(step * N + token));
-                    totals[token] = V::add_product(V::add_product(totals[token], sum, scale), offset, x);
-                }
-            }
-            for token in 0..N {
-                V::store(totals[token], out[token].as_mut_ptr().add(first_lane));
-            }
-        }
-    }
-}
-
-/// Computes a block by a tile: the kernel of the tile's mode, the layout's bits and the tile's tokens.
+/// Computes a block by a tile: the kernel of the layout's bits and the tile's tokens and planes.
 ///
 /// # Safety
 /// The processor runs the set of `V`, and block, steps and tile belong to `weights.layout`.
 #[inline(always)]
-pub(super) unsafe fn compute<V: Lanes>(
-    weights: &Weights,
-    steps: &Steps,
-    tile: &Tile,
-    out: &mut [[f32; BLOCK_ROWS]; 8],
-) {
+pub(super) unsafe fn compute<V: Lanes>(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
     macro_rules! choose {
-        ($kernel:ident, $tile:expr, $($bits:literal: $($tokens:literal)*),*) => {
-            match (weights.layout.bits(), $tile.tokens) {
+        ($($bits:literal)*) => { choose!(@ $($bits: (1 1) (2 2) (4 4) (8 8) (1 3) (2 6) (4 12)),*) };
+        (@ $($bits:literal: $(($tokens:literal $lines:literal))*),*) => {
+            match (weights.layout.bits(), tile.tokens, tile.lines()) {
                 // SAFETY: the caller's; the parameters are those of layout and tile.
-                $($(($bits, $tokens) => unsafe {
-                    $kernel::<V, $bits, $tokens>(weights, steps, $tile, &mut out[..$tokens])
+                $($(($bits, $tokens, $lines) => unsafe {
+                    multiply::<V, $bits, $tokens, $lines>(weights, steps, tile, &mut out[..$tokens])
                 },)*)*
-                (bits, tokens) => unreachable!("no tile has {tokens} tokens, no layout {bits} bits"),
+                other => unreachable!("no layout and tile have (bits, tokens, lines) {other:?}"),
             }
         };
     }
-    match tile {
-        Tile::Exact(tile) => choose!(exact, tile, 2: 1 2 4, 3: 1 2 4, 4: 1 2 4, 8: 1 2 4),
-        Tile::Int8(tile) => choose!(int8, tile, 2: 1 2 4 8, 3: 1 2 4 8, 4: 1 2 4 8, 8: 1 2 4 8),
-    }
+    choose!(2 3 4 8)
 }

@@ -23,15 +23,15 @@ pub(super) trait Lanes: Copy {
     unsafe fn mask(words: Self::Int, mask: u32) -> Self::Int;
     /// Bits of `low` where `mask` is set, of `high` elsewhere.
     unsafe fn blend(low: Self::Int, high: Self::Int, mask: u32) -> Self::Int;
+    /// Words to memory.
+    unsafe fn store_int(words: Self::Int, to: *mut u8);
     /// Sums of integers.
     unsafe fn int_add(a: Self::Int, b: Self::Int) -> Self::Int;
     /// `sum` + the dot product of four unsigned bytes of codes, each below `2^BITS`, with the four signed bytes of the
-    /// one word at `x`, none of which is -128.
+    /// one word at `x`.
     unsafe fn dot<const BITS: usize>(sum: Self::Int, codes: Self::Int, x: *const i32) -> Self::Int;
     /// Integers as floats.
     unsafe fn to_float(words: Self::Int) -> Self::Float;
-    /// The low `BITS` bits of each word shifted right, as floats.
-    unsafe fn expand<const BITS: usize>(words: Self::Int, shift: u32) -> Self::Float;
 
     /// Floats of zero.
     unsafe fn zero() -> Self::Float;
@@ -41,14 +41,10 @@ pub(super) trait Lanes: Copy {
     unsafe fn load_f16(from: *const u8) -> Self::Float;
     /// `LANES` bf16 values.
     unsafe fn load_bf16(from: *const u8) -> Self::Float;
-    /// Sums.
-    unsafe fn add(a: Self::Float, b: Self::Float) -> Self::Float;
     /// Products.
     unsafe fn mul(a: Self::Float, b: Self::Float) -> Self::Float;
     /// `sum + a * b`, rounded once.
     unsafe fn add_product(sum: Self::Float, a: Self::Float, b: Self::Float) -> Self::Float;
-    /// `sum + a * b` where one weight a product passes: rounded once, or twice where that would cost too much.
-    unsafe fn add_weighted(sum: Self::Float, a: Self::Float, b: Self::Float) -> Self::Float;
     /// To memory.
     unsafe fn store(values: Self::Float, to: *mut f32);
     /// Asks for the cache line at an address, which need not be one.

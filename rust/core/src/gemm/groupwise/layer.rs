@@ -46,24 +46,31 @@ impl Layer<'_> {
         isa: Isa,
         pool: &rayon::ThreadPool,
     ) -> Result<()> {
-        let (x, isa) = (x.into(), isa.require()?);
+        let x = x.into();
         self.check(&x, &routing, y)?;
-        let engine = Engine { mode, isa, pool };
+        self.run(x, routing, y, Engine::new(mode, isa, pool)?);
+        Ok(())
+    }
+
+    pub(super) fn run(&self, x: Activations, routing: Routing, y: &mut [f32], engine: Engine) {
         let shape = self.gate.layout().shape();
         let sorted = Sorted::new(&routing, shape.experts);
         let (tasks, count) = (&sorted.tasks[..], sorted.list.len());
-        let gate_x = engine.prepare(&self.gate, tasks, x, &sorted.list);
         let shared = self.gate.layout().spec().group == self.up.layout().spec().group;
-        let up_x = (!shared).then(|| engine.prepare(&self.up, tasks, x, &sorted.list));
+        let first = match shared {
+            true => engine,
+            false => engine.without_matrix(),
+        };
+        let gate_x = first.prepare(&self.gate, tasks, x, &sorted.list);
+        let up_x = (!shared).then(|| first.prepare(&self.up, tasks, x, &sorted.list));
         let mut hidden = vec![0.0; count * shape.rows];
         let inputs = [&gate_x, up_x.as_ref().unwrap_or(&gate_x)];
-        engine.gated([&self.gate, &self.up], tasks, inputs, &mut hidden);
+        first.gated([&self.gate, &self.up], tasks, inputs, &mut hidden);
         let all: Vec<usize> = (0..count).collect();
         let down_x = engine.prepare(&self.down, tasks, (&hidden[..]).into(), &all);
         let mut outputs = vec![0.0; count * shape.columns];
         engine.products(&self.down, tasks, &down_x, &mut outputs);
         weigh(&engine, &sorted, &routing, &outputs, y);
-        Ok(())
     }
 
     fn check(&self, x: &Activations, routing: &Routing, y: &[f32]) -> Result<()> {

@@ -2,28 +2,31 @@
 //!
 //! With the codes q of a row, scale s_g and offset o_g of its groups (of a symmetric tensor `o_g = -2^(bits-1) s_g`),
 //! `y = sum over g of s_g * (sum of q x over g) + o_g * (sum of x over g)`: two multiplications a group beside the dot
-//! product of codes and activations. There are two ways to compute that ([`Mode`]):
+//! product of codes and activations. Products are of integers: a token's activations are quantized for each *step* of
+//! columns, symmetrically, by the largest of the step ([`Mode`]):
 //!
-//! * *exact*: activations stay f32, codes are converted in registers (a table look-up on AVX-512).
-//! * *int8*: a token's activations are quantized symmetrically to int8, with a scale for each group of columns, and
-//!   dot products are of integers. `sum of x` is that of the quantized activations, so that both terms err alike and
-//!   the error is that of centred weights.
+//! * *int8*: to 8 bits, one plane of bytes.
+//! * *exact*: to 24 bits, three planes of signed bytes, each worth 256 of the next. A product is three integer products,
+//!   whose sum has the precision of single-precision arithmetic: an activation is off by at most 2^-23 of the step's
+//!   largest. That is faster than floats on every processor but those without integer dot products, since four
+//!   weights share an instruction, and it gives the same bits on every instruction set.
 //!
-//! A *step* is the columns over which products add up before they are scaled: a group, or 256 columns of a whole row.
-//! It is also the group of the activations' scales. 256 * 127 * 255 < 2^24: a step's integer sum is exact in f32.
+//! `sum of x` is that of the quantized activations, so that both terms err alike and the error is that of centred
+//! weights. A step is a group, or 256 columns of a whole row: the columns over which products add up before they are
+//! scaled. 256 * 128 * 255 < 2^24: the sum of a plane of a step is exact in f32.
 //!
 //! # How a product is cut
-//! A block of 16 rows by all tokens of its expert is computed by one thread, tile after tile of at most 8 tokens, and
-//! runs of blocks of all experts are handed out in one parallel region. The order of a sum depends on nothing but the
-//! tensor, so results do not depend on the number of threads, nor on which tokens share a call. Kernels are written once
-//! over [`lanes::Lanes`]; int8 gives the same bits on every instruction set, exact does not on the scalar one, which
-//! does not fuse multiplications with additions.
+//! A block of 16 rows by all tokens of its expert is computed by one thread, tile after tile of tokens, and runs of
+//! blocks of all experts are handed out in one parallel region. The order of a sum depends on nothing but the tensor, so
+//! results depend neither on the number of threads, nor on which tokens share a call, nor on the instruction set.
+//! The kernel is written once over [`lanes::Lanes`]; several tokens go through matrix registers where there are some
+//! ([`matrix`]).
 //!
 //! # Accuracy
-//! With u = 2^-24, S = sum of |s q x| + |o x| and n steps: exact errs by at most (2 n + 84) u S. int8 errs by at most
-//! (2 n + 4) u S against the product with quantized activations, each of which is off by at most 1/254 of the largest
-//! of its step (and 2 u of itself). Where a step's largest activation is below 2^-100, the step counts as zero. A step
-//! with an activation that is not finite makes its token's outputs NaN in int8 mode, and NaN or infinite in exact mode.
+//! With u = 2^-24, S = sum of |s q x| + |o x| over the quantized activations and n steps, the error is at most
+//! (2 n + 6) u S. A quantized activation is off by at most 1/254 (int8) or 2^-23 (exact) of the largest of its step, and
+//! 3 u of itself. Where a step's largest activation is below 2^-100, the step counts as zero. A step with an activation
+//! that is not finite makes its token's outputs NaN.
 //!
 //! Codes and parameters are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of bounds.
 
@@ -32,6 +35,8 @@ mod drive;
 mod kernel;
 mod lanes;
 mod layer;
+#[cfg(target_arch = "x86_64")]
+mod matrix;
 mod output;
 mod scalar;
 #[cfg(test)]
@@ -46,25 +51,44 @@ use rayon::ThreadPool;
 use drive::{Engine, Task};
 
 use super::ternary::Activations;
-use crate::groupwise::Blocks;
+use crate::groupwise::{BLOCK_ROWS, Blocks};
 use crate::simd::Isa;
 use crate::{Error, Result};
 
 /// Most columns of a step.
 pub const STEP_COLUMNS: usize = 256;
 
+/// What a kernel writes: a tile of tokens by the rows of a block.
+type Out = [[f32; BLOCK_ROWS]; 16];
+
 /// How activations enter a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// As f32 values.
+    /// With 24 bits, for each token and step.
     Exact,
-    /// Quantized to int8, for each token and step.
+    /// With 8 bits, for each token and step.
     Int8,
 }
 
 impl Mode {
     /// Both modes.
     pub const ALL: [Mode; 2] = [Mode::Exact, Mode::Int8];
+
+    /// Bytes of a quantized activation, each of which is a plane.
+    fn planes(self) -> usize {
+        match self {
+            Mode::Exact => 3,
+            Mode::Int8 => 1,
+        }
+    }
+
+    /// What the largest activation of a step becomes: 127 in the first plane, zeros below.
+    fn largest(self) -> f32 {
+        match self {
+            Mode::Exact => 127.0 * 65536.0,
+            Mode::Int8 => 127.0,
+        }
+    }
 
     /// The name that Python uses.
     pub fn name(self) -> &'static str {
@@ -84,12 +108,13 @@ impl Mode {
     }
 }
 
-/// What computes a product of a mode on this processor with an instruction set that it runs.
-pub fn kernel_name(mode: Mode, isa: Isa) -> &'static str {
-    match (mode, isa) {
+/// What computes a product on this processor with an instruction set that it runs.
+pub fn kernel_name(isa: Isa) -> &'static str {
+    match isa {
         #[cfg(target_arch = "x86_64")]
-        (Mode::Int8, Isa::Avx2) if x86::has_avx_vnni() => "avx-vnni",
-        (Mode::Int8, Isa::Avx512) => "avx512-vnni",
+        Isa::Avx2 if x86::has_avx_vnni() => "avx-vnni",
+        Isa::Avx512 => "avx512-vnni",
+        Isa::Amx => "avx512-vnni, amx-int8 for 5 tokens and more",
         _ => isa.name(),
     }
 }
@@ -109,7 +134,7 @@ pub fn matmul_grouped<'a>(
     isa: Isa,
     pool: &ThreadPool,
 ) -> Result<()> {
-    let (x, isa) = (x.into(), isa.require()?);
+    let (x, engine) = (x.into(), Engine::new(mode, isa, pool)?);
     let shape = view.layout().shape();
     let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
     if offsets.len() != shape.experts + 1 || !ascending {
@@ -129,14 +154,7 @@ pub fn matmul_grouped<'a>(
         places: pair[0]..pair[1],
     });
     let tasks: Vec<Task> = tasks.collect();
-    run(
-        view,
-        &tasks,
-        offsets[shape.experts],
-        x,
-        y,
-        Engine { mode, isa, pool },
-    );
+    run(view, &tasks, offsets[shape.experts], x, y, engine);
     Ok(())
 }
 
@@ -155,7 +173,7 @@ pub fn matmul<'a>(
     isa: Isa,
     pool: &ThreadPool,
 ) -> Result<()> {
-    let (x, isa) = (x.into(), isa.require()?);
+    let (x, engine) = (x.into(), Engine::new(mode, isa, pool)?);
     let experts = view.layout().shape().experts;
     if expert >= experts {
         return invalid(format!("there is no expert {expert} of {experts}"));
@@ -165,7 +183,7 @@ pub fn matmul<'a>(
         expert,
         places: 0..tokens,
     };
-    run(view, &[task], tokens, x, y, Engine { mode, isa, pool });
+    run(view, &[task], tokens, x, y, engine);
     Ok(())
 }
 

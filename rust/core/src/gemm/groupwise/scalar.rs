@@ -1,12 +1,12 @@
 //! Sixteen lanes in portable Rust.
 
+use super::Out;
 use super::kernel::{self, Weights};
 use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
-use crate::groupwise::BLOCK_ROWS;
 
 /// Computes a block by a tile.
-pub(super) fn compute(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut [[f32; BLOCK_ROWS]; 8]) {
+pub(super) fn compute(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
     // SAFETY: portable code needs no instruction set; the drive passes what belongs together.
     unsafe { kernel::compute::<Portable>(weights, steps, tile, out) }
 }
@@ -61,6 +61,11 @@ impl Lanes for Portable {
         pairs(low, high, |low, high| low & mask | high & !mask)
     }
     #[inline(always)]
+    unsafe fn store_int(words: [u32; 16], to: *mut u8) {
+        // SAFETY: see above.
+        unsafe { to.cast::<[[u8; 4]; 16]>().write(each(words, u32::to_le_bytes)) }
+    }
+    #[inline(always)]
     unsafe fn int_add(a: [u32; 16], b: [u32; 16]) -> [u32; 16] {
         pairs(a, b, u32::wrapping_add)
     }
@@ -79,10 +84,6 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn to_float(words: [u32; 16]) -> [f32; 16] {
         each(words, |word| word as i32 as f32)
-    }
-    #[inline(always)]
-    unsafe fn expand<const BITS: usize>(words: [u32; 16], shift: u32) -> [f32; 16] {
-        each(words, |word| (word >> shift & ((1 << BITS) - 1)) as i32 as f32)
     }
 
     #[inline(always)]
@@ -107,10 +108,6 @@ impl Lanes for Portable {
         each(bytes, |bytes| half::bf16::from_le_bytes(bytes).to_f32())
     }
     #[inline(always)]
-    unsafe fn add(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
-        pairs(a, b, |a, b| a + b)
-    }
-    #[inline(always)]
     unsafe fn mul(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         pairs(a, b, |a, b| a * b)
     }
@@ -121,16 +118,6 @@ impl Lanes for Portable {
             .zip(a)
             .zip(b)
             .for_each(|((out, a), b)| *out = a.mul_add(b, *out));
-        out
-    }
-    #[inline(always)]
-    unsafe fn add_weighted(sum: [f32; 16], a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
-        // Without the instruction a fused operation is a call.
-        let mut out = sum;
-        out.iter_mut()
-            .zip(a)
-            .zip(b)
-            .for_each(|((out, a), b)| *out += a * b);
         out
     }
     #[inline(always)]

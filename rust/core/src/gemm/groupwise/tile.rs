@@ -1,4 +1,4 @@
-//! Activations as the kernels read them: of N tokens, interleaved, with what each step needs.
+//! Activations as the kernels read them: integers of one or three planes, with what each step needs.
 
 use std::ops::Range;
 
@@ -6,6 +6,11 @@ use super::{Mode, STEP_COLUMNS};
 use crate::bits::UNIT;
 use crate::gemm::ternary::Activations;
 use crate::groupwise::Layout;
+
+/// What a plane of a number is worth, in units of the next plane.
+pub(super) const DIGIT: f32 = 256.0;
+/// Bytes of a row of a matrix tile: 64 columns.
+pub(super) const CHUNK: usize = 64;
 
 /// The cuts of a row between which products add up before they are scaled.
 #[derive(Debug, Clone, Copy)]
@@ -30,44 +35,63 @@ impl Steps {
             units: layout.units(),
         }
     }
+
+    /// Columns of a chunk, which is what matrix tiles hold of a row: 16, 32 or 64, of one step.
+    pub fn chunk(&self) -> usize {
+        self.columns.min(CHUNK)
+    }
+
+    /// Chunks of a row.
+    pub fn chunks(&self) -> usize {
+        (self.units * UNIT).div_ceil(self.chunk())
+    }
+
+    /// The chunks of a step.
+    pub fn chunks_of(&self, step: usize) -> Range<usize> {
+        let chunks = self.columns / self.chunk();
+        step * chunks..((step + 1) * chunks).min(self.chunks())
+    }
 }
 
-/// Activations in single precision.
-pub(super) struct ExactTile {
-    /// N.
-    pub tokens: usize,
-    /// The bits of the values, [padded columns, N].
-    pub values: Vec<u32>,
-    /// Sums of the activations, [steps, N].
-    pub sums: Vec<f32>,
+/// Whose registers a tile is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Words of four neighbouring activations, [padded columns / 4, lines]: a vector's broadcasts.
+    Words,
+    /// Rows of bytes, [chunks, planes, tokens, columns of a chunk]: a matrix tile's rows.
+    Rows,
 }
 
-/// Quantized activations.
-pub(super) struct Int8Tile {
+/// Some tokens, interleaved. A *line* is a plane of a token; those of a token follow each other.
+pub(super) struct Tile {
+    pub form: Form,
     /// N.
     pub tokens: usize,
-    /// Four neighbouring activations a word, [padded columns / 4, N].
+    /// Planes of a token, the most significant first.
+    pub planes: usize,
+    /// The planes, four bytes a word.
     pub words: Vec<u32>,
-    /// What a quantized activation is worth, [steps, N].
+    /// What the unit of the last plane is worth, [steps, N].
     pub scales: Vec<f32>,
     /// Sums of the quantized activations times their worth, [steps, N].
     pub sums: Vec<f32>,
 }
 
-/// Activations in the form of a mode.
-pub(super) enum Tile {
-    Exact(ExactTile),
-    Int8(Int8Tile),
+impl Tile {
+    /// Planes of all tokens.
+    pub fn lines(&self) -> usize {
+        self.tokens * self.planes
+    }
 }
 
-/// Tokens in the form of a mode, one after the other: made once however many experts a token goes through.
+/// Quantized tokens, one after the other: made once however many experts a token goes through.
 pub(super) struct Rows {
-    mode: Mode,
-    /// 32-bit words of a token: its values (exact) or four quantized values each (int8), padded with zeros.
+    planes: usize,
+    /// 32-bit words of a plane of a token, padded with zeros.
     width: usize,
+    /// [tokens, planes, width].
     words: Vec<u32>,
-    steps: usize,
-    /// int8 only.
+    steps: Steps,
     scales: Vec<f32>,
     sums: Vec<f32>,
 }
@@ -82,70 +106,78 @@ pub(super) struct Row<'a> {
 impl Rows {
     /// Room for `tokens` tokens.
     pub fn new(steps: &Steps, tokens: usize, mode: Mode) -> Rows {
-        let width = steps.units * UNIT / if mode == Mode::Int8 { 4 } else { 1 };
-        let scales = if mode == Mode::Int8 {
-            tokens * steps.count
-        } else {
-            0
-        };
+        let (planes, width) = (mode.planes(), steps.units * UNIT / 4);
         Rows {
-            mode,
+            planes,
             width,
-            words: vec![0; tokens * width],
-            steps: steps.count,
-            scales: vec![0.0; scales],
+            words: vec![0; tokens * planes * width],
+            steps: *steps,
+            scales: vec![0.0; tokens * steps.count],
             sums: vec![0.0; tokens * steps.count],
         }
     }
 
     /// The tokens, to be filled one by one; none where there are no columns.
     pub fn rows(&mut self) -> Vec<Row<'_>> {
-        let steps = self.steps.max(1);
-        let mut scales = self.scales.chunks_exact_mut(steps);
-        let words = self.words.chunks_exact_mut(self.width.max(1));
-        let pairs = words.zip(self.sums.chunks_exact_mut(steps));
-        pairs
-            .map(|(words, sums)| Row {
-                words,
-                scales: scales.next().unwrap_or_default(),
-                sums,
-            })
+        let steps = self.steps.count.max(1);
+        let words = self.words.chunks_exact_mut((self.planes * self.width).max(1));
+        let scales = self.scales.chunks_exact_mut(steps);
+        words
+            .zip(scales)
+            .zip(self.sums.chunks_exact_mut(steps))
+            .map(|((words, scales), sums)| Row { words, scales, sums })
             .collect()
     }
 
     /// A tile of some tokens, padded with zeros to `width` tokens.
-    #[inline(always)]
-    pub fn tile(&self, tokens: impl Iterator<Item = usize>, width: usize) -> Tile {
-        let mut words = vec![0; self.width * width];
-        let mut scales = vec![0.0; self.steps * width];
-        let mut sums = vec![0.0; self.steps * width];
+    pub fn tile(&self, tokens: impl Iterator<Item = usize> + Clone, width: usize, form: Form) -> Tile {
+        let steps = self.steps.count;
+        let mut tile = Tile {
+            form,
+            tokens: width,
+            planes: self.planes,
+            words: vec![0; self.tile_words(width, form)],
+            scales: vec![0.0; steps * width],
+            sums: vec![0.0; steps * width],
+        };
         for (lane, token) in tokens.enumerate() {
-            spread(&self.words, self.width, token, &mut words, width, lane);
-            spread(&self.sums, self.steps, token, &mut sums, width, lane);
-            if self.mode == Mode::Int8 {
-                spread(&self.scales, self.steps, token, &mut scales, width, lane);
+            let range = token * steps..(token + 1) * steps;
+            spread(&self.sums[range.clone()], &mut tile.sums, width, lane);
+            spread(&self.scales[range], &mut tile.scales, width, lane);
+            for plane in 0..self.planes {
+                let from = &self.words[(token * self.planes + plane) * self.width..][..self.width];
+                match form {
+                    Form::Words => {
+                        let lines = tile.lines();
+                        spread(from, &mut tile.words, lines, lane * self.planes + plane);
+                    }
+                    Form::Rows => self.lay(from, &mut tile, plane, lane),
+                }
             }
         }
-        match self.mode {
-            Mode::Exact => Tile::Exact(ExactTile {
-                tokens: width,
-                values: words,
-                sums,
-            }),
-            Mode::Int8 => Tile::Int8(Int8Tile {
-                tokens: width,
-                words,
-                scales,
-                sums,
-            }),
+        tile
+    }
+
+    fn tile_words(&self, width: usize, form: Form) -> usize {
+        match form {
+            Form::Words => self.width * self.planes * width,
+            Form::Rows => self.steps.chunks() * self.steps.chunk() / 4 * self.planes * width,
+        }
+    }
+
+    /// Copies a plane of a token, chunk by chunk.
+    fn lay(&self, from: &[u32], tile: &mut Tile, plane: usize, lane: usize) {
+        let words = self.steps.chunk() / 4;
+        for (chunk, from) in from.chunks(words).enumerate() {
+            let at = ((chunk * self.planes + plane) * tile.tokens + lane) * words;
+            tile.words[at..at + from.len()].copy_from_slice(from);
         }
     }
 }
 
 /// Copies a token's values to every `width`-th place.
 #[inline(always)]
-fn spread<T: Copy>(from: &[T], count: usize, token: usize, to: &mut [T], width: usize, lane: usize) {
-    let from = &from[token * count..][..count];
+fn spread<T: Copy>(from: &[T], to: &mut [T], width: usize, lane: usize) {
     if width == 1 {
         to.copy_from_slice(from);
         return;
@@ -154,33 +186,35 @@ fn spread<T: Copy>(from: &[T], count: usize, token: usize, to: &mut [T], width: 
     places.for_each(|(place, &value)| place[lane] = value);
 }
 
-/// Brings token `token` of `x` into the form of a mode.
+/// Quantizes token `token` of `x`.
 #[inline(always)]
 pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: Row) {
     let mut buffer = [0.0; STEP_COLUMNS];
+    let width = row.words.len() / mode.planes();
     for step in 0..steps.count {
         let first = step * steps.columns;
         let last = (first + steps.columns).min(columns);
         let values = gather(x, token * columns + first..token * columns + last, &mut buffer);
-        match mode {
-            Mode::Exact => {
-                row.sums[step] = sum(values);
-                let to = row.words[first..last].iter_mut();
-                to.zip(values).for_each(|(to, value)| *to = value.to_bits());
-            }
-            Mode::Int8 => {
-                let mut codes = [0; STEP_COLUMNS];
-                let (scale, sum) = quantize(values, &mut codes);
-                row.scales[step] = scale;
-                row.sums[step] = scale * sum as f32;
-                let words = row.words[first / 4..last.div_ceil(4)].iter_mut();
-                let quads = codes.as_chunks::<4>().0.iter();
-                words
-                    .zip(quads)
-                    .for_each(|(to, four)| *to = u32::from_le_bytes(four.map(|code| code as u8)));
-            }
+        let mut codes = [0; STEP_COLUMNS];
+        let (scale, sum) = quantize(values, mode, &mut codes);
+        row.scales[step] = scale;
+        row.sums[step] = scale * sum as f32;
+        for plane in 0..mode.planes() {
+            let shift = 8 * (mode.planes() - 1 - plane);
+            let words = row.words[plane * width + first / 4..plane * width + last.div_ceil(4)].iter_mut();
+            let quads = codes.as_chunks::<4>().0.iter();
+            words
+                .zip(quads)
+                .for_each(|(to, four)| *to = u32::from_le_bytes(four.map(|code| digit(code, shift))));
         }
     }
+}
+
+/// The signed digit of a number whose less significant digits take `shift` bits; the number is rounded to it.
+#[inline(always)]
+fn digit(code: i32, shift: usize) -> u8 {
+    let half = [0, 0x80, 0x8080][shift / 8];
+    ((code + half) >> shift) as u8
 }
 
 /// A step's activations of a token.
@@ -197,32 +231,13 @@ fn gather<'a>(x: &Activations, range: Range<usize>, buffer: &'a mut [f32; STEP_C
     buffer
 }
 
-/// The sum of at most 256 values: 16 chains of at most 16, then one of 16.
-#[inline(always)]
-fn sum(values: &[f32]) -> f32 {
-    let (rounds, rest) = values.as_chunks::<16>();
-    let mut chains = [0.0; 16];
-    for round in rounds {
-        chains
-            .iter_mut()
-            .zip(round)
-            .for_each(|(chain, value)| *chain += value);
-    }
-    chains
-        .iter_mut()
-        .zip(rest)
-        .for_each(|(chain, value)| *chain += value);
-    chains.iter().sum()
-}
-
-/// Adding it rounds a value below 2^22 to the nearest integer, ties to even.
-const ROUNDER: f32 = 12_582_912.0;
 /// A step whose largest activation is smaller counts as zero: the reciprocal of its scale might overflow.
 const SMALLEST: f32 = 7.888_609e-31; // 2^-100
 
-/// Quantizes at most 256 values to -127..=127; returns what a code is worth and the sum of the codes.
+/// Quantizes at most 256 values; returns what a unit is worth and the sum of the codes, which are at most
+/// [`Mode::largest`] in magnitude: 256 of them stay below 2^31.
 #[inline(always)]
-pub(super) fn quantize(values: &[f32], codes: &mut [i8; STEP_COLUMNS]) -> (f32, i32) {
+pub(super) fn quantize(values: &[f32], mode: Mode, codes: &mut [i32; STEP_COLUMNS]) -> (f32, i32) {
     // As integers, magnitudes order like the numbers, infinity and NaN on top.
     let largest = values
         .iter()
@@ -234,13 +249,23 @@ pub(super) fn quantize(values: &[f32], codes: &mut [i8; STEP_COLUMNS]) -> (f32, 
     if largest < SMALLEST {
         return (0.0, 0);
     }
-    let factor = 127.0 / largest;
+    let factor = mode.largest() / largest;
     let mut sum = 0;
     for (code, &x) in codes.iter_mut().zip(values) {
-        // The integer stands in the low bits of the sum.
-        let integer = (x * factor + ROUNDER).to_bits() as i32 - ROUNDER.to_bits() as i32;
-        *code = integer as i8;
-        sum += integer;
+        *code = round(x * factor);
+        sum += *code;
     }
-    (largest / 127.0, sum)
+    (largest / mode.largest(), sum)
+}
+
+/// The nearest integer, ties to even, of a number below 2^23 in magnitude. Not `round_ties_even() as i32`: what that
+/// does with numbers out of range keeps compilers from vector code.
+#[inline(always)]
+fn round(x: f32) -> i32 {
+    /// Adding it to a number below 2^22 rounds it to an integer, which then stands in the low bits.
+    const ROUNDER: f32 = 12_582_912.0;
+    let high = (x * (1.0 / 256.0) + ROUNDER) - ROUNDER;
+    let low = (x - high * 256.0) + ROUNDER;
+    let integer = |x: f32| x.to_bits() as i32 - ROUNDER.to_bits() as i32;
+    (integer(high + ROUNDER) << 8) + integer(low)
 }

@@ -2,12 +2,12 @@
 
 use std::arch::x86_64::*;
 
+use super::Out;
 use super::kernel::{self, Weights};
 use super::lanes::Lanes;
 use super::tile::{self, Row, Steps, Tile};
 use super::{Mode, activation};
 use crate::gemm::ternary::Activations;
-use crate::groupwise::BLOCK_ROWS;
 use crate::simd::Isa;
 
 /// Brings a token into the form of a mode by the code of [`tile::fill`], compiled for AVX2; the processor has it.
@@ -32,19 +32,23 @@ fn gated_avx2(gate: &mut [f32], up: &[f32]) {
     activation::gated(gate, up);
 }
 
+/// Expands the codes of a block to bytes.
+///
+/// # Safety
+/// The processor has AVX-512, and the block has `units` units.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn expand(weights: &Weights, units: usize, to: &mut [u8]) {
+    // SAFETY: the caller's.
+    unsafe { kernel::expand::<Avx512>(weights, units, to) }
+}
+
 /// Whether AVX2 kernels use the dot products of AVX-VNNI.
 pub(super) fn has_avx_vnni() -> bool {
     is_x86_feature_detected!("avxvnni")
 }
 
 /// Computes a block by a tile with AVX2 or AVX-512; the processor has it.
-pub(super) fn compute(
-    weights: &Weights,
-    steps: &Steps,
-    tile: &Tile,
-    isa: Isa,
-    out: &mut [[f32; BLOCK_ROWS]; 8],
-) {
+pub(super) fn compute(weights: &Weights, steps: &Steps, tile: &Tile, isa: Isa, out: &mut Out) {
     // SAFETY: `Isa::require` has checked the sets; the drive passes what belongs together.
     unsafe {
         match isa {
@@ -60,7 +64,7 @@ macro_rules! entry {
         /// # Safety
         /// As [`kernel::compute`].
         #[target_feature(enable = $features)]
-        unsafe fn $name(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut [[f32; BLOCK_ROWS]; 8]) {
+        unsafe fn $name(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
             // SAFETY: the features are those of the lanes; the rest is the caller's promise.
             unsafe { kernel::compute::<$lanes>(weights, steps, tile, out) }
         }
@@ -75,8 +79,9 @@ entry!(
 entry!(compute_avx2, Avx2<false>, "avx2,fma,f16c");
 entry!(compute_avx_vnni, Avx2<true>, "avx2,fma,f16c,avxvnni");
 
+/// A whole block.
 #[derive(Clone, Copy)]
-struct Avx512;
+pub(super) struct Avx512;
 
 // SAFETY (all blocks): the trait's contract is the intrinsics'.
 impl Lanes for Avx512 {
@@ -110,6 +115,11 @@ impl Lanes for Avx512 {
         unsafe { _mm512_ternarylogic_epi32::<0xca>(_mm512_set1_epi32(mask as i32), low, high) }
     }
     #[inline(always)]
+    unsafe fn store_int(words: __m512i, to: *mut u8) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_si512(to.cast(), words) }
+    }
+    #[inline(always)]
     unsafe fn int_add(a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: see above.
         unsafe { _mm512_add_epi32(a, b) }
@@ -123,25 +133,6 @@ impl Lanes for Avx512 {
     unsafe fn to_float(words: __m512i) -> __m512 {
         // SAFETY: see above.
         unsafe { _mm512_cvtepi32_ps(words) }
-    }
-    #[inline(always)]
-    unsafe fn expand<const BITS: usize>(words: __m512i, shift: u32) -> __m512 {
-        // A table look-up takes the low four bits of its index: two bits of a neighbour select between equal copies.
-        // SAFETY: see above.
-        unsafe {
-            let words = Self::shift(words, shift);
-            let tables = [
-                _mm512_set_ps(3., 2., 1., 0., 3., 2., 1., 0., 3., 2., 1., 0., 3., 2., 1., 0.),
-                _mm512_set_ps(7., 6., 5., 4., 3., 2., 1., 0., 7., 6., 5., 4., 3., 2., 1., 0.),
-                _mm512_set_ps(
-                    15., 14., 13., 12., 11., 10., 9., 8., 7., 6., 5., 4., 3., 2., 1., 0.,
-                ),
-            ];
-            match BITS {
-                2..=4 => _mm512_permutexvar_ps(words, tables[BITS - 2]),
-                _ => Self::to_float(Self::mask(words, (1 << BITS) - 1)),
-            }
-        }
     }
 
     #[inline(always)]
@@ -168,11 +159,6 @@ impl Lanes for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn add(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
     unsafe fn mul(a: __m512, b: __m512) -> __m512 {
         // SAFETY: see above.
         unsafe { _mm512_mul_ps(a, b) }
@@ -181,11 +167,6 @@ impl Lanes for Avx512 {
     unsafe fn add_product(sum: __m512, a: __m512, b: __m512) -> __m512 {
         // SAFETY: see above.
         unsafe { _mm512_fmadd_ps(a, b, sum) }
-    }
-    #[inline(always)]
-    unsafe fn add_weighted(sum: __m512, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
-        unsafe { Self::add_product(sum, a, b) }
     }
     #[inline(always)]
     unsafe fn store(values: __m512, to: *mut f32) {
@@ -238,6 +219,11 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         }
     }
     #[inline(always)]
+    unsafe fn store_int(words: __m256i, to: *mut u8) {
+        // SAFETY: see above.
+        unsafe { _mm256_storeu_si256(to.cast(), words) }
+    }
+    #[inline(always)]
     unsafe fn int_add(a: __m256i, b: __m256i) -> __m256i {
         // SAFETY: see above.
         unsafe { _mm256_add_epi32(a, b) }
@@ -252,10 +238,10 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
             }
             let ones = _mm256_set1_epi16(1);
             if BITS < 8 {
-                // Two products are at most 2 * 15 * 127 in magnitude: far from saturation at 32767.
+                // Two products are at most 2 * 15 * 128 in magnitude: far from saturation at 32767.
                 return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), ones));
             }
-            // 2 * 255 * 127 would saturate: by halves of four bits.
+            // 2 * 255 * 128 would saturate: by halves of four bits.
             let low = _mm256_maddubs_epi16(Self::mask(codes, 0x0f0f_0f0f), x);
             let high = _mm256_maddubs_epi16(Self::mask(Self::shift(codes, 4), 0x0f0f_0f0f), x);
             let low = _mm256_madd_epi16(low, ones);
@@ -267,19 +253,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     unsafe fn to_float(words: __m256i) -> __m256 {
         // SAFETY: see above.
         unsafe { _mm256_cvtepi32_ps(words) }
-    }
-    #[inline(always)]
-    unsafe fn expand<const BITS: usize>(words: __m256i, shift: u32) -> __m256 {
-        // SAFETY: see above.
-        unsafe {
-            let words = Self::shift(words, shift);
-            // A table look-up takes the low three bits of its index.
-            match BITS {
-                2 => _mm256_permutevar8x32_ps(_mm256_setr_ps(0., 1., 2., 3., 0., 1., 2., 3.), words),
-                3 => _mm256_permutevar8x32_ps(_mm256_setr_ps(0., 1., 2., 3., 4., 5., 6., 7.), words),
-                _ => Self::to_float(Self::mask(words, (1 << BITS) - 1)),
-            }
-        }
     }
 
     #[inline(always)]
@@ -306,11 +279,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         }
     }
     #[inline(always)]
-    unsafe fn add(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: see above.
-        unsafe { _mm256_add_ps(a, b) }
-    }
-    #[inline(always)]
     unsafe fn mul(a: __m256, b: __m256) -> __m256 {
         // SAFETY: see above.
         unsafe { _mm256_mul_ps(a, b) }
@@ -319,11 +287,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     unsafe fn add_product(sum: __m256, a: __m256, b: __m256) -> __m256 {
         // SAFETY: see above.
         unsafe { _mm256_fmadd_ps(a, b, sum) }
-    }
-    #[inline(always)]
-    unsafe fn add_weighted(sum: __m256, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: see above.
-        unsafe { Self::add_product(sum, a, b) }
     }
     #[inline(always)]
     unsafe fn store(values: __m256, to: *mut f32) {

@@ -136,8 +136,8 @@ pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
         (Isa::Scalar, _) => Kernel::Scalar,
         (Isa::Avx2, false) => Kernel::Avx2,
         (Isa::Avx2, true) => Kernel::Avx2Ahead,
-        (Isa::Avx512, false) => Kernel::Avx512,
-        (Isa::Avx512, true) => Kernel::Avx512Ahead,
+        (Isa::Avx512 | Isa::Amx, false) => Kernel::Avx512,
+        (Isa::Avx512 | Isa::Amx, true) => Kernel::Avx512Ahead,
     }
 }
 

@@ -1,0 +1,187 @@
+//! Many tokens at once with matrix registers (AMX): a block of 16 rows by 8 or 16 tokens.
+//!
+//! The codes of a block are expanded to bytes once, into [`Panel`]: a register of 16 rows and four neighbouring columns
+//! of each is just a row of the right factor. Products of a step land in a scratch as integers, and from there on all
+//! is as in [`super::kernel`], operation by operation, so that the same bits come out.
+//!
+//! While the vectors scale the sums of a step, the matrix unit works at the next one. With groups of 64 the scaling is
+//! what takes the time: four operations a token and step of 16 rows, against 16 cycles of products for 16 tokens.
+
+use super::Out;
+use super::kernel::{Weights, add_step};
+use super::lanes::Lanes;
+use super::tile::{DIGIT, Steps, Tile};
+use super::x86::Avx512;
+use crate::bits::UNIT;
+use crate::gemm::tiles::{Configured, ROWS};
+use crate::groupwise::{BLOCK_ROWS, REGISTER_BYTES};
+
+/// What multiplies: the processor's registers, or in tests a loop that does the same.
+pub(super) enum Multiplier {
+    Registers(Configured),
+    #[cfg(test)]
+    Emulated,
+}
+
+impl Multiplier {
+    /// As [`Configured::multiply`].
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn multiply(
+        &self,
+        depth: usize,
+        a: *const u8,
+        stride: usize,
+        b: *const u8,
+        count: usize,
+        c: *mut i32,
+    ) {
+        // SAFETY: the caller's.
+        unsafe {
+            match self {
+                Multiplier::Registers(registers) => registers.multiply(depth, a, stride, b, count, c),
+                #[cfg(test)]
+                Multiplier::Emulated => super::tests::emulate(depth, a, stride, b, count, c),
+            }
+        }
+    }
+}
+
+/// The codes of a block as bytes: for each chunk of columns, for each four of them, 16 rows x 4; zeros at the end. A
+/// worker makes one for each matrix of a call.
+#[derive(Default)]
+pub(super) struct Panel {
+    bytes: Vec<u8>,
+    /// The block that it holds, among all experts'.
+    block: Option<usize>,
+}
+
+impl Panel {
+    /// Expands a block, unless it is here already.
+    pub fn expand(&mut self, weights: &Weights, steps: &Steps, block: usize) {
+        if self.block == Some(block) {
+            return;
+        }
+        self.bytes.resize(steps.chunks() * steps.chunk() * BLOCK_ROWS, 0);
+        let used = steps.units * UNIT * BLOCK_ROWS;
+        self.bytes[used..].fill(0);
+        // SAFETY: the drive uses matrix registers together with AVX-512 only; the buffer has the units of the block.
+        unsafe { super::x86::expand(weights, steps.units, &mut self.bytes[..used]) }
+        self.block = Some(block);
+    }
+}
+
+/// The integer sums of a step, [planes, 16 tokens, 16 rows].
+#[repr(align(64))]
+struct Sums([[[i32; BLOCK_ROWS]; ROWS]; 3]);
+
+/// Computes a block, expanded in `panel`, by a tile of rows.
+pub(super) fn compute(
+    weights: &Weights,
+    steps: &Steps,
+    tile: &Tile,
+    panel: &Panel,
+    multiplier: &Multiplier,
+    out: &mut Out,
+) {
+    assert!(panel.bytes.len() == steps.chunks() * steps.chunk() * BLOCK_ROWS);
+    assert!(tile.tokens == ROWS && tile.words.len() * 4 == steps.chunks() * steps.chunk() * tile.lines());
+    // SAFETY: as in `expand`; panel and tile are as long as the steps say.
+    unsafe {
+        match tile.planes {
+            1 => walk::<1>(weights, steps, tile, panel, multiplier, out),
+            3 => walk::<3>(weights, steps, tile, panel, multiplier, out),
+            planes => unreachable!("no mode has {planes} planes"),
+        }
+    }
+}
+
+/// # Safety
+/// The processor has AVX-512, panel and tile are as long as the steps say, and the tile has P planes.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn walk<const P: usize>(
+    weights: &Weights,
+    steps: &Steps,
+    tile: &Tile,
+    panel: &Panel,
+    multiplier: &Multiplier,
+    out: &mut Out,
+) {
+    let mut sums = [const { Sums([[[0; BLOCK_ROWS]; ROWS]; 3]) }; 2];
+    // SAFETY: steps are those of the layout; the rest as below.
+    unsafe {
+        let cursor = super::kernel::Cursor::<Avx512>::new(weights, 0);
+        let mut totals = [Avx512::zero(); ROWS];
+        for step in 0..steps.count {
+            products::<P>(steps, step, tile, panel, multiplier, &mut sums[step % 2]);
+            if step > 0 {
+                let scales = cursor.scales(step - 1);
+                add::<P>(&sums[(step - 1) % 2], scales, tile, step - 1, &mut totals);
+            }
+        }
+        if let Some(last) = steps.count.checked_sub(1) {
+            add::<P>(&sums[last % 2], cursor.scales(last), tile, last, &mut totals);
+        }
+        for (total, out) in totals.iter().zip(out) {
+            Avx512::store(*total, out.as_mut_ptr());
+        }
+    }
+}
+
+/// The integer sums of a step.
+///
+/// # Safety
+/// As [`walk`].
+#[inline(always)]
+unsafe fn products<const P: usize>(
+    steps: &Steps,
+    step: usize,
+    tile: &Tile,
+    panel: &Panel,
+    multiplier: &Multiplier,
+    sums: &mut Sums,
+) {
+    let (depth, chunks) = (steps.chunk(), steps.chunks_of(step));
+    let bytes = depth * ROWS;
+    for (plane, sums) in sums.0[..P].iter_mut().enumerate() {
+        // SAFETY: chunks are those of panel and tile, whose lengths the caller vouches for.
+        unsafe {
+            let a = tile
+                .words
+                .as_ptr()
+                .cast::<u8>()
+                .add((chunks.start * P + plane) * bytes);
+            let b = panel.bytes.as_ptr().add(chunks.start * bytes);
+            multiplier.multiply(depth, a, P * bytes, b, chunks.len(), sums.as_mut_ptr().cast());
+        }
+    }
+}
+
+/// Adds the sums of a step to the totals of all tokens.
+///
+/// # Safety
+/// As [`walk`].
+#[inline(always)]
+unsafe fn add<const P: usize>(
+    sums: &Sums,
+    scales: (<Avx512 as Lanes>::Float, <Avx512 as Lanes>::Float),
+    tile: &Tile,
+    step: usize,
+    totals: &mut [<Avx512 as Lanes>::Float; ROWS],
+) {
+    for (token, total) in totals.iter_mut().enumerate() {
+        // SAFETY: the caller's; a register has 64 bytes.
+        unsafe {
+            let digit = |plane: usize| Avx512::to_float(Avx512::load(sums.0[plane][token].as_ptr().cast()));
+            let mut sum = digit(0);
+            for plane in 1..P {
+                sum = Avx512::add_product(digit(plane), sum, Avx512::broadcast(&DIGIT));
+            }
+            *total = add_step::<Avx512>(*total, sum, scales, tile, step * ROWS + token);
+        }
+    }
+}
+
+const _: () = assert!(REGISTER_BYTES == 4 * ROWS);

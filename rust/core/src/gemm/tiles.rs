@@ -1,0 +1,184 @@
+//! Matrix registers of x86-64 (AMX): whether the process may use them, and the instructions on them.
+//!
+//! Compilers do not know these registers: nothing but the assembly here touches them, and they hold nothing between two
+//! calls that a kernel relies on. Linux hands them out on request ([`available`] asks once, for the whole process); a
+//! thread configures them for the shapes of its products and releases them when it is done ([`Configured`]).
+//!
+//! A product is C += A B of bytes into 32-bit integers: A is 16 x k bytes (signed), B k / 4 rows of 16 words of four
+//! bytes (unsigned) each, C 16 x 16. Registers: 0 is C, 1 is A, 2 is B.
+
+use std::arch::asm;
+use std::sync::OnceLock;
+use std::sync::atomic::{Ordering, compiler_fence};
+
+/// Rows of a register, and words of a row.
+pub const ROWS: usize = 16;
+
+/// Whether processor and operating system let this process use registers of bytes. The first call asks for them.
+pub fn available() -> bool {
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| has_instructions() && is_saved() && permitted())
+}
+
+/// CPUID leaf 7: AMX-TILE is bit 24, AMX-INT8 bit 25 of EDX.
+fn has_instructions() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3
+}
+
+/// Whether the operating system saves the registers: bits 17 and 18 of XCR0.
+fn is_saved() -> bool {
+    let low: u32;
+    if !is_x86_feature_detected!("xsave") {
+        return false;
+    }
+    // SAFETY: reads a register that every system with XSAVE lets programs read.
+    unsafe { asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") _, options(nomem, nostack)) };
+    low >> 17 & 3 == 3
+}
+
+/// Asks Linux for the registers: `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    let mut status: isize = 158;
+    // SAFETY: the call changes what this process may use and no memory; `syscall` overwrites rcx and r11.
+    unsafe {
+        asm!("syscall", inout("rax") status, in("rdi") 0x1023, in("rsi") 18, out("rcx") _, out("r11") _,
+            options(nostack));
+    }
+    status == 0
+}
+
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
+
+/// The layout that `ldtilecfg` reads.
+#[repr(C, align(64))]
+struct Configuration {
+    palette: u8,
+    start: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// The registers of this thread, configured for a depth; released when dropped.
+pub struct Configured(std::marker::PhantomData<*const ()>);
+
+impl Configured {
+    /// Configures them for A of 16 x `depth` bytes; `depth` is 16, 32 or 64. `None` without [`available`].
+    pub fn new(depth: usize) -> Option<Configured> {
+        if !available() {
+            return None;
+        }
+        assert!(matches!(depth, 16 | 32 | 64));
+        let mut shape = Configuration {
+            palette: 1,
+            start: 0,
+            reserved: [0; 14],
+            row_bytes: [0; 16],
+            rows: [0; 16],
+        };
+        shape.row_bytes[..3].copy_from_slice(&[64, depth as u16, 64]);
+        shape.rows[..3].copy_from_slice(&[16, 16, (depth / 4) as u8]);
+        // Compilers have moved the stores behind the instruction, or dropped them: it is no access that they know of.
+        compiler_fence(Ordering::SeqCst);
+        // SAFETY: `available` has the instruction and the permission; the shape is valid for palette 1.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shape, options(nostack)) };
+        Some(Configured(std::marker::PhantomData))
+    }
+
+    /// c = the sum of `count` products: of the depth's bytes of A every `stride` bytes from `a` on, and of B every
+    /// 16 x `depth` bytes from `b` on.
+    ///
+    /// # Safety
+    /// `depth` is the configured one. `a` is valid for reads of `(count - 1) * stride + 16 * depth` bytes and `b` of
+    /// `count * 16 * depth`, `count` is at least 1, and `c` is valid for writes of 16 x 16 words.
+    #[inline(always)]
+    pub unsafe fn multiply(
+        &self,
+        depth: usize,
+        a: *const u8,
+        stride: usize,
+        b: *const u8,
+        count: usize,
+        c: *mut i32,
+    ) {
+        // SAFETY: the caller's; registers of integers and memory are all that changes.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "2:",
+                "tileloadd tmm1, [{a} + {depth}]",
+                "tileloadd tmm2, [{b} + {row}]",
+                "tdpbsud tmm0, tmm1, tmm2",
+                "add {a}, {stride}",
+                "add {b}, {size}",
+                "dec {count}",
+                "jnz 2b",
+                "tilestored [{c} + {row}], tmm0",
+                a = inout(reg) a => _,
+                b = inout(reg) b => _,
+                count = inout(reg) count => _,
+                c = in(reg) c,
+                depth = in(reg) depth,
+                row = in(reg) 64usize,
+                stride = in(reg) stride,
+                size = in(reg) 16 * depth,
+                options(nostack),
+            );
+        }
+    }
+}
+
+impl Drop for Configured {
+    fn drop(&mut self) {
+        // SAFETY: the registers were configured, hence exist.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_are_those_of_bytes() {
+        if !available() {
+            return eprintln!("skipped: this processor has no AMX, or the system does not hand it out");
+        }
+        for depth in [16, 32, 64] {
+            let registers = Configured::new(depth).unwrap();
+            let count = 3;
+            let a: Vec<i8> = (0..count * 16 * depth)
+                .map(|i| (i * 37 % 255) as u8 as i8)
+                .collect();
+            let b: Vec<u8> = (0..count * 16 * depth).map(|i| (i * 101 % 256) as u8).collect();
+            let mut c = [[0i32; 16]; 16];
+            // SAFETY: the sizes are those asked for.
+            unsafe {
+                registers.multiply(
+                    depth,
+                    a.as_ptr().cast(),
+                    16 * depth,
+                    b.as_ptr(),
+                    count,
+                    c.as_mut_ptr().cast(),
+                )
+            };
+            for (m, c) in c.iter().enumerate() {
+                for (n, &found) in c.iter().enumerate() {
+                    let term = |i: usize| {
+                        let (part, k) = (i / depth, i % depth);
+                        let left = a[(part * 16 + m) * depth + k];
+                        let right = b[part * 16 * depth + k / 4 * 64 + n * 4 + k % 4];
+                        i32::from(left) * i32::from(right)
+                    };
+                    assert_eq!(found, (0..count * depth).map(term).sum::<i32>());
+                }
+            }
+        }
+    }
+}
