@@ -1,4 +1,4 @@
-"""Products by codebook weights beside torch bf16 (and onnxruntime's 4-bit product, if it is installed).
+"""Products by codebook weights beside torch bf16, and onnxruntime's and bitsandbytes' 4 bits where installed.
 
     python benches/codebook.py --threads 2 --tokens 1 4 16 64 256 --out build/codebook.json
 
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,23 @@ def onnxruntime_peer(rows: int, columns: int, x: np.ndarray, threads: int, cold:
     return Peer("onnxruntime MatMulNBits 4 bit", lambda i: sessions[i].run(None, {"x": x}), len(sessions))
 
 
+def bitsandbytes_peer(rows: int, columns: int, x: torch.Tensor, cold: int) -> Peer | None:
+    """Linear4bit, nf4 in groups of 64, bf16 activations."""
+    try:
+        import bitsandbytes
+    except ImportError:
+        return None
+    layer = bitsandbytes.nn.Linear4bit(columns, rows, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16)
+    weight = torch.randn(rows, columns).bfloat16()
+    layer.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+    layer = layer.to("cpu").eval()
+    with torch.inference_mode():
+        layer(x)  # some versions lay the weights out anew in the first call
+    layers = [deepcopy(layer) for _ in range(1 + cold // (rows * columns // 2))]
+    return Peer("bitsandbytes nf4", lambda i: layers[i](x), len(layers))
+
+
+@torch.inference_mode()
 def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> dict[str, float]:
     """Microseconds of each peer: the median of calls that take turns."""
     x = np.random.default_rng(tokens).standard_normal((tokens, columns)).astype(np.float32)
@@ -126,6 +144,8 @@ def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> d
     contest = [Peer("torch bf16", lambda i: torch.nn.functional.linear(x16, dense[i]), len(dense))]
     contest += own(rows, columns, x, args)
     if (peer := onnxruntime_peer(rows, columns, x, args.threads, args.cold)) is not None:
+        contest.append(peer)
+    if (peer := bitsandbytes_peer(rows, columns, x16, args.cold)) is not None:
         contest.append(peer)
     for peer in contest:
         peer.multiply(0)

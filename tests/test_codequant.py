@@ -159,6 +159,8 @@ def test_bad_weights_text_and_settings_are_refused(mixtral, text, tmp_path):
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises((InvalidTensorError, CalibrationError)):
         compress(source, tmp_path / "out", method=method(text))
+    with pytest.raises(InvalidTensorError, match="o_proj"):
+        compress(source, tmp_path / "rotated", method=method(text, rotation="random"))
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(CalibrationError):
         compress(mixtral, tmp_path / "out", method=method(tmp_path / "short.txt"))

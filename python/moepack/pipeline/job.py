@@ -94,14 +94,18 @@ def compress(
     set_threads(threads)
     checkpoint = Checkpoint.open(model)
     described = describe(checkpoint)
+    state = target.with_name(target.name + STATE)
     if isinstance(chosen, RewritingMethod):
-        checkpoint = rewritten(checkpoint, described, chosen, target.with_name(target.name + STATE), resume)
+        checkpoint = rewritten(checkpoint, described, chosen, state, resume)
         described = describe(checkpoint)
     if isinstance(chosen, PlannedMethod):
         chosen.begin(checkpoint, described)
     job = Job(checkpoint, described, chosen, progress or Silent(), peak)
-    report = job.run(target, resume, started)
-    target.with_name(target.name + STATE).unlink(missing_ok=True)
+    try:
+        report = job.run(target, resume, started)
+    finally:
+        if not os.path.lexists(target.with_name(target.name + PARTIAL)):
+            state.unlink(missing_ok=True)
     return report
 
 

@@ -188,9 +188,8 @@ class CodeQuant:
         digest = hashlib.sha256(f"{grouped} {width}".encode())
         for name in sorted(state):
             digest.update(state[name].contiguous().numpy().tobytes())
-        return Rewriting(
-            folding.names, folding.source, tensor, dtype, folding.config, state, digest.hexdigest()
-        )  # fmt: skip
+        identity = digest.hexdigest()
+        return Rewriting(folding.names, folding.source, tensor, dtype, folding.config, state, identity)
 
     def _state(
         self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None
