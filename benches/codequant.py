@@ -25,8 +25,8 @@ from moepack.methods import CodeQuant
 from moepack.pipeline import compress
 from moepack.runtime.loading import open_model, open_tokenizer
 
-ROUNDED = {"start": "uniform", "steps": 0, "drift": 0.0, "rotation": "none"}
-CLUSTERED = {"steps": 0, "drift": 0.0, "rotation": "none"}
+ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none"}
+CLUSTERED = {"steps": 0, "rotation": "none"}
 ROWS: dict[str, dict[str, Any]] = {
     "RTN": ROUNDED,
     "k-means": {**CLUSTERED, "weighted": False},
@@ -38,7 +38,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no Hessian weights": {"weighted": False},
     "no fine-tuning": {"steps": 0},
     "equation 8": {"assignment": "diagonal"},
-    "no drift": {"drift": 0.0},
+    "drift": {"drift": 0.75},
     "no permutation": {"permute": False},
     "tokens weighted equally": {"weigh_tokens": False},
 }

@@ -58,7 +58,8 @@ class CodeQuant:
         damping: added to the diagonal of the Hessians, relative to its mean.
         drift: the share of the error accumulated in earlier layers that the weights are moved to undo, 0 to 1 (the
             difference between X and X~ in equation 5); anything but 0 runs the original model beside the compressed
-            one.
+            one. Where activations are rounded it also undoes their noise, which costs the model more than it mends
+            (docs/methods/codequant.md).
         weigh_tokens: let a token count in an expert's objective what the layer's weighted sum makes of it (equation
             6), not 1.
         rotation: "learned", "random", "hadamard" or "none": what turns the residual stream, folded into all weights
@@ -84,7 +85,7 @@ class CodeQuant:
     assignment: Literal["columns", "diagonal"] = "columns"
     weighted: bool = True
     damping: float = 0.05
-    drift: float = 0.75
+    drift: float = 0.0
     weigh_tokens: bool = True
     rotation: Literal["learned", "random", "hadamard", "none"] = "learned"
     rotation_steps: int = 128
