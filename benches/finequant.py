@@ -138,7 +138,7 @@ class Bench:
             method = FineQuant(bits, "adaptive", dense_bits=bits, alpha=alpha)
             self.packed("curve", f"int{bits} adaptive {alpha}", method)
         middles = [(a + b) / 2 for a, b in itertools.pairwise(rates) if b - a > 0.05]
-        for rate in sorted({*rates[1:], *middles}):
+        for rate in sorted({rate for rate in (*rates, *middles) if rate > rates[0]}):
             method = FineQuant(bits, "budget", bits_per_weight=rate, dense_bits=bits)
             self.packed("curve", f"int{bits} budget {rate:.4f}", method)
 
@@ -154,7 +154,7 @@ class Bench:
             for alpha in (0.4, 0.35, 0.3, 0.25):
                 method = FineQuant(4, "adaptive", dense_bits=4, alpha=alpha)
                 self.packed("outliers", f"int4 adaptive {alpha}", method, source=source)
-            for rate in rates[2:]:
+            for rate in sorted({rate for rate in rates if rate > rates[0]}):
                 method = FineQuant(4, "budget", bits_per_weight=rate, dense_bits=4)
                 self.packed("outliers", f"int4 budget {rate:.4f}", method, source=source)
 
@@ -237,9 +237,8 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     from matplotlib import pyplot
 
     drawn = [row for row in rows if row["part"] in ("curve", "outliers")]
-    panels = sorted(
-        {(row["part"], row["model"], row["settings"]["bits"]) for row in drawn}, key=lambda p: (p[0], -p[2])
-    )
+    found = dict.fromkeys((row["part"], row["model"], row["settings"]["bits"]) for row in drawn)
+    panels = sorted(found, key=lambda panel: (panel[0], -panel[2]))
     wide = min(len(panels), 4)
     figure, axes = pyplot.subplots(-(-len(panels) // wide), wide, squeeze=False, layout="constrained")
     figure.set_size_inches(4.4 * wide, 3.4 * len(axes))

@@ -75,7 +75,7 @@ class BudgetPlan:
             choices.append(_choice(tensor, symmetric, search))
             reference += packed_bytes(tensor.shape, tensor.bits, REFERENCE, symmetric)
             weights += math.prod(tensor.shape)
-        budget = reference if bits_per_weight is None else int(weights * bits_per_weight / 8)
+        budget = reference if bits_per_weight is None else round(weights * bits_per_weight / 8)
         least = sum(min(choice.nbytes) for choice in choices)
         if least > budget:
             rates = f"{8 * least / max(weights, 1):.3f} bits a weight, the budget is {bits_per_weight}"
