@@ -376,6 +376,7 @@ def test_the_command_line(mixtral: Path, tmp_path: Path, capsys: Any) -> None:
         "dense:16+kurtosis:8",
         "--rank-bits",
         "8",
+        "--no-refine",
     )
     assert code == 0, text
     code, text = run("inspect", out, "--matrices")

@@ -77,6 +77,10 @@ def compress_command(
         typer.Option(help="milo: policies of the compensators, such as dense:512+kurtosis:16; default budget:5."),
     ] = None,
     rank_bits: Annotated[int | None, typer.Option(help="milo: bits of the compensators: 3 (default), 8 or 16.")] = None,
+    refine: Annotated[
+        bool | None,
+        typer.Option("--refine/--no-refine", help="milo: quantize compensators in the loop, or at its end."),
+    ] = None,
     memory_budget: Annotated[
         int | None, typer.Option(min=1, help="milo: bytes of all safetensors files of OUT, instead of --rank.")
     ] = None,
@@ -110,6 +114,7 @@ def compress_command(
         options |= {"block": _number(block), "steps": steps, "rotation": rotation}
         options |= {"symmetric": symmetric, "search": search, "scales": scales}
         options |= {"solver": solver, "rank": rank, "rank_bits": rank_bits, "memory_budget": memory_budget}
+        options |= {"refine": refine}
         given = {name: value for name, value in options.items() if value is not None}
         chosen = create(method, **given)
     except ValueError as error:

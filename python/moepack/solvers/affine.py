@@ -99,11 +99,21 @@ class AffineCodes:
 
     def values(self) -> Tensor:
         """The float32 weights [..., R, C] that a reader sees."""
-        group = torch.arange(self.codes.shape[-1], device=self.codes.device) // self.spec.group_size
-        codes = self.codes.float()
-        if self.offsets is None:
-            return codes.sub_(self.spec.middle).mul_(self.scales[..., group])
-        return codes.mul_(self.scales[..., group]).add_(self.offsets[..., group])
+        codes, columns = self.codes.float(), self.codes.shape[-1]
+        if columns and columns % self.spec.group_size == 0:
+            # Broadcasting spares a gathered copy of the parameters for every weight.
+            groups = codes.unflatten(-1, (-1, self.spec.group_size))
+            scales = self.scales[..., None]
+            offsets = None if self.offsets is None else self.offsets[..., None]
+        else:
+            index = torch.arange(columns, device=codes.device) // self.spec.group_size
+            groups, scales = codes, self.scales[..., index]
+            offsets = None if self.offsets is None else self.offsets[..., index]
+        if offsets is None:
+            groups.sub_(self.spec.middle).mul_(scales)
+        else:
+            groups.mul_(scales).add_(offsets)
+        return codes
 
 
 def stored(values: Tensor, storage: torch.dtype) -> Tensor:

@@ -26,6 +26,8 @@ EXACT_SIDE = 512
 """Largest smaller side that is decomposed exactly: 20 ms a matrix at 512."""
 _OVERSAMPLING = 16
 _POWER_ITERATIONS = 2
+_WARM_SHARE = 3
+"""Up to this part of the smaller side, iterating from a start is cheaper than an exact decomposition."""
 _RIDGE = 0.64
 """Damping of the normal equations of a refit, relative to their diagonal, in units of the squared step 4^-bits: rounded
 factors of nearly full rank are ill-conditioned, and what an exact solution gains there is lost when it is rounded."""
@@ -76,8 +78,9 @@ def truncated_svd(matrices: Tensor, rank: int, *, start: Tensor | None = None, s
     Args:
         matrices: [E, R, C] float32, finite.
         rank: 0 to min(R, C).
-        start: [E, r, C], rows that roughly span the leading right singular vectors; spares power iterations where the
-            smaller side exceeds `EXACT_SIDE`.
+        start: [E, r, C], rows that roughly span the leading right singular vectors: subspace iteration goes on from
+            them, where the rank is a small part of the matrix's own, and spares a power iteration where it is iterated
+            anyway.
         seed: of the random start.
 
     Returns:
@@ -92,7 +95,8 @@ def truncated_svd(matrices: Tensor, rank: int, *, start: Tensor | None = None, s
         raise ValueError(f"rank {rank} of matrices of {rows} x {columns}")
     if not rank or not experts:
         return Factors(matrices.new_zeros((experts, rank, rows)), matrices.new_zeros((experts, rank, columns)))
-    if min(rows, columns) <= EXACT_SIDE:
+    side = min(rows, columns)
+    if side <= EXACT_SIDE and (start is None or rank + _OVERSAMPLING > side // _WARM_SHARE):
         left, values, right = _exact(matrices, rank)
     else:
         left, values, right = _randomised(matrices, rank, start, seed)
@@ -129,8 +133,8 @@ def _randomised(matrices: Tensor, rank: int, start: Tensor | None, seed: int) ->
     basis = torch.linalg.qr(matrices @ probe).Q
     for _ in range(powers):
         basis = torch.linalg.qr(matrices @ torch.linalg.qr(matrices.mT @ basis).Q).Q
-    inner, values, right = torch.linalg.svd(basis.mT @ matrices, full_matrices=False)
-    return (basis @ inner[..., :rank]).mT, values[:, :rank], right[:, :rank]
+    inner, values, right = _exact(basis.mT @ matrices, rank)
+    return inner @ basis.mT.double(), values, right
 
 
 def quantize_factors(

@@ -122,7 +122,7 @@ class _Alternation:
         if self.settings.refine or not self.rank:
             kept = self._packed(residual, found)
         product = _product(kept)
-        errors = (residual - product).double().square().sum((1, 2))
+        errors = _squared(residual - product)
         self._keep(codes, kept, errors)
         stays = self._go_on(errors)
         self.active = self.active[stays]
@@ -164,8 +164,13 @@ class _Alternation:
         if isinstance(factors, Factors):
             residual = self.weights - codes.values()
             factors = self._packed(residual, factors)
-            self.least = (residual - _product(factors)).double().square().sum((1, 2))
+            self.least = _squared(residual - _product(factors))
         return Compensated(codes, factors, self.least, [len(trace) for trace in self.traces], self.traces)
+
+
+def _squared(difference: Tensor) -> Tensor:
+    """Squared Frobenius norms, [E] float64; rows are summed in float32. Overwrites its argument."""
+    return difference.square_().sum(2).double().sum(1)
 
 
 def _product(factors: Factors | PackedFactors) -> Tensor:

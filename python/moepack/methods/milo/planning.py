@@ -6,8 +6,9 @@ are the measured fall of the error by each rank.
 
 An error must be weighed before matrices can be compared. The measure is the relative squared error of a projection of
 a layer, summed over projections and averaged over experts by how often each is chosen (equally, where that is unknown).
-On four small models, plain INT3 of all attention and shared experts and plain INT3 of all experts raise the loss in
-just the ratio of their numbers of projections, though experts have 6 to 32 times the weights (docs/methods/milo.md).
+So all of a layer's experts together count as much as one attention projection, though they have many times its
+weights: what a token meets is what counts. It is a choice, and it is what the comparison with the named policies at
+equal bytes in docs/methods/milo.md tests.
 A budget also says which tensors do without offsets (`grids`): most experts, whose ranks are worth more.
 """
 

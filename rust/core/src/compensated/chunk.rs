@@ -123,7 +123,7 @@ fn unpack_three(bytes: &[u8]) -> Values {
 
 /// The value of an f16 without branches, so that it vectorises: finite ones exactly, others as large finite numbers.
 #[inline(always)]
-fn half_value(bits: u16) -> f32 {
+pub(super) fn half_value(bits: u16) -> f32 {
     let magnitude = f32::from_bits(u32::from(bits & 0x7fff) << 13) * f32::from_bits(0x7780_0000);
     f32::from_bits(magnitude.to_bits() | u32::from(bits & 0x8000) << 16)
 }

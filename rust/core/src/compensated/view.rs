@@ -2,7 +2,7 @@
 
 use rayon::ThreadPool;
 
-use super::chunk::{CHUNK, Values, Width};
+use super::chunk::{CHUNK, Values, Width, half_value};
 use super::layout::Side;
 use super::{HEADER_BYTES, Layout, corrupt};
 use crate::{Result, groupwise};
@@ -31,6 +31,31 @@ impl FactorRow<'_> {
         let bytes = self.width.chunk_bytes();
         let values = self.width.unpack(&self.codes[index * bytes..][..bytes]);
         (self.scale(index), values)
+    }
+
+    /// The width of the values.
+    #[inline(always)]
+    pub fn width(&self) -> Width {
+        self.width
+    }
+
+    /// The bytes of a chunk, [`Width::chunk_bytes`] of them.
+    #[inline(always)]
+    pub fn bytes(&self, index: usize) -> &[u8] {
+        let bytes = self.width.chunk_bytes();
+        &self.codes[index * bytes..][..bytes]
+    }
+
+    /// The scale of a chunk as the kernels read it, without branches: finite ones exactly, others as finite numbers.
+    #[inline(always)]
+    pub fn finite_scale(&self, index: usize) -> f32 {
+        if self.width == Width::Half {
+            return 1.0;
+        }
+        half_value(u16::from_le_bytes([
+            self.scales[2 * index],
+            self.scales[2 * index + 1],
+        ]))
     }
 
     /// The scale of a chunk; 1 for f16 values.

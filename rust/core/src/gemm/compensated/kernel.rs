@@ -1,7 +1,9 @@
-//! The two inner loops, one source for every instruction set: plain loops over lanes, compiled again with AVX2 and with
-//! AVX-512 enabled. They name every addition and fuse none, so all sets give the same bits.
+//! The two inner loops as plain loops over lanes, and the choice of an instruction set. [`super::x86`] has the same sums
+//! in the same order and fuses none, so all sets give the same bits.
 
 use super::TOKENS;
+#[cfg(target_arch = "x86_64")]
+use super::x86;
 use crate::compensated::FactorRow;
 use crate::compensated::chunk::{CHUNK, LANES};
 use crate::simd::Isa;
@@ -16,7 +18,6 @@ pub struct Coefficients<'a> {
 }
 
 /// z[t] = row . x[t]; x holds whole chunks of each token.
-#[inline(always)]
 fn project_rows(row: &FactorRow, x: &[f32], z: &mut [f32]) {
     let width = x.len() / z.len();
     for (x, z) in x.chunks(TOKENS * width).zip(z.chunks_mut(TOKENS)) {
@@ -43,7 +44,6 @@ fn project_rows(row: &FactorRow, x: &[f32], z: &mut [f32]) {
 }
 
 /// y[t] += sum over ranks of z[k][t] * row k, from chunk `first_chunk` on; y is tokens x equal runs of columns.
-#[inline(always)]
 fn expand_rows<'a>(
     left: &impl Fn(usize) -> FactorRow<'a>,
     coefficients: Coefficients,
@@ -72,52 +72,13 @@ fn expand_rows<'a>(
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn project_avx2(row: &FactorRow, x: &[f32], z: &mut [f32]) {
-    project_rows(row, x, z);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn project_avx512(row: &FactorRow, x: &[f32], z: &mut [f32]) {
-    project_rows(row, x, z);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn expand_avx2<'a>(
-    left: &impl Fn(usize) -> FactorRow<'a>,
-    coefficients: Coefficients,
-    tokens: usize,
-    first_chunk: usize,
-    y: &mut [f32],
-) {
-    expand_rows(left, coefficients, tokens, first_chunk, y);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn expand_avx512<'a>(
-    left: &impl Fn(usize) -> FactorRow<'a>,
-    coefficients: Coefficients,
-    tokens: usize,
-    first_chunk: usize,
-    y: &mut [f32],
-) {
-    expand_rows(left, coefficients, tokens, first_chunk, y);
-}
-
 /// z = row . x for each token; `isa` must have been found available.
 pub fn project(isa: Isa, row: &FactorRow, x: &[f32], z: &mut [f32]) {
     match isa {
-        // SAFETY: `isa.require()` in the parent module proved that the processor runs every feature of the set, and
-        // `Isa::available` tests AVX2 and FMA for `Avx2`.
+        // SAFETY: `isa.require()` in the parent module proved that the processor runs the set, and every processor with
+        // AVX-512 F runs AVX2.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { project_avx2(row, x, z) },
-        // SAFETY: as above; `Isa::available` tests AVX-512 F, BW, DQ and VL for `Avx512`.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { project_avx512(row, x, z) },
+        Isa::Avx2 | Isa::Avx512 => unsafe { x86::project(row, x, z) },
         _ => project_rows(row, x, z),
     }
 }
@@ -134,10 +95,7 @@ pub fn expand<'a>(
     match isa {
         // SAFETY: as in `project`.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { expand_avx2(left, coefficients, tokens, first_chunk, y) },
-        // SAFETY: as in `project`.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { expand_avx512(left, coefficients, tokens, first_chunk, y) },
+        Isa::Avx2 | Isa::Avx512 => unsafe { x86::expand(left, coefficients, tokens, first_chunk, y) },
         _ => expand_rows(left, coefficients, tokens, first_chunk, y),
     }
 }

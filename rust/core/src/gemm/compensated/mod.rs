@@ -11,6 +11,8 @@
 //! Scales and codes are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of bounds.
 
 mod kernel;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
