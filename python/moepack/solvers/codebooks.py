@@ -39,25 +39,25 @@ class ClusterSettings:
     Attributes:
         bits: of a code: 2, 3 or 4, that is 4, 8 or 16 centroids.
         block: columns that share a codebook; None for the whole row. The last block of a row may be shorter.
-        start: "kmeans", or "uniform" for evenly spaced centroids from each row's or block's minimum to its maximum
-            (with no steps, rounding to nearest).
         steps: how often assignments and centroids are improved; 0 leaves k-means alone.
         assignment: "columns" or "diagonal" (equation 8).
         weighted: let a column count its entry of diag H in k-means; False counts all the same.
         damping: added to the diagonal of H, relative to its mean.
         drift: the share of the way from the weights to the target, 0 to 1.
         centroid_bits: to which centroids are rounded: 16, or 8 for products in the mode "int8".
+        start: "kmeans", or "uniform" for evenly spaced centroids from each row's or block's minimum to its maximum
+            (with no steps, rounding to nearest).
     """
 
     bits: int = 4
     block: int | None = None
-    start: Literal["kmeans", "uniform"] = "kmeans"
     steps: int = 4
     assignment: Literal["columns", "diagonal"] = "columns"
     weighted: bool = True
     damping: float = 0.05
     drift: float = 0.75
     centroid_bits: int = 16
+    start: Literal["kmeans", "uniform"] = "kmeans"
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 3, 4) or self.steps < 0:
