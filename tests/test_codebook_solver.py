@@ -30,7 +30,7 @@ def test_refinement_lowers_the_output_error(bits, block):
     least = (before @ weights.mT - (x.double() @ target.mT)).square().sum()
     errors, objectives = {}, {}
     for assignment, steps in (("columns", 0), ("columns", 4), ("diagonal", 4)):
-        settings = ClusterSettings(bits, block, steps, assignment, damping=1e-3, drift=1.0)
+        settings = ClusterSettings(bits, block, steps=steps, assignment=assignment, damping=1e-3, drift=1.0)
         found = cluster(weights, hessians, drift, settings)
         assert found.codes.shape == weights.shape and int(found.codes.max()) < 1 << bits
         assert found.centroids.shape[-2:] == (-(-40 // (block or 40)), 1 << bits)
@@ -49,7 +49,8 @@ def test_refinement_lowers_the_output_error(bits, block):
 def test_the_objective_is_the_output_error_up_to_a_constant():
     weights, x, before, hessians, drift = problem(experts=1)
     found = [
-        cluster(weights, hessians, drift, ClusterSettings(2, None, steps, damping=1e-6, drift=1.0)) for steps in (0, 3)
+        cluster(weights, hessians, drift, ClusterSettings(2, None, steps=steps, damping=1e-6, drift=1.0))
+        for steps in (0, 3)
     ]
     output = [(before @ weights.mT - x @ look_up(f.codes, f.centroids, None).mT).double().square().sum() for f in found]
     target = weights.double() @ (hessians + drift).double() @ torch.linalg.inv(hessians.double())
@@ -64,13 +65,15 @@ def test_equation_8_keeps_both_inputs_apart():
     hessians = torch.diag_embed(hessians.diagonal(dim1=1, dim2=2))
     factor = torch.linspace(0.5, 2, 40)
     drift = hessians * (factor - 1)
-    settings = ClusterSettings(4, None, 0, "diagonal", damping=1e-9, drift=1.0)
+    settings = ClusterSettings(4, None, steps=0, assignment="diagonal", damping=1e-9, drift=1.0)
     start = cluster(weights, hessians, drift, settings)
     expected = kmeans(weights * factor, 16, hessians.diagonal(dim1=1, dim2=2))
     assert (start.codes == expected.codes).float().mean() > 0.99
     same = cluster(weights, hessians, torch.zeros_like(drift), settings)
     assert (same.codes != start.codes).any()
-    first = cluster(weights, hessians, drift, ClusterSettings(4, None, 3, "diagonal", damping=1e-9, drift=1.0))
+    first = cluster(
+        weights, hessians, drift, ClusterSettings(4, None, steps=3, assignment="diagonal", damping=1e-9, drift=1.0)
+    )
     assert float(first.objectives[0, -1]) <= float(start.objectives[0, -1])
 
 
@@ -81,7 +84,7 @@ def test_rows_that_are_odd(assignment):
     weights[0, 1] = torch.where(torch.arange(40) < 20, -1.0, 2.0)
     weights[0, 2, 7] = 1e4
     weights[0, 3] = 0
-    settings = ClusterSettings(4, None, 3, assignment, drift=0.0)
+    settings = ClusterSettings(4, None, steps=3, assignment=assignment, drift=0.0)
     found = cluster(weights, hessians, drift, settings)
     values = look_up(found.codes, found.centroids, None)
     torch.testing.assert_close(values[0, [0, 1, 3]], weights[0, [0, 1, 3]], rtol=1e-4, atol=1e-5)
