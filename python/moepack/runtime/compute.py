@@ -1,9 +1,9 @@
 """How packed integer weights are multiplied: exactly, or with activations quantized to int8.
 
-*exact* accumulates dequantized weights times activations in float32. *int8* first quantizes a token's activations
-symmetrically to 8 bits for each group of columns, and multiplies integers: faster, the more so the more tokens there
-are, at the cost of an activation error of at most 1/254 of the largest activation of the group. Models whose
-activations have outliers may notice; hence exact is the default.
+*exact* multiplies with the precision of float32: group-wise integers take activations as integers of 24 bits for each
+token and group of columns. *int8* quantizes them to 8 bits: an error of at most 1/254 of the largest activation of the
+group. One token costs nearly the same in both, for reading the weights takes the time; many tokens are up to 2.7 times
+faster in int8 (docs/performance.md). Models whose activations have outliers may notice; hence exact is the default.
 
 The setting is one of the process; a model may have its own, which `moepack.load` sets.
 """

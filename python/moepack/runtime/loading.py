@@ -33,8 +33,8 @@ def load(
         dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
         threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
             them as they are.
-        mode: how this model's packed integers are multiplied: "exact" (float32 activations), "int8" (activations
-            quantized for each token and group of columns), or None for the mode of the process
+        mode: how this model's packed integers are multiplied: "exact" (the precision of float32), "int8"
+            (activations quantized for each token and group of columns), or None for the mode of the process
             (`moepack.set_compute_mode`, MOEPACK_COMPUTE). Other formats have one way.
 
     Returns:

@@ -239,7 +239,7 @@ impl CompensatedBlob {
     /// Args:
     ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
     ///     expert: whose weights.
-    ///     mode: of the group-wise part: "exact" (float32 activations) or "int8"; the compensator is always exact.
+    ///     mode: of the group-wise part: "exact" (the precision of float32) or "int8"; the compensator is always exact.
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises ValueError if sizes do not match, there is no such expert, or the processor lacks the set.
@@ -267,7 +267,7 @@ impl CompensatedBlob {
     /// Args:
     ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
     ///     offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
-    ///     mode: of the group-wise part: "exact" (float32 activations) or "int8"; the compensator is always exact.
+    ///     mode: of the group-wise part: "exact" (the precision of float32) or "int8"; the compensator is always exact.
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set.

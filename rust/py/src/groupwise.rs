@@ -269,7 +269,7 @@ impl GroupwiseBlob {
     /// Args:
     ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
     ///     expert: whose weights.
-    ///     mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
+    ///     mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises ValueError if sizes do not match, there is no such expert, or the processor lacks the set.
@@ -297,7 +297,7 @@ impl GroupwiseBlob {
     /// Args:
     ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
     ///     offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
-    ///     mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
+    ///     mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set.
@@ -343,7 +343,7 @@ impl GroupwiseBlob {
 ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
 ///     experts: int64 [tokens, top_k], C-contiguous; a number that is no expert's is skipped.
 ///     weights: float32 [tokens, top_k], C-contiguous.
-///     mode: "exact" (float32 activations) or "int8" (quantized for each token and group of columns).
+///     mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
 ///     isa: the instruction set, by default the active one.
 ///
 /// Raises ValueError if sizes do not match or the processor lacks the set.
