@@ -18,9 +18,6 @@ use crate::groupwise::{BLOCK_ROWS, Block, Layout, ParameterType, REGISTER_BYTES}
 const QUADS: usize = UNIT / 4;
 /// How far ahead of the codes in use memory is asked for, in bytes. Measured best between 1 and 2 KB.
 const AHEAD: usize = 1536;
-/// How far ahead of the parameters in use memory is asked for, in steps. A processor's own prefetcher follows the codes
-/// and misses this second, slower stream: left alone, it doubles the time of 2-bit weights in groups of 64.
-const STEPS_AHEAD: usize = 8;
 
 /// Where a kernel reads weights.
 pub(super) struct Weights<'a> {
@@ -35,14 +32,8 @@ pub(super) struct Cursor<V: Lanes> {
     parameters: *const u8,
     /// Bytes from a step's parameters to the next one's.
     stride: usize,
-    /// Bytes of the codes: what lies ahead of them is asked for behind the next block's parameters.
-    code_bytes: usize,
-    /// Bytes of the parameters that steps read: what lies ahead of them is asked for in the next block.
+    /// Bytes of the block's parameters.
     parameter_bytes: usize,
-    /// Bytes between the ends of the codes of a block and the start of the next block's.
-    gap: usize,
-    /// Bytes from the end of `parameter_bytes` to the next block's parameters.
-    rest: usize,
     symmetric: bool,
     half_range: f32,
     bf16: bool,
@@ -56,8 +47,6 @@ impl<V: Lanes> Cursor<V> {
     pub unsafe fn new(weights: &Weights, first_lane: usize) -> Self {
         let spec = weights.layout.spec();
         let kinds = 2 - usize::from(spec.symmetric);
-        let (codes, parameters) = (weights.block.codes.len(), weights.block.parameters.len());
-        let used = weights.layout.groups() * 2 * BLOCK_ROWS * kinds;
         Cursor {
             // SAFETY: both sections are whole registers of 16 lanes.
             codes: unsafe { weights.block.codes.as_ptr().add(4 * first_lane) },
@@ -68,14 +57,30 @@ impl<V: Lanes> Cursor<V> {
             } else {
                 2 * BLOCK_ROWS * kinds
             },
-            code_bytes: codes,
-            parameter_bytes: used,
-            gap: parameters,
-            rest: codes + parameters - used,
+            parameter_bytes: weights.block.parameters.len(),
             symmetric: spec.symmetric,
             half_range: -((1u32 << (spec.bits - 1)) as f32),
             bf16: spec.parameters == ParameterType::Bf16,
             lanes: std::marker::PhantomData,
+        }
+    }
+
+    /// Brings the parameters into the first-level cache, in the order of their bytes.
+    ///
+    /// They lie between the codes of the last block and those of this one. Read here, all bytes of a run of blocks are one
+    /// ascending stream, which processors prefetch much further ahead than programs can ask for; read step by step, they
+    /// are a second stream, and each block starts two anew.
+    ///
+    /// # Safety
+    /// The processor runs the set of `V`, and this is the cursor of a block's first lanes.
+    #[inline(always)]
+    unsafe fn stream_parameters(&self) {
+        for line in (0..self.parameter_bytes).step_by(REGISTER_BYTES) {
+            // SAFETY: the line is one of the block's parameters; a prefetch may name any address.
+            unsafe {
+                V::prefetch(self.parameters.wrapping_add(line + AHEAD));
+                self.parameters.add(line).read_volatile();
+            }
         }
     }
 
@@ -88,13 +93,6 @@ impl<V: Lanes> Cursor<V> {
         // SAFETY: the caller's step exists, so its parameters do; the trait's set is there.
         unsafe {
             let at = self.parameters.add(step * self.stride);
-            let ahead = (step + STEPS_AHEAD) * self.stride;
-            let skipped = if ahead < self.parameter_bytes {
-                0
-            } else {
-                self.rest
-            };
-            V::prefetch(self.parameters.wrapping_add(ahead + skipped));
             let scale = self.parameter(at);
             let offset = match self.symmetric {
                 true => V::mul(scale, V::broadcast(&self.half_range)),
@@ -120,17 +118,10 @@ impl<V: Lanes> Cursor<V> {
     unsafe fn registers<const BITS: usize>(&self, unit: usize) -> [V::Int; BITS] {
         // SAFETY: the caller's unit exists; a prefetch may name any address.
         unsafe {
-            let place = unit * BITS * REGISTER_BYTES;
-            let at = self.codes.add(place);
-            let skipped = if place + AHEAD < self.code_bytes {
-                0
-            } else {
-                self.gap
-            };
-            let ahead = at.wrapping_add(AHEAD + skipped);
+            let at = self.codes.add(unit * BITS * REGISTER_BYTES);
             let mut registers = [V::int_zero(); BITS];
             for (i, register) in registers.iter_mut().enumerate() {
-                V::prefetch(ahead.wrapping_add(i * REGISTER_BYTES));
+                V::prefetch(at.wrapping_add(AHEAD + i * REGISTER_BYTES));
                 *register = V::load(at.add(i * REGISTER_BYTES));
             }
             registers
@@ -169,6 +160,7 @@ unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, units: usi
     // SAFETY: the caller's.
     unsafe {
         let cursor = Cursor::<V>::new(weights, 0);
+        cursor.stream_parameters();
         for unit in 0..units {
             let registers = cursor.registers::<BITS>(unit);
             for number in 0..QUADS {
@@ -263,6 +255,9 @@ unsafe fn multiply<V: Lanes, const BITS: usize, const N: usize, const M: usize>(
         // words a unit and N scales and sums a step, and `out` 16 floats a token.
         unsafe {
             let cursor = Cursor::<V>::new(weights, first_lane);
+            if first_lane == 0 {
+                cursor.stream_parameters();
+            }
             let mut totals = [V::zero(); N];
             for step in 0..steps.count {
                 let mut sums = [[V::int_zero(); 4]; M];
