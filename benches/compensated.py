@@ -3,7 +3,8 @@
     python benches/compensated.py [--threads 2] [--only product quantize] [--json benches/results/compensated.json]
 
 `product`: one token by 4096 x 14336, INT3 alone and INT3 with a compensator of rank 32, in both compute modes; four
-experts in turn, so that the weights come from memory (103 MB), calls alternating; the median. `quantize`: the joint
+experts in turn, so that the weights come from memory (103 MB), calls alternating, in arrays that are aligned as mapped
+files are; the least and the median time. `quantize`: the joint
 optimisation of matrices of Mixtral-8x7B's shapes with rank 32, Gaussian weights, and what it makes of the whole model.
 """
 
@@ -46,7 +47,7 @@ def product(rounds: int) -> dict[str, Any]:
         return rng.integers(0, 8, size, np.uint8), np.full((size[0], length // 64), 0.015625, np.float32)
 
     whole = _core.encode_compensated(base, np.full(EXPERTS, RANK, np.int64), factor(COLUMNS), factor(ROWS), bits=3)
-    blobs = {"int3": _core.GroupwiseBlob(base), "int3 + rank 32": _core.CompensatedBlob(whole)}
+    blobs = {"int3": _core.GroupwiseBlob(aligned(base)), "int3 + rank 32": _core.CompensatedBlob(aligned(whole))}
     x = rng.normal(size=(1, COLUMNS)).astype(np.float32)
     figures: dict[str, Any] = {"bytes": {name: blob.nbytes for name, blob in blobs.items()}}
     for mode in ("exact", "int8"):
@@ -56,10 +57,20 @@ def product(rounds: int) -> dict[str, Any]:
                 start = time.perf_counter()
                 blob.matmul(x, call % EXPERTS, mode=mode)
                 times[name].append(1e3 * (time.perf_counter() - start))
-        found = {name: round(statistics.median(values[EXPERTS:]), 3) for name, values in times.items()}
-        figures[mode] = {**found, "ratio": round(found["int3 + rank 32"] / found["int3"], 3)}
+        figures[mode] = {}
+        for what, of in (("least", min), ("median", statistics.median)):
+            found = {name: round(of(values[EXPERTS:]), 3) for name, values in times.items()}
+            figures[mode][what] = {**found, "ratio": round(found["int3 + rank 32"] / found["int3"], 3)}
         print(mode, figures[mode], flush=True)
     return figures
+
+
+def aligned(data: Any) -> Any:
+    """A copy that starts at a multiple of 64, as tensors of a mapped file do."""
+    room = np.empty(len(data) + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    room[first : first + len(data)] = data
+    return room[first : first + len(data)]
 
 
 def quantize() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 //!
 //! The group-wise product fills y; then z = V x, one row of V a unit of work, and y += U z, one run of y a unit. A row of
 //! V or U^T is unpacked 64 values at a time for all tokens that share it, so its bytes are read once a call for up to 8
-//! tokens. Everything runs in one parallel region. Each z and each y is summed by one task in a fixed order, so results
+//! tokens. A small compensator is done by the calling thread. Each z and each y is summed by one task in a fixed order, so results
 //! depend neither on the number of threads nor on the instruction set, except as the group-wise product does.
 //!
 //! Accuracy: z is a sum of C products in eight lanes, then y a sum of r; with u = 2^-24 and S the sum over ranks and
@@ -26,6 +26,8 @@ use crate::{Error, Result};
 
 /// Tokens that share the unpacking of a chunk.
 const TOKENS: usize = 8;
+/// Products of a weight and an activation below which the calling thread does them all: waking another costs as much.
+const SHARED_PRODUCTS: usize = 1 << 21;
 /// Products of a weight and an activation that a task is worth: some 20 microseconds.
 const TASK_PRODUCTS: usize = 1 << 17;
 
@@ -46,11 +48,9 @@ pub fn matmul_grouped<'a>(
     pool: &ThreadPool,
 ) -> Result<()> {
     let (x, vectors) = (x.into(), isa.require()?);
-    pool.install(|| {
-        groupwise::matmul_grouped(view.base(), x, offsets, y, mode, isa, pool)?;
-        compensate(view, x, offsets, y, vectors);
-        Ok(())
-    })
+    groupwise::matmul_grouped(view.base(), x, offsets, y, mode, isa, pool)?;
+    compensate(view, x, offsets, y, vectors, pool);
+    Ok(())
 }
 
 /// y = (Wq + U V) x for all tokens of one expert: `x` is T x C, `y` is T x R.
@@ -75,14 +75,12 @@ pub fn matmul<'a>(
             "there is no expert {expert} of {experts}"
         )));
     }
-    pool.install(|| {
-        groupwise::matmul(view.base(), expert, x, tokens, y, mode, isa, pool)?;
-        let offsets: Vec<usize> = (0..=experts)
-            .map(|e| if e <= expert { 0 } else { tokens })
-            .collect();
-        compensate(view, x, &offsets, y, vectors);
-        Ok(())
-    })
+    groupwise::matmul(view.base(), expert, x, tokens, y, mode, isa, pool)?;
+    let offsets: Vec<usize> = (0..=experts)
+        .map(|e| if e <= expert { 0 } else { tokens })
+        .collect();
+    compensate(view, x, &offsets, y, vectors, pool);
+    Ok(())
 }
 
 /// The tokens of an expert with a compensator: its activations, padded to whole chunks, and where its z lies.
@@ -94,7 +92,7 @@ struct Task<'a> {
     z: std::ops::Range<usize>,
 }
 
-fn compensate(view: &View, x: Activations, offsets: &[usize], y: &mut [f32], isa: Isa) {
+fn compensate(view: &View, x: Activations, offsets: &[usize], y: &mut [f32], isa: Isa, pool: &ThreadPool) {
     let shape = view.layout().shape();
     let width = shape.columns.next_multiple_of(CHUNK);
     if shape.rows == 0 || shape.columns == 0 || view.layout().total_rank() == 0 {
@@ -121,12 +119,14 @@ fn compensate(view: &View, x: Activations, offsets: &[usize], y: &mut [f32], isa
         }
     }
     let mut z = vec![0.0; end];
-    project(view, &tasks, &mut z, isa);
-    expand(view, &tasks, &z, offsets, y, isa);
+    let pool = (end * (shape.rows + shape.columns) >= SHARED_PRODUCTS && pool.current_num_threads() > 1)
+        .then_some(pool);
+    project(view, &tasks, &mut z, isa, pool);
+    expand(view, &tasks, &z, offsets, y, isa, pool);
 }
 
 /// z = V x: rank x tokens of each task.
-fn project(view: &View, tasks: &[Task], z: &mut [f32], isa: Isa) {
+fn project(view: &View, tasks: &[Task], z: &mut [f32], isa: Isa, pool: Option<&ThreadPool>) {
     let mut rows = Vec::new();
     let mut rest = z;
     for task in tasks {
@@ -141,12 +141,13 @@ fn project(view: &View, tasks: &[Task], z: &mut [f32], isa: Isa) {
     let width = view.layout().shape().columns;
     let most = tasks.iter().map(|task| task.tokens).max().unwrap_or(1);
     let least = (TASK_PRODUCTS / (width * most)).max(1);
-    rows.into_par_iter()
-        .with_min_len(least)
-        .for_each(|(task, index, z)| {
-            let row = view.right(task.expert, index);
-            kernel::project(isa, &row, task.x, z);
-        });
+    let work = |(task, index, z): (&Task, usize, &mut [f32])| {
+        kernel::project(isa, &view.right(task.expert, index), task.x, z);
+    };
+    match pool {
+        None => rows.into_iter().for_each(work),
+        Some(pool) => pool.install(|| rows.into_par_iter().with_min_len(least).for_each(work)),
+    }
 }
 
 /// A run of y of a few tokens: all columns of several tokens, or a part of one token's.
@@ -158,7 +159,15 @@ struct Run<'a> {
 }
 
 /// y += U z.
-fn expand(view: &View, tasks: &[Task], z: &[f32], offsets: &[usize], y: &mut [f32], isa: Isa) {
+fn expand(
+    view: &View,
+    tasks: &[Task],
+    z: &[f32],
+    offsets: &[usize],
+    y: &mut [f32],
+    isa: Isa,
+    pool: Option<&ThreadPool>,
+) {
     let rows = view.layout().shape().rows;
     let mut runs = Vec::new();
     let (mut rest, mut at) = (y, 0);
@@ -184,7 +193,7 @@ fn expand(view: &View, tasks: &[Task], z: &[f32], offsets: &[usize], y: &mut [f3
             y,
         }));
     }
-    runs.into_par_iter().for_each(|run| {
+    let work = |run: Run| {
         let task = run.task;
         let tokens = TOKENS.min(task.tokens - run.first_token);
         let left = |index: usize| view.left(task.expert, index);
@@ -202,7 +211,11 @@ fn expand(view: &View, tasks: &[Task], z: &[f32], offsets: &[usize], y: &mut [f3
             run.first_chunk,
             run.y,
         );
-    });
+    };
+    match pool {
+        None => runs.into_iter().for_each(work),
+        Some(pool) => pool.install(|| runs.into_par_iter().for_each(work)),
+    }
 }
 
 /// The activations as f32, each token padded with zeros to `width` values.

@@ -82,7 +82,7 @@ fn products_are_those_of_the_naive_sum_on_every_set() {
                 }
                 let added: Vec<f32> = {
                     let mut zero = vec![0.0; tokens * rows];
-                    compensate(&view, (&x[..]).into(), &offsets, &mut zero, isa);
+                    compensate(&view, (&x[..]).into(), &offsets, &mut zero, isa, &pool);
                     zero
                 };
                 assert_eq!(*first.get_or_insert_with(|| added.clone()), added, "{isa:?}");
@@ -112,6 +112,25 @@ fn one_expert_and_bf16_and_threads_change_nothing() {
         results.extend(y);
     }
     assert!(results.iter().all(|y| *y == results[0]));
+}
+
+#[test]
+fn work_for_several_threads_gives_the_same() {
+    let case = case(&[8, 5], 200, 250, Width::Three);
+    let view = View::parse(&case.blob).unwrap();
+    let offsets = [0, 599, 600];
+    const { assert!(600 * 8 * (200 + 250) >= SHARED_PRODUCTS) };
+    let x = activations(600 * 250);
+    let results = [1, 3].map(|threads| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        let mut y = vec![0.5; 600 * 200];
+        compensate(&view, (&x[..]).into(), &offsets, &mut y, Isa::Scalar, &pool);
+        y
+    });
+    assert!(results[0] == results[1]);
 }
 
 #[test]
