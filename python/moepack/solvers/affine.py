@@ -102,7 +102,7 @@ class AffineCodes:
         codes, columns = self.codes.float(), self.codes.shape[-1]
         if columns and columns % self.spec.group_size == 0:
             # Broadcasting spares a gathered copy of the parameters for every weight.
-            groups = codes.unflatten(-1, (-1, self.spec.group_size))
+            groups = codes.view(*self.scales.shape, self.spec.group_size)
             scales = self.scales[..., None]
             offsets = None if self.offsets is None else self.offsets[..., None]
         else:
