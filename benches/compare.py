@@ -1,0 +1,170 @@
+"""All methods on one axis: size of the whole checkpoint against loss, as the README's table and picture.
+
+    python benches/compare.py MODEL [MODEL ...] --calibration TEXT --text TEXT [--text TEXT] [--device cuda]
+
+Every point is a directory that `moepack.compress` wrote. Its size is that of all its safetensors files, whatever they
+hold, so that methods which leave attention alone stand beside methods which pack it; its loss is that of the ordinary
+checkpoint that `moepack.export` makes of it. Parts may run apart, with `--only`, and meet with `--merge`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import machine
+from moepack import evaluate
+from moepack.export import export
+from moepack.methods import Method, create
+from moepack.pipeline import compress
+from moepack.runtime.loading import open_model, open_tokenizer
+
+CALIBRATED = ("qmoe", "codequant")
+CPU = ("ternary", "finequant")
+"""Methods that have no setting for a device."""
+POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "ternary": [("rounded", {})],
+    "qmoe": [(f"{rate} bits", {"bits_per_weight": rate}) for rate in (0.87, 1.05, 1.25, 1.45)]
+    + [("2 bits, group 64", {"bits": "2"})],
+    "finequant": [(f"{bits} bits, group 64", {"bits": bits, "dense_bits": 8}) for bits in (2, 3, 4, 8)],
+    "milo": [
+        (f"{bits} bits, {more} % compensators", {"bits": bits, "rank": f"budget:{more}"})
+        for bits in (2, 3, 4)
+        for more in (5, 12)
+    ],
+    "codequant": [(f"{bits} bits a row", {"weight_bits": bits}) for bits in (2, 3, 4)],
+}
+"""Settings by method; whatever is not named is the method's default."""
+
+Rows = dict[str, dict[str, Any]]
+
+
+class Bench:
+    """One model, the size of its files and its losses."""
+
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        self.path, self.options = path, options
+        self.tokenizer = open_tokenizer(path)
+        self.size, self.original = _size(path), self.losses(path)
+
+    def losses(self, path: Path) -> dict[str, float]:
+        """Nats a token by text, of an ordinary checkpoint."""
+        model = open_model(path, torch.float32).to(self.options.device)
+        chars = self.options.chars
+        return {t.stem: evaluate(model, t, chars, tokenizer=self.tokenizer).loss for t in self.options.text}
+
+    def point(self, method: Method) -> dict[str, Any]:
+        """Compress and measure: size as a part of the original's, increase of the loss, seconds of compressing."""
+        with tempfile.TemporaryDirectory() as directory:
+            packed, plain = Path(directory) / "packed", Path(directory) / "plain"
+            start = time.perf_counter()
+            compress(self.path, packed, method=method)
+            seconds = time.perf_counter() - start
+            export(packed, plain)
+            rise = {text: loss - self.original[text] for text, loss in self.losses(plain).items()}
+            return {"size": _size(packed) / self.size, "rise": rise, "seconds": round(seconds, 1)}
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every setting's name and figures."""
+        options = self.options
+        calibration = {"calibration": str(options.calibration), "samples": options.samples}
+        for name in options.only or POINTS:
+            common = {
+                **(calibration if name in CALIBRATED else {}),
+                **({} if name in CPU else {"device": options.device}),
+            }
+            for label, settings in POINTS[name] if options.point is None else POINTS[name][options.point :][:1]:
+                yield f"{name}: {label}", self.point(create(name, **common, **settings))
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def table(figures: dict[str, Rows]) -> str:
+    """Size in percent of the original, and increase of the loss by text, as Markdown."""
+    texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
+    lines = [
+        "| method | " + " | ".join(f"{model}: size | {' | '.join(texts)}" for model in figures) + " |",
+        "|---|" + "---|" * (len(figures) * (1 + len(texts))),
+    ]
+    for name in [f"{method}: {label}" for method, points in POINTS.items() for label, _ in points]:
+        cells = [name]
+        for rows in figures.values():
+            row = rows.get(name)
+            cells += [f"{100 * row['size']:.1f} %"] if row else ["-"]
+            cells += [f"{row['rise'][text]:+.3f}" if row else "-" for text in texts]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(figures: dict[str, Rows], file: Path) -> None:
+    """Loss increase on the first text over size, one panel a model, one line a method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(figures), figsize=(5 * len(figures), 4), squeeze=False)
+    for axis, (model, rows) in zip(axes[0], figures.items(), strict=True):
+        for method in POINTS:
+            points = sorted(
+                (100 * row["size"], max(next(iter(row["rise"].values())), 1e-4))
+                for name, row in rows.items()
+                if name.startswith(f"{method}:")
+            )
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=method)
+        axis.set(title=model, xlabel="size of the checkpoint, % of bf16", yscale="log")
+        axis.grid(alpha=0.3, which="both")
+    text = next(iter(next(iter(next(iter(figures.values())).values()))["rise"]))
+    axes[0][0].set_ylabel(f"loss over bf16 on {text}, nats a token")
+    axes[0][-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    """Measure every model, save, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--text", action="append", type=Path, default=[])
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--chars", type=int, default=250_000)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=POINTS, help="methods to measure")
+    parser.add_argument("--point", type=int, help="measure only this one of each method's settings, counted from 0")
+    parser.add_argument("--out", type=Path, default=Path("build/compare.json"))
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only show")
+    parser.add_argument("--plot", type=Path, help="picture to draw; needs matplotlib")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    figures: dict[str, Rows] = {}
+    for earlier in map(Path.read_text, options.merge):
+        content = json.loads(earlier)
+        for model, rows in content["figures"].items():
+            figures.setdefault(model, {}).update(rows)
+    if options.merge and not options.models:
+        machine.write(options.out, content["machine"], figures)
+    for path in options.models:
+        rows = figures.setdefault(path.name, {})
+        for name, row in Bench(path, options).rows():
+            print(path.name, name, json.dumps(row), flush=True)
+            rows[name] = row
+            machine.save(options.out, options.threads, figures, options.device)
+    print(table(figures))
+    if options.plot:
+        draw(figures, options.plot)
+
+
+if __name__ == "__main__":
+    main()
