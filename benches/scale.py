@@ -1,7 +1,7 @@
 """Compress a checkpoint of the Switch-base-128 shapes: seconds for 10^9 weights, peak memory, and c2048 from that.
 
     python benches/scale.py [--layers 12] [--experts 128] [--methods ternary qmoe] [--samples 64] [--threads N]
-                            [--directory DIR]
+                            [--device cuda] [--directory DIR]
 
 The checkpoint is made up (shapes of google/switch-base-128: d_model 768, d_ff 3072, 128 experts, a sparse layer after
 each dense one), in shards, and removed afterwards: 12 layers are 7.2 * 10^9 expert weights, 14.5 GB. Its experts are
@@ -105,17 +105,20 @@ def work(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(options.threads)
     settings = {"calibration": str(options.directory / "calibration.txt"), "samples": options.samples}
-    method = Qmoe(**settings, group=options.group) if options.work == "qmoe" else create(options.work)
+    calibrated = Qmoe(**settings, group=options.group, device=options.device)
+    method = calibrated if options.work == "qmoe" else create(options.work)
     report = compress(options.directory / "model", options.directory / "packed", method=method, threads=options.threads)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     figures = {"weights": report.expert_weights, "bits": report.bits_per_weight, "seconds": report.seconds}
+    if options.device != "cpu":
+        figures["device_memory"] = torch.cuda.max_memory_allocated()
     print(json.dumps({**figures, "cpu": usage.ru_utime + usage.ru_stime}))
 
 
 def measure(method: str, options: argparse.Namespace) -> dict[str, float]:
     """Run this script as the measured process; its figures, and the peaks of its memory in bytes."""
     command = [sys.executable, __file__, "--work", method, "--directory", str(options.directory)]
-    for name in ("samples", "threads", "group"):
+    for name in ("samples", "threads", "group", "device"):
         command += [f"--{name}", str(getattr(options, name))]
     peaks = {"RssAnon": 0, "VmHWM": 0}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -147,6 +150,8 @@ def show(method: str, figures: dict[str, float]) -> None:
     print(
         f"{method:8} {billions:.2f} * 10^9 weights to {figures['bits']:.3f} bits: {wall:.1f} s wall and {cpu:.1f} s of"
     )
+    if figures.get("device_memory"):
+        memory += f", {figures['device_memory'] / 1e9:.2f} GB of the device"
     print(f"         processor for 10^9 weights; peak memory {memory}")
     d_model, d_ff, experts, layers = C2048
     total = 2 * d_model * d_ff * experts * layers / 1e9
@@ -171,6 +176,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="calibration samples of 512 tokens")
     parser.add_argument("--group", type=int, default=16, help="experts solved together")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--device", default="cpu", help="where qmoe runs the model and the solver")
     parser.add_argument("--directory", type=Path, help="where the checkpoint goes; default: a temporary directory")
     parser.add_argument("--save", type=Path, help="JSON file for the figures")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -185,7 +191,7 @@ def main() -> None:
         options.directory = Path(directory)
         if shutil.disk_usage(directory).free < 1.3 * need:
             sys.exit(f"{1.3 * need / 1e9:.0f} GB are needed in {directory}")
-        print(json.dumps(machine.describe(options.threads)))
+        print(json.dumps(machine.describe(options.threads, options.device)))
         start = time.perf_counter()
         build(options.directory / "model", options.layers, options.experts)
         print(f"built {options.layers} sparse layers in {time.perf_counter() - start:.0f} s", flush=True)
@@ -197,7 +203,7 @@ def main() -> None:
         print(ASSUMPTIONS)
         if options.save:
             what = {"layers": options.layers, "experts": options.experts, "samples": options.samples}
-            machine.save(options.save, options.threads, {**what, **results})
+            machine.save(options.save, options.threads, {**what, **results}, options.device)
 
 
 if __name__ == "__main__":
