@@ -65,7 +65,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as directory:
             packed, plain = Path(directory) / "packed", Path(directory) / "plain"
             start = time.perf_counter()
-            compress(self.path, packed, method=method)
+            compress(self.path, packed, method=method, threads=self.options.threads)
             seconds = time.perf_counter() - start
             export(packed, plain)
             rise = {text: loss - self.original[text] for text, loss in self.losses(plain).items()}
