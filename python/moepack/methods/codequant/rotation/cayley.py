@@ -130,7 +130,8 @@ def _cayley(free: Tensor, identity: Tensor) -> Tensor:
 def _straight_through(x: Tensor, bits: int) -> Tensor:
     """The mean squared rounding error whose gradient passes through the steps, with codes as constants."""
     top = float((1 << bits) - 1)
-    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    # Not aminmax: not every torch that is supported can differentiate it.
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     step = ((high.clamp(min=0) - low.clamp(max=0)) / top).clamp(min=1e-12)
     codes = ((x / step).round() - x / step).detach()
     return (codes * step).square().mean()
