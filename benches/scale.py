@@ -200,10 +200,10 @@ def main() -> None:
             results[method] = measure(method, options)
             show(method, results[method])
             sys.stdout.flush()
+            if options.save:
+                what = {"layers": options.layers, "experts": options.experts, "samples": options.samples}
+                machine.save(options.save, options.threads, {**what, **results}, options.device)
         print(ASSUMPTIONS)
-        if options.save:
-            what = {"layers": options.layers, "experts": options.experts, "samples": options.samples}
-            machine.save(options.save, options.threads, {**what, **results}, options.device)
 
 
 if __name__ == "__main__":

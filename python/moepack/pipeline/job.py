@@ -104,8 +104,8 @@ def compress(
     try:
         report = job.run(target, resume, started)
     finally:
-        if not os.path.lexists(target.with_name(target.name + PARTIAL)):
-            state.unlink(missing_ok=True)
+        if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
+            state.unlink()
     return report
 
 
