@@ -73,3 +73,5 @@ def test_unknown_names_list_the_known_ones() -> None:
         create("ternary", code="morse")
     with pytest.raises(ValueError, match="no setting group_size; it has: code"):
         create("ternary", group_size=64)
+    with pytest.raises(ValueError, match="the method codequant needs calibration"):
+        create("codequant")

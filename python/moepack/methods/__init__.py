@@ -49,13 +49,15 @@ def create(name: str, **settings: Any) -> Method:
     """Return the method `name` with `settings`.
 
     Raises:
-        ValueError: there is no such method, or it has no such setting.
+        ValueError: there is no such method, it has no such setting, or it needs one that is missing.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method '{name}'; there is: {', '.join(sorted(METHODS))}")
     known = signature(METHODS[name]).parameters
     if unknown := [setting for setting in settings if setting not in known]:
         raise ValueError(f"the method {name} has no setting {', '.join(unknown)}; it has: {', '.join(known)}")
+    if missing := [key for key, of in known.items() if of.default is of.empty and key not in settings]:
+        raise ValueError(f"the method {name} needs {', '.join(missing)}")
     try:
         return METHODS[name](**settings)
     except TypeError as error:

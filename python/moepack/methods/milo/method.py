@@ -75,8 +75,10 @@ class Milo:
 
     def __post_init__(self) -> None:
         self.bits, self.group_size = whole(self.bits, "bits"), whole(self.group_size, "group_size")
-        if self.bits not in (2, 3, 4, 8) or self.rank_bits not in (3, 8, 16):
-            raise ValueError(f"bits must be 2, 3, 4 or 8, not {self.bits}; rank_bits 3, 8 or 16, not {self.rank_bits}")
+        if self.bits not in (2, 3, 4, 8):
+            raise ValueError(f"bits must be 2, 3, 4 or 8, not {self.bits}")
+        if self.rank_bits not in (3, 8, 16):
+            raise ValueError(f"rank_bits must be 3, 8 or 16, not {self.rank_bits}")
         if self.group_size not in _GROUP_SIZES:
             raise ValueError(f"group_size must be one of {_GROUP_SIZES}, not {self.group_size}")
         if self.solver not in SOLVERS:
