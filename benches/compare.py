@@ -95,7 +95,8 @@ def table(figures: dict[str, Rows]) -> str:
         "| method | " + " | ".join(f"{model}: size | {' | '.join(texts)}" for model in figures) + " |",
         "|---|" + "---|" * (len(figures) * (1 + len(texts))),
     ]
-    for name in [f"{method}: {label}" for method, points in POINTS.items() for label, _ in points]:
+    names = [f"{method}: {label}" for method, points in POINTS.items() for label, _ in points]
+    for name in [name for name in names if any(name in rows for rows in figures.values())]:
         cells = [name]
         for rows in figures.values():
             row = rows.get(name)
@@ -151,8 +152,10 @@ def main() -> None:
     figures: dict[str, Rows] = {}
     for earlier in map(Path.read_text, options.merge):
         content = json.loads(earlier)
+        where = f"{content['machine']['processor']}, {content['machine']['device']}"
         for model, rows in content["figures"].items():
-            figures.setdefault(model, {}).update(rows)
+            named = {name: {"measured_on": where, **row} for name, row in rows.items()}
+            figures.setdefault(model, {}).update(named)
     if options.merge and not options.models:
         machine.write(options.out, content["machine"], figures)
     for path in options.models:
