@@ -88,7 +88,8 @@ class Bench:
                 for name in records:
                     self.put(records[name], torch.from_numpy(opened.blob(name).dequantize()))
                 files = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-            about = {"settings": settings, "bytes": sum(r.nbytes for r in records.values()), "files": files}
+            told = {name: Path(value).name if name == "calibration" else value for name, value in settings.items()}
+            about = {"settings": told, "bytes": sum(r.nbytes for r in records.values()), "files": files}
             return {**about, **errors(records.values())}
 
         return self.measured(label, prepare)
