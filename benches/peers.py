@@ -104,7 +104,7 @@ def torch_int8(rows: int, columns: int, cold: int) -> Peer | Absent:
         weight = torch._make_per_channel_quantized_tensor(codes, scales, zeros, 0)
         packed = [torch.ops.quantized.linear_prepack(weight, None) for _ in range(copies)]
         torch.ops.quantized.linear_dynamic(torch.zeros(1, columns), packed[0])
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, AttributeError) as error:
         return Absent("torch int8 dynamic", str(error).splitlines()[0])
 
     def round_of(x: torch.Tensor) -> Round:
@@ -124,7 +124,7 @@ def torch_int4(rows: int, columns: int, group: int, cold: int) -> Peer | Absent:
         scales = torch.full((columns // group, rows, 2), 0.01, dtype=torch.bfloat16)
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         multiply(torch.zeros(1, columns, dtype=torch.bfloat16), weights[0], group, scales)
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, AttributeError) as error:
         return Absent(name, str(error).splitlines()[0])
 
     def round_of(x: torch.Tensor) -> Round:

@@ -85,7 +85,9 @@ def compress_command(
         int | None, typer.Option(min=1, help="milo: bytes of all safetensors files of OUT, instead of --rank.")
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
-    device: Annotated[str | None, typer.Option(help="qmoe, codequant: device of the calibration; default cpu.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="qmoe, codequant, milo: where the model or the solver runs; default cpu.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
     resume: Annotated[
         bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")
