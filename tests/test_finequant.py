@@ -21,7 +21,6 @@ from moepack.cli import main
 from moepack.format import PackedDirectory
 from moepack.methods import create
 from moepack.methods.finequant import FineQuant
-from moepack.methods.finequant.method import parse_dense_bits
 from moepack.methods.finequant.sizes import (
     Choice,
     allocate,
@@ -31,6 +30,7 @@ from moepack.methods.finequant.sizes import (
     sizes_for,
     stored_size,
 )
+from moepack.methods.roles import parse_dense_bits
 from moepack.runtime.linear import PackedLinear
 from runtime_support import ARCHITECTURES, logits, tiny_model, write_packed
 

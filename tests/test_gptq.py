@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from moepack.errors import InvalidTensorError
 from moepack.solvers.gptq import GptqSettings, factorize, gptq
-from moepack.solvers.grids import AffineGrid, TernaryGrid
+from moepack.solvers.grids import AffineGrid, SymmetricGrid, TernaryGrid
+from moepack.solvers.groupwise import GroupwiseCodes, group_values, quantize_groupwise
 from oracle import gptq as oracle
 
 
@@ -239,3 +240,30 @@ def test_a_searched_range_is_never_worse_and_much_better_at_two_bits():
     assert (error["s"] <= error["p"] + 1e-5).all()
     assert error["s"].sum() < 0.75 * error["p"].sum()
     assert torch.equal(searched[0, 0, :64], weights[0, 0, :64])
+
+
+@pytest.mark.parametrize(("bits", "group", "search"), [(2, 16, True), (4, 64, True), (4, 32, False), (8, 64, True)])
+def test_symmetric_groups_without_a_hessian_are_those_of_the_groupwise_quantizer(bits, group, search):
+    weights, hessians = problem(columns=80)
+    weights[0, 0, :64] = 0
+    grid = SymmetricGrid(bits, group, search=search)
+    result = gptq(weights, torch.zeros_like(hessians), grid)
+    expected = quantize_groupwise(weights, bits, group, search=search)
+    assert torch.equal(grid.scales, expected.scales)
+    assert torch.equal(result.codes, expected.codes)
+    assert torch.equal(result.values, group_values(expected, bits, group))
+
+
+def test_symmetric_groups_follow_the_compensated_weights_and_beat_rounding():
+    weights, hessians = problem()
+    errors = {}
+    for static in (False, True):
+        grid = SymmetricGrid(3, 16, static=static)
+        result = gptq(weights, hessians, grid, GptqSettings(damping=0.01))
+        stored = GroupwiseCodes(result.codes, grid.scales, None)
+        assert torch.equal(group_values(stored, 3, 16), result.values)
+        assert torch.equal(grid.scales, grid.scales.half().float())
+        errors[static] = quadratic(weights, result.values, hessians).sum()
+    rounded = group_values(quantize_groupwise(weights, 3, 16), 3, 16)
+    assert max(errors.values()) < 0.7 * quadratic(weights, rounded, hessians).sum()
+    assert errors[False] < errors[True]

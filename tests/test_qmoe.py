@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import moepack
 from moepack.calibration import Calibrator
 from moepack.calibration.load import load_samples
-from moepack.checkpoint import Checkpoint
+from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import app
 from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
@@ -26,6 +26,7 @@ from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
 from moepack.pipeline.job import set_threads
 from moepack.pipeline.journal import Workspace
+from moepack.runtime.loading import open_model
 from moepack.runtime.matrix import open_matrix
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import gptq
@@ -300,14 +301,14 @@ def test_the_papers_own_setting_is_gptq_alone(mixtral, text, tmp_path):
     seen = {}
     original = Calibrator.layers
 
-    def layers(self, solve, plan=None):
+    def layers(self, solve, plan=None, dense=None):
         def watch(stage):
             expected = gptq(torch.cat(list(stage.weights.values()), 1), stage.hessians(), TernaryGrid())
             values = solve(stage)
             seen[stage.layer.name, *stage.weights] = torch.equal(torch.cat(list(values.values()), 1), expected.values)
             return values
 
-        return original(self, watch, plan)
+        return original(self, watch, plan, dense)
 
     for settings, same in ((PUBLISHED, True), ({}, False)):
         with pytest.MonkeyPatch.context() as patch:
@@ -355,3 +356,111 @@ def test_energy_factors_restore_the_energy_of_every_row():
     torch.testing.assert_close(found[factors != 1], wanted[factors != 1], rtol=1e-4, atol=1e-4)
     assert (energy_factors(weights, weights * 100, hessians) == 0.5).all()
     assert (energy_factors(weights, weights, hessians * 0) == 1).all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dense_layers_are_packed_and_routers_norms_embeddings_are_not(tiny_checkpoint, architecture, text, tmp_path):
+    source = tiny_checkpoint(architecture)
+    compress(source, tmp_path / "out", method=method(text, dense_bits=8, group_size=16))
+    assert moepack.verify(tmp_path / "out").ok
+    tensors = PackedDirectory.open(tmp_path / "out").manifest.tensors
+    linears = {linear.source: linear for layer in describe(Checkpoint.open(source)).dense for linear in layer.linears}
+    packed = {name for name, record in tensors.items() if record.packed and not record.experts}
+    assert packed == {name for name, linear in linears.items() if linear.role != "head"} and packed
+    for name in packed:
+        assert tensors[name].details["bits"] == 8 and tensors[name].details["symmetric"]
+        assert tensors[name].details["role"] == linears[name].role
+    model, original = moepack.load(tmp_path / "out", dtype=torch.float32), open_model(source, torch.float32)
+    for name, tensor in original.state_dict().items():
+        if name not in packed and ".experts." not in name:
+            assert torch.equal(model.state_dict()[name], tensor), name
+    for name, linear in linears.items():
+        if name in packed:
+            values = open_matrix_of(tmp_path / "out", name)
+            drift_and_rounding = (values - linear.matrix().float()).norm() / linear.matrix().float().norm()
+            assert drift_and_rounding < 0.5, name
+
+
+def open_matrix_of(directory, name):
+    return torch.from_numpy(PackedDirectory.open(directory).blob(name).dequantize())[0]
+
+
+def test_dense_layers_feed_what_follows_as_the_packed_model_computes_it(mixtral, text, tmp_path):
+    """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
+    chosen, streams = method(text, bits="2", dense_bits="attention=4", group_size=16), []
+    begin = chosen.begin
+
+    def spying(checkpoint, model):
+        begin(checkpoint, model)
+        calibrator = chosen._steps.gi_frame.f_locals["self"]
+        make = calibrator._stream
+        calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
+
+    chosen.begin = spying
+    compress(mixtral, tmp_path / "out", method=chosen)
+    model, seen = moepack.load(tmp_path / "out", dtype=torch.float32), []
+    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.inference_mode():
+        model(input_ids=load_samples(Checkpoint.open(mixtral), text, 6, 64).inputs)
+    torch.testing.assert_close(streams[0].hidden.tokens, seen[0].flatten(0, 1), rtol=1e-3, atol=1e-3)
+
+
+def test_calibrated_dense_layers_beat_rounded_ones_on_the_models_outputs(mixtral, text, tmp_path):
+    common = {"bits": "2", "group_size": 16, "dense_bits": 2}
+    samples, logits = load_samples(Checkpoint.open(mixtral), text, 6, 64), {}
+    for solver in ("rtn", "gptq"):
+        compress(mixtral, tmp_path / solver, method=method(text, solver=solver, **common))
+        with torch.inference_mode():
+            logits[solver] = moepack.load(tmp_path / solver, dtype=torch.float32)(input_ids=samples.inputs).logits
+    with torch.inference_mode():
+        expected = open_model(mixtral, torch.float32)(input_ids=samples.inputs).logits
+    error = {name: (found - expected).square().sum() for name, found in logits.items()}
+    assert error["gptq"] < 0.8 * error["rtn"], error
+
+
+def test_a_resume_with_dense_layers_gives_the_same_bytes(tiny_checkpoint, text, tmp_path, monkeypatch):
+    settings = {"samples": 3, "dense_bits": "attention=4,shared=8", "group_size": 16}
+    deepseek_v2 = tiny_checkpoint("deepseek_v2")
+    compress(deepseek_v2, tmp_path / "whole", method=method(text, **settings))
+    append = Workspace.append
+
+    def die_after_each(self, shard):
+        append(self, shard)
+        raise KeyboardInterrupt
+
+    deaths = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "append", die_after_each)
+        while deaths < 3:
+            with pytest.raises(KeyboardInterrupt):
+                compress(deepseek_v2, tmp_path / "pieces", method=method(text, **settings))
+            deaths += 1
+    with pytest.raises(ResumeError, match="dense_bits"):
+        compress(deepseek_v2, tmp_path / "pieces", method=method(text, **{**settings, "dense_bits": 8}))
+    compress(deepseek_v2, tmp_path / "pieces", method=method(text, **settings))
+    assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
+
+
+def test_dense_layers_that_cannot_be_packed_are_refused_by_name(mixtral, text, tmp_path):
+    with pytest.raises(ValueError, match="packs no head"):
+        method(text, dense_bits="head=8")
+    with pytest.raises(ValueError, match="roles are"):
+        method(text, dense_bits="attention=5")
+    shutil.copytree(mixtral, tmp_path / "model")
+    file = next((tmp_path / "model").glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.o_proj.weight"][3, 4] = float("inf")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises((InvalidTensorError, CalibrationError), match=r"layers\.1"):
+        compress(tmp_path / "model", tmp_path / "out", method=method(text, dense_bits=8))
+    assert not (tmp_path / "out").exists()
+
+
+def test_dense_bits_from_the_command_line(mixtral, text, tmp_path):
+    arguments = ["compress", str(mixtral), str(tmp_path / "out"), "--method", "qmoe", "--calibration", str(text)]
+    arguments += ["--samples", "2", "--sequence-length", "32", "--dense-bits", "attention=4", "--report", "--quiet"]
+    arguments += ["--group-size", "16"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "dense  " in result.output and "int4 group 16" in result.output
+    assert PackedDirectory.open(tmp_path / "out").manifest.settings["dense_bits"] == "attention=4"

@@ -9,6 +9,7 @@ Invariant: outside of `compressed`, the block holds its original weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,12 @@ from moepack.solvers.activations import round_activations
 
 __all__ = ["LinearStage", "Linears", "SolveLinears"]
 
-Runs = Callable[[int], Iterator[tuple[int, Tensor]]]
-"""Runs a block over all batches of stream i (0: compressed, -1: original); gives the number of each batch when it is
-done, with the mask [B L] of the positions that count."""
+Runs = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
+"""Runs a block over all batches of stream i (0: compressed, -1: original); gives for each batch, when it is done, the
+masks [B L] of the positions that count: those of the block's own states, and in a decoder those of the encoder's states
+(the same mask elsewhere)."""
+
+_READS_ENCODER = re.compile(r"\.EncDecAttention\.[kv]$")
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ class Linears:
                 return
             x = torch.cat([part.flatten(0, -2) for part in seen])
             seen.clear()
-            yield round_activations(x, self.activation_bits if stream == 0 else 0)[done[1].to(x.device)]
+            mask = done[1 if _READS_ENCODER.search(path) else 0]
+            yield round_activations(x, self.activation_bits if stream == 0 else 0)[mask.to(x.device)]
 
     @contextmanager
     def _hooked(self, paths: list[str], note: Callable[[str, Tensor], Tensor]) -> Iterator[None]:

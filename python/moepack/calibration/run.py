@@ -324,11 +324,12 @@ class Calibrator:
     ) -> None:
         """Compress the linear layers of a block that is loaded."""
 
-        def runs(number: int) -> Iterator[tuple[int, Tensor]]:
+        def runs(number: int) -> Iterator[tuple[Tensor, Tensor]]:
             stream = streams[number]
+            read = mask if stream.encoder is None else self.samples.input_mask
             for first, last in stack.batches(len(stream.hidden)):
                 stack.run(index, module, *self._batch(stream, first, last))
-                yield first, mask[first:last].flatten()
+                yield mask[first:last].flatten(), read[first:last].flatten()
 
         linears.solve(runs, (0, -1) if len(streams) > 1 else (0,), solve)
 

@@ -45,7 +45,9 @@ def compress_command(
     ] = None,
     dense_bits: Annotated[
         str | None,
-        typer.Option(help="finequant: bits of attention, shared experts and dense layers: 8, or attention=4,shared=8."),
+        typer.Option(
+            help="finequant, qmoe: bits of attention, shared experts and dense layers: 8, or attention=4,shared=8."
+        ),
     ] = None,
     weight_bits: Annotated[int | None, typer.Option(help="codequant: 2, 3 or 4 bits of a code; default 4.")] = None,
     activation_bits: Annotated[

@@ -1,4 +1,4 @@
-"""The grids that GPTQ rounds to: ternary rows and affine groups.
+"""The grids that GPTQ rounds to: ternary rows, affine groups and symmetric groups.
 
 A grid knows which values a weight may take and nothing about error compensation; :func:`moepack.solvers.gptq.gptq`
 asks it column by column. The parameters of a grid are rounded to the type in which they are stored *before* the first
@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from moepack.solvers.groupwise import quantize_groupwise
 
 #: The shares of a group's range that a search tries beside the whole range.
 NARROWINGS = tuple(1.0 - 0.05 * step for step in range(1, 11))
@@ -198,6 +200,42 @@ class AffineGrid:
         scale, offset = self.scales[experts, :, columns // self.width], self.offsets[experts, :, columns // self.width]
         codes, rounded = self._round(values, scale, offset)
         return codes.to(torch.uint8), rounded
+
+
+class SymmetricGrid:
+    """Groups of columns with a scale: values are `scale * (code - 2^(bits - 1))`, scales of either sign.
+
+    The scale of a group is that of `moepack.solvers.groupwise.quantize_groupwise`. Codes are uint8; `scales` is
+    [E, R, G].
+
+    Args:
+        bits: 2, 3, 4 or 8.
+        group: columns a group: 16, 32, 64, 128 or 256.
+        static: take every group from the original weights (act-order needs it).
+        search: scales of least squared error; otherwise from the largest magnitude.
+    """
+
+    def __init__(self, bits: int, group: int, *, static: bool = False, search: bool = True) -> None:
+        self.bits, self.group, self.search = bits, group, search
+        self.half = 2 ** (bits - 1)
+        self.group_size = None if static else group
+        self.scales = torch.empty(0)
+
+    def fit(self, weights: Tensor) -> None:
+        """Size the scales, and fill those of every group (dynamic groups are filled again on entry)."""
+        self.scales = quantize_groupwise(weights, self.bits, self.group, search=self.search).scales
+
+    def enter(self, start: int, weights: Tensor) -> None:
+        """Refit the group that starts at ``start`` to its compensated weights."""
+        found = quantize_groupwise(weights, self.bits, self.group, search=self.search)
+        self.scales[..., start // self.group] = found.scales[..., 0]
+
+    def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
+        """Round half to even and clamp to the codes there are."""
+        experts = torch.arange(values.shape[0], device=values.device)
+        scale = self.scales[experts, :, columns // self.group]
+        steps = (values / torch.where(scale != 0, scale, torch.inf)).round_().clamp_(-self.half, self.half - 1)
+        return (steps + self.half).to(torch.uint8), steps * scale
 
 
 def _store(values: Tensor, dtype: torch.dtype) -> Tensor:

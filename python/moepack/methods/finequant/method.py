@@ -14,15 +14,15 @@ import torch
 
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.checkpoint.dense import ROLES
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.finequant.planning import BudgetPlan
 from moepack.methods.finequant.sizes import GroupSize, halving_ratios, halvings, packed_bytes, sizes_for, stored_size
 from moepack.methods.parallel import for_experts
+from moepack.methods.roles import as_number, dense_text, parse_dense_bits
 from moepack.solvers.groupwise import BITS, GROUP_SIZES, group_values, quantize_groupwise
 
-__all__ = ["FineQuant", "parse_dense_bits"]
+__all__ = ["FineQuant"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -64,7 +64,7 @@ class FineQuant:
     _plan: BudgetPlan | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.bits = _number(self.bits, "bits")
+        self.bits = as_number(self.bits, "bits")
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
         if str(self.group_size) in map(str, GROUP_SIZES):
@@ -95,10 +95,9 @@ class FineQuant:
             values["bits_per_weight"] = self.bits_per_weight
         if self.group_size == ADAPTIVE:
             values["alpha"] = self.alpha
-        dense = ",".join(f"{role}={bits}" for role, bits in self._dense.items())
         return {
             **values,
-            "dense_bits": dense,
+            "dense_bits": dense_text(self._dense),
             "symmetric": self.symmetric,
             "search": self.search,
             "scales": self.scales,
@@ -204,36 +203,6 @@ class FineQuant:
             )  # fmt: skip
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
-
-
-def parse_dense_bits(given: str | int | None) -> dict[str, int]:
-    """Read `dense_bits`: nothing, one number for all roles but the head, or `role=bits` pairs with commas.
-
-    Raises:
-        ValueError: an unknown role or number of bits.
-    """
-    if given is None or given == "":
-        return {}
-    text = str(given)
-    if "=" not in text:
-        pairs = [(role, text) for role in ROLES if role != "head"]
-    else:
-        pairs = [tuple(part.split("=", 1)) for part in text.split(",") if "=" in part]  # type: ignore[misc]
-        if len(pairs) != len(text.split(",")):
-            raise ValueError(f"dense_bits must be a number or role=bits pairs, not '{text}'")
-    found = {role.strip(): _number(bits, "dense_bits") for role, bits in pairs}
-    if len(found) < len(pairs):
-        raise ValueError(f"dense_bits names a role twice: '{text}'")
-    if not set(found) <= set(ROLES) or not set(found.values()) <= set(BITS):
-        raise ValueError(f"dense_bits: roles are {', '.join(ROLES)} and bits 2, 3, 4 or 8, not '{text}'")
-    return {role: found[role] for role in ROLES if role in found}
-
-
-def _number(value: int | str, what: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{what} must be a number, not '{value}'") from None
 
 
 def _digits(value: float) -> float:

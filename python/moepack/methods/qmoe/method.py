@@ -16,15 +16,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moepack.calibration import CalibrationSettings, Calibrator, Stage
+from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, LinearStage, Stage
 from moepack.calibration.load import load_samples
-from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
+from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.finequant.sizes import packed_bytes
+from moepack.methods.qmoe.dense import DenseSettings, PackedLinears, SolvingLinears
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.grid import GridSolver, Rounding
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.methods.qmoe.rate import RateSolver
+from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.solvers.gptq import GptqSettings
 from moepack.solvers.rate import RateSettings
 
@@ -47,7 +50,11 @@ class Qmoe:
         samples: calibration windows, at most.
         sequence_length: tokens a window.
         bits: "ternary", or "2" for two bits a weight with groups.
-        group_size: columns that share a scale and an offset with two bits: 16, 32, 64, 128 or 256.
+        group_size: columns that share a scale and an offset with two bits, and a scale in packed linear layers: 16, 32,
+            64, 128 or 256.
+        dense_bits: bits of linear layers outside the experts: None leaves them as they are, a number packs attention,
+            shared experts and dense feed-forward layers, and "attention=4,shared=8" (roles: attention, shared, mlp)
+            says it role by role.
         bits_per_weight: bits a weight of the coded experts, all metadata counted, or `None` for what the paper's grid
             takes. Ternary experts only; settings of GPTQ do not apply then.
         code: entropy code of ternary experts, `fsv8` or `dict16`.
@@ -80,6 +87,7 @@ class Qmoe:
     sequence_length: int = 512
     bits: Literal["ternary", "2"] = "ternary"
     group_size: int = 64
+    dense_bits: str | int | None = None
     bits_per_weight: float | None = None
     code: str = "fsv8"
     damping: float = 0.1
@@ -115,6 +123,12 @@ class Qmoe:
         if self.bits_per_weight is not None:
             self._check_rate(self.bits_per_weight)
         self._gptq = GptqSettings(damping=self.damping, act_order=self.act_order)
+        dense = parse_dense_bits(self.dense_bits)
+        if "head" in dense:
+            raise ValueError("dense_bits: qmoe packs no head; roles are attention, shared and mlp")
+        self.dense_bits = dense_text(dense)
+        drift = self.drift if self.solver == "gptq" else 0.0
+        self._dense = DenseSettings(dense, self.group_size, self._gptq if self.solver == "gptq" else None, drift)
         self._settings()  # its checks
 
     def _check_rate(self, rate: float) -> None:
@@ -147,6 +161,15 @@ class Qmoe:
         """Return the most bytes that a projection can take packed, with the list of its coverage."""
         return self._form.bound(shape) + 128 * shape[0]
 
+    @property
+    def dense_roles(self) -> frozenset[str]:
+        """The roles that have bits."""
+        return frozenset(self._dense.bits)
+
+    def dense_bound(self, shape: Shape, role: str) -> int:
+        """Return the size: it depends on shape and bits alone."""
+        return packed_bytes(shape, self._dense.bits[role], self.group_size)
+
     def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
         """Read the calibration set and build the model's skeleton.
 
@@ -158,8 +181,19 @@ class Qmoe:
         )
         self._fingerprint = samples.fingerprint()
         self._current: _Packed | _Solving | None = None
+        self._linears: PackedLinears | SolvingLinears | None = None
         plan = None if self.bits_per_weight is None else self._plan
-        self._steps = Calibrator(checkpoint, model, samples, self._settings()).layers(self._solve, plan)
+        layers = {layer.name: chosen for layer in model.dense if (chosen := layer.only(self.dense_roles)).linears}
+        dense = DenseWork(layers, self._solve_linears)
+        self._steps = Calibrator(checkpoint, model, samples, self._settings()).layers(self._solve, plan, dense)
+
+    def compress_dense(
+        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, PackedTensor]]:
+        """Run the model up to the block with these linear layers, and quantize them."""
+        work = self._linears = SolvingLinears(self._dense, layer, advance)
+        next(self._steps)
+        yield from work.pack()
 
     def compress_layer(
         self, layer: Mapping[str, Weights], advance: Callable[[int], None]
@@ -181,6 +215,11 @@ class Qmoe:
         self._current = _Packed({name: self._form.unpack(tensor) for name, tensor in packed.items()})
         next(self._steps)
 
+    def restore_dense(self, layer: DenseLayer, packed: Mapping[str, PackedTensor]) -> None:
+        """Run the model through linear layers that an earlier run packed."""
+        self._linears = PackedLinears(packed)
+        next(self._steps)
+
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""
         return coverage_notes(layers, self.minimum_tokens, priced=self.bits_per_weight is not None)
@@ -192,6 +231,10 @@ class Qmoe:
     def _solve(self, stage: Stage) -> dict[str, Tensor]:
         assert self._current is not None
         return self._current.solve(stage)
+
+    def _solve_linears(self, stage: LinearStage) -> dict[str, Tensor]:
+        assert self._linears is not None
+        return self._linears.solve(stage)
 
 
 class _Packed:
