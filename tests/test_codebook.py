@@ -26,7 +26,16 @@ def golden(case: dict[str, Any]) -> oracle.Tensor:
     codes = np.frombuffer(bytes.fromhex(case["codes"]), np.uint8).reshape(shape)
     centroids = np.array(case["centroids"], np.int16).reshape(*books, 1 << case["bits"])
     scales = np.array(case["scales"], np.float32).reshape(books)
-    return oracle.Tensor(case["bits"], case["block"], case["rank"], case["activation_bits"], codes, centroids, scales)
+    return oracle.Tensor(
+        case["bits"],
+        case["block"],
+        case["rank"],
+        case["activation_bits"],
+        codes,
+        centroids,
+        scales,
+        case.get("hadamard", 1),
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -35,12 +44,13 @@ def test_golden_file(case: dict[str, Any]) -> None:
     blob = _core.CodebookBlob(data)
     blob.verify()
     assert (blob.bits, blob.rank, blob.block_size) == (case["bits"], case["rank"], case["block"])
-    assert blob.activation_bits == case["activation_bits"]
+    assert blob.activation_bits == case["activation_bits"] and blob.hadamard == expected.hadamard
     np.testing.assert_array_equal(blob.decode(), expected.codes)
-    np.testing.assert_array_equal(blob.dequantize(), expected.weights())
+    close = 0 if expected.hadamard == 1 else 1e-6
+    np.testing.assert_allclose(blob.dequantize(), expected.weights(), rtol=close, atol=close)
     again = _core.encode_codebook(
         expected.codes.copy(), expected.centroids, expected.scales, bits=blob.bits, block=blob.block_size,
-        rank=blob.rank, activation_bits=blob.activation_bits,
+        rank=blob.rank, activation_bits=blob.activation_bits, hadamard=blob.hadamard,
     )  # fmt: skip
     assert again.tobytes() == data.tobytes() == oracle.write(expected)
 

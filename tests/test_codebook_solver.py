@@ -7,7 +7,7 @@ import torch
 from moepack import _core
 from moepack.codebook import CodebookTensor, encode_codebook, fixed_point
 from moepack.errors import InvalidTensorError
-from moepack.solvers.activations import round_activations
+from moepack.solvers.activations import Rounding, block_width, round_activations, turned
 from moepack.solvers.codebooks import ClusterSettings, cluster, look_up
 from moepack.solvers.kmeans import kmeans
 
@@ -153,3 +153,25 @@ def test_what_makes_no_sense_is_refused():
         _core.refine_codebooks(t, h, codes + 4, books, block=4, steps=1)
     with pytest.raises(ValueError, match="either"):
         _core.refine_codebooks(t, h, codes, books, block=4, steps=1, factors=h, points=t)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_turned_activations_are_those_of_the_kernels(bits):
+    x = torch.randn(9, 192, generator=torch.Generator().manual_seed(2))
+    x[:, 5] *= 30
+    width = block_width(192)
+    assert width == 64 and block_width(7) == block_width(0) == 1
+    torch.testing.assert_close(turned(turned(x, width), width), x)
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (1, 5, 192)).astype(np.uint8)
+    blob = _core.CodebookBlob(_core.encode_codebook(
+        codes, rng.integers(-127, 128, (1, 5, 1, 16)).astype(np.int16) * 256, np.full((1, 5, 1), 1e-5, np.float32),
+        bits=4, block=256, rank=2, activation_bits=bits, hadamard=width,
+    ))  # fmt: skip
+    rounding = Rounding(bits, hadamard=True)
+    rounded = rounding(x, "model.layers.0.mlp.down_proj")
+    expected = rounded @ torch.from_numpy(blob.dequantize())[0].T
+    torch.testing.assert_close(torch.from_numpy(blob.matmul(x.numpy())), expected, rtol=1e-4, atol=1e-4)
+    plain = rounding(x, "model.layers.0.self_attn.q_proj")
+    assert (rounded - x).square().sum() < 0.3 * (plain - x).square().sum()
+    assert torch.equal(plain, round_activations(x, bits)) and Rounding()(x, "o_proj") is x

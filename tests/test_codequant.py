@@ -68,7 +68,14 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"activation_bits": 8, "weight_bits": 3}, {"drift": 0.75, "block": 128}, {"rotation": "random"}]
+    "settings",
+    [
+        {},
+        {"activation_bits": 8, "weight_bits": 3},
+        {"activation_bits": 4},
+        {"drift": 0.75, "block": 128},
+        {"rotation": "random"},
+    ],
 )
 def test_the_packed_model_computes_what_calibration_fed_on(tiny_checkpoint, settings, text, tmp_path):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
@@ -177,6 +184,7 @@ def test_bad_weights_text_and_settings_are_refused(mixtral, text, tmp_path):
         {"rotation": "left"},
         {"rotation_steps": -1},
         {"start": "zero"},
+        {"hadamard": True},
     ):
         with pytest.raises(ValueError):
             method(text, **settings)

@@ -502,6 +502,7 @@ def encode_codebook(
     block: int,
     rank: int,
     activation_bits: int = 0,
+    hadamard: int = 1,
 ) -> NDArray[np.uint8]:
     """Pack codes and codebooks, uint8 [bytes]; a weight is `scale * centroid[code]`.
 
@@ -513,6 +514,8 @@ def encode_codebook(
         block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
         rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
         activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+        hadamard: columns that products turn together by Hadamard's matrix before they multiply, a power of two that
+            divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
 
     Raises:
         ValueError: a code, centroid, scale or shape is out of range.
@@ -532,6 +535,9 @@ class CodebookBlob:
     @property
     def activation_bits(self) -> int:
         """To how many bits products round activations unless told otherwise: 4 or 8, or 0 for not at all."""
+    @property
+    def hadamard(self) -> int:
+        """The columns that products turn together by Hadamard's matrix before they multiply; 1 for not at all."""
     @property
     def block_size(self) -> int:
         """The columns that share a codebook."""

@@ -140,6 +140,11 @@ class CodebookTensor(BlobTensor):
             raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
         return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
 
+    @property
+    def hadamard(self) -> int:
+        """Columns that products turn together by Hadamard's matrix (docs/format.md, section 7); 1 for not at all."""
+        return self._blob.hadamard
+
     def matmul(self, x: Array, mode: Mode | None = None, activation_bits: int | None = None) -> Array:
         """Multiply activations by the packed weights: `y = x W^T`. No gradient flows through.
 

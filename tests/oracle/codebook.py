@@ -21,14 +21,20 @@ class Tensor:
     codes: NDArray[np.uint8]
     centroids: NDArray[np.int16]
     scales: NDArray[np.float32]
+    hadamard: int = 1
 
     def weights(self) -> NDArray[np.float32]:
-        """Dequantize: one product, rounded once."""
+        """Dequantize: one product, rounded once; turned back where products turn activations."""
         block = np.arange(self.codes.shape[2]) // self.block
         found = np.take_along_axis(
             self.centroids[:, :, block].astype(np.float32), self.codes[..., None].astype(np.int64), -1
         )
-        return self.scales[..., block] * found[..., 0]
+        values = self.scales[..., block] * found[..., 0]
+        if self.hadamard == 1:
+            return values
+        signs = np.array([[(-1) ** (i & j).bit_count() for j in range(self.hadamard)] for i in range(self.hadamard)])
+        blocks = values.reshape(*values.shape[:2], -1, self.hadamard).astype(np.float64)
+        return (blocks @ signs / self.hadamard**0.5).reshape(values.shape).astype(np.float32)
 
 
 def places(bits: int, column: int) -> list[tuple[int, int]]:
@@ -43,8 +49,8 @@ def places(bits: int, column: int) -> list[tuple[int, int]]:
 def write(tensor: Tensor) -> bytes:
     """The bytes of a tensor."""
     experts, rows, columns = tensor.codes.shape
-    header = struct.pack("<8sHBBB3x4Q80x", b"MOEPCODE", 1, tensor.bits, tensor.activation_bits, tensor.rank,
-                         experts, rows, columns, tensor.block)  # fmt: skip
+    header = struct.pack("<8sHBBBB2x4Q80x", b"MOEPCODE", 1, tensor.bits, tensor.activation_bits, tensor.rank,
+                         tensor.hadamard.bit_length() - 1, experts, rows, columns, tensor.block)  # fmt: skip
     panels = [panel(tensor, expert, first) for expert in range(experts) for first in range(0, rows, PANEL)]
     return header + b"".join(panels)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from moepack.calibration.moments import Moments, Tokens, expert_moments
 from moepack.checkpoint.dense import DenseLayer
 from moepack.errors import UnsupportedModelError
-from moepack.solvers.activations import round_activations
+from moepack.solvers.activations import Rounding
 
 __all__ = ["LinearStage", "Linears", "SolveLinears"]
 
@@ -56,13 +56,13 @@ SolveLinears = Callable[[LinearStage], dict[str, Tensor]]
 class Linears:
     """The linear layers of a block that is loaded."""
 
-    def __init__(self, layer: DenseLayer, block: nn.Module, path: str, activation_bits: int) -> None:
+    def __init__(self, layer: DenseLayer, block: nn.Module, path: str, rounding: Rounding) -> None:
         """Find the layers of `layer` in the block at `path`.
 
         Raises:
             UnsupportedModelError: one of them is no `nn.Linear`.
         """
-        self.layer, self.activation_bits = layer, activation_bits
+        self.layer, self.rounding = layer, rounding
         self.modules: dict[str, nn.Linear] = {}
         for linear in layer.linears:
             module = block.get_submodule(linear.name.removeprefix(f"{path}."))
@@ -126,7 +126,8 @@ class Linears:
             x = torch.cat([part.flatten(0, -2) for part in seen])
             seen.clear()
             mask = done[1 if _READS_ENCODER.search(path) else 0]
-            yield round_activations(x, self.activation_bits if stream == 0 else 0)[mask.to(x.device)]
+            kept = x[mask.to(x.device)]
+            yield self.rounding(kept, path) if stream == 0 else kept
 
     @contextmanager
     def _hooked(self, paths: list[str], note: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
@@ -154,7 +155,7 @@ class Linears:
         try:
             for path, value in self.values.items():
                 self.modules[path].weight = nn.Parameter(value, requires_grad=False)
-            with self._hooked(list(self.values), lambda _, x: round_activations(x, self.activation_bits)):
+            with self._hooked(list(self.values), lambda path, x: self.rounding(x, path)):
                 yield
         finally:
             for path, weight in kept.items():

@@ -34,7 +34,7 @@ from moepack.calibration.stacks import Stack
 from moepack.checkpoint import Checkpoint, DenseLayer
 from moepack.checkpoint.model import MoeLayer, MoeModel
 from moepack.errors import CalibrationError, DeviceMemoryError, UnsupportedModelError
-from moepack.solvers.activations import round_activations
+from moepack.solvers.activations import Rounding
 
 __all__ = ["CalibrationSettings", "Calibrator", "Coverage", "Plan", "Solve", "Stage"]
 
@@ -52,7 +52,7 @@ class CalibrationSettings:
             with compressed activations.
         drift: run the original model beside the compressed one even where its routing is not used, so that moments
             know the drift. Only looked at with compressed activations.
-        activation_bits: to how many bits the compressed stream rounds what compressed layers read; 0 for not at all.
+        rounding: what the compressed stream makes of what compressed layers read.
         group: experts solved together.
         token_cap: most tokens of an expert held at a time, as a multiple of the mean over experts; the rest follows
             in further pieces.
@@ -67,7 +67,7 @@ class CalibrationSettings:
     activations: Literal["compressed", "original"] = "compressed"
     routing: Literal["original", "compressed"] = "original"
     drift: bool = False
-    activation_bits: int = 0
+    rounding: Rounding = field(default_factory=Rounding)
     group: int = 16
     token_cap: float = 4.0
     batch: int = 8
@@ -294,7 +294,7 @@ class Calibrator:
         with self.skeleton.loaded(block) as module:
             linears = None
             if dense is not None and block in dense.layers:
-                linears = Linears(dense.layers[block], module, block, self.settings.activation_bits)
+                linears = Linears(dense.layers[block], module, block, self.settings.rounding)
                 self._solve_linears(linears, dense.solve, stack, index, module, streams, mask)
                 yield linears.layer, Coverage(block, torch.empty(0), torch.empty(0))
             if recorder is not None and stack.name not in self._factors:
@@ -349,7 +349,7 @@ class Calibrator:
             states, encoder = self._batch(stream, first, last)
             output = stack.run(index, module, states, encoder)
             if recorder is not None:
-                read = self._rounded(recorder.inputs) if stream.compressed else recorder.inputs
+                read = self.settings.rounding(recorder.inputs, "experts") if stream.compressed else recorder.inputs
                 stream.inputs.samples(first, last).copy_(read.view(output.shape))
                 # int32 halves the memory of the assignment; no model has 2^31 experts.
                 where = stream.inputs.tokens.device
@@ -359,9 +359,6 @@ class Calibrator:
         if recorder is not None:
             stream.index, stream.weights = torch.cat(chosen), torch.cat(weights)
             recorder.inputs = recorder.index = recorder.weights = torch.empty(0)
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        return round_activations(x, self.settings.activation_bits)
 
 
 def _enclosing(name: str) -> list[str]:
@@ -498,7 +495,7 @@ class _SparseLayer:
     def _activations(self, x: Tensor, weights: dict[str, Tensor], position: int, compressed: bool = False) -> Tensor:
         """Inputs of the last projection for tokens x [n, C]; in the compressed model they are rounded."""
         outputs = self.recorder.activate(self._outputs(x, weights, position))
-        return round_activations(outputs, self.settings.activation_bits if compressed else 0)
+        return self.settings.rounding(outputs, self.last) if compressed else outputs
 
     def _outputs(self, x: Tensor, weights: dict[str, Tensor], position: int) -> list[Tensor]:
         """Outputs of the first projections for tokens x [n, C]."""

@@ -71,6 +71,10 @@ def compress_command(
     rotation: Annotated[
         str | None, typer.Option(help="codequant: learned, random, hadamard or none; default learned.")
     ] = None,
+    hadamard: Annotated[
+        bool | None,
+        typer.Option(help="codequant: turn inputs that no offline rotation reaches; default with 4 activation bits."),
+    ] = None,
     solver: Annotated[
         str | None, typer.Option(help="milo: lsq (default), hqq or rtn. qmoe: gptq (default) or rtn.")
     ] = None,
@@ -115,7 +119,7 @@ def compress_command(
         options |= {"bits": bits, "bits_per_weight": bits_per_weight, "device": device, "code": code}
         options |= {"group_size": _number(group_size), "dense_bits": dense_bits, "alpha": alpha}
         options |= {"weight_bits": weight_bits, "activation_bits": activation_bits}
-        options |= {"block": _number(block), "steps": steps, "rotation": rotation}
+        options |= {"block": _number(block), "steps": steps, "rotation": rotation, "hadamard": hadamard}
         options |= {"symmetric": symmetric, "search": search, "scales": scales}
         options |= {"solver": solver, "rank": rank, "rank_bits": rank_bits, "memory_budget": memory_budget}
         options |= {"refine": refine}

@@ -37,7 +37,8 @@ _KINDS: Mapping[str, type[Blob]] = {
 }
 
 _DETAILS = (
-    "code", "nonzeros", "bits", "group_size", "symmetric", "dtype", "block_size", "activation_bits", "rank_bits",
+    "code", "nonzeros", "bits", "group_size", "symmetric", "dtype", "block_size", "activation_bits",
+    "hadamard", "rank_bits",
 )  # fmt: skip
 """What a manifest may say about a packed tensor that its bytes say too."""
 

@@ -53,6 +53,7 @@ fn golden_files_decode_and_are_written_the_same() {
             bits: number(&case["bits"]) as u8,
             block: number(&case["block"]),
             activation_bits: number(&case["activation_bits"]) as u8,
+            hadamard: case["hadamard"].as_u64().map_or(1, |width| width as usize),
             codes: &codes,
             centroids: &centroids,
             scales: &scales,

@@ -24,6 +24,8 @@ use crate::error::raise;
 ///     block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
 ///     rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
 ///     activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+///     hadamard: columns that products turn together by Hadamard's matrix before they multiply, a power of two that
+///         divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
 ///
 /// Returns:
 ///     The packed tensor, uint8 [bytes].
@@ -31,7 +33,7 @@ use crate::error::raise;
 /// Raises:
 ///     ValueError: a code, centroid, scale or shape is out of range.
 #[pyfunction]
-#[pyo3(signature = (codes, centroids, scales, *, bits, block, rank, activation_bits=0))]
+#[pyo3(signature = (codes, centroids, scales, *, bits, block, rank, activation_bits=0, hadamard=1))]
 #[allow(clippy::too_many_arguments)]
 pub fn encode_codebook<'py>(
     py: Python<'py>,
@@ -42,6 +44,7 @@ pub fn encode_codebook<'py>(
     block: usize,
     rank: u8,
     activation_bits: u8,
+    hadamard: usize,
 ) -> PyResult<Bound<'py, PyArray1<u8>>> {
     let &[experts, rows, columns] = codes.shape() else {
         unreachable!("the type has three axes")
@@ -64,6 +67,7 @@ pub fn encode_codebook<'py>(
         bits,
         activation_bits,
         block,
+        hadamard,
         codes: contiguous(codes.as_slice(), "codes")?,
         centroids: contiguous(centroids.as_slice(), "centroids")?,
         scales: contiguous(scales.as_slice(), "scales")?,
@@ -149,6 +153,12 @@ impl CodebookBlob {
         self.layout.activation_bits()
     }
 
+    /// The columns that products turn together by Hadamard's matrix before they multiply; 1 for not at all.
+    #[getter]
+    fn hadamard(&self) -> usize {
+        self.layout.hadamard()
+    }
+
     /// The columns that share a codebook.
     #[getter]
     fn block_size(&self) -> usize {
@@ -190,7 +200,7 @@ impl CodebookBlob {
         self.fill(py, |view, expert, row, codes| view.decode_row(expert, row, codes))
     }
 
-    /// The values: float32 [experts, rows, columns].
+    /// The values, turned back where products turn activations: float32 [experts, rows, columns].
     fn dequantize<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f32>>> {
         self.fill(py, |view, expert, row, values| {
             view.decode_values(expert, row, values)

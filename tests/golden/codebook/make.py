@@ -14,7 +14,7 @@ from oracle.codebook import Tensor, write
 
 HERE = pathlib.Path(__file__).parent
 
-#: name: (shape, rank, bits, block, activation bits)
+#: name: (shape, rank, bits, block, activation bits[, Hadamard width])
 CASES = {
     "four_bits": ((1, 17, 70), 2, 4, 128, 0),
     "four_bits_blocks": ((2, 3, 300), 3, 4, 128, 8),
@@ -25,6 +25,7 @@ CASES = {
     "no_experts": ((0, 4, 8), 3, 2, 128, 0),
     "no_rows": ((2, 0, 8), 3, 3, 128, 0),
     "no_columns": ((2, 3, 0), 3, 4, 128, 0),
+    "turned": ((2, 5, 192), 3, 4, 128, 4, 64),
 }
 
 
@@ -41,10 +42,12 @@ def tensor(seed: int, shape: tuple[int, int, int], rank: int, bits: int, block: 
 def main() -> None:
     """Write NAME.bin for each case, and cases.json."""
     cases = []
-    for seed, (name, (shape, rank, bits, block, activation_bits)) in enumerate(CASES.items()):
+    for seed, (name, (shape, rank, bits, block, activation_bits, *turned)) in enumerate(CASES.items()):
         made = tensor(seed, shape, rank, bits, block, activation_bits)
+        made.hadamard = turned[0] if turned else 1
         (HERE / f"{name}.bin").write_bytes(write(made))
         case = {"name": name, "shape": shape, "rank": rank, "bits": bits, "block": block}
+        case |= {"hadamard": turned[0]} if turned else {}
         lists = {"centroids": made.centroids.ravel().tolist(), "scales": [float(s) for s in made.scales.ravel()]}
         codes = made.codes.tobytes().hex()
         cases.append({**case, "activation_bits": activation_bits, "codes": codes, **lists})

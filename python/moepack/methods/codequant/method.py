@@ -29,6 +29,7 @@ from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import EMBEDDINGS, FAMILIES, check
 from moepack.methods.qmoe.notes import coverage_notes
+from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
 
 __all__ = ["CodeQuant"]
@@ -66,6 +67,9 @@ class CodeQuant:
             before they are clustered (see `moepack.methods.codequant.rotation`).
         rotation_steps: gradient steps of a learned rotation.
         seed: of the rotation.
+        hadamard: turn what the output and down projections (and DeepSeek's projections of latents) read by Hadamard's
+            matrix while the model runs: no offline rotation reaches these inputs. By default where activations have 4
+            bits.
         permute: with blocks, order the inner dimension of feed-forward layers so that codebooks serve columns that
             belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated).
         dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
@@ -90,6 +94,7 @@ class CodeQuant:
     rotation: Literal["learned", "random", "hadamard", "none"] = "learned"
     rotation_steps: int = 128
     seed: int = 0
+    hadamard: bool | None = None
     permute: bool = True
     dense: str = "attention,shared,mlp"
     group: int = 16
@@ -106,6 +111,10 @@ class CodeQuant:
             raise ValueError(
                 f"rotation must be one of {', '.join(ROTATIONS)}, not '{self.rotation}', for 0 or more steps"
             )
+        if self.hadamard is None:
+            self.hadamard = self.activation_bits == 4
+        if self.hadamard and self.activation_bits == 16:
+            raise ValueError("hadamard turns activations before they are rounded: it needs activation_bits 8 or 4")
         width = None if self.block == ROW else self._width(self.block)
         self._solver = ClusterSettings(
             bits=self.weight_bits,
@@ -134,9 +143,9 @@ class CodeQuant:
         return width
 
     @property
-    def _rounding(self) -> int:
-        """Activation bits as the format stores them."""
-        return 0 if self.activation_bits == 16 else self.activation_bits
+    def _rounding(self) -> Rounding:
+        """What packed layers make of their inputs."""
+        return Rounding(0 if self.activation_bits == 16 else self.activation_bits, bool(self.hadamard))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -230,7 +239,7 @@ class CodeQuant:
         settings = CalibrationSettings(
             routing="compressed",
             drift=self.drift > 0,
-            activation_bits=self._rounding,
+            rounding=self._rounding,
             group=self.group,
             device=torch.device(self.device),
         )

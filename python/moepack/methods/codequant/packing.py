@@ -13,6 +13,7 @@ from moepack.calibration.moments import Moments
 from moepack.codebook import BLOCK_UNIT, fixed_point
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.solvers.activations import Rounding, turned
 from moepack.solvers.codebooks import Clustered, ClusterSettings, cluster, look_up
 
 __all__ = ["Packed", "Solving", "packed_bytes"]
@@ -55,11 +56,11 @@ class Solving:
     def __init__(
         self,
         settings: ClusterSettings,
-        activation_bits: int,
+        rounding: Rounding,
         layer: Mapping[str, Weights],
         advance: Callable[[int], None],
     ) -> None:
-        self.settings, self.activation_bits, self.layer, self.advance = settings, activation_bits, layer, advance
+        self.settings, self.rounding, self.layer, self.advance = settings, rounding, layer, advance
         self.codes = {name: torch.empty(w.shape, dtype=torch.uint8) for name, w in layer.items()}
         self.centroids = {name: torch.empty(self._books(w.shape)) for name, w in layer.items()}
         self.objectives: dict[str, Tensor] = {}
@@ -92,11 +93,15 @@ class Solving:
             found = hessians()
             sums = Moments(found, torch.zeros_like(found))
         stacked = torch.cat(list(weights.values()), 1)
-        clustered = cluster(stacked, sums.hessians, sums.drift, self.settings)
+        width = self.rounding.width(next(iter(weights)), stacked.shape[-1])
+        turned_hessians, turned_drift = (
+            turned(turned(part, width).mT, width).mT for part in (sums.hessians, sums.drift)
+        )
+        clustered = cluster(turned(stacked, width), turned_hessians, turned_drift, self.settings)
         for expert, reason in zip(experts, clustered.reasons, strict=True):
             if reason is not None:
                 self.rounded.setdefault(str(expert), reason)
-        values = look_up(clustered.codes, clustered.centroids, self.settings.block)
+        values = turned(look_up(clustered.codes, clustered.centroids, self.settings.block), width)
         return self._keep(weights, experts, clustered, values)
 
     def _keep(
@@ -128,11 +133,12 @@ class Solving:
             yield name, self._pack(name, weights, details if position == 0 else {})
 
     def _pack(self, name: str, weights: Weights, details: Mapping[str, Any]) -> PackedTensor:
-        bits = 8 if self.activation_bits else 16
+        bits = 8 if self.rounding.bits else 16
         stored = fixed_point(self.centroids.pop(name), bits)
         blob = _core.encode_codebook(
             self.codes.pop(name).numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=self.settings.bits,
-            block=self.settings.block or WHOLE_ROW, rank=weights.rank, activation_bits=self.activation_bits,
+            block=self.settings.block or WHOLE_ROW, rank=weights.rank, activation_bits=self.rounding.bits,
+            hadamard=self.rounding.width(name, weights.shape[-1]),
         )  # fmt: skip
         header = _core.CodebookBlob(blob)
         mean = self.objectives[name] / max(weights.shape[0], 1)
@@ -140,6 +146,7 @@ class Solving:
             "bits": header.bits,
             "block_size": header.block_size,
             "activation_bits": header.activation_bits,
+            "hadamard": header.hadamard,
             "objective": [float(f"{value:.5e}") for value in mean.tolist()],
         }
         return PackedTensor("codebook", blob, {**own, **details})

@@ -19,6 +19,9 @@ pub struct Content<'a> {
     pub activation_bits: u8,
     /// Columns that share a codebook, a multiple of 128; a block larger than the row means the row.
     pub block: usize,
+    /// Columns that products turn together by Hadamard's matrix, a power of two that divides the columns; 1 for not at
+    /// all. Codes and centroids are those of the turned weights.
+    pub hadamard: usize,
     /// E x R x C codes below 2^bits.
     pub codes: &'a [u8],
     /// E x R x B x K centroids, -32639 to 32639.
@@ -41,10 +44,16 @@ pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
         ..
     } = content;
     let whole = shape.columns.max(1).next_multiple_of(BLOCK_UNIT);
-    let Some(layout) = Layout::of(shape, bits, content.activation_bits, content.block.min(whole)) else {
+    let Some(layout) = Layout::of(
+        shape,
+        bits,
+        content.activation_bits,
+        content.block.min(whole),
+        content.hadamard,
+    ) else {
         return invalid(format!(
-            "{shape:?} of {bits} bits, activations of {}, blocks of {} cannot be packed",
-            content.activation_bits, content.block
+            "{shape:?} of {bits} bits, activations of {}, blocks of {}, turned by {} cannot be packed",
+            content.activation_bits, content.block, content.hadamard
         ));
     };
     let books = shape.experts * shape.rows * layout.blocks();

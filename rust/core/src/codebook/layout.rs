@@ -15,12 +15,19 @@ pub struct Layout {
     bits: u8,
     activation_bits: u8,
     block: usize,
+    hadamard: usize,
     total: usize,
 }
 
 impl Layout {
     /// The layout of a tensor; `None` where something is out of range or the size overflows.
-    pub(super) fn of(shape: Shape, bits: u8, activation_bits: u8, block: usize) -> Option<Layout> {
+    pub(super) fn of(
+        shape: Shape,
+        bits: u8,
+        activation_bits: u8,
+        block: usize,
+        hadamard: usize,
+    ) -> Option<Layout> {
         let sane = matches!((shape.rank, shape.experts), (2, 1) | (3, _))
             && matches!(bits, 2..=4)
             && matches!(activation_bits, 0 | 4 | 8)
@@ -28,6 +35,7 @@ impl Layout {
             && block.is_multiple_of(BLOCK_UNIT)
             && block <= MAX_COLUMNS
             && shape.columns <= MAX_COLUMNS
+            && (hadamard == 1 || hadamard.is_power_of_two() && divides(hadamard, shape.columns))
             && [shape.experts, shape.rows]
                 .iter()
                 .all(|&n| n as u64 <= limits::MAX_ROWS);
@@ -36,6 +44,7 @@ impl Layout {
             bits,
             activation_bits,
             block,
+            hadamard,
             total: 0,
         })?;
         let panels = shape.experts.checked_mul(shape.rows.div_ceil(PANEL))?;
@@ -64,6 +73,12 @@ impl Layout {
     /// Centroids of a codebook.
     pub fn clusters(&self) -> usize {
         1 << self.bits
+    }
+
+    /// Columns that products turn together by Hadamard's matrix before they multiply ([`crate::gemm::hadamard`]), a power
+    /// of two that divides the columns; 1 for not at all.
+    pub fn hadamard(&self) -> usize {
+        self.hadamard
     }
 
     /// Columns that share a codebook.
@@ -135,7 +150,7 @@ impl Layout {
         if version != VERSION {
             return corrupt(format!("version {version}"));
         }
-        if header[13..16].iter().chain(&header[48..]).any(|&b| b != 0) {
+        if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
         }
         let size = |at: usize| {
@@ -148,7 +163,8 @@ impl Layout {
             columns: size(32),
             rank: header[12],
         };
-        match Layout::of(shape, header[10], header[11], size(40)) {
+        let hadamard = 1usize.checked_shl(header[13].into()).unwrap_or(0);
+        match Layout::of(shape, header[10], header[11], size(40), hadamard) {
             Some(layout) if layout.total == data.len() => Ok(layout),
             Some(layout) if layout.total > data.len() => {
                 let message = format!(
@@ -171,7 +187,8 @@ impl Layout {
     pub(super) fn write(&self, out: &mut [u8]) {
         out[..8].copy_from_slice(&MAGIC);
         out[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        out[10..13].copy_from_slice(&[self.bits, self.activation_bits, self.shape.rank]);
+        let hadamard = self.hadamard.trailing_zeros() as u8;
+        out[10..14].copy_from_slice(&[self.bits, self.activation_bits, self.shape.rank, hadamard]);
         let sizes = [
             self.shape.experts,
             self.shape.rows,
@@ -182,4 +199,9 @@ impl Layout {
             field.copy_from_slice(&(size as u64).to_le_bytes());
         }
     }
+}
+
+/// Whether `width` columns are a part of so many.
+fn divides(width: usize, columns: usize) -> bool {
+    columns > 0 && columns.is_multiple_of(width)
 }

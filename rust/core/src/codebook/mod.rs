@@ -10,8 +10,9 @@
 //!
 //! ```text
 //!  0 8s magic "MOEPCODE"      11 u8 activation bits: 0 none, 4, 8     24 u64 rows R       48 80 zeros
-//!  8 u16 version 1            12 u8 rank 2 or 3, 13 3 zeros           32 u64 columns C
-//! 10 u8 bits 2, 3 or 4        16 u64 experts E                        40 u64 block size in columns
+//!  8 u16 version 1            12 u8 rank 2 or 3, 14 2 zeros           32 u64 columns C
+//! 10 u8 bits 2, 3 or 4        13 u8 log2 of Hadamard's width          40 u64 block size in columns
+//!                             16 u64 experts E
 //! then for each expert, for each panel of 16 rows, for each block of columns, with K = 2^bits:
 //! 16*K i8   high bytes of the rows' centroids          16 i32  for each row the sum of high over the block's columns
 //! 16*K i8   low bytes                                  16 i32  the same sum of whole centroids

@@ -8,6 +8,7 @@ pub(crate) struct Case {
     pub shape: Shape,
     pub bits: u8,
     pub block: usize,
+    pub hadamard: usize,
     pub codes: Vec<u8>,
     pub centroids: Vec<i16>,
     pub scales: Vec<f32>,
@@ -32,6 +33,7 @@ impl Case {
             },
             bits,
             block,
+            hadamard: 1,
             codes: (0..experts * rows * columns)
                 .map(|_| (next() % clusters) as u8)
                 .collect(),
@@ -49,6 +51,7 @@ impl Case {
             bits: self.bits,
             activation_bits: 8,
             block: self.block,
+            hadamard: self.hadamard,
             codes: &self.codes,
             centroids: &self.centroids,
             scales: &self.scales,
@@ -99,10 +102,11 @@ proptest! {
     #[test]
     fn any_bytes_are_read_safely(mut data in prop::collection::vec(any::<u8>(), 0..2000), bits in 2u8..5) {
         let shape = Shape { experts: 1, rows: 3, columns: 40, rank: 3 };
-        let layout = Layout::of(shape, bits, 0, 128).unwrap();
+        let layout = Layout::of(shape, bits, 0, 128, 1).unwrap();
         data.resize(layout.total_bytes(), 7);
         layout.write(&mut data);
-        let reserved = [13, 14, 15].into_iter().chain(48..128);
+        data[13] %= 4;
+        let reserved = [14, 15].into_iter().chain(48..128);
         reserved.for_each(|at| data[at] = 0);
         let view = View::parse(&data).unwrap();
         let _ = view.verify();
@@ -131,7 +135,9 @@ fn hostile_headers_are_refused_before_anything_is_computed() {
         (11, 5),
         (12, 1),
         (12, 4),
-        (13, 1),
+        (13, 8),
+        (13, 64),
+        (14, 1),
         (23, 0xff),
         (31, 0xff),
         (34, 2),
@@ -183,6 +189,9 @@ fn content_out_of_range_is_refused() {
         Content { bits: 5, ..valid },
         Content { block: 100, ..valid },
         Content { block: 0, ..valid },
+        Content { hadamard: 0, ..valid },
+        Content { hadamard: 3, ..valid },
+        Content { hadamard: 4, ..valid },
         Content {
             activation_bits: 16,
             ..valid

@@ -3,6 +3,8 @@
 use super::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_registers, unpack};
 use super::{HEADER_BYTES, Layout, PANEL, corrupt, join};
 use crate::Result;
+use crate::gemm::hadamard::rotate;
+use crate::simd::Isa;
 
 /// A tensor over its bytes.
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +61,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The values of a row of an expert, `[C]`: the product of scale and centroid, rounded to f32 once.
+    /// The values of a row of an expert, `[C]`: the product of scale and centroid, rounded to f32 once; in a tensor whose
+    /// products turn activations, turned back.
     pub fn decode_values(&self, expert: usize, row: usize, values: &mut [f32]) {
         let mut codes = vec![0; values.len()];
         self.decode_row(expert, row, &mut codes);
@@ -70,6 +73,9 @@ impl<'a> View<'a> {
             for (value, &code) in values.iter_mut().zip(codes) {
                 *value = scale * source.centroid(row % PANEL, usize::from(code)) as f32;
             }
+        }
+        if self.layout.hadamard() > 1 {
+            rotate(Isa::Scalar, values, self.layout.hadamard());
         }
     }
 

@@ -10,6 +10,9 @@
 //! * [`Mode::Int8`]: the same with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
 //!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales).
 //!
+//! A tensor whose layout has a Hadamard width stores turned weights; every mode turns the activations first, and the
+//! bounds hold for turned weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the turning.
+//!
 //! A token that holds NaN or infinity has NaN outputs. Integer modes give the same bits on every instruction set; the
 //! exact mode sums in the same order everywhere and may fuse multiplications and additions.
 //!

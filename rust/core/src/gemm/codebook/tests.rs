@@ -298,3 +298,36 @@ fn empty_tensors_and_wrong_sizes() {
     assert!(Mode::from_name("int8", 5).is_err() && Mode::from_name("float", 8).is_err());
     assert_eq!(Mode::from_name("exact", 0), Ok(Mode::Exact));
 }
+
+#[test]
+fn turned_tensors_turn_their_activations() {
+    let case = Case::new(4, [2, 21, 192], 128);
+    let plain = case.blob();
+    let turned = Case { hadamard: 64, ..case }.blob();
+    let (plain, turned) = (View::parse(&plain).unwrap(), View::parse(&turned).unwrap());
+    let offsets = [0, 3, 5];
+    let x = activations(5 * 192);
+    let mut weights = vec![0.0; 192];
+    for isa in sets() {
+        let mut first = x.clone();
+        crate::gemm::hadamard::rotate(isa, &mut first, 64);
+        for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+            let found = product(&turned, &x, &offsets, mode, isa);
+            assert_eq!(
+                found,
+                product(&plain, &first, &offsets, mode, isa),
+                "{mode:?} {isa:?}"
+            );
+        }
+        let found = product(&turned, &x, &offsets, Mode::Exact, isa);
+        for (at, found) in found.into_iter().enumerate() {
+            let (token, row) = (at / 21, at % 21);
+            turned.decode_values(usize::from(token >= 3), row, &mut weights);
+            let expected: f32 = weights.iter().zip(&x[token * 192..]).map(|(w, x)| w * x).sum();
+            assert!(
+                (found - expected).abs() < 1e-3,
+                "{isa:?} {at}: {found}, not {expected}"
+            );
+        }
+    }
+}

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::Mode;
 use crate::codebook::Layout;
+use crate::gemm::hadamard::rotate;
 use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
 
@@ -34,6 +35,7 @@ impl Tokens {
         pool: &ThreadPool,
     ) -> Tokens {
         let (columns, stride) = (layout.shape().columns, layout.padded_columns());
+        let turn = (isa, layout.hadamard());
         let mut tokens = Tokens {
             stride,
             values: vec![],
@@ -43,15 +45,22 @@ impl Tokens {
         let pool = Some(pool).filter(|p| count * columns >= PARALLEL && p.current_num_threads() > 1);
         match mode.activation_bits() {
             _ if stride == 0 => tokens.scales = vec![(0.0, 0); count],
-            None => tokens.fill(x, columns, count, pool),
-            Some(bits) => tokens.fill_rounded(x, columns, count, (bits, isa), pool),
+            None => tokens.fill(x, columns, count, turn, pool),
+            Some(bits) => tokens.fill_rounded(x, columns, count, bits, turn, pool),
         }
         tokens
     }
 
-    fn fill(&mut self, x: Activations, columns: usize, count: usize, pool: Option<&ThreadPool>) {
+    fn fill(
+        &mut self,
+        x: Activations,
+        columns: usize,
+        count: usize,
+        turn: (Isa, usize),
+        pool: Option<&ThreadPool>,
+    ) {
         self.values = vec![0.0; count * self.stride];
-        let fill = |(token, out): (usize, &mut [f32])| read(x, token, &mut out[..columns]);
+        let fill = |(token, out): (usize, &mut [f32])| read(x, token, &mut out[..columns], turn);
         let values = &mut self.values;
         match pool {
             Some(pool) => pool.install(|| {
@@ -67,15 +76,16 @@ impl Tokens {
         x: Activations,
         columns: usize,
         count: usize,
-        (bits, isa): (u8, Isa),
+        bits: u8,
+        turn: (Isa, usize),
         pool: Option<&ThreadPool>,
     ) {
         self.codes = vec![0; count * self.stride];
         self.scales = vec![(0.0, 0); count];
         let fill = |values: &mut Vec<f32>, token: usize, codes: &mut [u8], scale: &mut (f32, i32)| {
             values.resize(columns, 0.0);
-            read(x, token, values);
-            *scale = quantize(isa, values, bits, &mut codes[..columns]);
+            read(x, token, values, turn);
+            *scale = quantize(turn.0, values, bits, &mut codes[..columns]);
         };
         let (codes, scales) = (&mut self.codes, &mut self.scales);
         if let Some(pool) = pool {
@@ -90,8 +100,8 @@ impl Tokens {
     }
 }
 
-/// Widens a token of `out.len()` values.
-fn read(x: Activations, token: usize, out: &mut [f32]) {
+/// Widens a token of `out.len()` values, and turns blocks of `width` of them.
+fn read(x: Activations, token: usize, out: &mut [f32], (isa, width): (Isa, usize)) {
     let at = token * out.len()..(token + 1) * out.len();
     match x {
         Activations::F32(x) => out.copy_from_slice(&x[at]),
@@ -99,6 +109,9 @@ fn read(x: Activations, token: usize, out: &mut [f32]) {
             let pairs = out.iter_mut().zip(&x[at]);
             pairs.for_each(|(out, &x)| *out = half::bf16::from_bits(x).to_f32());
         }
+    }
+    if width > 1 {
+        rotate(isa, out, width);
     }
 }
 

@@ -1,0 +1,81 @@
+//! Hadamard's rotation of activations: it spreads an outlier over all columns of its block before they are rounded.
+//!
+//! Sylvester's matrix of n = 2^k columns, `H[i][j] = (-1)^popcount(i & j) / sqrt(n)`, is symmetric and its own inverse,
+//! so `W x = (W H)(H x)`: a tensor stores W H, and products turn x. A row of several times n columns is turned block by
+//! block. k rounds of additions and one multiplication a value, in the same order on every instruction set and never
+//! fused: the same bits everywhere.
+
+use crate::simd::Isa;
+
+/// Turns each block of `width` values, a power of two that divides `values.len()`. `isa` must have been found available.
+pub fn rotate(isa: Isa, values: &mut [f32], width: usize) {
+    match isa {
+        Isa::Scalar => blocks(values, width),
+        // SAFETY: every set but the scalar one has AVX2; the caller has found the set available.
+        #[cfg(target_arch = "x86_64")]
+        _ => unsafe { blocks_avx2(values, width) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => blocks(values, width),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn blocks_avx2(values: &mut [f32], width: usize) {
+    blocks(values, width);
+}
+
+#[inline(always)]
+fn blocks(values: &mut [f32], width: usize) {
+    let unit = 1.0 / (width as f32).sqrt();
+    for block in values.chunks_exact_mut(width.max(1)) {
+        let mut half = 1;
+        while half < width {
+            for pair in block.chunks_exact_mut(2 * half) {
+                let (low, high) = pair.split_at_mut(half);
+                for (a, b) in low.iter_mut().zip(high) {
+                    (*a, *b) = (*a + *b, *a - *b);
+                }
+            }
+            half *= 2;
+        }
+        block.iter_mut().for_each(|value| *value *= unit);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_set_multiplies_by_sylvesters_matrix() {
+        for (length, width) in [(1, 1), (6, 2), (24, 8), (64, 64), (768, 256)] {
+            let x: Vec<f32> = (0..length).map(|i| (i * 37 % 23) as f32 - 9.5).collect();
+            let mut reference = x.clone();
+            rotate(Isa::Scalar, &mut reference, width);
+            for (i, &found) in reference.iter().enumerate() {
+                let block = &x[i / width * width..][..width];
+                let signed =
+                    block
+                        .iter()
+                        .enumerate()
+                        .map(|(j, &x)| match ((i % width) & j).count_ones() % 2 {
+                            0 => f64::from(x),
+                            _ => -f64::from(x),
+                        });
+                let expected = signed.sum::<f64>() / (width as f64).sqrt();
+                assert!(
+                    (f64::from(found) - expected).abs() < 1e-4,
+                    "{length} {width} {i}: {found}, not {expected}"
+                );
+            }
+            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+                let mut turned = x.clone();
+                rotate(isa, &mut turned, width);
+                assert_eq!(turned, reference, "{isa:?}");
+                rotate(isa, &mut turned, width);
+                assert!(turned.iter().zip(&x).all(|(a, b)| (a - b).abs() < 1e-4));
+            }
+        }
+    }
+}
