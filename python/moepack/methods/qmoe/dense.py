@@ -2,7 +2,8 @@
 
 Attention, shared experts and dense feed-forward layers are solved stage by stage in the order in which the block runs
 them, on inputs that have passed through everything that was quantized before; every token counts alike, for every token
-visits them. Routers, norms, embeddings and the output head stay what they are.
+visits them. They are not moved to undo the drift of earlier layers, as experts are: that was measured, and with eight
+bits the models lost by it (docs/methods/qmoe.md). Routers, norms, embeddings and the output head stay what they are.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from moepack.calibration import LinearStage
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Weights
 from moepack.methods.qmoe.forms import groupwise_details
-from moepack.methods.qmoe.grid import DRIFT_DAMPING
-from moepack.solvers.drift import corrected
 from moepack.solvers.gptq import GptqSettings, gptq
 from moepack.solvers.grids import SymmetricGrid
 
@@ -34,13 +33,11 @@ class DenseSettings:
         bits: by role; only these roles are packed.
         group_size: columns that share a scale.
         gptq: settings of the solver; None rounds to nearest, with the largest magnitude's scale.
-        drift: the share of earlier layers' error that the weights are moved to undo.
     """
 
     bits: Mapping[str, int]
     group_size: int
     gptq: GptqSettings | None
-    drift: float
 
 
 class PackedLinears:
@@ -72,10 +69,7 @@ class SolvingLinears:
         weights = torch.cat(list(stage.weights.values()), dim=1)
         hessians = weights.new_zeros((1, weights.shape[2], weights.shape[2]))
         if self.settings.gptq is not None:
-            moments = stage.moments()
-            hessians = moments.hessians
-            if self.settings.drift:
-                weights = corrected(weights, hessians, moments.drift, self.settings.drift, DRIFT_DAMPING)
+            hessians = stage.moments().hessians
         rows = [given.shape[1] for given in stage.weights.values()]
         wanted = dict(zip(stage.weights, torch.split(weights, rows, dim=1), strict=True))
         return {path: self._solve(path, part, hessians) for path, part in wanted.items()}

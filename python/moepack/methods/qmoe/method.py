@@ -127,8 +127,7 @@ class Qmoe:
         if "head" in dense:
             raise ValueError("dense_bits: qmoe packs no head; roles are attention, shared and mlp")
         self.dense_bits = dense_text(dense)
-        drift = self.drift if self.solver == "gptq" else 0.0
-        self._dense = DenseSettings(dense, self.group_size, self._gptq if self.solver == "gptq" else None, drift)
+        self._dense = DenseSettings(dense, self.group_size, self._gptq if self.solver == "gptq" else None)
         self._settings()  # its checks
 
     def _check_rate(self, rate: float) -> None:
