@@ -33,6 +33,12 @@ POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "ternary": [("rounded", {})],
     "qmoe": [(f"{rate} bits", {"bits_per_weight": rate}) for rate in (0.87, 1.05, 1.25, 1.45)]
     + [("2 bits, group 64", {"bits": "2"})],
+    "qmoe, dense layers packed": [
+        ("2 bits, group 64, dense 8 bits", {"bits": "2", "dense_bits": 8}),
+        ("1.25 bits, dense 8 bits", {"bits_per_weight": 1.25, "dense_bits": 8}),
+        ("2 bits, group 64, dense 4 bits", {"bits": "2", "dense_bits": 4}),
+        ("0.87 bits, dense 8 bits", {"bits_per_weight": 0.87, "dense_bits": 8}),
+    ],
     "finequant": [(f"{bits} bits, group 64", {"bits": bits, "dense_bits": 8}) for bits in (2, 3, 4, 8)],
     "milo": [
         (f"{bits} bits, {more} % compensators", {"bits": bits, "rank": f"budget:{more}"})
@@ -41,7 +47,8 @@ POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "codequant": [(f"{bits} bits a row", {"weight_bits": bits}) for bits in (2, 3, 4)],
 }
-"""Settings by method; whatever is not named is the method's default."""
+"""Settings by line of the picture, which is a method and what more sets it apart; whatever is not named is the
+method's default."""
 
 Rows = dict[str, dict[str, Any]]
 
@@ -76,12 +83,13 @@ class Bench:
         options = self.options
         calibration = {"calibration": str(options.calibration), "samples": options.samples}
         for name in options.only or POINTS:
+            method = name.split(",")[0]
             common = {
-                **(calibration if name in CALIBRATED else {}),
-                **({} if name in CPU else {"device": options.device}),
+                **(calibration if method in CALIBRATED else {}),
+                **({} if method in CPU else {"device": options.device}),
             }
             for label, settings in POINTS[name] if options.point is None else POINTS[name][options.point :][:1]:
-                yield f"{name}: {label}", self.point(create(name, **common, **settings))
+                yield f"{name}: {label}", self.point(create(method, **common, **settings))
 
 
 def _size(path: Path) -> int:
@@ -142,7 +150,7 @@ def main() -> None:
     parser.add_argument("--chars", type=int, default=250_000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="*", choices=POINTS, help="methods to measure")
+    parser.add_argument("--only", nargs="*", choices=POINTS, help="lines to measure")
     parser.add_argument("--point", type=int, help="measure only this one of each method's settings, counted from 0")
     parser.add_argument("--out", type=Path, default=Path("build/compare.json"))
     parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only show")

@@ -1,14 +1,17 @@
 """Integers in groups: bytes against loss, for fixed, adaptive and budgeted group sizes, bits by role, and grids.
 
-    python benches/finequant.py MODEL [MODEL ...] --evaluation TEXT --json F [--chars N] [--only PART ...]
-    python benches/finequant.py --json F [--gaussian] [--plot PNG]
+    python benches/finequant.py MODEL... --evaluation TEXT --json F [--chars N] [--only PART ...] [--device cuda]
+    python benches/finequant.py --json F [--gaussian] [--merge OTHER.json] [--plot PNG]
+
+`rule` says why the adaptive rules do what they do, without running the model: the squared error that each allocation
+leaves (as the budget counts it), over that of fixed sizes at equal bytes.
 
 Every point of the parts `quality`, `curve`, `outliers` and `roles` is a packed directory made by the product and
 evaluated as `moepack eval` does (windows of 512 tokens), against the original model: loss increase and KL divergence in
 nats a token, bits a weight over everything that was packed, all metadata counted. `quality` also multiplies in the mode
-int8.
-`grids` compares quantization grids that have no stored format (log-scale, truncation) by replacing the weights of the
-original model's experts.
+int8. On a GPU the packed values are measured in transformers' own model; packing itself always runs on the CPU.
+`grids` compares quantization grids, some of which have no stored format (log-scale, truncation), by replacing the
+weights of the original model's experts.
 
 Rows go to the JSON file as they are measured, and what it holds already is not measured again: a run that was cut off
 continues, and models, texts and parts can be added one by one. The logits of the original are kept: 2.2 GB for 250,000
@@ -22,19 +25,25 @@ import math
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 import machine
+from dequantized import Dequantized
 from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.methods.finequant import FineQuant
+from moepack.methods.finequant.planning import choices_of
+from moepack.methods.finequant.sizes import Choice, allocate, halving_ratios, stored_size
 from moepack.pipeline import compress
 from moepack.runtime.loading import load, open_model, open_tokenizer
 from moepack.solvers.groupwise import group_values, quantize_groupwise
@@ -42,6 +51,7 @@ from moepack.solvers.logarithmic import round_logarithmic
 
 FIXED = ("row", 256, 128, 64, 32, 16)
 ALPHAS = (0.6, 0.5, 0.45, 0.4, 0.35)
+MEANS = (0.92, 0.9, 0.87, 0.85)
 ROLES = ((8, None), (8, 8), (4, None), (4, 8), (4, 4), (4, 3), (3, 8), (3, 4), (3, 3))
 """Bits of the experts, and of attention, shared experts and dense layers."""
 
@@ -49,14 +59,14 @@ ROLES = ((8, None), (8, 8), (4, None), (4, 8), (4, 4), (4, 3), (3, 8), (3, 4), (
 class Original:
     """The original model, which is asked the same batches again and again; it remembers its answers."""
 
-    def __init__(self, path: Path) -> None:
-        self.model = open_model(path, torch.float32)
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self.model = open_model(path, torch.float32).to(device)
         self.config, self.device = self.model.config, self.model.device
         self.answers: dict[bytes, Any] = {}
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model, or give the answer of before."""
-        key = b"".join(value.numpy().tobytes() for value in inputs.values() if isinstance(value, torch.Tensor))
+        key = b"".join(value.cpu().numpy().tobytes() for value in inputs.values() if isinstance(value, torch.Tensor))
         if key not in self.answers:
             self.answers[key] = SimpleNamespace(logits=self.model(**inputs).logits)
         return self.answers[key]
@@ -65,9 +75,10 @@ class Original:
 class Results:
     """The rows of a JSON file, which is rewritten with every new one."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.content: dict[str, Any] = {"machine": machine.describe(torch.get_num_threads()), "rows": []}
+    def __init__(self, file: Path, device: str) -> None:
+        self.file, self.device = file, device
+        about = machine.describe(torch.get_num_threads(), device)
+        self.content: dict[str, Any] = {"machine": about, "rows": []}
         if file.exists():
             self.content = json.loads(file.read_text())
         self.rows: list[dict[str, Any]] = self.content["rows"]
@@ -75,6 +86,14 @@ class Results:
     def find(self, key: dict[str, Any]) -> dict[str, Any] | None:
         """The row of that key, if it was measured."""
         return next((row for row in self.rows if all(row.get(name) == value for name, value in key.items())), None)
+
+    def merge(self, file: Path) -> None:
+        """Take over the rows of another run, with the accelerator that they were measured on."""
+        content = json.loads(file.read_text())
+        for row in content["rows"]:
+            device = row.get("device") or content["machine"]["device"]
+            if self.find({name: value for name, value in row.items() if name not in ("loss", "device")}) is None:
+                self.add({**row, "device": device})
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, in the file too."""
@@ -91,8 +110,9 @@ class Bench:
 
     def __init__(self, model: Path, text: Path, chars: int, results: Results) -> None:
         self.model, self.text, self.chars, self.results = model, text, chars, results
-        self.tokenizer = open_tokenizer(model)
-        self.original = Original(model)
+        self.tokenizer, self.gpu = open_tokenizer(model), results.device != "cpu"
+        self.original = Original(model, results.device)
+        self.plain = Dequantized(model, results.device)
 
     def key(self, part: str, label: str, mode: str = "exact") -> dict[str, Any]:
         """What tells a row from the others."""
@@ -102,15 +122,18 @@ class Bench:
     def packed(
         self, part: str, label: str, method: FineQuant, modes: tuple[str, ...] = ("exact",), source: Path | None = None
     ) -> dict[str, Any]:
-        """Pack the model (or `source`), evaluate in every mode; gives the first mode's row."""
+        """Pack the model (or `source`), evaluate in every mode that the device has; gives the first mode's row."""
+        modes = modes[:1] if self.gpu else modes
         if missing := [mode for mode in modes if not self.results.find(self.key(part, label, mode))]:
             with tempfile.TemporaryDirectory() as directory:
-                path = compress(source or self.model, Path(directory) / "out", method=method).path
+                threads = torch.get_num_threads()
+                path = compress(source or self.model, Path(directory) / "out", method=method, threads=threads).path
                 records = PackedDirectory.open(path).manifest.packed().values()
                 nbytes, weights = sum(r.nbytes for r in records), sum(math.prod(r.shape) for r in records)
                 about = {"settings": dict(method.settings), "bytes": nbytes, "bits_per_weight": 8 * nbytes / weights}
                 for mode in missing:
-                    self.add(self.key(part, label, mode), load(path, torch.float32, mode=mode), about)
+                    model = self.plain.packed(path) if self.gpu else load(path, torch.float32, mode=mode)
+                    self.add(self.key(part, label, mode), model, about)
         found = self.results.find(self.key(part, label, modes[0]))
         assert found is not None
         return found
@@ -137,6 +160,9 @@ class Bench:
         for alpha in ALPHAS:
             method = FineQuant(bits, "adaptive", dense_bits=bits, alpha=alpha)
             self.packed("curve", f"int{bits} adaptive {alpha}", method)
+        for alpha in MEANS:
+            method = FineQuant(bits, "adaptive-mean", dense_bits=bits, alpha=alpha)
+            self.packed("curve", f"int{bits} adaptive-mean {alpha}", method)
         middles = [(a + b) / 2 for a, b in itertools.pairwise(rates) if b - a > 0.05]
         for rate in sorted({rate for rate in (*rates, *middles) if rate > rates[0]}):
             method = FineQuant(bits, "budget", bits_per_weight=rate, dense_bits=bits)
@@ -154,6 +180,9 @@ class Bench:
             for alpha in (0.4, 0.35, 0.3, 0.25):
                 method = FineQuant(4, "adaptive", dense_bits=4, alpha=alpha)
                 self.packed("outliers", f"int4 adaptive {alpha}", method, source=source)
+            for alpha in MEANS:
+                method = FineQuant(4, "adaptive-mean", dense_bits=4, alpha=alpha)
+                self.packed("outliers", f"int4 adaptive-mean {alpha}", method, source=source)
             for rate in sorted({rate for rate in rates if rate > rates[0]}):
                 method = FineQuant(4, "budget", bits_per_weight=rate, dense_bits=4)
                 self.packed("outliers", f"int4 budget {rate:.4f}", method, source=source)
@@ -164,31 +193,85 @@ class Bench:
             label = f"experts int{bits}, others {'as they are' if dense is None else f'int{dense}'}"
             self.packed("roles", label, FineQuant(bits, 64, dense_bits=dense))
 
+    def rule(self) -> None:
+        """Sizes and errors of the adaptive rules, beside the budget's, at four bits."""
+        about = {"model": self.model.name, "part": "rule"}
+        if self.results.find({**about, "label": "adaptive-mean 0.85"}) is not None:
+            return
+        checkpoint = Checkpoint.open(self.model)
+        described = describe(checkpoint)
+        found = list(choices_of(checkpoint, described, dict.fromkeys(("experts", "attention", "shared", "mlp"), 4)))
+        choices = [choice for _, choice in found]
+        weights = sum(math.prod(tensor.shape) for tensor, _ in found)
+        fixed = [_sums(choices, [size] * len(choices)) for size in (None, *FIXED[1:])]
+        ratios = {mean: _ratios(described, mean) for mean in (False, True)}
+        for rule, alphas in (("adaptive", ALPHAS), ("adaptive-mean", MEANS)):
+            for alpha in alphas:
+                mine = ratios[rule == "adaptive-mean"]
+                picked = [stored_size(t.shape[2], mine[t.name], alpha) for t, _ in found]
+                nbytes, error = _sums(choices, picked)
+                budget = [c.sizes[at] for c, at in zip(choices, allocate(choices, nbytes), strict=True)]
+                reference = float(np.interp(nbytes, [b for b, _ in fixed], [e for _, e in fixed]))
+                sizes = Counter(str(size or "row") for size in picked)
+                self.results.add({
+                    **about, "label": f"{rule} {alpha}", "bits_per_weight": 8 * nbytes / weights, "sizes": dict(sizes),
+                    "error_over_fixed": error / reference, "budget_over_fixed": _sums(choices, budget)[1] / reference,
+                })  # fmt: skip
+
     def grids(self) -> None:
-        """The paper's comparison of grids (figure 1), one scale a row, experts only."""
-        grids: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
-            "uniform, truncated (as printed)": truncated,
-            "uniform, rounded": lambda w, bits: rounded(w, bits, search=False),
-            "uniform, searched scale": lambda w, bits: rounded(w, bits, search=True),
-            "log-scale, searched scale": round_logarithmic,
-        }
-        for bits, name in itertools.product((4, 3, 2), grids):
-            key = self.key("grids", f"int{bits} {name}")
+        """The paper's comparison of grids (figure 1), with more of them; one scale a row and groups of 64; experts
+        only. Bits a weight count 16 bits for a scale and for an offset, without padding."""
+        for bits, size, name in itertools.product((4, 3, 2), (None, 64), GRIDS):
+            key = self.key("grids", f"int{bits} {size or 'row'} {name}")
             if self.results.find(key) is None:
-                model = open_model(self.model, torch.float32)
-                for weights in expert_matrices(self.model, model):
-                    weights.copy_(grids[name](weights, bits))
-                self.add(key, model, {"bits": bits})
+                model, parameters, weights = self.plain.original(), 0.0, 0
+                for values in expert_matrices(self.model, model):
+                    values.copy_(GRIDS[name](values.flatten(0, 1), bits, size).view(values.shape))
+                    weights += values.numel()
+                    parameters += values.numel() / (size or values.shape[-1]) * (2 if "offset" in name else 1)
+                self.add(key, model, {"bits": bits, "bits_per_weight": bits + 16 * parameters / weights})
 
 
-def rounded(weight: torch.Tensor, bits: int, search: bool) -> torch.Tensor:
-    return group_values(quantize_groupwise(weight, bits, None, search=search), bits, None)
+def _sums(choices: list[Choice], picked: list[int | None]) -> tuple[int, float]:
+    """Bytes and errors of an allocation; a size that a tensor has no use for is the whole row."""
+    places = [c.sizes.index(size) if size in c.sizes else 0 for c, size in zip(choices, picked, strict=True)]
+    pairs = list(zip(choices, places, strict=True))
+    return sum(choice.nbytes[at] for choice, at in pairs), sum(choice.errors[at] for choice, at in pairs)
 
 
-def truncated(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Appendix A as it is printed: `int(A / s)` with s = 2 amax / (2^b - 1)."""
-    scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-30) * (2 / (2**bits - 1))
-    return (weight / scale).trunc() * scale
+def _ratios(model: Any, mean: bool) -> dict[str, Any]:
+    """What the rules look at, by tensor: the ratios of ranges of each halving."""
+    found = {}
+    for layer in model.layers:
+        for projection in layer.projections:
+            each = np.stack([halving_ratios(projection.expert(e), mean) for e in range(projection.shape[0])])
+            found[projection.packed_name] = each.mean(0) if mean else each.min(0)
+    for layer in model.dense:
+        found |= {linear.source: halving_ratios(linear.matrix(), mean) for linear in layer.linears}
+    return found
+
+
+def uniform(weight: torch.Tensor, bits: int, size: int | None, symmetric: bool, search: bool) -> torch.Tensor:
+    """A grid of the format, [R, C] to [R, C]."""
+    found = quantize_groupwise(weight, bits, size, symmetric=symmetric, search=search)
+    return group_values(found, bits, size)
+
+
+def truncated(weight: torch.Tensor, bits: int, size: int | None) -> torch.Tensor:
+    """Appendix A as it is printed: `int(A / s)` with s = 2 amax / (2^b - 1); `size` divides the columns."""
+    groups = weight.reshape(len(weight), -1, size or weight.shape[1])
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) * (2 / (2**bits - 1))
+    return ((groups / scale).trunc() * scale).reshape(weight.shape)
+
+
+GRIDS: dict[str, Callable[[torch.Tensor, int, int | None], torch.Tensor]] = {
+    "uniform, truncated as printed": truncated,
+    "uniform, rounded": partial(uniform, symmetric=True, search=False),
+    "uniform, searched scale": partial(uniform, symmetric=True, search=True),
+    "uniform with offset, rounded": partial(uniform, symmetric=False, search=False),
+    "uniform with offset, searched": partial(uniform, symmetric=False, search=True),
+    "log-scale, searched scale": round_logarithmic,
+}
 
 
 def add_outliers(model: Path, out: Path, factor: float = 32.0) -> None:
@@ -224,9 +307,8 @@ def gaussian(results: Results) -> None:
         about = {"part": "gaussian", "bits": bits, "symmetric": symmetric, "search": search}
         error = (group_values(found, bits, 64) - weight).square().sum() / weight.square().sum()
         results.add({**about, "relative_error": float(error)})
-    groups = weight.reshape(-1, 64)
     for bits in (8, 4, 3, 2):
-        error = (truncated(groups, bits) - groups).square().sum() / groups.square().sum()
+        error = (truncated(weight, bits, 64) - weight).square().sum() / weight.square().sum()
         results.add({"part": "gaussian", "bits": bits, "truncated": True, "relative_error": float(error)})
 
 
@@ -246,7 +328,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         axis.remove()
     for axis, (part, model, bits) in zip(axes.flat, panels, strict=False):
         chosen = [r for r in drawn if (r["part"], r["model"], r["settings"]["bits"]) == (part, model, bits)]
-        for kind, style in (("fixed", "o-"), ("adaptive", "x"), ("budget", ".--")):
+        longest = max(row["chars"] for row in chosen)
+        chosen = [row for row in chosen if row["chars"] == longest]
+        for kind, style in (("fixed", "o-"), ("adaptive", "x"), ("adaptive-mean", "+"), ("budget", ".--")):
             points = sorted((row["bits_per_weight"], row["kl"]) for row in chosen if kind_of(row) == kind)
             axis.plot([x for x, _ in points], [y for _, y in points], style, label=kind)
         title = f"{model}, {bits} bits" + (", one layer with outliers" if part == "outliers" else "")
@@ -259,7 +343,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
 def kind_of(row: dict[str, Any]) -> str:
     size = row["settings"]["group_size"]
-    return size if size in ("adaptive", "budget") else "fixed"
+    return size if size in ("adaptive", "adaptive-mean", "budget") else "fixed"
 
 
 def main() -> None:
@@ -268,15 +352,21 @@ def main() -> None:
     parser.add_argument("--evaluation", type=Path)
     parser.add_argument("--chars", type=int, default=250_000)
     parser.add_argument("--bits", nargs="*", type=int, default=[4, 3], help="of the curve")
-    parts = ["quality", "curve", "outliers", "roles", "grids"]
+    parts = ["quality", "curve", "outliers", "roles", "grids", "rule"]
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--device", default="cpu", help="where models are measured")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--merge", nargs="*", type=Path, default=[], help="results of other runs to be added")
     parser.add_argument("--gaussian", action="store_true", help="errors of Gaussian weights")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.models and not options.evaluation:
         parser.error("--evaluation names the text")
-    results = Results(options.json)
+    torch.set_num_threads(options.threads)
+    results = Results(options.json, options.device)
+    for file in options.merge:
+        results.merge(file)
     for model in options.models:
         bench = Bench(model, options.evaluation, options.chars, results)
         for part in options.only:

@@ -51,13 +51,13 @@ def test_packed_bytes_is_what_the_core_writes(bits: int, symmetric: bool, shape:
         assert blob.nbytes == packed_bytes(shape, bits, size, symmetric)
 
 
-def naive_ratio(weight: np.ndarray, parent: int, child: int) -> float:
-    ratios = [1.0]
+def naive_ratio(weight: np.ndarray, parent: int, child: int, over: Any = min) -> float:
+    ratios = []
     for row in np.abs(weight):
         for start in range(0, len(row), child):
             outer = row[start // parent * parent : (start // parent + 1) * parent].max()
             ratios.append(row[start : start + child].max() / outer if outer else 1.0)
-    return min(ratios)
+    return float(over(ratios))
 
 
 @pytest.mark.parametrize("columns", [16, 17, 64, 100, 300, 512])
@@ -69,6 +69,9 @@ def test_halving_ratios(columns: int) -> None:
     assert widths[0] == columns and widths[1:] == [2**k for k in range(12, 3, -1) if 2**k < columns]
     expected = [naive_ratio(weight.numpy(), a, b) for a, b in pairwise(widths)]
     assert np.allclose(halving_ratios(weight), expected)
+    assert halving_ratios(weight, mean=True) == pytest.approx(
+        [naive_ratio(weight.numpy(), a, b, np.mean) for a, b in pairwise(widths)]
+    )
 
 
 def test_the_papers_rule_halves_while_ranges_fall() -> None:
@@ -205,8 +208,9 @@ def sizes(directory: Path) -> dict[str, int]:
     return {name: record.details["group_size"] for name, record in records}
 
 
-def test_adaptive_groups_follow_the_weights(outliers: Path, tmp_path: Path) -> None:
-    moepack.compress(outliers, tmp_path / "out", method=FineQuant(group_size="adaptive", alpha=0.25, dense_bits=8))
+@pytest.mark.parametrize(("rule", "alpha"), [("adaptive", 0.25), ("adaptive-mean", None)])
+def test_adaptive_groups_follow_the_weights(rule: str, alpha: float | None, outliers: Path, tmp_path: Path) -> None:
+    moepack.compress(outliers, tmp_path / "out", method=FineQuant(group_size=rule, alpha=alpha, dense_bits=8))
     found = sizes(tmp_path / "out")
     assert found["model.layers.1.mlp.experts.up_proj"] <= 32
     assert found["model.layers.1.mlp.experts.gate_proj"] == 64  # a whole row
@@ -247,7 +251,7 @@ def test_a_budget_has_less_error_than_the_fixed_size_of_the_same_bytes(outliers:
     assert bytes_budget <= bytes_fixed and budget < 0.8 * fixed
 
 
-@pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])
+@pytest.mark.parametrize("group_size", [64, "row", "adaptive", "adaptive-mean", "budget"])
 def test_bytes_do_not_depend_on_threads_or_interruptions(group_size: Any, mixtral: Path, tmp_path: Path) -> None:
     def method() -> FineQuant:
         return FineQuant(bits=3, group_size=group_size, dense_bits=8)
@@ -277,7 +281,7 @@ def test_bytes_do_not_depend_on_threads_or_interruptions(group_size: Any, mixtra
     assert support.contents(tmp_path / "one") == support.contents(tmp_path / "again")
 
 
-@pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])
+@pytest.mark.parametrize("group_size", [64, "row", "adaptive", "adaptive-mean", "budget"])
 def test_the_bound_holds(group_size: Any) -> None:
     method = FineQuant(bits=4, group_size=group_size, dense_bits="attention=8")
     for shape in [(1, 1, 1), (3, 65, 100), (0, 3, 4), (2, 5, 0)]:

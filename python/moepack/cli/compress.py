@@ -41,7 +41,7 @@ def compress_command(
     ] = None,
     group_size: Annotated[
         str | None,
-        typer.Option(help="finequant: 16 to 256, row, adaptive or budget; default 64. qmoe, milo: 16 to 256."),
+        typer.Option(help="finequant: 16 to 256, row, adaptive[-mean] or budget; default 64. qmoe, milo: 16 to 256."),
     ] = None,
     dense_bits: Annotated[
         str | None,
@@ -58,7 +58,7 @@ def compress_command(
         str | None, typer.Option(help="codequant: columns that share a codebook, or row; default row.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=0, help="codequant: refinements of codes and centroids.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="finequant: of --group-size adaptive; default 0.35.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="finequant: of adaptive (0.35), adaptive-mean (0.87).")] = None,
     symmetric: Annotated[
         bool | None,
         typer.Option("--symmetric/--asymmetric", help="finequant, milo: a scale a group, or an offset too."),

@@ -26,10 +26,10 @@ __all__ = ["FineQuant"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-ROW, ADAPTIVE, BUDGET = "row", "adaptive", "budget"
+ROW, ADAPTIVE, MEAN, BUDGET = "row", "adaptive", "adaptive-mean", "budget"
 
-ALPHA = 0.35
-"""Of the adaptive rule, where none is given."""
+ALPHA = {ADAPTIVE: 0.35, MEAN: 0.87}
+"""Of the adaptive rules, where none is given."""
 
 
 @dataclass
@@ -38,15 +38,17 @@ class FineQuant:
 
     Attributes:
         bits: 2, 3, 4 or 8 bits a code of the experts.
-        group_size: columns that share a scale (16, 32, 64, 128 or 256), "row", "adaptive" (the paper's rule), or
+        group_size: columns that share a scale (16, 32, 64, 128 or 256), "row", "adaptive" (the paper's rule),
+            "adaptive-mean" (the same with the mean over groups in place of the extreme one), or
             "budget" (the best sizes within `bits_per_weight`).
         bits_per_weight: budget of everything that is packed, all metadata counted; None gives the bytes of groups of
             64.
         dense_bits: bits of linear layers outside the experts: None leaves them as they are, a number packs attention,
             shared experts and dense feed-forward layers, and "attention=3,shared=8" (roles: attention, shared, mlp,
             head) says it role by role.
-        alpha: of the adaptive rule: halve groups while some range falls below this part of its parent's. The paper
-            publishes none; None is 0.35: ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64.
+        alpha: of the adaptive rules: halve groups while some range falls (adaptive), or ranges fall on average
+            (adaptive-mean), below this part of the parent's. The paper publishes none. None is 0.35 for the first
+            (ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64), 0.87 for the second (0.93, 0.89).
         symmetric: a scale a group; False adds an offset.
         search: scales of least squared error; False takes the paper's, from the largest magnitude.
         scales: type of the stored scales, "float16" or "bfloat16".
@@ -69,18 +71,20 @@ class FineQuant:
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
         if str(self.group_size) in map(str, GROUP_SIZES):
             self.group_size = int(self.group_size)
-        elif self.group_size not in (ROW, ADAPTIVE, BUDGET):
+        elif self.group_size not in (ROW, *ALPHA, BUDGET):
             sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(f"group_size must be {sizes}, row, adaptive or budget, not {self.group_size!r}")
+            raise ValueError(
+                f"group_size must be {sizes}, row, adaptive, adaptive-mean or budget, not {self.group_size!r}"
+            )
         if self.bits_per_weight is not None:
             if self.group_size != BUDGET:
                 raise ValueError("bits_per_weight needs group_size budget")
             if not 0 < self.bits_per_weight <= 32:
                 raise ValueError(f"bits_per_weight must be a rate, such as 4.25, not {self.bits_per_weight}")
-        if self.group_size == ADAPTIVE:
-            self.alpha = ALPHA if self.alpha is None else self.alpha
+        if self.group_size in ALPHA:
+            self.alpha = ALPHA[str(self.group_size)] if self.alpha is None else self.alpha
         elif self.alpha is not None:
-            raise ValueError("alpha needs group_size adaptive")
+            raise ValueError("alpha needs group_size adaptive or adaptive-mean")
         if self.alpha is not None and not 0 < self.alpha < 1:
             raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
         if self.scales not in _DTYPES:
@@ -93,7 +97,7 @@ class FineQuant:
         values: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
         if self.group_size == BUDGET:
             values["bits_per_weight"] = self.bits_per_weight
-        if self.group_size == ADAPTIVE:
+        if self.group_size in ALPHA:
             values["alpha"] = self.alpha
         return {
             **values,
@@ -152,16 +156,18 @@ class FineQuant:
         """The group size of a tensor."""
         if self._plan is not None:
             return self._plan.sizes[weights.name]
-        if self.group_size != ADAPTIVE:
+        if self.alpha is None:
             return self._fixed()
         experts, _, columns = weights.shape
         ratios = np.ones((experts, max(len(halvings(columns)) - 1, 0)))
 
         def measure(expert: int) -> None:
-            ratios[expert] = halving_ratios(weights.expert(expert))
+            ratios[expert] = halving_ratios(weights.expert(expert), mean)
 
+        mean = self.group_size == MEAN
         for_experts(measure, experts, lambda: None)
-        return stored_size(columns, ratios.min(0, initial=1.0), self.alpha or ALPHA)
+        found = ratios.mean(0) if mean and experts else ratios.min(0, initial=1.0)
+        return stored_size(columns, found, self.alpha)
 
     def _compress(self, weights: Weights, bits: int, advance: Callable[[int], None]) -> PackedTensor:
         experts, rows, columns = weights.shape

@@ -17,7 +17,7 @@ from moepack.methods.base import Shape
 from moepack.methods.finequant.sizes import Choice, GroupSize, allocate, packed_bytes, sizes_for
 from moepack.solvers.groupwise import group_values, quantize_groupwise
 
-__all__ = ["BudgetPlan"]
+__all__ = ["BudgetPlan", "choices_of"]
 
 SAMPLE = 1 << 20
 """Weights of a tensor that errors are measured on, about."""
@@ -29,7 +29,7 @@ _TOP_K = ("num_experts_per_tok", "num_selected_experts", "moe_top_k", "top_k")
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
     """A tensor to be packed: its name, its shape, its bits, a sample of its rows, and how many rows that stands for."""
 
     name: str
@@ -70,9 +70,9 @@ class BudgetPlan:
             ValueError: rows with one scale already take more than the budget.
         """
         names, choices, reference, weights = [], [], 0, 0
-        for tensor in _tensors(checkpoint, model, bits):
+        for tensor, choice in choices_of(checkpoint, model, bits, symmetric, search):
             names.append(tensor.name)
-            choices.append(_choice(tensor, symmetric, search))
+            choices.append(choice)
             reference += packed_bytes(tensor.shape, tensor.bits, REFERENCE, symmetric)
             weights += math.prod(tensor.shape)
         budget = reference if bits_per_weight is None else round(weights * bits_per_weight / 8)
@@ -84,18 +84,26 @@ class BudgetPlan:
         return cls({name: c.sizes[at] for name, c, at in zip(names, choices, picked, strict=True)})
 
 
-def _tensors(checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int]) -> Iterator[_Tensor]:
+def choices_of(
+    checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int], symmetric: bool = True, search: bool = True
+) -> Iterator[tuple[Tensor, Choice]]:
+    """What each group size costs every tensor of a model; arguments and errors as for `BudgetPlan.make`."""
+    for tensor in _tensors(checkpoint, model, bits):
+        yield tensor, _choice(tensor, symmetric, search)
+
+
+def _tensors(checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int]) -> Iterator[Tensor]:
     for layer in model.layers:
         share = _share(checkpoint, layer.experts)
         for projection in layer.projections:
             sample, factor = _sample(projection)
-            yield _Tensor(projection.packed_name, projection.shape, bits["experts"], factor * share, sample)
+            yield Tensor(projection.packed_name, projection.shape, bits["experts"], factor * share, sample)
     for dense in model.dense:
         for linear in dense.only(frozenset(bits)).linears:
             rows = _rows(linear.shape[0], max(1, SAMPLE // max(linear.shape[1], 1)))
             sample = linear.matrix()[rows]
             factor = linear.shape[0] / max(len(rows), 1)
-            yield _Tensor(linear.source, (1, *linear.shape), bits[linear.role], factor, sample)
+            yield Tensor(linear.source, (1, *linear.shape), bits[linear.role], factor, sample)
 
 
 def _share(checkpoint: Checkpoint, experts: int) -> float:
@@ -120,7 +128,7 @@ def _rows(rows: int, count: int) -> torch.Tensor:
     return torch.arange(count) * rows // count
 
 
-def _choice(tensor: _Tensor, symmetric: bool, search: bool) -> Choice:
+def _choice(tensor: Tensor, symmetric: bool, search: bool) -> Choice:
     sizes = sizes_for(tensor.shape[2])
     values = tensor.sample.float()
     errors = []

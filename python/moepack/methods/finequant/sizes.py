@@ -45,14 +45,15 @@ def halvings(columns: int) -> list[int]:
     return widths
 
 
-def halving_ratios(weight: torch.Tensor) -> NDArray[np.float64]:
-    """For each halving, the smallest range of a group relative to that of the group it was cut from.
+def halving_ratios(weight: torch.Tensor, mean: bool = False) -> NDArray[np.float64]:
+    """For each halving, the range of a group relative to that of the group it was cut from.
 
     Args:
         weight: `[R, C]`, finite.
+        mean: over all groups; otherwise the smallest.
 
     Returns:
-        A ratio in [0, 1] for each width of `halvings` but the first; 1 where all of the parents are zero.
+        A ratio in [0, 1] for each width of `halvings` but the first; parents that are zero count as 1.
     """
     ranges = weight.float().abs()
     widths = halvings(weight.shape[1])
@@ -66,7 +67,11 @@ def halving_ratios(weight: torch.Tensor) -> NDArray[np.float64]:
         fan = -(-child.shape[1] // max(parent.shape[1], 1))
         above = parent.repeat_interleave(fan, dim=1)[:, : child.shape[1]]
         ratio = torch.where(above > 0, child / above, torch.ones_like(child))
-        ratios.append(float(ratio.min()) if ratio.numel() else 1.0)
+        # Summed by NumPy: torch's order follows the number of threads, and sizes could follow it.
+        found = (
+            ratio.numpy().mean(dtype=np.float64) if mean and ratio.numel() else ratio.min() if ratio.numel() else 1.0
+        )
+        ratios.append(float(found))
     return np.array(ratios)
 
 
@@ -77,7 +82,7 @@ def _group_max(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def stored_size(columns: int, ratios: Sequence[float] | NDArray[np.float64], alpha: float) -> GroupSize:
-    """The group size of the paper's rule: halve while some group's range falls below `alpha` of its parent's.
+    """The group size of the paper's rule: halve while the ratio of ranges falls below `alpha`.
 
     (As printed, the rule halves while *any* ratio of a new range to the old one is *above* alpha, which never ends: the
     half with the maximum always has the ratio 1.)
