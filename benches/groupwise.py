@@ -149,7 +149,7 @@ def layer_rounds(tokens: list[int], isas: list[str]) -> Iterator[tuple[str, int,
 
                 def run(choices: Any = choices, x: Any = x, mode: str = mode, isa: str = isa) -> None:
                     for i, (experts, weights) in enumerate(choices):
-                        _core.gated_experts(*layers[i % 3], x, experts, weights, mode=mode, isa=isa)
+                        _core.gated_experts(*layers[i % 3], x, experts, weights, (mode,) * 3, isa)
 
                 used = statistics.mean(len(np.unique(experts)) for experts, _ in choices)
                 yield f"moepack int4 group 64 {mode} {isa}", count, len(choices), run, int(size * used / EXPERTS)

@@ -467,30 +467,33 @@ def kmeans(
         ValueError: sizes do not match, or a value or weight is out of range.
     """
 
+_Layered = GroupwiseBlob | CodedGroupwiseBlob | TernaryBlob
+
 def gated_experts(
-    gate: GroupwiseBlob,
-    up: GroupwiseBlob,
-    down: GroupwiseBlob,
+    gate: _Layered,
+    up: _Layered,
+    down: _Layered,
     x: NDArray[np.float32] | NDArray[np.uint16],
     experts: NDArray[np.int64],
     weights: NDArray[np.float32],
-    mode: str = "exact",
+    modes: tuple[str | None, str | None, str | None] = (None, None, None),
     isa: str | None = None,
 ) -> NDArray[np.float32]:
     """Return for each token the sum over its experts of weight * down(silu(gate x) * up x), float32 [tokens, columns].
 
     Args:
         gate: experts x hidden x columns.
-        up: as `gate`.
+        up: as `gate`; the three may be of different formats.
         down: experts x columns x hidden.
         x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
         experts: int64 [tokens, top_k], C-contiguous; a number that is no expert's is skipped.
         weights: float32 [tokens, top_k], C-contiguous.
-        mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
+        modes: those of gate, up and down, as their `matmul_grouped` take them; None is the format's default.
         isa: the instruction set, by default the active one.
 
     Raises:
-        ValueError: sizes do not match or the processor lacks the set.
+        TypeError: a projection is no packed tensor.
+        ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
     """
 
 def encode_codebook(

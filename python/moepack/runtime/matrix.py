@@ -9,7 +9,7 @@ Invariants: a matrix never copies or changes its bytes, and keeps the array (hen
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,9 +78,12 @@ class _BlobMatrix:
 
     Attributes:
         blob: the core's reader.
+        layered: whether the core runs whole layers of such blobs (`gated_experts`).
     """
 
     __slots__ = ("blob",)
+
+    layered: ClassVar[bool] = False
 
     def __init__(self, blob: Any) -> None:
         self.blob = blob
@@ -95,11 +98,17 @@ class _BlobMatrix:
         """Size of the blob in bytes."""
         return int(self.blob.nbytes)
 
+    def product_mode(self) -> str | None:
+        """The mode of its products; None is the format's default."""
+        return None
+
 
 class TernaryMatrix(_BlobMatrix):
     """A ternary blob (`MOEPTERN`)."""
 
     __slots__ = ("matmul_grouped",)
+
+    layered = True
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
@@ -126,9 +135,13 @@ class ModalMatrix(_BlobMatrix):
         super().__init__(blob)
         self.mode: str | None = None
 
+    def product_mode(self) -> str | None:
+        """The matrix's mode, or that of the process."""
+        return self.mode or compute_mode()
+
     def matmul_grouped(self, x: Activations, offsets: NDArray[np.int64]) -> NDArray[np.float32]:
         """As `PackedMatrix.matmul_grouped`, in the matrix's mode."""
-        product: NDArray[np.float32] = self.blob.matmul_grouped(x, offsets, self.mode or compute_mode())
+        product: NDArray[np.float32] = self.blob.matmul_grouped(x, offsets, mode=self.product_mode())
         return product
 
 
@@ -136,6 +149,8 @@ class GroupwiseMatrix(ModalMatrix):
     """A group-wise blob (`MOEPGRPW`)."""
 
     __slots__ = ()
+
+    layered = True
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
@@ -152,6 +167,8 @@ class CodedGroupwiseMatrix(ModalMatrix):
     """An entropy-coded group-wise blob (`MOEPGRPC`): a product decodes 16 rows at a time."""
 
     __slots__ = ()
+
+    layered = True
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
@@ -193,19 +210,19 @@ def gated_experts(
 
     Returns:
         For each token the sum over its experts of weight * down(silu(gate x) * up x), [T, H]; None where a matrix is of
-        another format, or they are to be multiplied in different modes.
+        a format that takes no part.
     """
     from moepack import _core
 
     gate, up, down = matrices
-    if not (
-        isinstance(gate, GroupwiseMatrix) and isinstance(up, GroupwiseMatrix) and isinstance(down, GroupwiseMatrix)
-    ):
+    if not (_layered(gate) and _layered(up) and _layered(down)):
         return None
-    if not gate.mode == up.mode == down.mode:
-        return None
-    blobs = gate.blob, up.blob, down.blob
-    return _core.gated_experts(*blobs, x, experts, weights, gate.mode or compute_mode())
+    modes = gate.product_mode(), up.product_mode(), down.product_mode()
+    return _core.gated_experts(gate.blob, up.blob, down.blob, x, experts, weights, modes)
+
+
+def _layered(matrix: PackedMatrix) -> TypeGuard[_BlobMatrix]:
+    return isinstance(matrix, _BlobMatrix) and matrix.layered
 
 
 class CodebookMatrix(ModalMatrix):
@@ -219,11 +236,10 @@ class CodebookMatrix(ModalMatrix):
 
         super().__init__(_core.CodebookBlob(data))
 
-    def matmul_grouped(self, x: Activations, offsets: NDArray[np.int64]) -> NDArray[np.float32]:
-        """As `PackedMatrix.matmul_grouped`; integer modes round activations to the tensor's bits, or to 8."""
-        mode = self.mode or (None if compute_mode() == "exact" else "int8")
-        product: NDArray[np.float32] = self.blob.matmul_grouped(x, offsets, mode=mode)
-        return product
+    def product_mode(self) -> str | None:
+        """The matrix's mode, "int8" if the process has it, or None; integer modes round activations to the tensor's
+        bits, or to 8."""
+        return self.mode or (None if compute_mode() == "exact" else "int8")
 
     @property
     def format(self) -> str:

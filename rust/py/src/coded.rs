@@ -1,8 +1,10 @@
 //! Entropy-coded group-wise tensors: written from packed ones, read and multiplied in place.
 
 use moepack_core::coded::{self, Coded, CodedView};
-use moepack_core::gemm::groupwise::{self as gemm, Mode};
+use moepack_core::gemm::groupwise::{self as gemm, Groupwise, Mode};
+use moepack_core::gemm::layer::Projection;
 use moepack_core::groupwise::View;
+use moepack_core::simd::Isa;
 use moepack_core::ternary::Shape;
 use moepack_core::{Result, pool};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1};
@@ -11,6 +13,7 @@ use pyo3::prelude::*;
 use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, products};
 use crate::error::raise;
 use crate::groupwise::GroupwiseBlob;
+use crate::layer::Packed;
 
 /// Codes a packed group-wise tensor block by block.
 ///
@@ -194,5 +197,21 @@ impl CodedGroupwiseBlob {
         } = self.shape();
         let (bits, bytes) = (self.bits(), self.nbytes());
         format!("CodedGroupwiseBlob({experts} x {rows} x {columns}, {bits} bits, {bytes} bytes)")
+    }
+}
+
+impl Packed for CodedGroupwiseBlob {
+    fn array(&self) -> &Py<PyArray1<u8>> {
+        &self.data
+    }
+
+    fn projection<'a>(
+        &'a self,
+        data: &'a [u8],
+        mode: Option<&str>,
+        isa: Isa,
+    ) -> Result<Box<dyn Projection + 'a>> {
+        let mode = Mode::from_name(mode.unwrap_or(Mode::Exact.name()))?;
+        Ok(Box::new(Groupwise::new(self.coded.view(data)?, mode, isa)?))
     }
 }

@@ -1,17 +1,20 @@
 //! Packed group-wise tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
-use moepack_core::gemm::groupwise::{self as gemm, Mode};
+use moepack_core::gemm::groupwise::{self as gemm, Groupwise, Mode};
+use moepack_core::gemm::layer::Projection;
 use moepack_core::groupwise::{self, Layout, ParameterType, Spec, View};
+use moepack_core::simd::Isa;
 use moepack_core::ternary::Shape;
 use moepack_core::{Result, bits, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
-use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArray3, PyUntypedArrayMethods};
+use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use rayon::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
 use crate::error::raise;
+use crate::layer::Packed;
 
 /// Packs 3-bit codes, 32 of them in three words.
 ///
@@ -334,50 +337,18 @@ impl GroupwiseBlob {
     }
 }
 
-/// A layer of gated experts in one call: for each token the sum over its experts of
-/// weight * down(silu(gate x) * up x), float32 [tokens, columns].
-///
-/// Args:
-///     gate, up: experts x hidden x columns.
-///     down: experts x columns x hidden.
-///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
-///     experts: int64 [tokens, top_k], C-contiguous; a number that is no expert's is skipped.
-///     weights: float32 [tokens, top_k], C-contiguous.
-///     mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
-///     isa: the instruction set, by default the active one.
-///
-/// Raises ValueError if sizes do not match or the processor lacks the set.
-#[pyfunction]
-#[pyo3(signature = (gate, up, down, x, experts, weights, mode="exact", isa=None))]
-#[allow(clippy::too_many_arguments)] // Python's signature
-pub fn gated_experts<'py>(
-    py: Python<'py>,
-    gate: &GroupwiseBlob,
-    up: &GroupwiseBlob,
-    down: &GroupwiseBlob,
-    x: Activations<'py>,
-    experts: PyReadonlyArray2<'py, i64>,
-    weights: PyReadonlyArray2<'py, f32>,
-    mode: &str,
-    isa: Option<&str>,
-) -> PyResult<Bound<'py, PyArray2<f32>>> {
-    let (mode, isa) = (Mode::from_name(mode).map_err(raise)?, chosen_isa(isa)?);
-    let routing = gemm::Routing {
-        experts: contiguous(experts.as_slice(), "experts")?,
-        weights: contiguous(weights.as_slice(), "weights")?,
-        top_k: experts.shape()[1],
-    };
-    let columns = gate.layout.shape().columns;
-    products(py, &x, columns, columns, |x, y| {
-        let [gate, up, down] = [gate, up, down].map(|blob| blob.data.bind(py).try_readonly());
-        let (gate, up, down) = (gate?, up?, down?);
-        let [gate, up, down] = [&gate, &up, &down].map(|data| contiguous(data.as_slice(), "data"));
-        let (gate, up, down) = (gate?, up?, down?);
-        py.detach(|| {
-            let [gate, up, down] = [View::parse(gate)?, View::parse(up)?, View::parse(down)?];
-            let layer = gemm::Layer { gate, up, down };
-            layer.forward(x, routing, y, mode, isa, &*pool::current()?)
-        })
-        .map_err(raise)
-    })
+impl Packed for GroupwiseBlob {
+    fn array(&self) -> &Py<PyArray1<u8>> {
+        &self.data
+    }
+
+    fn projection<'a>(
+        &'a self,
+        data: &'a [u8],
+        mode: Option<&str>,
+        isa: Isa,
+    ) -> Result<Box<dyn Projection + 'a>> {
+        let mode = Mode::from_name(mode.unwrap_or(Mode::Exact.name()))?;
+        Ok(Box::new(Groupwise::new(View::parse(data)?, mode, isa)?))
+    }
 }

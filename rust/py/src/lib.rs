@@ -8,6 +8,7 @@ mod compensated;
 mod error;
 mod groupwise;
 mod kmeans;
+mod layer;
 mod machine;
 mod ternary;
 
@@ -28,9 +29,11 @@ mod _core {
     #[pymodule_export]
     use super::error::CorruptionError;
     #[pymodule_export]
-    use super::groupwise::{GroupwiseBlob, encode_groupwise, gated_experts, pack_int3, unpack_int3};
+    use super::groupwise::{GroupwiseBlob, encode_groupwise, pack_int3, unpack_int3};
     #[pymodule_export]
     use super::kmeans::kmeans;
+    #[pymodule_export]
+    use super::layer::gated_experts;
     #[pymodule_export]
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]

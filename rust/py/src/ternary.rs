@@ -1,8 +1,10 @@
 //! Packed ternary tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
+use moepack_core::gemm::layer::Projection;
 use moepack_core::gemm::ternary as gemm;
+use moepack_core::simd::Isa;
 use moepack_core::ternary::{self, Code, Metadata, Shape, TernaryView};
-use moepack_core::{Result, pool};
+use moepack_core::{Error, Result, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3};
 use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyIndexError, PyValueError};
@@ -10,6 +12,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
 use crate::error::raise;
+use crate::layer::Packed;
 
 /// Encodes ternary codes into a packed tensor.
 ///
@@ -338,5 +341,28 @@ impl TernaryBlob {
             self.code(),
             self.nbytes()
         )
+    }
+}
+
+impl Packed for TernaryBlob {
+    fn array(&self) -> &Py<PyArray1<u8>> {
+        &self.data
+    }
+
+    fn projection<'a>(
+        &'a self,
+        data: &'a [u8],
+        mode: Option<&str>,
+        isa: Isa,
+    ) -> Result<Box<dyn Projection + 'a>> {
+        match mode {
+            None | Some("exact") => Ok(Box::new(gemm::Ternary::new(
+                TernaryView::again(data, &self.metadata)?,
+                isa,
+            )?)),
+            Some(other) => Err(Error::InvalidArgument(format!(
+                "ternary products have no mode {other:?}"
+            ))),
+        }
     }
 }

@@ -4,6 +4,7 @@ pub mod codebook;
 pub mod compensated;
 pub mod groupwise;
 pub mod hadamard;
+pub mod layer;
 pub mod ternary;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;

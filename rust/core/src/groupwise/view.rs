@@ -29,6 +29,16 @@ pub trait Blocks: Sync {
     fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> Block<'s>;
 }
 
+impl<B: Blocks + ?Sized> Blocks for &B {
+    fn layout(&self) -> Layout {
+        (**self).layout()
+    }
+
+    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> Block<'s> {
+        (**self).fetch(block, buffer)
+    }
+}
+
 impl Blocks for View<'_> {
     fn layout(&self) -> Layout {
         self.layout

@@ -17,7 +17,7 @@
 //!
 //! # How a product is cut
 //! A block of 16 rows by all tokens of its expert is computed by one thread, tile after tile of tokens, and runs of
-//! blocks of all experts are handed out in one parallel region. The order of a sum depends on nothing but the tensor, so
+//! blocks of all experts are handed out in one parallel region ([`super::layer`]). The order of a sum depends on nothing but the tensor, so
 //! results depend neither on the number of threads, nor on which tokens share a call, nor on the instruction set.
 //! The kernel is written once over [`lanes::Lanes`]; several tokens go through matrix registers where there are some
 //! ([`matrix`]).
@@ -30,26 +30,23 @@
 //!
 //! Codes and parameters are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of bounds.
 
-mod activation;
 mod drive;
 mod kernel;
 mod lanes;
-mod layer;
 #[cfg(target_arch = "x86_64")]
 mod matrix;
-mod output;
+mod projection;
 mod scalar;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use layer::{Layer, Routing};
+pub use projection::Groupwise;
 use rayon::ThreadPool;
 
-use drive::{Engine, Task};
-
+use super::layer::{self, Job, Task};
 use super::ternary::Activations;
 use crate::groupwise::{BLOCK_ROWS, Blocks};
 use crate::simd::Isa;
@@ -134,7 +131,7 @@ pub fn matmul_grouped<'a>(
     isa: Isa,
     pool: &ThreadPool,
 ) -> Result<()> {
-    let (x, engine) = (x.into(), Engine::new(mode, isa, pool)?);
+    let (x, projection) = (x.into(), Groupwise::new(view, mode, isa)?);
     let shape = view.layout().shape();
     let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
     if offsets.len() != shape.experts + 1 || !ascending {
@@ -145,16 +142,7 @@ pub fn matmul_grouped<'a>(
         ));
     }
     check(view, x, offsets[shape.experts], y)?;
-    let tasks = offsets
-        .windows(2)
-        .enumerate()
-        .filter(|(_, pair)| pair[0] < pair[1]);
-    let tasks = tasks.map(|(expert, pair)| Task {
-        expert,
-        places: pair[0]..pair[1],
-    });
-    let tasks: Vec<Task> = tasks.collect();
-    run(view, &tasks, offsets[shape.experts], x, y, engine);
+    layer::multiply(&projection, Job::of_offsets(offsets), x, y, pool);
     Ok(())
 }
 
@@ -173,27 +161,18 @@ pub fn matmul<'a>(
     isa: Isa,
     pool: &ThreadPool,
 ) -> Result<()> {
-    let (x, engine) = (x.into(), Engine::new(mode, isa, pool)?);
+    let (x, projection) = (x.into(), Groupwise::new(view, mode, isa)?);
     let experts = view.layout().shape().experts;
     if expert >= experts {
         return invalid(format!("there is no expert {expert} of {experts}"));
     }
     check(view, x, tokens, y)?;
-    let task = Task {
+    let task = (tokens > 0).then_some(Task {
         expert,
         places: 0..tokens,
-    };
-    run(view, &[task], tokens, x, y, engine);
+    });
+    layer::multiply(&projection, Job::of_tasks(task.into_iter().collect()), x, y, pool);
     Ok(())
-}
-
-fn run(view: &dyn Blocks, tasks: &[Task], tokens: usize, x: Activations, y: &mut [f32], engine: Engine) {
-    if x.len() == 0 {
-        return y.fill(0.0);
-    }
-    let list: Vec<usize> = (0..tokens).collect();
-    let prepared = engine.prepare(view, tasks, x, &list);
-    engine.products(view, tasks, &prepared, y);
 }
 
 fn check(view: &dyn Blocks, x: Activations, tokens: usize, y: &[f32]) -> Result<()> {

@@ -108,6 +108,14 @@ pub(super) unsafe fn emulate(
     }
 }
 
+/// Products by matrix registers, emulated.
+#[cfg(target_arch = "x86_64")]
+pub(in crate::gemm) fn emulated<'a>(view: &View<'a>, mode: Mode) -> Groupwise<View<'a>> {
+    let mut projection = Groupwise::new(*view, mode, Isa::Avx512).unwrap();
+    projection.engine.matrix = drive::Matrix::Emulated;
+    projection
+}
+
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn matrix_registers_give_the_same_bits_as_vectors() {
@@ -123,12 +131,9 @@ fn matrix_registers_give_the_same_bits_as_vectors() {
         for mode in Mode::ALL {
             let expected = products(&view, &x, &[0, 3, 24], mode, Isa::Avx512);
             let mut y = vec![f32::NAN; 24 * 19];
-            let matrix = drive::Matrix::Emulated;
-            let engine = Engine {
-                matrix,
-                ..Engine::new(mode, Isa::Avx512, &pool).unwrap()
-            };
-            run(&view, &tasks, 24, (&x[..]).into(), &mut y, engine);
+            let projection = emulated(&view, mode);
+            let job = Job::of_tasks(tasks.to_vec());
+            layer::multiply(&projection, job, (&x[..]).into(), &mut y, &pool);
             assert_eq!(y, expected, "{spec:?} {mode:?}");
         }
     }
@@ -328,102 +333,4 @@ fn empty_tensors_and_wrong_sizes() {
         assert!(matmul(&view, 2, &x[..], 2, &mut y, mode, Isa::Scalar, &pool).is_err());
         assert!(matmul(&view, 0, &x[..], 1, &mut y, mode, Isa::Scalar, &pool).is_err());
     }
-}
-
-/// The layer put together from grouped products of one token each.
-fn layer_by_hand(layer: &Layer, x: &[f32], routing: &Routing, mode: Mode, isa: Isa) -> Vec<f32> {
-    let shape = layer.gate.layout().shape();
-    let pool = pool::current().unwrap();
-    let single = |view: &View, expert: usize, x: &[f32]| {
-        let mut y = vec![0.0; view.layout().shape().rows];
-        matmul(view, expert, x, 1, &mut y, mode, isa, &pool).unwrap();
-        y
-    };
-    let mut y = vec![0.0; x.len()];
-    for (pair, &expert) in routing.experts.iter().enumerate() {
-        let Some(expert) = usize::try_from(expert).ok().filter(|&e| e < shape.experts) else {
-            continue;
-        };
-        let token = pair / routing.top_k;
-        let x = &x[token * shape.columns..][..shape.columns];
-        let mut hidden = single(&layer.gate, expert, x);
-        activation::gated(&mut hidden, &single(&layer.up, expert, x));
-        let output = single(&layer.down, expert, &hidden);
-        let y = &mut y[token * shape.columns..][..shape.columns];
-        y.iter_mut()
-            .zip(output)
-            .for_each(|(y, value)| *y += routing.weights[pair] * value);
-    }
-    y
-}
-
-#[test]
-fn a_layer_is_its_projections() {
-    let pool = pool::current().unwrap();
-    let blobs = [
-        case(5, 40, 70, spec(4, 32, false)).blob,
-        case(5, 40, 70, spec(3, 32, true)).blob,
-        case(5, 40, 70, spec(2, 64, false)).blob,
-        case(5, 70, 40, spec(8, 0, true)).blob,
-    ];
-    let [gate, same, other, down] = [0, 1, 2, 3].map(|i| View::parse(&blobs[i]).unwrap());
-    for up in [same, other] {
-        let layer = Layer { gate, up, down };
-        for tokens in [0, 1, 3, 40] {
-            let x: Vec<f32> = activations(tokens * 70).iter().map(|x| x * 0.05).collect();
-            let experts: Vec<i64> = (0..tokens * 3)
-                .map(|i| [0, 4, 2, 5, -1, 1, 3][i * i % 7])
-                .collect();
-            let weights: Vec<f32> = (0..tokens * 3).map(|i| (i % 5) as f32 * 0.25 - 0.5).collect();
-            let routing = Routing {
-                experts: &experts,
-                weights: &weights,
-                top_k: 3,
-            };
-            for (mode, isa) in Mode::ALL
-                .into_iter()
-                .flat_map(|mode| sets().map(move |isa| (mode, isa)))
-            {
-                let mut y = vec![f32::NAN; tokens * 70];
-                layer.forward(&x[..], routing, &mut y, mode, isa, &pool).unwrap();
-                let expected = layer_by_hand(&layer, &x, &routing, mode, isa);
-                assert_eq!(y, expected);
-                if isa == Isa::Avx512 {
-                    let matrix = drive::Matrix::Emulated;
-                    let engine = Engine {
-                        matrix,
-                        ..Engine::new(mode, isa, &pool).unwrap()
-                    };
-                    layer.run((&x[..]).into(), routing, &mut y, engine);
-                    assert_eq!(y, expected);
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn a_layer_that_does_not_fit_is_refused() {
-    let pool = pool::current().unwrap();
-    let (wide, tall) = (
-        case(2, 32, 64, spec(4, 32, false)).blob,
-        case(2, 64, 32, spec(4, 32, false)).blob,
-    );
-    let [wide, tall] = [&wide, &tall].map(|blob| View::parse(blob).unwrap());
-    let attempt = |gate, up, down, tokens: usize, pairs: usize, top_k| {
-        let (x, mut y) = (vec![0.0f32; tokens * 64], vec![0.0; tokens * 64]);
-        let (experts, weights) = (vec![0; pairs], vec![1.0; pairs]);
-        let routing = Routing {
-            experts: &experts,
-            weights: &weights,
-            top_k,
-        };
-        Layer { gate, up, down }.forward(&x[..], routing, &mut y, Mode::Exact, Isa::Scalar, &pool)
-    };
-    assert!(attempt(wide, wide, tall, 3, 6, 2).is_ok());
-    assert!(attempt(wide, wide, wide, 3, 6, 2).is_err());
-    assert!(attempt(wide, tall, tall, 3, 6, 2).is_err());
-    assert!(attempt(wide, wide, tall, 3, 7, 2).is_err());
-    assert!(attempt(wide, wide, tall, 2, 6, 2).is_err());
-    assert!(attempt(wide, wide, tall, 3, 6, 0).is_err());
 }

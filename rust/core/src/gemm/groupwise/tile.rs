@@ -13,7 +13,7 @@ pub(super) const DIGIT: f32 = 256.0;
 pub(super) const CHUNK: usize = 64;
 
 /// The cuts of a row between which products add up before they are scaled.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Steps {
     /// Columns of a step: 16 or a multiple of 32.
     pub columns: usize,
@@ -82,130 +82,100 @@ impl Tile {
     pub fn lines(&self) -> usize {
         self.tokens * self.planes
     }
-}
 
-/// Quantized tokens, one after the other: made once however many experts a token goes through.
-pub(super) struct Rows {
-    planes: usize,
-    /// 32-bit words of a plane of a token, padded with zeros.
-    width: usize,
-    /// [tokens, planes, width].
-    words: Vec<u32>,
-    steps: Steps,
-    scales: Vec<f32>,
-    sums: Vec<f32>,
-}
+    /// Room for one token.
+    pub fn single(steps: &Steps, planes: usize) -> Tile {
+        Tile::zeros(steps, planes, 1, Form::Words)
+    }
 
-/// One token of [`Rows`], to be filled.
-pub(super) struct Row<'a> {
-    words: &'a mut [u32],
-    scales: &'a mut [f32],
-    sums: &'a mut [f32],
-}
-
-impl Rows {
-    /// Room for `tokens` tokens.
-    pub fn new(steps: &Steps, tokens: usize, mode: Mode) -> Rows {
-        let (planes, width) = (mode.planes(), steps.units * UNIT / 4);
-        Rows {
+    fn zeros(steps: &Steps, planes: usize, tokens: usize, form: Form) -> Tile {
+        let width = match form {
+            Form::Words => steps.units * UNIT,
+            Form::Rows => steps.chunks() * steps.chunk(),
+        };
+        Tile {
+            form,
+            tokens,
             planes,
-            width,
-            words: vec![0; tokens * planes * width],
-            steps: *steps,
-            scales: vec![0.0; tokens * steps.count],
-            sums: vec![0.0; tokens * steps.count],
+            words: vec![0; width / 4 * planes * tokens],
+            scales: vec![0.0; steps.count * tokens],
+            sums: vec![0.0; steps.count * tokens],
         }
     }
 
-    /// The tokens, to be filled one by one; none where there are no columns.
-    pub fn rows(&mut self) -> Vec<Row<'_>> {
-        let steps = self.steps.count.max(1);
-        let words = self.words.chunks_exact_mut((self.planes * self.width).max(1));
-        let scales = self.scales.chunks_exact_mut(steps);
-        words
-            .zip(scales)
-            .zip(self.sums.chunks_exact_mut(steps))
-            .map(|((words, scales), sums)| Row { words, scales, sums })
-            .collect()
-    }
-
-    /// A tile of some tokens, padded with zeros to `width` tokens.
-    pub fn tile(&self, tokens: impl Iterator<Item = usize> + Clone, width: usize, form: Form) -> Tile {
-        let steps = self.steps.count;
-        let mut tile = Tile {
-            form,
-            tokens: width,
-            planes: self.planes,
-            words: vec![0; self.tile_words(width, form)],
-            scales: vec![0.0; steps * width],
-            sums: vec![0.0; steps * width],
-        };
+    /// A tile of single tokens, padded with zeros to `width` tokens.
+    pub fn interleaved<'a>(
+        tokens: impl Iterator<Item = &'a Tile>,
+        steps: &Steps,
+        planes: usize,
+        width: usize,
+        form: Form,
+    ) -> Tile {
+        let mut tile = Tile::zeros(steps, planes, width, form);
         for (lane, token) in tokens.enumerate() {
-            let range = token * steps..(token + 1) * steps;
-            spread(&self.sums[range.clone()], &mut tile.sums, width, lane);
-            spread(&self.scales[range], &mut tile.scales, width, lane);
-            for plane in 0..self.planes {
-                let from = &self.words[(token * self.planes + plane) * self.width..][..self.width];
-                match form {
-                    Form::Words => {
-                        let lines = tile.lines();
-                        spread(from, &mut tile.words, lines, lane * self.planes + plane);
-                    }
-                    Form::Rows => self.lay(from, &mut tile, plane, lane),
-                }
+            spread::<1, _>(&token.sums, &mut tile.sums, width, lane);
+            spread::<1, _>(&token.scales, &mut tile.scales, width, lane);
+            match (form, planes) {
+                (Form::Rows, _) => tile.lay(&token.words, steps, lane),
+                (Form::Words, 1) => spread::<1, _>(&token.words, &mut tile.words, width, lane),
+                (Form::Words, _) => spread::<3, _>(&token.words, &mut tile.words, 3 * width, 3 * lane),
             }
         }
         tile
     }
 
-    fn tile_words(&self, width: usize, form: Form) -> usize {
-        match form {
-            Form::Words => self.width * self.planes * width,
-            Form::Rows => self.steps.chunks() * self.steps.chunk() / 4 * self.planes * width,
-        }
-    }
-
-    /// Copies a plane of a token, chunk by chunk.
-    fn lay(&self, from: &[u32], tile: &mut Tile, plane: usize, lane: usize) {
-        let words = self.steps.chunk() / 4;
-        for (chunk, from) in from.chunks(words).enumerate() {
-            let at = ((chunk * self.planes + plane) * tile.tokens + lane) * words;
-            tile.words[at..at + from.len()].copy_from_slice(from);
+    /// Copies the planes of a token, chunk by chunk.
+    fn lay(&mut self, from: &[u32], steps: &Steps, lane: usize) {
+        let (words, planes) = (steps.chunk() / 4, self.planes);
+        for (chunk, from) in from.chunks(words * planes).enumerate() {
+            for plane in 0..planes {
+                let at = ((chunk * planes + plane) * self.tokens + lane) * words;
+                let from = from[plane..].iter().step_by(planes);
+                let to = self.words[at..at + words].iter_mut();
+                to.zip(from).for_each(|(to, &word)| *to = word);
+            }
         }
     }
 }
 
-/// Copies a token's values to every `width`-th place.
+/// Copies a token's values, N neighbours at a time, to every `width`-th place.
 #[inline(always)]
-fn spread<T: Copy>(from: &[T], to: &mut [T], width: usize, lane: usize) {
-    if width == 1 {
-        to.copy_from_slice(from);
-        return;
-    }
-    let places = to.chunks_exact_mut(width).zip(from);
-    places.for_each(|(place, &value)| place[lane] = value);
+fn spread<const N: usize, T: Copy>(from: &[T], to: &mut [T], width: usize, lane: usize) {
+    let places = to.chunks_exact_mut(width).zip(from.as_chunks::<N>().0);
+    places.for_each(|(place, values)| place[lane..lane + N].copy_from_slice(values));
 }
 
-/// Quantizes token `token` of `x`.
+/// Quantizes token `token` of `x` into a tile of one token.
 #[inline(always)]
-pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: Row) {
-    let mut buffer = [0.0; STEP_COLUMNS];
-    let width = row.words.len() / mode.planes();
+pub(super) fn fill(
+    steps: &Steps,
+    columns: usize,
+    x: &Activations,
+    token: usize,
+    mode: Mode,
+    tile: &mut Tile,
+) {
+    let (mut buffer, planes) = ([0.0; STEP_COLUMNS], mode.planes());
     for step in 0..steps.count {
         let first = step * steps.columns;
         let last = (first + steps.columns).min(columns);
         let values = gather(x, token * columns + first..token * columns + last, &mut buffer);
         let mut codes = [0; STEP_COLUMNS];
         let (scale, sum) = quantize(values, mode, &mut codes);
-        row.scales[step] = scale;
-        row.sums[step] = scale * sum as f32;
-        for plane in 0..mode.planes() {
-            let shift = 8 * (mode.planes() - 1 - plane);
-            let words = row.words[plane * width + first / 4..plane * width + last.div_ceil(4)].iter_mut();
-            let quads = codes.as_chunks::<4>().0.iter();
-            words
+        tile.scales[step] = scale;
+        tile.sums[step] = scale * sum as f32;
+        let words = &mut tile.words[first / 4 * planes..last.div_ceil(4) * planes];
+        let quads = codes.as_chunks::<4>().0.iter();
+        let word = |four: &[i32; 4], shift| u32::from_le_bytes(four.map(|code| digit(code, shift)));
+        match mode {
+            Mode::Int8 => words
+                .iter_mut()
                 .zip(quads)
-                .for_each(|(to, four)| *to = u32::from_le_bytes(four.map(|code| digit(code, shift))));
+                .for_each(|(to, four)| *to = word(four, 0)),
+            Mode::Exact => {
+                let places = words.as_chunks_mut::<3>().0.iter_mut().zip(quads);
+                places.for_each(|(to, four)| *to = [word(four, 16), word(four, 8), word(four, 0)]);
+            }
         }
     }
 }

@@ -2,34 +2,23 @@
 
 use std::arch::x86_64::*;
 
+use super::Mode;
 use super::Out;
 use super::kernel::{self, Weights};
 use super::lanes::Lanes;
-use super::tile::{self, Row, Steps, Tile};
-use super::{Mode, activation};
+use super::tile::{self, Steps, Tile};
 use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
 
 /// Brings a token into the form of a mode by the code of [`tile::fill`], compiled for AVX2; the processor has it.
-pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: Row) {
+pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: &mut Tile) {
     // SAFETY: the drive calls this for AVX2 and AVX-512, which `Isa::require` has checked.
     unsafe { fill_avx2(steps, columns, x, token, mode, row) }
 }
 
 #[target_feature(enable = "avx2")]
-fn fill_avx2(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: Row) {
+fn fill_avx2(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: &mut Tile) {
     tile::fill(steps, columns, x, token, mode, row);
-}
-
-/// `gate` becomes `silu(gate) * up`; the processor has AVX2.
-pub(super) fn gated(gate: &mut [f32], up: &[f32]) {
-    // SAFETY: as in `fill`.
-    unsafe { gated_avx2(gate, up) }
-}
-
-#[target_feature(enable = "avx2")]
-fn gated_avx2(gate: &mut [f32], up: &[f32]) {
-    activation::gated(gate, up);
 }
 
 /// Expands the codes of a block to bytes.

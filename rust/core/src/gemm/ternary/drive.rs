@@ -46,7 +46,7 @@ impl Unit<'_> {
 const UNIT_PRODUCTS: usize = 1 << 20;
 
 /// The most row groups of a unit; what a unit knows about its rows stays in the cache.
-const UNIT_GROUPS: usize = 8;
+pub(super) const UNIT_GROUPS: usize = 8;
 
 /// The units of all tasks: (task, groups). Cut by sizes alone, so that results do not depend on the threads.
 fn cut(view: &TernaryView, tasks: &[Task]) -> Vec<(usize, Range<usize>)> {
@@ -78,7 +78,8 @@ pub(super) fn run(
             first,
             tokens,
         } = tasks[*task];
-        let tile = tiles[*task].get_or_init(|| Tile::new(kernel, view, x, first, tokens));
+        let make = || Tile::new(kernel, view, x, &(first..first + tokens).collect::<Vec<_>>());
+        let tile = tiles[*task].get_or_init(make);
         let unit = Unit {
             view,
             expert,
@@ -101,7 +102,7 @@ pub(super) fn run(
 
 /// Computes a unit into `out` (rows x tokens).
 #[cfg(target_arch = "x86_64")]
-fn rows(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
+pub(super) fn rows(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
     let variant = match kernel {
         Kernel::Scalar => return scalar::rows(unit, out),
         Kernel::Avx2 => x86::Variant::Avx2 { ahead: false },
@@ -114,7 +115,7 @@ fn rows(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
 
 /// Computes a unit into `out` (rows x tokens). No other kernel passes the check of its instruction set here.
 #[cfg(not(target_arch = "x86_64"))]
-fn rows(_kernel: Kernel, unit: &Unit, out: &mut [f32]) {
+pub(super) fn rows(_kernel: Kernel, unit: &Unit, out: &mut [f32]) {
     scalar::rows(unit, out);
 }
 

@@ -36,6 +36,7 @@
 
 mod drive;
 mod lists;
+mod projection;
 mod scalar;
 mod table;
 #[cfg(test)]
@@ -50,6 +51,7 @@ use crate::simd::Isa;
 use crate::ternary::{Code, TernaryView};
 use crate::{Error, Result};
 use drive::Task;
+pub use projection::Ternary;
 
 /// Activations, one token after the other.
 #[derive(Debug, Clone, Copy)]

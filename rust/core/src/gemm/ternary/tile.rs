@@ -49,9 +49,9 @@ pub(super) struct Tile {
 }
 
 impl Tile {
-    /// Brings `tokens` tokens of `x`, from `first` on, into the layout that `kernel` wants.
-    pub fn new(kernel: Kernel, view: &TernaryView, x: Activations, first: usize, tokens: usize) -> Tile {
-        let (columns, longest_word) = (view.columns(), longest_word(view));
+    /// Brings tokens of `x` into the layout that `kernel` wants.
+    pub fn new(kernel: Kernel, view: &TernaryView, x: Activations, list: &[usize]) -> Tile {
+        let (columns, longest_word, tokens) = (view.columns(), longest_word(view), list.len());
         let steps = tokens == 1 && kernel != Kernel::Scalar;
         let on_the_fly = tokens <= MAX_ON_THE_FLY && kernel != Kernel::Scalar && view.code() == Code::Fsv8;
         let words = match (steps, on_the_fly) {
@@ -79,19 +79,19 @@ impl Tile {
             blocks,
         };
         for i in 0..tile.blocks.len() {
-            tile.fill(i, x, first);
+            tile.fill(i, x, list);
         }
         tile
     }
 
-    fn fill(&mut self, i: usize, x: Activations, first: usize) {
+    fn fill(&mut self, i: usize, x: Activations, list: &[usize]) {
         let block = self.blocks[i];
         let columns = self.columns;
         // In a step the activation comes last.
         let shift = if self.steps { STEP - 1 } else { 0 };
         let out = &mut self.data[self.offset + block.start..][..block.lanes * self.positions];
         for lane in 0..block.tokens {
-            let from = (first + block.token + lane) * columns;
+            let from = list[block.token + lane] * columns;
             let places = out[lane + shift..].iter_mut().step_by(block.lanes);
             match x {
                 Activations::F32(x) => places

@@ -1,8 +1,28 @@
 //! The gate of an expert: silu(gate) * up, with an exponential that compilers turn into vector code.
 
-/// `gate` becomes `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`.
+use crate::simd::Isa;
+
+/// `gate` becomes `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`: the same bits on every set. The processor runs
+/// `isa`.
+pub fn gated(isa: Isa, gate: &mut [f32], up: &[f32]) {
+    match isa {
+        Isa::Scalar => gated_loop(gate, up),
+        // SAFETY: every set but the scalar one has AVX2; the caller has found the set available.
+        #[cfg(target_arch = "x86_64")]
+        _ => unsafe { gated_avx2(gate, up) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => gated_loop(gate, up),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn gated_avx2(gate: &mut [f32], up: &[f32]) {
+    gated_loop(gate, up);
+}
+
 #[inline(always)]
-pub(super) fn gated(gate: &mut [f32], up: &[f32]) {
+fn gated_loop(gate: &mut [f32], up: &[f32]) {
     for (gate, up) in gate.iter_mut().zip(up) {
         *gate = *gate / (1.0 + exp(-*gate)) * up;
     }
@@ -17,7 +37,7 @@ const ROUNDER: f32 = 12_582_912.0;
 /// e^x, within 2 units in the last place where the result is a normal number; flushed to about 2^-126 below and to
 /// 2^127 or infinity above; NaN stays NaN. The same bits on every instruction set: nothing is fused.
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
+fn exp(x: f32) -> f32 {
     // Comparisons, not `clamp`: they let NaN through.
     let x = if x > 88.3 { 88.3 } else { x };
     let x = if x < -87.3 { -87.3 } else { x };
@@ -57,7 +77,7 @@ mod tests {
     #[test]
     fn gates_at_their_limits() {
         let mut gate = [0.0, 200.0, -200.0, f32::NAN, 1.0];
-        gated(&mut gate, &[3.0, 2.0, 1.0, 1.0, 2.0]);
+        gated(Isa::Scalar, &mut gate, &[3.0, 2.0, 1.0, 1.0, 2.0]);
         assert_eq!(gate[..2], [0.0, 400.0]);
         assert!(gate[2].abs() < 1e-30 && gate[3].is_nan());
         assert!((gate[4] - 2.0 * 0.731_058_6).abs() < 1e-6);

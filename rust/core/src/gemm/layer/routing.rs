@@ -1,0 +1,99 @@
+//! Which tokens go through which experts.
+
+use std::ops::Range;
+
+/// Which experts a token goes through: `top_k` for each.
+#[derive(Debug, Clone, Copy)]
+pub struct Routing<'a> {
+    /// Experts, tokens x top_k; a number that is no expert's is skipped.
+    pub experts: &'a [i64],
+    /// What each expert's output counts, tokens x top_k.
+    pub weights: &'a [f32],
+    /// Experts of a token.
+    pub top_k: usize,
+}
+
+/// One expert's share of a call: which places of the call's list of tokens go through it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Task {
+    /// The expert.
+    pub expert: usize,
+    /// Its places; at least one.
+    pub places: Range<usize>,
+}
+
+/// The pairs of a token and an expert that a call multiplies, in the order of the experts.
+#[derive(Debug)]
+pub struct Job {
+    /// Tokens that the call has activations of.
+    pub tokens: usize,
+    /// For each place, the token whose activations it takes.
+    pub list: Vec<usize>,
+    /// The experts with tokens, ascending; their places are neighbours and cover the list.
+    pub tasks: Vec<Task>,
+}
+
+impl Job {
+    /// Tokens `offsets[e]..offsets[e + 1]` go through expert e; the offsets ascend from 0.
+    pub fn of_offsets(offsets: &[usize]) -> Job {
+        let pairs = offsets.windows(2).enumerate();
+        let tasks = pairs
+            .filter(|(_, pair)| pair[0] < pair[1])
+            .map(|(expert, pair)| Task {
+                expert,
+                places: pair[0]..pair[1],
+            });
+        let tasks: Vec<Task> = tasks.collect();
+        Job::of_tasks(tasks)
+    }
+
+    /// Every place has activations of its own.
+    pub fn of_tasks(tasks: Vec<Task>) -> Job {
+        let tokens = tasks.last().map_or(0, |task| task.places.end);
+        Job {
+            tokens,
+            list: (0..tokens).collect(),
+            tasks,
+        }
+    }
+
+    /// Most tokens of an expert.
+    pub(super) fn widest(&self) -> usize {
+        self.tasks.iter().map(|task| task.places.len()).max().unwrap_or(0)
+    }
+}
+
+/// A routing in the order of the experts.
+pub(super) struct Sorted {
+    pub job: Job,
+    /// The place of each pair of the routing; none for a skipped one.
+    pub places: Vec<Option<usize>>,
+}
+
+impl Sorted {
+    pub fn new(routing: &Routing, tokens: usize, experts: usize) -> Sorted {
+        let mut order: Vec<(usize, usize)> = Vec::with_capacity(routing.experts.len());
+        for (pair, &expert) in routing.experts.iter().enumerate() {
+            let expert = usize::try_from(expert).ok().filter(|&e| e < experts);
+            order.extend(expert.map(|expert| (expert, pair)));
+        }
+        order.sort_unstable();
+        let mut tasks: Vec<Task> = Vec::new();
+        let mut places = vec![None; routing.experts.len()];
+        for (place, &(expert, pair)) in order.iter().enumerate() {
+            places[pair] = Some(place);
+            match tasks.last_mut() {
+                Some(task) if task.expert == expert => task.places.end = place + 1,
+                _ => tasks.push(Task {
+                    expert,
+                    places: place..place + 1,
+                }),
+            }
+        }
+        let list = order.iter().map(|&(_, pair)| pair / routing.top_k).collect();
+        Sorted {
+            job: Job { tokens, list, tasks },
+            places,
+        }
+    }
+}

@@ -1,0 +1,207 @@
+use super::*;
+#[cfg(target_arch = "x86_64")]
+use crate::gemm::groupwise::tests::emulated;
+use crate::gemm::groupwise::{Groupwise, Mode, matmul};
+use crate::groupwise::View;
+use crate::groupwise::tests::{case, spec};
+use crate::pool;
+
+fn sets() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.available())
+}
+
+fn activations(count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|i| ((i * 7919 % 1009) as f32 / 504.0 - 1.0) * if i % 97 == 5 { 0.55 } else { 0.035 })
+        .collect()
+}
+
+/// Gate, up and down.
+type Views<'a> = [View<'a>; 3];
+
+fn forward(
+    views: Views,
+    x: &[f32],
+    routing: Routing,
+    mode: Mode,
+    isa: Isa,
+    pool: &ThreadPool,
+) -> Result<Vec<f32>> {
+    let [gate, up, down] = views.map(|view| Groupwise::new(view, mode, isa).unwrap());
+    let mut y = vec![f32::NAN; x.len()];
+    let layer = Layer {
+        gate: &gate,
+        up: &up,
+        down: &down,
+    };
+    layer.forward(x, routing, &mut y, isa, pool)?;
+    Ok(y)
+}
+
+/// The layer put together from grouped products of one token each.
+fn layer_by_hand([gate, up, down]: Views, x: &[f32], routing: &Routing, mode: Mode, isa: Isa) -> Vec<f32> {
+    let shape = gate.layout().shape();
+    let pool = pool::current().unwrap();
+    let single = |view: &View, expert: usize, x: &[f32]| {
+        let mut y = vec![0.0; view.layout().shape().rows];
+        matmul(view, expert, x, 1, &mut y, mode, isa, &pool).unwrap();
+        y
+    };
+    let mut y = vec![0.0; x.len()];
+    for (pair, &expert) in routing.experts.iter().enumerate() {
+        let Some(expert) = usize::try_from(expert).ok().filter(|&e| e < shape.experts) else {
+            continue;
+        };
+        let token = pair / routing.top_k;
+        let x = &x[token * shape.columns..][..shape.columns];
+        let mut hidden = single(&gate, expert, x);
+        gated(Isa::Scalar, &mut hidden, &single(&up, expert, x));
+        let output = single(&down, expert, &hidden);
+        let y = &mut y[token * shape.columns..][..shape.columns];
+        y.iter_mut()
+            .zip(output)
+            .for_each(|(y, value)| *y += routing.weights[pair] * value);
+    }
+    y
+}
+
+/// Blobs of 5 experts of 40 x 70: gate, an up with its groups, one with others, and down.
+fn blobs() -> [Vec<u8>; 4] {
+    [
+        case(5, 40, 70, spec(4, 32, false)).blob,
+        case(5, 40, 70, spec(3, 32, true)).blob,
+        case(5, 40, 70, spec(2, 64, false)).blob,
+        case(5, 70, 40, spec(8, 0, true)).blob,
+    ]
+}
+
+/// Experts and weights of `tokens` tokens, three each, some of them nobody.
+fn choice(tokens: usize) -> (Vec<i64>, Vec<f32>) {
+    let experts = (0..tokens * 3).map(|i| [0, 4, 2, 5, -1, 1, 3][i * i % 7]);
+    let weights = (0..tokens * 3).map(|i| (i % 5) as f32 * 0.25 - 0.5);
+    (experts.collect(), weights.collect())
+}
+
+#[test]
+fn a_layer_is_its_projections() {
+    let pool = pool::current().unwrap();
+    let blobs = blobs();
+    let [gate, same, other, down] = [0, 1, 2, 3].map(|i| View::parse(&blobs[i]).unwrap());
+    for up in [same, other] {
+        let views = [gate, up, down];
+        for tokens in [0, 1, 3, 40] {
+            let x = activations(tokens * 70);
+            let (experts, weights) = choice(tokens);
+            let routing = Routing {
+                experts: &experts,
+                weights: &weights,
+                top_k: 3,
+            };
+            for (mode, isa) in Mode::ALL
+                .into_iter()
+                .flat_map(|mode| sets().map(move |isa| (mode, isa)))
+            {
+                let expected = layer_by_hand(views, &x, &routing, mode, isa);
+                assert_eq!(forward(views, &x, routing, mode, isa, &pool).unwrap(), expected);
+                #[cfg(target_arch = "x86_64")]
+                if isa == Isa::Avx512 {
+                    let [gate, up, down] = views.map(|view| emulated(&view, mode));
+                    let layer = Layer {
+                        gate: &gate,
+                        up: &up,
+                        down: &down,
+                    };
+                    let mut y = vec![f32::NAN; x.len()];
+                    layer.forward(&x[..], routing, &mut y, isa, &pool).unwrap();
+                    assert_eq!(y, expected);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_layer_does_not_depend_on_the_number_of_threads() {
+    let blobs = blobs();
+    let views = [0, 2, 3].map(|i| View::parse(&blobs[i]).unwrap());
+    let x = activations(60 * 70);
+    let (experts, weights) = choice(60);
+    let routing = Routing {
+        experts: &experts,
+        weights: &weights,
+        top_k: 3,
+    };
+    let isa = crate::simd::active().unwrap();
+    let run = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        forward(views, &x, routing, Mode::Int8, isa, &pool).unwrap()
+    };
+    assert_eq!(run(1), run(2));
+    assert_eq!(run(1), run(5));
+}
+
+#[test]
+fn a_layer_that_does_not_fit_is_refused() {
+    let pool = pool::current().unwrap();
+    let (wide, tall) = (
+        case(2, 32, 64, spec(4, 32, false)).blob,
+        case(2, 64, 32, spec(4, 32, false)).blob,
+    );
+    let [wide, tall] = [&wide, &tall].map(|blob| View::parse(blob).unwrap());
+    let attempt = |gate, up, down, tokens: usize, pairs: usize, top_k| {
+        let x = vec![0.0f32; tokens * 64];
+        let (experts, weights) = (vec![0; pairs], vec![1.0; pairs]);
+        let routing = Routing {
+            experts: &experts,
+            weights: &weights,
+            top_k,
+        };
+        forward([gate, up, down], &x, routing, Mode::Exact, Isa::Scalar, &pool)
+    };
+    assert!(attempt(wide, wide, tall, 3, 6, 2).is_ok());
+    assert!(attempt(wide, wide, wide, 3, 6, 2).is_err());
+    assert!(attempt(wide, tall, tall, 3, 6, 2).is_err());
+    assert!(attempt(wide, wide, tall, 3, 7, 2).is_err());
+    assert!(attempt(wide, wide, tall, 2, 6, 2).is_err());
+    assert!(attempt(wide, wide, tall, 3, 6, 0).is_err());
+}
+
+#[test]
+fn a_layer_without_rows_or_columns_is_zero() {
+    let pool = pool::current().unwrap();
+    for (rows, columns) in [(0, 6), (6, 0)] {
+        let gate = case(2, rows, columns, spec(4, 32, false)).blob;
+        let down = case(2, columns, rows, spec(4, 32, false)).blob;
+        let [gate, down] = [&gate, &down].map(|blob| View::parse(blob).unwrap());
+        let routing = Routing {
+            experts: &[1],
+            weights: &[1.0],
+            top_k: 1,
+        };
+        let x = vec![1.0; columns];
+        let y = forward([gate, gate, down], &x, routing, Mode::Exact, Isa::Scalar, &pool).unwrap();
+        assert!(y.iter().all(|&y| y == 0.0));
+    }
+}
+
+#[test]
+fn cuts_cover_all_rows_once() {
+    let blobs = blobs();
+    let [gate, down] = [0, 3].map(|i| View::parse(&blobs[i]).unwrap());
+    for (view, threads) in [(gate, 1), (down, 2), (down, 64)] {
+        let projection = Groupwise::new(view, Mode::Exact, Isa::Scalar).unwrap();
+        let job = Job::of_offsets(&[0, 2, 2, 3, 3, 9]);
+        let cut = Cut::new(&[&projection], &job, threads);
+        let mut seen = vec![0; job.tasks.len() * projection.shape().rows];
+        for unit in 0..cut.units(&job) {
+            let (task, rows) = cut.at(unit);
+            assert_eq!(rows.start % projection.granule(), 0);
+            rows.for_each(|row| seen[task * projection.shape().rows + row] += 1);
+        }
+        assert!(seen.iter().all(|&count| count == 1));
+    }
+    assert_eq!([multiple(16, 64), multiple(6, 4), multiple(1, 16)], [64, 12, 16]);
+}

@@ -1,0 +1,155 @@
+//! Ternary tensors as [`crate::gemm::layer`] multiplies them.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use super::drive::{self, UNIT_GROUPS, Unit};
+use super::table::longest_word;
+use super::tile::Tile;
+use super::{Activations, Kernel, kernel_for};
+use crate::Result;
+use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::simd::Isa;
+use crate::ternary::layout::GROUP_ROWS;
+use crate::ternary::{Code, Shape, TernaryView};
+
+/// A ternary tensor with a kernel.
+#[derive(Debug, Clone)]
+pub struct Ternary<'a> {
+    view: TernaryView<'a>,
+    kernel: Kernel,
+}
+
+impl<'a> Ternary<'a> {
+    /// Products by the kernel of an instruction set.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
+    pub fn new(view: TernaryView<'a>, isa: Isa) -> Result<Ternary<'a>> {
+        let kernel = kernel_for(view.code(), isa.require()?);
+        Ok(Ternary { view, kernel })
+    }
+
+    /// What a tile depends on, besides the tokens.
+    fn form(&self) -> Form {
+        Form {
+            kernel: self.kernel,
+            code: self.view.code(),
+            longest_word: longest_word(&self.view),
+            columns: self.view.columns(),
+        }
+    }
+}
+
+impl Projection for Ternary<'_> {
+    fn shape(&self) -> Shape {
+        self.view.shape()
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.view.payload_bytes() / (self.view.experts() * self.view.rows()).max(1)
+    }
+
+    fn granule(&self) -> usize {
+        GROUP_ROWS
+    }
+
+    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
+        let shared = sibling
+            .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())
+            .filter(|prepared| prepared.form == self.form());
+        let make = || Prepared {
+            job: job.clone(),
+            form: self.form(),
+            tiles: job.tasks.iter().map(|_| OnceLock::new()).collect(),
+        };
+        Box::new(Multiplication {
+            weights: self,
+            mine: shared.is_none(),
+            prepared: shared.unwrap_or_else(|| Arc::new(make())),
+        })
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Form {
+    kernel: Kernel,
+    code: Code,
+    longest_word: usize,
+    columns: usize,
+}
+
+/// The tiles of a job's tasks.
+struct Prepared {
+    job: Arc<Job>,
+    form: Form,
+    tiles: Vec<OnceLock<Tile>>,
+}
+
+/// A tensor and the tokens of a job.
+struct Multiplication<'a> {
+    weights: &'a Ternary<'a>,
+    prepared: Arc<Prepared>,
+    /// The tiles are not a sibling's.
+    mine: bool,
+}
+
+impl Products for Multiplication<'_> {
+    fn stages(&self) -> [usize; 2] {
+        [0, if self.mine { self.prepared.tiles.len() } else { 0 }]
+    }
+
+    fn prepare(&self, _: usize, task: usize, x: Activations) {
+        let job = &self.prepared.job;
+        let tokens = &job.list[job.tasks[task].places.clone()];
+        let make = || Tile::new(self.weights.kernel, &self.weights.view, x, tokens);
+        self.prepared.tiles[task].get_or_init(make);
+    }
+
+    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self.prepared.clone())
+    }
+
+    fn worker(&self) -> Box<dyn Worker + '_> {
+        Box::new(Thread {
+            products: self,
+            sums: Vec::new(),
+        })
+    }
+}
+
+struct Thread<'a> {
+    products: &'a Multiplication<'a>,
+    /// A unit's outputs, rows x tokens.
+    sums: Vec<f32>,
+}
+
+impl Worker for Thread<'_> {
+    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
+        let Multiplication {
+            weights, prepared, ..
+        } = self.products;
+        let tile = prepared.tiles[task].get().expect("the second stage has made it");
+        let groups = rows.start / GROUP_ROWS..rows.end.div_ceil(GROUP_ROWS);
+        for first in groups.clone().step_by(UNIT_GROUPS) {
+            let unit = Unit {
+                view: &weights.view,
+                expert: prepared.job.tasks[task].expert,
+                groups: first..(first + UNIT_GROUPS).min(groups.end),
+                tile,
+            };
+            self.sums.clear();
+            self.sums.resize(unit.rows().len() * tile.tokens(), 0.0);
+            drive::rows(weights.kernel, &unit, &mut self.sums);
+            let at = unit.rows().start - rows.start..unit.rows().end - rows.start;
+            for (token, out) in out.chunks_exact_mut(rows.len()).enumerate() {
+                let sums = self.sums[token..].iter().step_by(tile.tokens());
+                out[at.clone()]
+                    .iter_mut()
+                    .zip(sums)
+                    .for_each(|(out, &sum)| *out = sum);
+            }
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! A layer of gated experts, whatever format each of its projections is in.
+
+use moepack_core::gemm::layer::{Layer, Projection, Routing};
+use moepack_core::simd::Isa;
+use moepack_core::{Result, pool};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+
+use crate::arrays::{Activations, chosen_isa, contiguous, products};
+use crate::coded::CodedGroupwiseBlob;
+use crate::error::raise;
+use crate::groupwise::GroupwiseBlob;
+use crate::ternary::TernaryBlob;
+
+/// A packed tensor that takes part in layers.
+pub trait Packed: Sync {
+    /// The packed bytes.
+    fn array(&self) -> &Py<PyArray1<u8>>;
+
+    /// The tensor, of `data`, with the mode of a name (by default the format's own) and an instruction set.
+    fn projection<'a>(
+        &'a self,
+        data: &'a [u8],
+        mode: Option<&str>,
+        isa: Isa,
+    ) -> Result<Box<dyn Projection + 'a>>;
+}
+
+/// The packed tensor that an object is: one of the classes that take part.
+fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
+    if let Ok(blob) = object.cast::<GroupwiseBlob>() {
+        return Ok(blob.get());
+    }
+    if let Ok(blob) = object.cast::<CodedGroupwiseBlob>() {
+        return Ok(blob.get());
+    }
+    if let Ok(blob) = object.cast::<TernaryBlob>() {
+        return Ok(blob.get());
+    }
+    let kind = object.get_type();
+    Err(PyTypeError::new_err(format!("{kind} takes no part in layers")))
+}
+
+/// A layer of gated experts in one call: for each token the sum over its experts of
+/// weight * down(silu(gate x) * up x), float32 [tokens, columns].
+///
+/// Args:
+///     gate, up: packed tensors of experts x hidden x columns, of any format.
+///     down: experts x columns x hidden.
+///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
+///     experts: int64 [tokens, top_k], C-contiguous; a number that is no expert's is skipped.
+///     weights: float32 [tokens, top_k], C-contiguous.
+///     modes: those of gate, up and down, as their `matmul_grouped` take them; None is the format's default.
+///     isa: the instruction set, by default the active one.
+///
+/// Raises:
+///     TypeError: a projection is no packed tensor.
+///     ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
+#[pyfunction]
+#[pyo3(signature = (gate, up, down, x, experts, weights, modes=[None, None, None], isa=None))]
+#[allow(clippy::too_many_arguments)] // Python's signature
+pub fn gated_experts<'py>(
+    py: Python<'py>,
+    gate: &Bound<'py, PyAny>,
+    up: &Bound<'py, PyAny>,
+    down: &Bound<'py, PyAny>,
+    x: Activations<'py>,
+    experts: PyReadonlyArray2<'py, i64>,
+    weights: PyReadonlyArray2<'py, f32>,
+    modes: [Option<String>; 3],
+    isa: Option<&str>,
+) -> PyResult<Bound<'py, PyArray2<f32>>> {
+    let blobs = [packed(gate)?, packed(up)?, packed(down)?];
+    let (isa, routing) = (chosen_isa(isa)?, routing(&experts, &weights)?);
+    let arrays = blobs.map(|blob| blob.array().bind(py).try_readonly());
+    let [gate, up, down] = arrays;
+    let arrays = [gate?, up?, down?];
+    let [gate, up, down] = arrays
+        .each_ref()
+        .map(|array| contiguous(array.as_slice(), "data"));
+    let data = [gate?, up?, down?];
+    let projection = |i: usize| blobs[i].projection(data[i], modes[i].as_deref(), isa);
+    let columns = x.shape()[1];
+    products(py, &x, columns, columns, |x, y| {
+        let forward = || {
+            let (gate, up, down) = (projection(0)?, projection(1)?, projection(2)?);
+            let layer = Layer {
+                gate: &*gate,
+                up: &*up,
+                down: &*down,
+            };
+            layer.forward(x, routing, y, isa, &*pool::current()?)
+        };
+        py.detach(forward).map_err(raise)
+    })
+}
+
+fn routing<'a>(
+    experts: &'a PyReadonlyArray2<'_, i64>,
+    weights: &'a PyReadonlyArray2<'_, f32>,
+) -> PyResult<Routing<'a>> {
+    Ok(Routing {
+        experts: contiguous(experts.as_slice(), "experts")?,
+        weights: contiguous(weights.as_slice(), "weights")?,
+        top_k: experts.shape()[1],
+    })
+}

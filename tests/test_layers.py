@@ -1,0 +1,122 @@
+"""Layers of gated experts in one call, whatever formats their projections are in."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from moepack import _core
+from moepack.runtime.experts import PackedExperts
+from moepack.runtime.matrix import PackedMatrix, gated_experts, open_matrix
+from runtime_support import dense_blob
+
+EXPERTS, HIDDEN, INNER = 6, 80, 96
+SHAPES = {
+    "gate_proj": (EXPERTS, INNER, HIDDEN),
+    "up_proj": (EXPERTS, INNER, HIDDEN),
+    "down_proj": (EXPERTS, HIDDEN, INNER),
+}
+
+
+def groupwise(shape, seed, bits=4, group_size=32):
+    random = np.random.default_rng(seed)
+    codes = random.integers(0, 1 << bits, shape, dtype=np.uint8)
+    groups = -(-shape[2] // group_size)
+    scales = random.uniform(0.02, 0.04, (*shape[:2], groups)).astype(np.float16).astype(np.float32)
+    offsets = -scales * np.float32(1 << (bits - 1))
+    return _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group_size, rank=3)
+
+
+def coded(shape, seed):
+    return _core.code_groupwise(groupwise(shape, seed, bits=2, group_size=64))
+
+
+def ternary(shape, seed):
+    random = np.random.default_rng(seed)
+    codes = random.choice(np.array([-1, 0, 1], np.int8), shape, p=[0.1, 0.8, 0.1])
+    levels = np.array([-0.25, 0.25], np.float32) * random.choice([1, 0.5], (*shape[:2], 1))
+    return _core.encode_ternary(codes, levels.astype(np.float32), rank=3)
+
+
+FORMATS = {"groupwise": groupwise, "coded": coded, "ternary": ternary}
+
+
+def matrices(*formats):
+    return [
+        open_matrix(FORMATS[name](shape, seed))
+        for seed, (name, shape) in enumerate(zip(formats, SHAPES.values(), strict=True))
+    ]
+
+
+def inputs(tokens, top_k=3):
+    random = np.random.default_rng(tokens)
+    x = random.standard_normal((tokens, HIDDEN), np.float32)
+    experts = random.integers(0, EXPERTS + 1, (tokens, top_k))
+    return x, experts, random.random((tokens, top_k), np.float32)
+
+
+def one_by_one(layer: list[PackedMatrix], x, experts, weights):
+    """Three products for each token and expert."""
+
+    def product(matrix, expert, x):
+        offsets = np.repeat(np.array([0, 1]), [expert + 1, EXPERTS - expert])
+        return matrix.matmul_grouped(x, offsets)
+
+    gate, up, down = layer
+    y = np.zeros_like(x)
+    for token, slot in itertools.product(range(len(x)), range(experts.shape[1])):
+        expert = experts[token, slot]
+        if expert < EXPERTS:
+            row = x[token : token + 1]
+            gated = torch.nn.functional.silu(torch.from_numpy(product(gate, expert, row))).numpy()
+            y[token] += weights[token, slot] * product(down, expert, gated * product(up, expert, row))[0]
+    return y
+
+
+@pytest.mark.parametrize("formats", [*((name,) * 3 for name in FORMATS), *itertools.permutations(FORMATS)])
+@pytest.mark.parametrize("tokens", [1, 2, 19])
+def test_a_layer_of_any_formats_is_its_products(formats, tokens):
+    layer = matrices(*formats)
+    x, experts, weights = inputs(tokens)
+    y = gated_experts(layer, x, experts, weights)
+    assert y is not None
+    np.testing.assert_allclose(y, one_by_one(layer, x, experts, weights), rtol=1e-4, atol=1e-4 * np.abs(y).max())
+
+
+def test_each_projection_has_its_own_mode():
+    layer = matrices("groupwise", "groupwise", "groupwise")
+    x, experts, weights = inputs(4)
+    exact = gated_experts(layer, x, experts, weights)
+    layer[2].mode = "int8"
+    mixed = gated_experts(layer, x, experts, weights)
+    assert not np.array_equal(mixed, exact)
+    np.testing.assert_allclose(
+        mixed, one_by_one(layer, x, experts, weights), rtol=1e-4, atol=1e-4 * np.abs(exact).max()
+    )
+
+
+def test_a_format_that_takes_no_part_is_multiplied_by_itself():
+    random = np.random.default_rng(0)
+    module = PackedExperts(SHAPES, torch.nn.SiLU())
+    for name, shape in SHAPES.items():
+        blob = dense_blob(random.standard_normal(shape, np.float32)) if name == "up_proj" else groupwise(shape, 1)
+        module.attach(name, blob)
+    x, experts, weights = inputs(5)
+    layer = [module.matrix(name) for name in SHAPES]
+    assert gated_experts(layer, x, experts, weights) is None
+    y = module(torch.from_numpy(x), torch.from_numpy(experts), torch.from_numpy(weights)).numpy()
+    np.testing.assert_allclose(y, one_by_one(layer, x, experts, weights), rtol=1e-4, atol=1e-4 * np.abs(y).max())
+
+
+def test_bad_arguments_are_refused():
+    layer = [matrix.blob for matrix in matrices("groupwise", "ternary", "groupwise")]
+    x, experts, weights = inputs(2)
+    with pytest.raises(TypeError, match="takes no part"):
+        _core.gated_experts(layer[0], object(), layer[2], x, experts, weights)
+    with pytest.raises(ValueError, match='no mode "int8"'):
+        _core.gated_experts(*layer, x, experts, weights, ("int8",) * 3)
+    with pytest.raises(ValueError, match="do not fit"):
+        _core.gated_experts(layer[0], layer[1], layer[1], x, experts, weights)
+    with pytest.raises(ValueError, match="activations"):
+        _core.gated_experts(*layer, x[:, 1:].copy(), experts, weights)
