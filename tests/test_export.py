@@ -17,7 +17,7 @@ from moepack.export import export
 from moepack.export.compressed_tensors import pack_words
 from moepack.export.gguf import q4_0_blocks, q8_0_blocks
 from moepack.format import PackedDirectory
-from moepack.methods import Method
+from moepack.methods import Method, create
 from moepack.methods.finequant import FineQuant
 from moepack.methods.ternary import Ternary
 from runtime_support import ARCHITECTURES, SWITCH, logits, tiny_model, write_packed
@@ -226,3 +226,37 @@ def test_the_command(packed: Path, tmp_path: Path, capsys: Any) -> None:
         main(["export", str(packed), str(tmp_path / "out2"), "--to", "exl2"])
     assert caught.value.code == 2
     assert GroupwiseTensor.kind == "groupwise"
+
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+CALIBRATED = {"calibration": str(EXAMPLES / "texts/white-fang.txt"), "samples": 4, "sequence_length": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ternary", {}),
+        ("qmoe", {**CALIBRATED, "dense_bits": 8}),
+        ("qmoe", {**CALIBRATED, "bits": "2", "group_size": 32}),
+        ("finequant", {"bits": 3, "symmetric": False, "dense_bits": "attention=4,head=8"}),
+        ("milo", {"bits": 3, "rank": "uniform:2", "rounds": 1}),
+        ("codequant", {**CALIBRATED, "weight_bits": 3, "rotation_steps": 4}),
+        ("codequant", {**CALIBRATED, "weight_bits": 4, "block": 128, "rotation": "none"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, list(value.values())[-2:])),
+)
+def test_bf16_of_every_method_on_the_example(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Stock transformers gets from the export the loss that the packed model has; not that of the original model."""
+    source, text = EXAMPLES / "tiny-moe", EXAMPLES / "texts/white-fang.txt"
+    moepack.compress(source, tmp_path / "packed", method=create(name, **settings))
+    export(tmp_path / "packed", tmp_path / "plain")
+    stock, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert not hasattr(stock.config, "quantization_config")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")
+    expected = moepack.evaluate(tmp_path / "packed", text, 6_000, source)
+    found = moepack.evaluate(stock, text, 6_000, tokenizer=tokenizer)
+    assert expected.kl is not None and expected.kl > 2e-3
+    assert found.loss == pytest.approx(expected.loss, abs=4e-3)

@@ -17,7 +17,6 @@ from moepack.errors import MoepackError
 
 COMMANDS = {
     "compress": "compress",
-    "tune": "tune",
     "convert": "convert",
     "inspect": "inspect",
     "verify": "verify",
