@@ -17,6 +17,7 @@ from moepack.errors import MoepackError
 
 COMMANDS = {
     "compress": "compress",
+    "tune": "tune",
     "convert": "convert",
     "inspect": "inspect",
     "verify": "verify",

@@ -1,0 +1,42 @@
+"""`moepack tune`: fine-tune the codebooks of a packed directory against the model that it was made of."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moepack.errors import MoepackError
+
+
+def tune_command(
+    packed: Annotated[Path, typer.Argument(help="Packed directory of codebooks (--method codequant).")],
+    original: Annotated[Path, typer.Argument(help="The checkpoint that it was made of.")],
+    out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
+    calibration: Annotated[str, typer.Option(help="Text file, JSON lines, directory, or data set of the hub.")],
+    samples: Annotated[int, typer.Option(min=2, help="Calibration samples.")] = 128,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens a sample.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = 100,
+    rate: Annotated[float, typer.Option(help="Learning rate, relative to the largest centroid of a codebook.")] = 1e-3,
+    batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
+    router_weight: Annotated[
+        float, typer.Option(help="What the divergence of the routers counts beside that of the predictions.")
+    ] = 1.0,
+    device: Annotated[str, typer.Option(help="Where both models run, in float32 and with gradients.")] = "cpu",
+) -> None:
+    """Fine-tune the centroids of PACKED towards the outputs of ORIGINAL; OUT has the same codes and the same size."""
+    from moepack.methods.codequant.tuning import TuneSettings
+    from moepack.pipeline.tune import tune
+
+    try:
+        settings = TuneSettings(steps=steps, rate=rate, router_weight=router_weight, batch=batch)
+        tuned = tune(
+            packed, original, out, calibration=calibration, samples=samples, sequence_length=sequence_length,
+            settings=settings, device=device,
+        )  # fmt: skip
+    except ValueError as error:
+        if isinstance(error, MoepackError):
+            raise
+        raise typer.BadParameter(str(error)) from error
+    for label, found in (("before", tuned.before), ("after", tuned.after)):
+        print(f"{label:<7} predictions diverge by {found.logits:.5f} nats a token, routers by {found.routers:.5f}")
+    print(f"wrote   {out}")

@@ -1,0 +1,130 @@
+"""`tune`: fine-tunes the centroids of a packed directory against the model it was made of; codes and sizes stay."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moepack.calibration.load import load_samples
+from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.header import read_header
+from moepack.errors import CorruptionError, OutputExistsError, UnsupportedModelError
+from moepack.format.atomic import write_file
+from moepack.format.directory import PackedDirectory
+from moepack.format.hub import CONFIG, config_bytes, quantization_config
+from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
+from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.methods.codequant.tuning import Books, Tuned, TuneSettings, tune_model
+from moepack.pipeline.job import PARTIAL
+from moepack.pipeline.journal import Workspace
+from moepack.runtime.loading import load, open_model
+
+__all__ = ["tune"]
+
+
+def tune(
+    packed: str | PathLike[str],
+    original: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    calibration: str,
+    samples: int = 128,
+    sequence_length: int = 512,
+    settings: TuneSettings | None = None,
+    device: str = "cpu",
+    advance: Callable[[int], None] = lambda steps: None,
+) -> Tuned:
+    """Fine-tune a packed directory of codebooks into a new one of the same size.
+
+    Args:
+        packed: what `moepack compress --method codequant` wrote.
+        original: the checkpoint that it was made of.
+        out: directory to be made; it must not exist.
+        calibration: text file, JSON lines, directory or data set of the hub.
+        samples, sequence_length: windows, at most, and tokens of each.
+        settings: see `TuneSettings`.
+        device: where both models run, in float32, with gradients.
+        advance: is told the steps that are done.
+
+    Raises:
+        UnsupportedModelError: the directory holds something but codebooks, or experts without a gate.
+        CalibrationError: the text is unusable, or the loss is not finite.
+        OutputExistsError, DiskError, LoadError, CorruptionError: as for `compress` and `load`.
+    """
+    target, settings = Path(os.path.abspath(out)), settings or TuneSettings()
+    if os.path.lexists(target):
+        raise OutputExistsError("exists; choose another directory or remove it", file=target)
+    source = PackedDirectory.open(Path(packed))
+    if others := {record.kind for record in source.manifest.packed().values()} - {"codebook"}:
+        raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
+    windows = load_samples(Checkpoint.open(Path(original)), calibration, samples, sequence_length)
+    models = load(packed, torch.float32), open_model(original, torch.float32)
+    tuned = tune_model(*models, windows.inputs, settings, torch.device(device), advance)
+    _write(source, target, tuned, {**asdict(settings), "calibration_sha256": windows.fingerprint()})
+    return tuned
+
+
+def _write(source: PackedDirectory, target: Path, tuned: Tuned, settings: Mapping[str, str | int | float]) -> None:
+    """Copy the directory with the tuned tensors in the places of the old ones."""
+    manifest = source.manifest
+    workspace = Workspace.open(target.with_name(target.name + PARTIAL), {"tune": str(target)}, resume=False)
+    try:
+        tensors, files = dict(manifest.tensors), dict(manifest.files)
+        for file in manifest.files:
+            names = [name for name, record in manifest.tensors.items() if record.file == file]
+            if file == CONFIG:
+                continue
+            if not names:
+                write_file(workspace.path / file, (source.path / file).read_bytes())
+                continue
+            header = read_header(source.path / file, CorruptionError)
+            mapped = np.memmap(source.path / file, np.uint8, mode="r").view(np.ndarray)
+            entries = []
+            for name in names:
+                info, record = header.tensors[name], manifest.tensors[name]
+                data = mapped[info.offset : info.offset + info.nbytes]
+                entries.append(_entry(name, DTYPE_NAMES[info.dtype], info.shape, record, data, tuned.books))
+            written = write_shard(workspace.path / file, entries, {"format": "pt"})
+            files[file] = FileRecord(written.size, written.sha256)
+            tensors |= {name: replace(tensors[name], crc32=written.crc32[name]) for name in names}
+        tuning = {**settings, "before": list(tuned.before), "after": list(tuned.after)}
+        _write_manifest(workspace, source, tensors, files, {**manifest.settings, "tuning": tuning})
+        workspace.publish(target)
+    finally:
+        workspace.close()
+
+
+def _write_manifest(
+    workspace: Workspace,
+    source: PackedDirectory,
+    tensors: Mapping[str, TensorRecord],
+    files: Mapping[str, FileRecord],
+    settings: Mapping[str, Any],
+) -> None:
+    """Write what names the settings: the configuration and the manifest."""
+    manifest = source.manifest
+    config = config_bytes(source.config, quantization_config(manifest.method, settings, tensors))
+    write_file(workspace.path / CONFIG, config)
+    made = replace(manifest, settings=settings, tensors=tensors, files={**files, CONFIG: FileRecord.of(config)})
+    write_file(workspace.path / MANIFEST, made.to_bytes())
+
+
+def _entry(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    record: TensorRecord,
+    data: Any,
+    books: Mapping[str, Books],
+) -> Entry:
+    if not record.packed:
+        return Entry(name, dtype, shape, lambda: memoryview(data))
+    projection = "packed" if record.projection == "weight" else record.projection
+    book = books[f"{record.module}/{projection}"]
+    blob: Any = book.blob().numpy()
+    return Entry(name, dtype, shape, lambda: memoryview(blob), packed=True)

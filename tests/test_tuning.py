@@ -1,0 +1,129 @@
+"""Fine-tuned centroids: gradients, the objective, and what is written."""
+
+import pytest
+import torch
+from torch.nn import functional
+from typer.testing import CliRunner
+
+import moepack
+import tiny_models
+from moepack.calibration.load import load_samples
+from moepack.checkpoint import Checkpoint
+from moepack.cli import app
+from moepack.errors import CalibrationError, OutputExistsError, UnsupportedModelError
+from moepack.format import PackedDirectory
+from moepack.methods import CodeQuant
+from moepack.methods.codequant.tuning import TuneSettings, thaw, tune_model
+from moepack.methods.codequant.tuning.gradient import _listening
+from moepack.pipeline import compress
+from moepack.pipeline.tune import tune
+from moepack.runtime.loading import open_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def packed(text, tmp_path_factory):
+    """A packed DeepSeek of two bits with turned inputs, and what it was made of."""
+    base = tmp_path_factory.mktemp("packed")
+    source = tiny_models.build("deepseek_v2", base / "source")
+    settings = {"samples": 6, "sequence_length": 64, "steps": 1, "rotation": "random", "weight_bits": 2}
+    settings |= {"activation_bits": 8, "hadamard": True}
+    compress(source, base / "out", method=CodeQuant(calibration=str(text), **settings))
+    return base / "out", source
+
+
+def samples(source, text):
+    return load_samples(Checkpoint.open(source), text, 8, 64).inputs
+
+
+def test_a_thawed_model_computes_what_the_packed_one_does(packed, text):
+    model = moepack.load(packed[0], dtype=torch.float32)
+    ids = samples(packed[1], text)[:2]
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits
+    books = thaw(model)
+    found = model(input_ids=ids).logits
+    # Activations near the middle between two codes may fall to either side.
+    assert (found - expected).abs().mean() < 1e-2 * expected.std()
+    functional.log_softmax(found, -1)[..., 3].sum().backward()
+    assert len(books) > 6 and all(book.moves.grad.abs().sum() > 0 for book in books.values())
+    for name, data in PackedDirectory.open(packed[0]).tensors().items():
+        record = PackedDirectory.open(packed[0]).manifest.tensors[name]
+        book = books[f"{record.module}/{'packed' if record.projection == 'weight' else record.projection}"]
+        again = moepack.CodebookTensor(book.blob().numpy())
+        torch.testing.assert_close(again.dequantize(), moepack.CodebookTensor(data).dequantize(), rtol=1e-4, atol=2e-5)
+
+
+def test_the_term_of_the_routers_has_a_gradient_and_moves_them(packed, text):
+    """Equation 6's second term: alone it moves centroids before a router, and brings the router's choice back."""
+    ids = samples(packed[1], text)
+    teacher = open_model(packed[1], torch.float32)
+    student = moepack.load(packed[0], dtype=torch.float32)
+    books = thaw(student)
+    with _listening(student) as heard, _listening(teacher) as expected:
+        student(input_ids=ids[:2]), teacher(input_ids=ids[:2])
+        pairs = zip(expected, heard, strict=True)
+        terms = [(functional.softmax(a, -1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum() for a, b in pairs]
+    first = torch.autograd.grad(terms[0], [book.moves for book in books.values()], allow_unused=True)
+    reached = {name for name, slope in zip(books, first, strict=True) if slope is not None and slope.abs().sum() > 0}
+    layer = max(int(name.split(".")[2]) for name in reached)
+    assert reached and not any(f"layers.{layer}.mlp.experts" in name for name in reached)
+    found = {}
+    for weight in (0.0, 30.0):
+        student = moepack.load(packed[0], dtype=torch.float32)
+        tuned = tune_model(student, teacher, ids, TuneSettings(steps=20, router_weight=weight, batch=4), CPU)
+        assert tuned.after.total(weight) < tuned.before.total(weight)
+        found[weight] = tuned.after
+    assert found[30.0].routers < 0.95 * found[0.0].routers
+    assert found[0.0].logits < tuned.before.logits
+
+
+def test_a_tuned_directory_is_verified_keeps_its_size_and_is_closer(packed, text, tmp_path):
+    out, source = packed
+    tuned = tune(
+        out, source, tmp_path / "tuned", calibration=str(text), samples=8, sequence_length=64,
+        settings=TuneSettings(steps=20, batch=4),
+    )  # fmt: skip
+    assert moepack.verify(tmp_path / "tuned").ok
+    before, after = (PackedDirectory.open(path).manifest for path in (out, tmp_path / "tuned"))
+    for name, record in before.tensors.items():
+        assert after.tensors[name].nbytes == record.nbytes
+        assert record.packed == (after.tensors[name].crc32 != record.crc32), name
+    assert after.settings["tuning"]["after"] == list(tuned.after) and after.settings["tuning"]["steps"] == 20
+    ids = samples(source, text)
+    with torch.inference_mode():
+        expected = open_model(source, torch.float32)(input_ids=ids).logits.log_softmax(-1)
+        found = [moepack.load(path, dtype=torch.float32)(input_ids=ids).logits for path in (out, tmp_path / "tuned")]
+        divergence = [float((expected.exp() * (expected - logits.log_softmax(-1))).sum()) for logits in found]
+    assert divergence[1] < 0.9 * divergence[0]
+    with pytest.raises(OutputExistsError):
+        tune(out, source, tmp_path / "tuned", calibration=str(text))
+
+
+def test_the_command(packed, text, tmp_path):
+    arguments = ["tune", *map(str, packed), str(tmp_path / "out"), "--calibration", str(text), "--samples", "3"]
+    done = CliRunner().invoke(app, [*arguments, "--sequence-length", "32", "--steps", "2", "--batch", "2"])
+    assert done.exit_code == 0 and "predictions diverge" in done.output, done.output
+    again = CliRunner().invoke(app, [*arguments[:3], str(tmp_path / "no"), *arguments[4:], "--rate", "0"])
+    assert again.exit_code == 2
+
+
+def test_what_cannot_be_tuned_is_refused(packed, mixtral, text, tmp_path):
+    from moepack.methods import create
+
+    compress(mixtral, tmp_path / "ternary", method=create("ternary"))
+    with pytest.raises(UnsupportedModelError, match="ternary"):
+        tune(tmp_path / "ternary", mixtral, tmp_path / "out", calibration=str(text))
+    with pytest.raises(CalibrationError, match="two samples"):
+        tune(*packed, tmp_path / "out", calibration=str(text), samples=1, sequence_length=64)
+    for settings in ({"steps": 0}, {"rate": 0.0}, {"router_weight": -1.0}, {"batch": 0}):
+        with pytest.raises(ValueError):
+            TuneSettings(**settings)
