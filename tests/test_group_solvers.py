@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from moepack.errors import InvalidTensorError
-from moepack.solvers.affine import GroupSpec, quantize_affine, round_to_nearest
+from moepack.solvers.affine import GroupSpec, quantize_affine, quantize_residual, round_to_nearest
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
 from oracle import groups as oracle
@@ -168,3 +168,28 @@ def test_what_cannot_be_stored_is_named(bad):
 def test_impossible_grids(settings):
     with pytest.raises(ValueError):
         GroupSpec(**{"bits": 3, "group_size": 64, **settings})
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "columns"), [(2, True, 150), (3, False, 128), (4, False, 40)])
+def test_the_core_fits_as_well_as_torch(bits, symmetric, columns):
+    weight, spec, solver = gaussian(50, columns), GroupSpec(bits, 64, symmetric), LeastSquares()
+    native = quantize_affine(weight, spec, solver)
+    reference = quantize_affine(weight, spec, lambda x, grid, start: solver(x, grid, start))
+    assert relative(weight, native) == pytest.approx(relative(weight, reference), 2e-3)
+    same = (native.codes == reference.codes).float().mean()
+    assert same > 0.98
+    warm = quantize_affine(weight, spec, solver, start=reference)
+    assert relative(weight, warm) <= relative(weight, reference) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_what_a_compensator_leaves_is_quantized_in_place(native):
+    weight, spec = gaussian(2 * 24, 70).view(2, 24, 70), GroupSpec(3, 32)
+    solver = LeastSquares() if native else lambda x, grid, start: LeastSquares()(x, grid, start)
+    compensation = gaussian(48, 70, seed=1).view(2, 24, 70) * 0.2
+    target, rest = weight - compensation, compensation.clone()
+    codes, squares = quantize_residual(weight, rest, spec, solver)
+    alone = quantize_affine(target, spec, solver)
+    assert torch.equal(codes.codes, alone.codes)
+    assert torch.allclose(rest, weight - alone.values(), atol=1e-7)
+    assert torch.allclose(squares, rest.double().square().sum((1, 2)), rtol=1e-5)

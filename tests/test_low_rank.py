@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moepack.solvers import low_rank
-from moepack.solvers.low_rank import quantize_factors, truncated_svd
+from moepack.solvers.low_rank import decompose, measured_error, quantize_factors, truncated_svd
 
 
 def matrices(*shape, seed=0):
@@ -38,8 +38,30 @@ def test_randomised_decompositions_come_close_and_are_deterministic(monkeypatch)
     best = s[:, 12:].square().sum(1) / s.square().sum(1)
     assert (residual(target, found.product()) <= 1.01 * best).all()
     assert not torch.equal(found.product(), truncated_svd(target, 12, seed=1).product())
-    again = truncated_svd(target, 12, start=found.right)
-    assert (residual(target, again.product()) <= 1.01 * best).all()
+
+
+def test_a_decomposition_goes_on_from_the_subspace_of_a_matrix_that_was_nearly_the_same(monkeypatch):
+    target = matrices(2, 96, 160)
+    for side in (8, 512):
+        monkeypatch.setattr(low_rank, "EXACT_SIDE", side)
+        _, space = decompose(target, 12)
+        changed = target + 0.1 * matrices(2, 96, 160, seed=1)
+        for _ in range(4):
+            found, space = decompose(changed, 12, start=space)
+        s = torch.linalg.svdvals(changed)
+        best = s[:, 12:].square().sum(1) / s.square().sum(1)
+        assert (residual(changed, found.product()) <= 1.002 * best).all()
+
+
+@pytest.mark.parametrize("bits", [3, 8, 16])
+@pytest.mark.parametrize("refits", [0, 2])
+def test_the_error_is_known_without_the_product(bits, refits):
+    target = matrices(3, 40, 72)
+    factors, told = quantize_factors(target, truncated_svd(target, 8), bits, 64, refits=refits)
+    found = factors.factors()
+    left = (target - found.product()).double().square().sum((1, 2)) - target.double().square().sum((1, 2))
+    assert torch.allclose(told, left, rtol=1e-4)
+    assert torch.allclose(measured_error(target, found), left, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 16, 24), (2, 20, 12)])
@@ -51,7 +73,7 @@ def test_zero_and_deficient_matrices(shape):
     assert torch.allclose(found.product(), one, atol=1e-7)
     for bits in (3, 8, 16):
         for target in (torch.zeros(shape), one):
-            packed = quantize_factors(target, truncated_svd(target, 6), bits, 64).factors().product()
+            packed = quantize_factors(target, truncated_svd(target, 6), bits, 64)[0].factors().product()
             assert packed.isfinite().all()
             assert (packed - target).norm() <= (0.3 if bits == 3 else 0.01) * target.norm()
 
@@ -67,8 +89,8 @@ def test_rank_above_the_matrix_is_refused():
 def test_refitting_factors_to_each_other_helps_at_every_rank(bits, rank):
     target = matrices(3, 64, 128)
     exact = truncated_svd(target, rank)
-    plain = residual(target, quantize_factors(target, exact, bits, 64, refits=0).factors().product())
-    refit = residual(target, quantize_factors(target, exact, bits, 64, refits=2).factors().product())
+    plain = residual(target, quantize_factors(target, exact, bits, 64, refits=0)[0].factors().product())
+    refit = residual(target, quantize_factors(target, exact, bits, 64, refits=2)[0].factors().product())
     assert (refit <= plain + 2e-4).all()
     if bits < 8:
         assert refit.mean() < plain.mean()
@@ -78,7 +100,7 @@ def test_integer_factors_cost_little_and_an_all_negative_one_survives():
     target = -matrices(2, 96, 128).abs()
     exact = truncated_svd(target, 16)
     errors = {
-        bits: residual(target, quantize_factors(target, exact, bits, 64).factors().product()) for bits in (3, 8, 16)
+        bits: residual(target, quantize_factors(target, exact, bits, 64)[0].factors().product()) for bits in (3, 8, 16)
     }
     assert (errors[8] < errors[16] + 1e-3).all()
     assert (errors[3] < errors[16] + 0.03).all()
@@ -86,5 +108,5 @@ def test_integer_factors_cost_little_and_an_all_negative_one_survives():
 
 def test_sixteen_bits_are_halves():
     target = matrices(1, 16, 16)
-    packed = quantize_factors(target, truncated_svd(target, 4), 16, 64)
+    packed, _ = quantize_factors(target, truncated_svd(target, 4), 16, 64)
     assert packed.left.dtype == packed.right.dtype == torch.float16

@@ -20,6 +20,7 @@ __all__ = [
     "encode_compensated_f16",
     "encode_groupwise",
     "encode_ternary",
+    "fit_groups",
     "gated_experts",
     "isa",
     "kernels",
@@ -447,6 +448,40 @@ class CodedGroupwiseBlob:
         Raises:
             ValueError: sizes or offsets do not match, or the processor lacks the set.
         """
+
+def fit_groups(
+    weights: NDArray[np.float32],
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool = False,
+    dtype: str = "float16",
+    iterations: int = 8,
+    start: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+    compensation: NDArray[np.float32] | None = None,
+    isa: str | None = None,
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
+    """Find codes, scales and offsets of least squared error: `scale * code + offset` for each row and group of columns.
+
+    Args:
+        weights: float32 [rows, columns], C-contiguous.
+        bits: of a code, 1 to 8.
+        group_size: columns that share parameters.
+        symmetric: offsets are -2^(bits - 1) times the scales.
+        dtype: "float16" or "bfloat16", what parameters are rounded to.
+        iterations: most regressions.
+        start: scales and offsets, float32 [rows, groups], to start from instead of a search.
+        compensation: float32 [rows, columns], what something else adds to the codes' values; it is overwritten by the
+            weights less the codes' values.
+        isa: the instruction set, by default the active one; the result does not depend on it.
+
+    Returns:
+        Codes, uint8 [rows, columns]; scales and offsets, float32 [rows, groups]; the squared norms of the weights less
+        the codes' values, float64 [rows].
+
+    Raises:
+        ValueError: sizes do not match, an array is not contiguous, or the processor lacks the set.
+    """
 
 def kmeans(
     values: NDArray[np.float32], clusters: int, weights: NDArray[np.float32] | None = None

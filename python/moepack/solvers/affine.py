@@ -6,19 +6,32 @@ which they are stored *inside* the solvers, so that a code is always the best on
 
 Groups are independent: a solver sees a matrix of groups, one a row, and nothing else. `quantize_affine` folds any stack
 of matrices into such rows, a few at a time, so that temporaries stay in the caches of a CPU whatever the tensor's size.
+A solver that is also a `RowSolver` gets whole rows on a CPU instead and does all of that in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from moepack.errors import InvalidTensorError
 
-__all__ = ["AffineCodes", "Fit", "GroupSpec", "Solver", "check_range", "quantize_affine", "round_to_nearest", "stored"]
+__all__ = [
+    "AffineCodes",
+    "Fit",
+    "GroupSpec",
+    "RowSolver",
+    "Solver",
+    "check_range",
+    "quantize_affine",
+    "quantize_residual",
+    "round_to_nearest",
+    "stored",
+]
 
 _CHUNK = {"cpu": 1 << 18}
 """Elements that a solver sees at a time: a megabyte of float32 on a CPU."""
@@ -79,6 +92,27 @@ class Fit:
 
 Solver = Callable[[Tensor, GroupSpec, "Fit | None"], Fit]
 """Takes float32 groups [N, g], the grid, and parameters to start from (their codes are ignored)."""
+
+
+@runtime_checkable
+class RowSolver(Protocol):
+    """A solver that has a kernel of its own on the CPU."""
+
+    def fit_rows(
+        self, rows: Tensor, spec: GroupSpec, start: tuple[Tensor, Tensor] | None, compensation: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Quantize every group of every row.
+
+        Args:
+            rows: [N, C] float32, contiguous, on the CPU.
+            spec: the grid.
+            start: scales and offsets [N, G] to start from.
+            compensation: [N, C] float32, contiguous: what is added to the codes' values; becomes what the codes leave
+                of the rows.
+
+        Returns:
+            Codes [N, C] uint8, scales and offsets [N, G] float32, and the squares of what the codes leave, [N] float64.
+        """
 
 
 @dataclass(frozen=True)
@@ -146,15 +180,82 @@ def quantize_affine(
             f"has shape {list(weight.shape)} and dtype {weight.dtype}, expected floating-point [..., rows, columns]",
             tensor=name,
         )
-    columns, groups = weight.shape[-1], spec.groups(weight.shape[-1])
+    columns = weight.shape[-1]
     rows = weight.reshape(-1, columns) if weight.numel() else weight.new_empty((0, columns))
-    codes = torch.zeros(rows.shape, dtype=torch.uint8, device=weight.device)
-    scales = torch.zeros((len(rows), groups), device=weight.device)
+    begin = None if start is None else _flat(start, spec.groups(columns))
+    native = _native(solver, rows)
+    if native is not None:
+        rows = rows.float().contiguous()
+        _check_rows(rows, spec.storage, name, weight.shape)
+        codes, scales, offsets, _ = native.fit_rows(rows, spec, begin, None)
+    else:
+        codes, scales, offsets = _fit_groups(rows, spec, solver, begin, name, weight.shape)
+    return _shaped(spec, codes, scales, offsets, weight.shape)
+
+
+def quantize_residual(
+    weight: Tensor,
+    compensation: Tensor,
+    spec: GroupSpec,
+    solver: Solver,
+    *,
+    start: AffineCodes | None = None,
+    name: str | None = None,
+) -> tuple[AffineCodes, Tensor]:
+    """Quantize what a compensator leaves of matrices.
+
+    Args:
+        weight: [E, R, C] float32, contiguous. Not modified.
+        compensation: the same shape; becomes what the codes leave of `weight`.
+        spec, solver, start, name: as for :func:`quantize_affine`.
+
+    Returns:
+        The codes of `weight - compensation`, and the squared norms of what they leave of `weight`, [E] float64.
+
+    Raises:
+        InvalidTensorError: as for :func:`quantize_affine`.
+    """
+    experts, _, columns = weight.shape
+    native = _native(solver, weight)
+    if native is not None:
+        rows = weight.view(-1, columns)
+        if start is None:
+            _check_rows(rows, spec.storage, name, weight.shape)
+        begin = None if start is None else _flat(start, spec.groups(columns))
+        codes, scales, offsets, squares = native.fit_rows(rows, spec, begin, compensation.view(-1, columns))
+        return _shaped(spec, codes, scales, offsets, weight.shape), squares.view(experts, -1).sum(1)
+    found = quantize_affine(weight - compensation, spec, solver, start=start, name=name)
+    torch.sub(weight, found.values(), out=compensation)
+    return found, compensation.square().sum(2).double().sum(1)
+
+
+def _native(solver: object, weights: Tensor) -> RowSolver | None:
+    """The solver, if it has a kernel for these weights."""
+    if isinstance(solver, RowSolver) and weights.device.type == "cpu" and weights.numel():
+        return solver
+    return None
+
+
+def _shaped(spec: GroupSpec, codes: Tensor, scales: Tensor, offsets: Tensor, shape: torch.Size) -> AffineCodes:
+    cells = (*shape[:-1], spec.groups(shape[-1]))
+    return AffineCodes(spec, codes.view(shape), scales.view(cells), None if spec.symmetric else offsets.view(cells))
+
+
+def _fit_groups(
+    rows: Tensor,
+    spec: GroupSpec,
+    solver: Solver,
+    begin: tuple[Tensor, Tensor] | None,
+    name: str | None,
+    shape: torch.Size,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and offsets of rows, a run of them at a time."""
+    codes = torch.zeros(rows.shape, dtype=torch.uint8, device=rows.device)
+    scales = torch.zeros((len(rows), spec.groups(rows.shape[1])), device=rows.device)
     offsets = torch.zeros_like(scales)
-    begin = None if start is None else _flat(start, groups)
     for run, part, columns_of in _runs(rows, spec.group_size):
         x = rows[run, columns_of].float()
-        _check(x, spec.storage, name, (run.start, columns_of.start), weight.shape)
+        _check(x, spec.storage, name, (run.start, columns_of.start), shape)
         folded = x.reshape(-1, x.shape[1] // (part.stop - part.start))
         fit = solver(
             folded, spec, None if begin is None else Fit(folded, *(p[run, part].reshape(-1, 1) for p in begin))
@@ -162,10 +263,7 @@ def quantize_affine(
         codes[run, columns_of] = fit.codes.to(torch.uint8).view(x.shape)
         scales[run, part] = fit.scales.view(len(x), -1)
         offsets[run, part] = fit.offsets.view(len(x), -1)
-    shape = (*weight.shape[:-1], groups)
-    return AffineCodes(
-        spec, codes.view(weight.shape), scales.view(shape), None if spec.symmetric else offsets.view(shape)
-    )
+    return codes, scales, offsets
 
 
 def _flat(start: AffineCodes, groups: int) -> tuple[Tensor, Tensor]:
@@ -203,6 +301,14 @@ def check_range(matrix: Tensor, storage: torch.dtype, name: str | None = None) -
     """
     if matrix.numel():
         _check(matrix, storage, name, (0, 0), matrix.shape)
+
+
+def _check_rows(rows: Tensor, storage: torch.dtype, name: str | None, shape: torch.Size) -> None:
+    """Refuse what the parameters cannot express, without a copy of the weights; NaN fails both comparisons."""
+    low, high = rows.aminmax()
+    limit = torch.finfo(storage).max
+    if not bool((low >= -limit) & (high <= limit)):
+        _check(rows, storage, name, (0, 0), shape)
 
 
 def _check(x: Tensor, storage: torch.dtype, name: str | None, first: tuple[int, int], shape: torch.Size) -> None:

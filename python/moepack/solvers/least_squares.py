@@ -8,6 +8,10 @@ weights), some of them shifted by a third of a step.
 
 Compared with HQQ (`solvers/hqq.py`), whose scale stays that of minimum and maximum: on Gaussian weights at 3 bits and
 groups of 64 the relative error is 0.1645 instead of 0.185 (round to nearest: 0.192); both cost the same to run.
+
+On a CPU the core does the same in one pass over the weights (`fit_rows`, rust/core/src/fitting): a hundred times
+faster, where torch is bound by a pass over memory for each operation. Sums are rounded in another order there, so a
+group in some thousands takes another of two equally good grids.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack import _core
 from moepack.solvers.affine import Fit, GroupSpec, assign, stored
 
 __all__ = ["LeastSquares"]
@@ -52,6 +57,23 @@ class LeastSquares:
             if not best.offer(fit, x):
                 break
         return best.fit
+
+    def fit_rows(
+        self, rows: Tensor, spec: GroupSpec, start: tuple[Tensor, Tensor] | None, compensation: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Fit rows on the CPU; see :class:`moepack.solvers.affine.RowSolver`."""
+        found = _core.fit_groups(
+            rows.numpy(),
+            spec.bits,
+            spec.group_size,
+            symmetric=spec.symmetric,
+            dtype=str(spec.storage).removeprefix("torch."),
+            iterations=self.iterations if start is None else self.refinements,
+            start=None if start is None else (start[0].contiguous().numpy(), start[1].contiguous().numpy()),
+            compensation=None if compensation is None else compensation.numpy(),
+        )
+        codes, scales, offsets, squares = (torch.from_numpy(part) for part in found)
+        return codes, scales, offsets, squares
 
     def _search(self, x: Tensor, spec: GroupSpec) -> _Best:
         best: _Best | None = None

@@ -3,11 +3,14 @@
 `truncated_svd` gives U S V of a batch of matrices by rank: exact (an eigendecomposition of the smaller Gram matrix in
 float64) where the smaller side is at most 512, else by subspace iteration from a seeded random start with oversampling
 (Halko, Martinsson and Tropp 2011, algorithms 4.4 and 5.1). The random numbers are drawn on the CPU, so every device
-starts from the same ones.
+starts from the same ones. `decompose` also gives the subspace, from which the decomposition of a matrix that has
+changed little goes on: two products with thin matrices instead of six.
 
 Factors are quantized on symmetric grids with searched signed scales, in groups along the long side: a group lies within
 one singular vector, whose entries are alike. Both factors rounded independently leave the error of both; refitting one
-to the rounded other, alternately, spends what freedom is left (`quantize_factors`).
+to the rounded other, alternately, spends what freedom is left (`quantize_factors`). The error of factors L, R follows
+from the product that the next refit needs anyway, ||E||^2 - 2 <L, R E^T> + <L L^T, R R^T>, so no product of full size
+is formed; it is found to within some 1e-7 of ||E||^2.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ from torch import Tensor
 from moepack.solvers.affine import AffineCodes, GroupSpec, quantize_affine
 from moepack.solvers.least_squares import LeastSquares
 
-__all__ = ["EXACT_SIDE", "Factors", "PackedFactors", "quantize_factors", "truncated_svd"]
+__all__ = [
+    "EXACT_SIDE",
+    "Factors",
+    "PackedFactors",
+    "decompose",
+    "measured_error",
+    "quantize_factors",
+    "truncated_svd",
+]
 
 EXACT_SIDE = 512
 """Largest smaller side that is decomposed exactly: 20 ms a matrix at 512."""
@@ -72,15 +83,12 @@ class PackedFactors:
         return Factors(_values(self.left), _values(self.right))
 
 
-def truncated_svd(matrices: Tensor, rank: int, *, start: Tensor | None = None, seed: int = 0) -> Factors:
+def truncated_svd(matrices: Tensor, rank: int, *, seed: int = 0) -> Factors:
     """The closest matrices of rank `rank` in the Frobenius norm (MiLo, equations 11 and 12).
 
     Args:
         matrices: [E, R, C] float32, finite.
         rank: 0 to min(R, C).
-        start: [E, r, C], rows that roughly span the leading right singular vectors: subspace iteration goes on from
-            them, where the rank is a small part of the matrix's own, and spares a power iteration where it is iterated
-            anyway.
         seed: of the random start.
 
     Returns:
@@ -90,19 +98,39 @@ def truncated_svd(matrices: Tensor, rank: int, *, start: Tensor | None = None, s
     Raises:
         ValueError: the rank is out of range.
     """
+    return decompose(matrices, rank, seed=seed)[0]
+
+
+def decompose(
+    matrices: Tensor, rank: int, *, start: Tensor | None = None, seed: int = 0
+) -> tuple[Factors, Tensor | None]:
+    """The same, and the subspace that it was found in.
+
+    Args:
+        matrices, rank, seed: see :func:`truncated_svd`.
+        start: [E, w, C], the subspace of matrices that were nearly these: one step of iteration goes on from it.
+
+    Returns:
+        The factors, and the subspace, [E, w, C]; None where the next decomposition had better be exact too.
+    """
     experts, rows, columns = matrices.shape
     if not 0 <= rank <= min(rows, columns):
         raise ValueError(f"rank {rank} of matrices of {rows} x {columns}")
     if not rank or not experts:
-        return Factors(matrices.new_zeros((experts, rank, rows)), matrices.new_zeros((experts, rank, columns)))
-    side = min(rows, columns)
-    if side <= EXACT_SIDE and (start is None or rank + _OVERSAMPLING > side // _WARM_SHARE):
-        left, values, right = _exact(matrices, rank)
+        return Factors(matrices.new_zeros((experts, rank, rows)), matrices.new_zeros((experts, rank, columns))), None
+    side, width = min(rows, columns), min(rank + _OVERSAMPLING, rows, columns)
+    if start is None and side <= EXACT_SIDE:
+        # The further vectors are there for the iterations to come.
+        kept = width if width <= side // _WARM_SHARE else rank
+        left, values, right = _exact(matrices, kept)
     else:
-        left, values, right = _randomised(matrices, rank, start, seed)
+        kept = width
+        left, values, right = _randomised(matrices, width, start, seed)
+    space = right.float() if kept > rank else None
+    left, values, right = left[:, :rank], values[:, :rank], right[:, :rank]
     signs = right.gather(2, right.abs().argmax(2, keepdim=True)).sign()
     root = values.clamp(min=0).sqrt()[..., None] * torch.where(signs == 0, 1.0, signs)
-    return Factors((left * root).float(), (right * root).float())
+    return Factors((left * root).float(), (right * root).float()), space
 
 
 def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,28 +146,24 @@ def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return images / values.clamp(min=torch.finfo(torch.float64).tiny)[..., None], values, right
 
 
-def _randomised(matrices: Tensor, rank: int, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    experts, rows, columns = matrices.shape
-    width = min(rank + _OVERSAMPLING, rows, columns)
-    generator = torch.Generator().manual_seed(seed)
+def _randomised(matrices: Tensor, width: int, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from a subspace of that width: random and iterated, or `start`."""
+    experts, _, columns = matrices.shape
     if start is None:
+        generator = torch.Generator().manual_seed(seed)
         probe = torch.randn(columns, width, generator=generator).to(matrices.device).expand(experts, -1, -1)
-        powers = _POWER_ITERATIONS
     else:
-        extra = torch.randn(columns, max(width - start.shape[1], 0), generator=generator).to(matrices.device)
-        size = start.norm(dim=2, keepdim=True).mT
-        probe = torch.cat([start.mT / torch.where(size > 0, size, 1.0), extra.expand(experts, -1, -1)], 2)
-        powers = 1
+        probe = start.mT
     basis = torch.linalg.qr(matrices @ probe).Q
-    for _ in range(powers):
+    for _ in range(_POWER_ITERATIONS if start is None else 0):
         basis = torch.linalg.qr(matrices @ torch.linalg.qr(matrices.mT @ basis).Q).Q
-    inner, values, right = _exact(basis.mT @ matrices, rank)
+    inner, values, right = _exact(basis.mT @ matrices, width)
     return inner @ basis.mT.double(), values, right
 
 
 def quantize_factors(
     target: Tensor, factors: Factors, bits: int, group_size: int, *, refits: int = 1, name: str | None = None
-) -> PackedFactors:
+) -> tuple[PackedFactors, Tensor]:
     """Quantize the factors of an approximation of `target`.
 
     Args:
@@ -151,26 +175,51 @@ def quantize_factors(
             all turns, that of the least error is kept for each matrix.
         name: of the tensor, for errors.
 
+    Returns:
+        The factors, and by how much they change the squared error, see :func:`measured_error`.
+
     Raises:
         InvalidTensorError: a factor is beyond the range of float16.
     """
     if bits == 16 or not factors.rank:
-        refits = 0
-    left, right, ridge = factors.left, factors.right, _RIDGE * 4.0**-bits
+        rounded = PackedFactors(*(_pack(side, bits, group_size, name) for side in (factors.left, factors.right)))
+        return rounded, measured_error(target, rounded.factors())
+    ridge = _RIDGE * 4.0**-bits
     best: PackedFactors | None = None
-    least: Tensor | None = None
-    for _ in range(refits + 1):
-        packed_right = _pack(right, bits, group_size, name)
-        if refits:
-            left = _refit(target.mT, _values(packed_right), ridge)
-        packed = PackedFactors(_pack(left, bits, group_size, name), packed_right)
-        error = (target - packed.factors().product()).square().sum((1, 2))
-        best = packed if best is None or least is None else _choose(error < least, packed, best)
-        least = error if least is None else torch.minimum(error, least)
-        if refits:
-            right = _refit(target, _values(packed.left), ridge)
+    least, left, right = target.new_zeros(0), factors.left, _pack(factors.right, bits, group_size, name)
+
+    def offer(left: AffineCodes | Tensor, right: AffineCodes | Tensor, error: Tensor) -> None:
+        nonlocal best, least
+        new = PackedFactors(left, right)
+        best, least = (new, error) if best is None else (_choose(error < least, new, best), torch.minimum(error, least))
+
+    for turn in range(refits + 1):
+        values = _values(right)
+        image = values @ target.mT
+        packed = _pack(_solved(values, image, ridge) if refits else left, bits, group_size, name)
+        left = _values(packed)
+        offer(packed, right, _error(left, values, image))
+        if turn < refits:
+            image = left @ target
+            right = _pack(_solved(left, image, ridge), bits, group_size, name)
+            offer(packed, right, _error(_values(right), left, image))
     assert best is not None
-    return best
+    return best, least
+
+
+def measured_error(target: Tensor, factors: Factors) -> Tensor:
+    """By how much factors change the squared error of a target [E, R, C]: `||target - product||^2 - ||target||^2`.
+
+    Returns:
+        [E] float64, negative where they help.
+    """
+    return _error(factors.left, factors.right, factors.right @ target.mT)
+
+
+def _error(one: Tensor, other: Tensor, image: Tensor) -> Tensor:
+    """The same from factors [E, r, n] and [E, r, m], and the other's product with the target, [E, r, n]."""
+    explained = (one * image).sum(2).double().sum(1)
+    return ((one @ one.mT) * (other @ other.mT)).double().sum((1, 2)) - 2 * explained
 
 
 def _choose(better: Tensor, new: PackedFactors, old: PackedFactors) -> PackedFactors:
@@ -196,13 +245,14 @@ def _values(stored: AffineCodes | Tensor) -> Tensor:
     return stored.float() if isinstance(stored, Tensor) else stored.values()
 
 
-def _refit(target: Tensor, other: Tensor, damping: float) -> Tensor:
-    """The factor [E, r, C] whose product with other^T [E, R, r] is closest to the target [E, R, C].
+def _solved(other: Tensor, image: Tensor, damping: float) -> Tensor:
+    """The factor [E, r, C] whose product with other^T [E, R, r] is closest to a target, of which image [E, r, C] is
+    other target.
 
-    Solves (other other^T + ridge) x = other target. Zero rows of `other` give zero rows.
+    Solves (other other^T + ridge) x = image. Zero rows of `other` give zero rows.
     """
     gram = other @ other.mT
     ridge = damping * gram.diagonal(dim1=1, dim2=2).amax(1)
     eye = torch.eye(gram.shape[1], device=gram.device)
     gram = gram + torch.where(ridge > 0, ridge, 1.0)[:, None, None] * eye
-    return torch.cholesky_solve(other @ target, torch.linalg.cholesky(gram))
+    return torch.cholesky_solve(image, torch.linalg.cholesky(gram))

@@ -9,6 +9,7 @@ pub mod codebook;
 pub mod coded;
 pub mod compensated;
 pub mod error;
+pub mod fitting;
 pub mod gemm;
 pub mod groupwise;
 pub mod kmeans;

@@ -6,6 +6,7 @@ mod codebook;
 mod coded;
 mod compensated;
 mod error;
+mod fitting;
 mod groupwise;
 mod kmeans;
 mod layer;
@@ -28,6 +29,8 @@ mod _core {
     use super::compensated::{CompensatedBlob, encode_compensated, encode_compensated_f16};
     #[pymodule_export]
     use super::error::CorruptionError;
+    #[pymodule_export]
+    use super::fitting::fit_groups;
     #[pymodule_export]
     use super::groupwise::{GroupwiseBlob, encode_groupwise, pack_int3, unpack_int3};
     #[pymodule_export]

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
-from moepack.solvers.low_rank import Factors, PackedFactors, quantize_factors, truncated_svd
+from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_residual
+from moepack.solvers.low_rank import Factors, PackedFactors, decompose, measured_error, quantize_factors
 
 __all__ = ["Compensated", "JointSettings", "compensate"]
 
@@ -85,7 +85,7 @@ def compensate(
         InvalidTensorError: a weight is NaN, infinite or beyond the range of the parameters.
         ValueError: the rank is above the matrices' own.
     """
-    weights = weights.float()
+    weights = weights.float().contiguous()
     rounds = settings.rounds if rank else 1
     work = _Alternation(weights, rank, spec, solver, settings, name)
     for _ in range(rounds):
@@ -105,32 +105,30 @@ class _Alternation:
         self.active = torch.arange(len(weights), device=weights.device)
         self.traces: list[list[float]] = [[] for _ in range(len(weights))]
         self.windows = [deque[float](maxlen=settings.window) for _ in range(len(weights))]
-        self.compensation: Tensor | None = None
+        # Of the active matrices: the weights, and in turn their compensation and what the codes leave of them.
+        self.part, self.rest = weights, torch.zeros_like(weights)
         self.start: AffineCodes | None = None
-        self.vectors: Tensor | None = None
+        self.space: Tensor | None = None
         self.best: tuple[AffineCodes, Factors | PackedFactors] | None = None
         self.least = weights.new_full((len(weights),), torch.inf, dtype=torch.float64)
 
     def round(self) -> bool:
         """Do both steps for the active matrices; whether any goes on."""
-        part = self.weights[self.active] if len(self.active) < len(self.weights) else self.weights
-        target = part if self.compensation is None else part - self.compensation
-        codes = quantize_affine(target, self.spec, self.solver, start=self.start, name=self.name)
-        residual = part - codes.values()
-        found = truncated_svd(residual, self.rank, start=self.vectors)
+        codes, squares = quantize_residual(
+            self.part, self.rest, self.spec, self.solver, start=self.start, name=self.name
+        )
+        found, space = decompose(self.rest, self.rank, start=self.space)
         kept: Factors | PackedFactors = found
         if self.settings.refine or not self.rank:
-            kept = self._packed(residual, found)
-        product = _product(kept)
-        errors = _squared(residual - product)
+            kept, gain = self._packed(self.rest, found)
+        else:
+            gain = measured_error(self.rest, found)
+        errors = (squares + gain).clamp(min=0)
         self._keep(codes, kept, errors)
-        stays = self._go_on(errors)
-        self.active = self.active[stays]
-        self.start = _pick(codes, stays)
-        self.vectors, self.compensation = found.right[stays], product[stays]
+        self._continue(self._go_on(errors), codes, kept, space)
         return len(self.active) > 0
 
-    def _packed(self, residual: Tensor, factors: Factors) -> PackedFactors:
+    def _packed(self, residual: Tensor, factors: Factors) -> tuple[PackedFactors, Tensor]:
         s = self.settings
         return quantize_factors(residual, factors, s.rank_bits, s.factor_group, refits=s.refits, name=self.name)
 
@@ -139,11 +137,24 @@ class _Alternation:
         better = errors < self.least[self.active]
         index = self.active[better]
         self.least[index] = errors[better]
-        if self.best is None:
+        if self.best is None or len(index) == len(self.weights):
             self.best = codes, factors
             return
         for old, new in zip(_tensors(*self.best), _tensors(codes, factors), strict=True):
             old[index] = new[better]
+
+    def _continue(
+        self, stays: Tensor, codes: AffineCodes, factors: Factors | PackedFactors, space: Tensor | None
+    ) -> None:
+        """Prepare the next round of the matrices that go on."""
+        values = _values(factors)
+        if not bool(stays.all()):
+            self.active, codes = self.active[stays], _pick(codes, stays)
+            self.part, self.rest = self.part[stays], self.rest[stays]
+            values = Factors(values.left[stays], values.right[stays])
+            space = None if space is None else space[stays]
+        self.start, self.space = codes, space
+        torch.matmul(values.left.mT, values.right, out=self.rest)
 
     def _go_on(self, errors: Tensor) -> Tensor:
         """Equation 14 for each active matrix, [A] bool."""
@@ -158,14 +169,14 @@ class _Alternation:
         return torch.tensor(stays, dtype=torch.bool, device=errors.device)
 
     def result(self) -> Compensated:
-        """The best round of each matrix."""
+        """The best round of each matrix, with the errors of what is stored."""
         assert self.best is not None
         codes, factors = self.best
+        residual = self.weights - codes.values()
         if isinstance(factors, Factors):
-            residual = self.weights - codes.values()
-            factors = self._packed(residual, factors)
-            self.least = _squared(residual - _product(factors))
-        return Compensated(codes, factors, self.least, [len(trace) for trace in self.traces], self.traces)
+            factors, _ = self._packed(residual, factors)
+        errors = _squared(residual - factors.factors().product())
+        return Compensated(codes, factors, errors, [len(trace) for trace in self.traces], self.traces)
 
 
 def _squared(difference: Tensor) -> Tensor:
@@ -173,8 +184,8 @@ def _squared(difference: Tensor) -> Tensor:
     return difference.square_().sum(2).double().sum(1)
 
 
-def _product(factors: Factors | PackedFactors) -> Tensor:
-    return (factors.factors() if isinstance(factors, PackedFactors) else factors).product()
+def _values(factors: Factors | PackedFactors) -> Factors:
+    return factors.factors() if isinstance(factors, PackedFactors) else factors
 
 
 def _tensors(codes: AffineCodes, factors: Factors | PackedFactors) -> list[Tensor]:

@@ -1,0 +1,216 @@
+//! Least-squares grids of groups of weights: codes, scales and offsets of least squared error, in one pass over memory.
+//!
+//! A weight is stored as `scale * code + offset`, with parameters for each row and group of columns. With codes fixed, the
+//! best parameters are a regression of the weights on the codes; with parameters fixed, the best codes are the nearest.
+//! Both alternate, from the best of a few grids or from given parameters, and the best turn of each group is kept. The
+//! torch solver in python/moepack/solvers/least_squares.py is the same algorithm on any device, and the reference that
+//! the tests compare errors with.
+//!
+//! Where a matrix is to be approximated by codes *and* a compensator UV, the caller hands in UV: the target is the
+//! weights less UV, and what the codes leave of the weights takes the place of UV. So a round of that alternation reads
+//! and writes each weight once.
+//!
+//! Invariants: a group's result depends on its own weights and start only, neither on its neighbours nor on the number
+//! of threads or the instruction set (no products are fused, and each group is summed in the order of its columns); codes are the nearest ones for the
+//! parameters as they are stored; any weights, also NaN, give some codes and no panic.
+
+mod tile;
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use crate::simd::Isa;
+use crate::{Error, Result};
+use tile::{LANES, Tile};
+
+/// The type that scales and offsets are rounded to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Storage {
+    /// IEEE half precision.
+    F16,
+    /// The upper half of a float32.
+    Bf16,
+}
+
+/// Which grids are asked for, and how long they are searched.
+#[derive(Debug, Clone, Copy)]
+pub struct Grid {
+    /// Of a code, 1 to 8.
+    pub bits: u32,
+    /// Columns that share parameters, at least 1; at least the columns means one group a row.
+    pub group_size: usize,
+    /// No offset of their own: `offset = -2^(bits - 1) * scale`, and scales of either sign.
+    pub symmetric: bool,
+    /// Of scales and offsets.
+    pub storage: Storage,
+    /// Most regressions.
+    pub iterations: usize,
+}
+
+impl Grid {
+    /// Groups of a row.
+    pub fn groups(&self, columns: usize) -> usize {
+        columns.div_ceil(self.group_size.max(1))
+    }
+}
+
+/// What is to be stored.
+#[derive(Debug)]
+pub struct Problem<'a> {
+    /// R x C.
+    pub weights: &'a [f32],
+    /// C.
+    pub columns: usize,
+    /// Scales and offsets to start from instead of a search, each R x G.
+    pub start: Option<(&'a [f32], &'a [f32])>,
+    /// R x C, what something else adds to the codes' values; becomes the weights less the codes' values.
+    pub compensation: Option<&'a mut [f32]>,
+}
+
+/// Where the answer goes.
+#[derive(Debug)]
+pub struct Solution<'a> {
+    /// R x C.
+    pub codes: &'a mut [u8],
+    /// R x G, as stored.
+    pub scales: &'a mut [f32],
+    /// Likewise; of symmetric grids `-2^(bits - 1)` times the scale.
+    pub offsets: &'a mut [f32],
+    /// R: squared norms of the weights less the codes' values.
+    pub squares: &'a mut [f64],
+}
+
+fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::InvalidArgument(format!("fitting groups: {what}")))
+}
+
+fn check(problem: &Problem, grid: &Grid, solution: &Solution) -> Result<()> {
+    let columns = problem.columns;
+    if !(1..=8).contains(&grid.bits) || grid.group_size == 0 {
+        return invalid(format!("{} bits in groups of {}", grid.bits, grid.group_size));
+    }
+    if columns == 0 || !problem.weights.len().is_multiple_of(columns) {
+        return invalid(format!(
+            "{} weights are no rows of {columns} columns",
+            problem.weights.len()
+        ));
+    }
+    let rows = problem.weights.len() / columns;
+    let cells = rows * grid.groups(columns);
+    let starts = problem
+        .start
+        .is_none_or(|(s, o)| [s.len(), o.len()] == [cells; 2]);
+    let compensation = problem
+        .compensation
+        .as_ref()
+        .is_none_or(|c| c.len() == rows * columns);
+    let sizes = [
+        solution.codes.len(),
+        solution.scales.len(),
+        solution.offsets.len(),
+        solution.squares.len(),
+    ];
+    if !starts || !compensation || sizes != [rows * columns, cells, cells, rows] {
+        return invalid(format!("arguments do not fit {rows} rows of {columns} columns"));
+    }
+    Ok(())
+}
+
+/// A block of at most [`LANES`] rows with everything that belongs to them.
+struct Block<'a> {
+    weights: &'a [f32],
+    start: Option<(&'a [f32], &'a [f32])>,
+    compensation: Option<&'a mut [f32]>,
+    solution: Solution<'a>,
+}
+
+/// Fits every group of every row.
+///
+/// # Errors
+/// [`Error::InvalidArgument`]: sizes do not match, or the processor lacks the instruction set.
+pub fn fit(problem: Problem, grid: Grid, solution: Solution, isa: Isa, pool: &ThreadPool) -> Result<()> {
+    check(&problem, &grid, &solution)?;
+    let isa = isa.require()?;
+    let blocks = cut(problem.columns, grid.groups(problem.columns), problem, solution);
+    let columns = blocks.first().map_or(0, |block| {
+        block.solution.codes.len() / block.solution.squares.len()
+    });
+    pool.install(|| {
+        blocks
+            .into_par_iter()
+            .for_each_init(Tile::default, |tile, block| {
+                fit_block(isa, tile, block, columns, &grid)
+            });
+    });
+    Ok(())
+}
+
+/// Cuts everything into blocks of rows.
+fn cut<'a>(columns: usize, groups: usize, problem: Problem<'a>, solution: Solution<'a>) -> Vec<Block<'a>> {
+    let (wide, narrow) = (LANES * columns, LANES * groups);
+    let mut compensation = problem.compensation.map(|all| all.chunks_mut(wide));
+    let parts = problem
+        .weights
+        .chunks(wide)
+        .zip(solution.codes.chunks_mut(wide))
+        .zip(
+            solution
+                .scales
+                .chunks_mut(narrow)
+                .zip(solution.offsets.chunks_mut(narrow)),
+        )
+        .zip(solution.squares.chunks_mut(LANES));
+    parts
+        .enumerate()
+        .map(|(i, (((weights, codes), (scales, offsets)), squares))| {
+            let own = i * narrow..i * narrow + scales.len();
+            Block {
+                weights,
+                start: problem.start.map(|(s, o)| (&s[own.clone()], &o[own])),
+                compensation: compensation.as_mut().and_then(Iterator::next),
+                solution: Solution {
+                    codes,
+                    scales,
+                    offsets,
+                    squares,
+                },
+            }
+        })
+        .collect()
+}
+
+/// Fits the groups of a block one after the other, each row in a lane.
+fn fit_block(isa: Isa, tile: &mut Tile, mut block: Block, columns: usize, grid: &Grid) {
+    let groups = grid.groups(columns);
+    let rows = block.solution.squares.len();
+    block.solution.squares.fill(0.0);
+    for group in 0..groups {
+        let span = group * grid.group_size..columns.min((group + 1) * grid.group_size);
+        tile.load(
+            block.weights,
+            block.compensation.as_deref(),
+            columns,
+            span.clone(),
+        );
+        let start = block.start.map(|(scales, offsets)| {
+            let lane =
+                |all: &[f32]| std::array::from_fn(|l| if l < rows { all[l * groups + group] } else { 0.0 });
+            tile::Parameters {
+                scales: lane(scales),
+                offsets: lane(offsets),
+            }
+        });
+        let found = tile::solve(isa, tile, grid, start);
+        for row in 0..rows {
+            block.solution.scales[row * groups + group] = found.scales[row];
+            block.solution.offsets[row * groups + group] = found.offsets[row];
+            let at = row * columns + span.start..row * columns + span.end;
+            let values = block.compensation.as_deref_mut().map(|all| &mut all[at.clone()]);
+            let (weights, codes) = (&block.weights[at.clone()], &mut block.solution.codes[at]);
+            block.solution.squares[row] += tile.store(row, weights, codes, values);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
