@@ -1,10 +1,15 @@
-"""CodeQuant beside rounding and k-means: increase of the loss by bits of weights and activations, as JSON and a table.
+"""CodeQuant beside rounding and k-means: increase of the loss by bits of weights and activations, as tables.
 
-    python benches/codequant.py MODEL --calibration TEXT --text TEXT [--bits 4x8 4x4 ...] [--rows NAME ...]
+    python benches/codequant.py MODEL ... --calibration TEXT --text TEXT --rows-file FILE [--bits 4x8 4x4 ...]
+        [--blocks row 128] [--rows NAME ...] [--jobs N] [--device cuda]
+    python benches/codequant.py --cells FILE ...        # lines of "MODEL BITS BLOCK ROW"
+    python benches/codequant.py --rows-file FILE        # only the tables
 
-Every row packs the model's experts and linear layers (attention, shared experts, dense feed-forward layers) and
-measures the packed directory as it runs: with 8 or 4 activation bits the kernels round activations for each token and
-multiply integers. Rows that are in the results file already are not measured again, so long runs can be cut.
+Every cell packs the model's experts and linear layers (attention, shared experts, dense feed-forward layers) and
+measures the packed model: on the CPU as it runs, on another device by `moepack.methods.codequant.tuning.thaw`, which
+computes the same with torch (`tests/test_tuning.py`; the cell "runtime" measures both). A row that ends in ", tuned" is
+the packed model of the row before the comma with centroids fine-tuned, ", tuned without KL" the same without the
+routers' term. Finished cells are appended to the file at once and not measured again, so long runs can be cut.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ import argparse
 import json
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,98 +27,241 @@ import torch
 
 import machine
 import moepack
+from moepack.evaluation import _windows
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
+from moepack.methods.codequant.tuning import TuneSettings, listening, thaw
 from moepack.pipeline import compress
-from moepack.runtime.loading import open_model, open_tokenizer
+from moepack.pipeline.tune import tune
+from moepack.runtime.loading import open_model, open_tokenizer, set_threads
 
-ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none"}
-CLUSTERED = {"steps": 0, "rotation": "none"}
+ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none", "hadamard": False}
+CLUSTERED = {"steps": 0, "rotation": "none", "hadamard": False}
 ROWS: dict[str, dict[str, Any]] = {
     "RTN": ROUNDED,
+    "RTN, random rotation": {**ROUNDED, "rotation": "random"},
+    "RTN, random rotation, online Hadamard": {**ROUNDED, "rotation": "random", "hadamard": None},
     "k-means": {**CLUSTERED, "weighted": False},
     "k-means, Hessian weights": CLUSTERED,
-    "RTN, random rotation": {**ROUNDED, "rotation": "random"},
     "CodeQuant": {},
+    "no online Hadamard": {"hadamard": False},
+    "online Hadamard": {"hadamard": True},
     "no rotation": {"rotation": "none"},
     "random rotation": {"rotation": "random"},
     "no Hessian weights": {"weighted": False},
-    "no fine-tuning": {"steps": 0},
+    "no refinement": {"steps": 0},
     "equation 8": {"assignment": "diagonal"},
     "drift": {"drift": 0.75},
     "no permutation": {"permute": False},
     "tokens weighted equally": {"weigh_tokens": False},
 }
+TUNED, PLAIN = ", tuned", ", tuned without KL"
+CHANGED = 50
+"""Windows on which the change of routes is counted, as in the paper (appendix A.7)."""
 
 
-def measure(model: Path, name: str, bits: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Pack and evaluate one row."""
-    weight_bits, activation_bits = map(int, bits.split("x"))
-    common = {"calibration": str(options.calibration), "samples": options.samples, "block": options.block}
-    method = CodeQuant(**common, weight_bits=weight_bits, activation_bits=activation_bits, **ROWS[name])
-    with tempfile.TemporaryDirectory() as directory:
-        start = time.perf_counter()
-        report = compress(model, Path(directory) / "out", method=method)
-        seconds = time.perf_counter() - start
-        loss = moepack.evaluate(Path(directory) / "out", options.text, options.chars).loss
-        records = PackedDirectory.open(Path(directory) / "out").manifest.packed().values()
-        objectives = [record.details["objective"] for record in records]
-    return {
-        "loss": loss,
-        "bits_per_weight": report.bits_per_weight,
-        "seconds": round(seconds, 1),
-        "objective": [
-            sum(o[0] for o in objectives) / len(objectives),
-            sum(o[-1] for o in objectives) / len(objectives),
-        ],
-    }
+def base(row: str) -> str:
+    """The row whose packed model a row starts from."""
+    return row.removesuffix(PLAIN).removesuffix(TUNED)
 
 
-def table(figures: dict[str, Any]) -> str:
-    """Nats a token above the original model, a column for each pair of bits, as Markdown."""
-    lines = []
-    for model, rows in figures.items():
-        columns = sorted({key.split(" ", 1)[0] for key in rows if key != "original"}, reverse=True)
-        lines += [
-            f"| {model} | {' | '.join('W' + c.replace('x', ' A') for c in columns)} |",
-            "|---|" + "---|" * len(columns),
-        ]
-        for name in ROWS:
-            cells = [rows.get(f"{column} {name}") for column in columns]
-            if any(cells):
-                shown = [f"{cell['loss'] - rows['original']:+.4f}" if cell else "" for cell in cells]
-                lines.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+class Group:
+    """Cells that share a packed model."""
+
+    def __init__(self, model: Path, bits: str, block: str, rows: list[str], options: argparse.Namespace) -> None:
+        self.model, self.bits, self.block, self.rows, self.options = model, bits, block, rows, options
+
+    def run(self) -> None:
+        """Pack once and measure every row; appends what it finds."""
+        set_threads(self.options.threads)
+        with tempfile.TemporaryDirectory() as directory:
+            packed, seconds = Path(directory) / "packed", time.perf_counter()
+            report = compress(self.model, packed, method=self._method())
+            seconds = time.perf_counter() - seconds
+            for row in self.rows:
+                started, found = time.perf_counter(), packed
+                if row != base(row):
+                    found = Path(directory) / row
+                    self._tune(packed, found, 0.0 if row.endswith(PLAIN) else 1.0)
+                spent = time.perf_counter() - started + seconds
+                self._append(row, report, found, spent)
+
+    def _method(self) -> CodeQuant:
+        weight_bits, activation_bits = map(int, self.bits.split("x"))
+        settings = {**ROWS[base(self.rows[0])]}
+        if activation_bits == 16:
+            settings.pop("hadamard", None)
+        common = {"calibration": str(self.options.calibration), "samples": self.options.samples}
+        common |= {"block": self.block, "device": self.options.device}
+        return CodeQuant(**common, weight_bits=weight_bits, activation_bits=activation_bits, **settings)
+
+    def _tune(self, packed: Path, out: Path, weight: float) -> None:
+        steps = TuneSettings(steps=self.options.tune_steps, rate=self.options.rate, router_weight=weight)
+        samples = {"calibration": str(self.options.calibration), "samples": self.options.tune_samples}
+        tune(packed, self.model, out, settings=steps, device=self.options.device, **samples)
+
+    def _append(self, row: str, report: Any, packed: Path, seconds: float) -> None:
+        loss, changed = measure(packed, self.model, self.options)
+        manifest = PackedDirectory.open(packed).manifest
+        objectives = [record.details["objective"] for record in manifest.packed().values()]
+        line = {"model": self.model.name, "bits": self.bits, "block": self.block, "row": row, "loss": loss}
+        line |= {"routes_changed": changed, "bits_per_weight": report.bits_per_weight, "seconds": round(seconds, 1)}
+        line["objective"] = [sum(o[i] for o in objectives) / len(objectives) for i in (0, -1)]
+        line["tuning"] = manifest.settings.get("tuning")
+        if row == "CodeQuant" and self.options.device != "cpu" and self.bits == "4x4":
+            line["runtime"] = moepack.evaluate(packed, self.options.text, 20_000).loss
+            line["simulated"] = measure(packed, self.model, self.options, 20_000)[0]
+        append(self.options, line)
+
+
+def measure(packed: Path, original: Path, options: argparse.Namespace, chars: int = 0) -> tuple[float, float]:
+    """Loss on the text, and the share of expert choices that differ from the original's, the mean over layers."""
+    model, tokenizer = moepack.load(packed, dtype=torch.float32), open_tokenizer(original)
+    chars = chars or options.chars
+    if options.device != "cpu":
+        thaw(model)
+        model.to(options.device).requires_grad_(False)
+    loss = moepack.evaluate(model, options.text, chars, tokenizer=tokenizer).loss
+    teacher = opened(original, options)
+    windows = torch.from_numpy(_windows(Path(options.text), chars, tokenizer))[:CHANGED]
+    shares = []
+    with torch.inference_mode(), listening(teacher) as expected, listening(model) as found:
+        for batch in windows.to(options.device).split(8):
+            for run in (teacher, model):
+                run(input_ids=batch, use_cache=False)
+            shares += [changed(*pair, top=top_k(teacher)) for pair in zip(expected, found, strict=True)]
+            expected.clear()
+            found.clear()
+    return loss, sum(shares) / len(shares)
+
+
+def opened(original: Path, options: argparse.Namespace) -> Any:
+    """The original model on the device; grouped products of float32 are not on every one."""
+    model = open_model(original, torch.float32).to(options.device)
+    if options.device != "cpu":
+        model.set_experts_implementation("eager")
+    return model
+
+
+def top_k(model: Any) -> int:
+    """Experts of a token."""
+    return int(model.config.num_experts_per_tok)
+
+
+def changed(expected: torch.Tensor, found: torch.Tensor, top: int) -> float:
+    """The share of the `top` experts by one router's logits [T, E] that are not among those by another's."""
+    chosen = [torch.zeros_like(part).scatter_(1, part.topk(top).indices, 1) for part in (expected, found)]
+    return 1 - float((chosen[0] * chosen[1]).sum()) / (len(expected) * top)
+
+
+def append(options: argparse.Namespace, line: dict[str, Any]) -> None:
+    """Add a line to the results, in one write."""
+    line = {**line, "machine": machine.describe(options.threads, options.device)}
+    with open(options.rows_file, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+    print(line["model"], line["bits"], line["block"], line["row"], line["loss"], line.get("seconds"), flush=True)
+
+
+def lines(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The results so far."""
+    file = options.rows_file
+    return [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+
+
+def wanted(options: argparse.Namespace) -> list[tuple[Path, str, str, str]]:
+    """Model, bits, block and row of each cell, in order."""
+    if options.cells is not None:
+        models = {model.name: model for model in options.models}
+        parts = [line.split(maxsplit=3) for line in options.cells.read_text().splitlines() if line.strip()]
+        return [(models[name], bits, block, row) for name, bits, block, row in parts if name in models]
+    return [
+        (model, bits, block, row)
+        for model in options.models
+        for bits in options.bits
+        for block in options.blocks
+        for row in options.rows
+    ]
+
+
+def groups(options: argparse.Namespace) -> list[Group]:
+    """What is to be done: cells with one packed model together, in the order of the first of each."""
+    done = {(line["model"], line["bits"], line["block"], line["row"]) for line in lines(options)}
+    found: dict[tuple[Path, str, str, str], list[str]] = {}
+    for model, bits, block, row in wanted(options):
+        if (model.name, bits, block, row) not in done:
+            found.setdefault((model, bits, block, base(row)), []).append(row)
+    return [Group(model, bits, block, rows, options) for (model, bits, block, _), rows in found.items()]
+
+
+def original(model: Path, options: argparse.Namespace) -> None:
+    """Measure the model itself."""
+    loaded, tokenizer = opened(model, options), open_tokenizer(model)
+    loss = moepack.evaluate(loaded, options.text, options.chars, tokenizer=tokenizer).loss
+    append(options, {"model": model.name, "bits": "16x16", "block": "row", "row": "original", "loss": loss})
+
+
+def table(found: list[dict[str, Any]], block: str, key: str = "loss") -> str:
+    """Nats a token above the original model (or shares of changed routes), a column for each pair of bits."""
+    text = []
+    order = {name: position for position, name in enumerate(ROWS)}
+    for model in dict.fromkeys(line["model"] for line in found):
+        mine = [line for line in found if line["model"] == model and line["block"] == block]
+        zero = next((line["loss"] for line in found if line["model"] == model and line["row"] == "original"), None)
+        cells = {(line["row"], line["bits"]): line for line in mine if line["row"] != "original"}
+        if zero is None or not cells:
+            continue
+        columns = sorted({bits for _, bits in cells}, reverse=True)
+        head = f"{model}, block {block}, +nats over {zero:.4f}" if key == "loss" else f"{model}, routes changed, %"
+        text += [f"| {head} | {' | '.join('W' + c.replace('x', ' A') for c in columns)} |"]
+        text += ["|---|" + "---|" * len(columns)]
+        for row in sorted({row for row, _ in cells}, key=lambda row: (order[base(row)], row)):
+            values = [cells.get((row, column)) for column in columns]
+            shown = ["" if value is None else _shown(value, zero, key) for value in values]
+            text.append(f"| {row} | {' | '.join(shown)} |")
+    return "\n".join(text)
+
+
+def _shown(line: dict[str, Any], zero: float, key: str) -> str:
+    return f"{line['loss'] - zero:+.4f}" if key == "loss" else f"{100 * line[key]:.1f}"
 
 
 def main() -> None:
-    """Measure what is missing, save after each row, print."""
+    """Measure what is missing, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--chars", type=int, default=100_000)
-    parser.add_argument("--block", default="row")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--tune-samples", type=int, default=512)
+    parser.add_argument("--tune-steps", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=TuneSettings.rate)
+    parser.add_argument("--chars", type=int, default=250_000)
+    parser.add_argument("--blocks", nargs="*", default=["row"], help="row, or columns that share a codebook")
     parser.add_argument("--bits", nargs="*", default=["4x8", "4x4"], help="weight bits x activation bits")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS)[:5])
+    parser.add_argument("--rows", nargs="*", default=list(ROWS)[:6])
+    parser.add_argument("--cells", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("build/codequant.json"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes, of so many threads each")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows-file", type=Path, default=Path("build/codequant.jsonl"))
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    figures: dict[str, Any] = json.loads(options.out.read_text())["figures"] if options.out.exists() else {}
+    options.rows_file.parent.mkdir(parents=True, exist_ok=True)
+    known = {line["model"] for line in lines(options) if line["row"] == "original"}
     for model in options.models:
-        rows = figures.setdefault(model.name, {})
-        if "original" not in rows:
-            original, tokenizer = open_model(model, torch.float32), open_tokenizer(model)
-            rows["original"] = moepack.evaluate(original, options.text, options.chars, tokenizer=tokenizer).loss
-        for bits in options.bits:
-            for name in options.rows:
-                if f"{bits} {name}" not in rows:
-                    rows[f"{bits} {name}"] = found = measure(model, name, bits, options)
-                    print(model.name, bits, name, f"{found['loss'] - rows['original']:+.4f}", found, flush=True)
-                    machine.save(options.out, options.threads, figures)
-    print(table(figures))
+        if model.name not in known:
+            original(model, options)
+    work = groups(options)
+    if options.jobs == 1:
+        for group in work:
+            group.run()
+    else:
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            for future in [pool.submit(group.run) for group in work]:
+                future.result()
+    found = lines(options)
+    for block in dict.fromkeys(line["block"] for line in found):
+        print(table(found, block))
+    print(table(found, "row", "routes_changed"))
 
 
 if __name__ == "__main__":

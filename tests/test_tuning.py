@@ -13,8 +13,7 @@ from moepack.cli import app
 from moepack.errors import CalibrationError, OutputExistsError, UnsupportedModelError
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
-from moepack.methods.codequant.tuning import TuneSettings, thaw, tune_model
-from moepack.methods.codequant.tuning.gradient import _listening
+from moepack.methods.codequant.tuning import TuneSettings, listening, thaw, tune_model
 from moepack.pipeline import compress
 from moepack.pipeline.tune import tune
 from moepack.runtime.loading import open_model
@@ -68,7 +67,7 @@ def test_the_term_of_the_routers_has_a_gradient_and_moves_them(packed, text):
     teacher = open_model(packed[1], torch.float32)
     student = moepack.load(packed[0], dtype=torch.float32)
     books = thaw(student)
-    with _listening(student) as heard, _listening(teacher) as expected:
+    with listening(student) as heard, listening(teacher) as expected:
         student(input_ids=ids[:2]), teacher(input_ids=ids[:2])
         pairs = zip(expected, heard, strict=True)
         terms = [(functional.softmax(a, -1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum() for a, b in pairs]

@@ -15,8 +15,8 @@ def tune_command(
     calibration: Annotated[str, typer.Option(help="Text file, JSON lines, directory, or data set of the hub.")],
     samples: Annotated[int, typer.Option(min=2, help="Calibration samples.")] = 128,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens a sample.")] = 512,
-    steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = 100,
-    rate: Annotated[float, typer.Option(help="Learning rate, relative to the largest centroid of a codebook.")] = 1e-3,
+    steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = 200,
+    rate: Annotated[float, typer.Option(help="Learning rate, relative to the largest centroid of a codebook.")] = 5e-4,
     batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
     router_weight: Annotated[
         float, typer.Option(help="What the divergence of the routers counts beside that of the predictions.")

@@ -36,7 +36,7 @@ __all__ = ["CodeQuant"]
 
 ROW = "row"
 ROTATIONS = ("learned", "random", "hadamard", "none")
-STATES = 1 << 14
+STATES = 1 << 16
 """States that a rotation is learned on."""
 
 
@@ -92,7 +92,7 @@ class CodeQuant:
     drift: float = 0.0
     weigh_tokens: bool = True
     rotation: Literal["learned", "random", "hadamard", "none"] = "learned"
-    rotation_steps: int = 128
+    rotation_steps: int = 256
     seed: int = 0
     hadamard: bool | None = None
     permute: bool = True
@@ -222,7 +222,7 @@ class CodeQuant:
         if self.rotation != "learned":
             return first
         states = normalized_states(checkpoint, model, samples, STATES, torch.device(self.device), self.seed)
-        found = learn(states, self.activation_bits, first, self.rotation_steps, seed=self.seed)
+        found = learn(states, self.activation_bits, first, self.rotation_steps, seed=self.seed, device=self.device)
         self._errors = found.errors
         return found.rotation
 

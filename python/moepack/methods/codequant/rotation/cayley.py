@@ -43,7 +43,9 @@ def is_orthogonal(matrix: Tensor) -> bool:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not bool(matrix.isfinite().all()):
         return False
     product = matrix.double().T @ matrix.double()
-    return bool((product - torch.eye(len(matrix), dtype=torch.float64)).abs().amax() <= ORTHOGONAL)
+    return bool(
+        (product - torch.eye(len(matrix), dtype=torch.float64, device=matrix.device)).abs().amax() <= ORTHOGONAL
+    )
 
 
 def start(width: int, kind: str, seed: int = 0) -> Tensor:
@@ -82,7 +84,9 @@ def rounding_error(x: Tensor, bits: int) -> float:
     )
 
 
-def learn(states: Tensor, bits: int, first: Tensor, steps: int, rate: float = 0.02, seed: int = 0) -> Learned:
+def learn(
+    states: Tensor, bits: int, first: Tensor, steps: int, rate: float = 0.05, seed: int = 0, device: str = "cpu"
+) -> Learned:
     """Learn a rotation.
 
     Args:
@@ -92,22 +96,24 @@ def learn(states: Tensor, bits: int, first: Tensor, steps: int, rate: float = 0.
         steps: of Adam.
         rate: its learning rate.
         seed: of the choice of tokens.
+        device: where steps run.
 
     Returns:
         The best matrix by the error of held-out tokens, which may be the starting one.
     """
     bits = 4 if bits == 16 else bits
     generator = torch.Generator().manual_seed(seed)
-    states = states[torch.randperm(len(states), generator=generator)]
+    states = states[torch.randperm(len(states), generator=generator)].to(device)
+    first = first.to(device)
     held, seen = states[: max(1, len(states) // 8)], states[len(states) // 8 :]
-    identity = torch.eye(len(first))
+    identity = torch.eye(len(first), device=device)
     free = torch.zeros_like(first, requires_grad=True)
     optimizer = torch.optim.Adam([free], lr=rate / len(first) ** 0.5)
     best, before = first, rounding_error(held @ first, bits)
     least = before
     for step in range(steps):
         rotation = first @ _cayley(free, identity)
-        batch = seen[torch.randint(len(seen), (min(TOKENS, len(seen)),), generator=generator)]
+        batch = seen[torch.randint(len(seen), (min(TOKENS, len(seen)),), generator=generator).to(device)]
         optimizer.zero_grad()
         _straight_through(batch @ rotation, bits).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -117,7 +123,7 @@ def learn(states: Tensor, bits: int, first: Tensor, steps: int, rate: float = 0.
                 error = rounding_error(held @ tried, bits)
             if error < least and is_orthogonal(tried):
                 best, least = tried.detach().clone(), error
-    return Learned(best, (rounding_error(held, bits), before, least))
+    return Learned(best.cpu(), (rounding_error(held, bits), before, least))
 
 
 def _cayley(free: Tensor, identity: Tensor) -> Tensor:

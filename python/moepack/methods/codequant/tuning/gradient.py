@@ -19,7 +19,7 @@ from torch.nn import functional
 from moepack.errors import CalibrationError, UnsupportedModelError
 from moepack.methods.codequant.tuning.modules import Books, thaw
 
-__all__ = ["Objective", "TuneSettings", "Tuned", "tune_model"]
+__all__ = ["Objective", "TuneSettings", "Tuned", "listening", "routers", "tune_model"]
 
 CHECK = 20
 """Steps between looks at the samples that are held out."""
@@ -37,8 +37,8 @@ class TuneSettings:
         seed: of the order of samples.
     """
 
-    steps: int = 100
-    rate: float = 1e-3
+    steps: int = 200
+    rate: float = 5e-4
     router_weight: float = 1.0
     batch: int = 8
     seed: int = 0
@@ -106,13 +106,16 @@ def tune_model(
         raise CalibrationError("fine-tuning needs two samples at least, one of them to hold out")
     books = thaw(packed)
     student, teacher = packed.to(device).eval(), original.to(device).eval().requires_grad_(False)
+    if device.type != "cpu" and hasattr(teacher, "set_experts_implementation"):
+        # Grouped products of float32 are not on every device.
+        teacher.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(settings.seed)
     samples = samples[torch.randperm(len(samples), generator=generator)]
     share = max(1, len(samples) // 8)
     held, seen = samples[:share], samples[share:]
     moves = [book.moves for book in books.values()]
     optimizer = torch.optim.Adam(moves, lr=settings.rate, betas=(0.9, 0.99))
-    with _listening(student) as heard, _listening(teacher) as expected:
+    with listening(student) as heard, listening(teacher) as expected:
 
         def divergences(ids: Tensor) -> tuple[Tensor, Tensor]:
             heard.clear()
@@ -167,7 +170,7 @@ def _mean(divergences: Callable[[Tensor], tuple[Tensor, Tensor]], samples: Tenso
 
 
 @contextmanager
-def _listening(model: nn.Module) -> Iterator[list[Tensor]]:
+def listening(model: nn.Module) -> Iterator[list[Tensor]]:
     """The logits [T, E] of a model's routers as they run, layer by layer, in a list that its user empties."""
     heard: list[Tensor] = []
 
