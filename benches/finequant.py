@@ -42,7 +42,7 @@ from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.methods.finequant import FineQuant
-from moepack.methods.finequant.planning import choices_of
+from moepack.methods.finequant.planning import BudgetPlan, choices_of
 from moepack.methods.finequant.sizes import Choice, allocate, halving_ratios, stored_size
 from moepack.pipeline import compress
 from moepack.runtime.loading import load, open_model, open_tokenizer
@@ -105,6 +105,26 @@ class Results:
         self.file.write_text(f'{about[:-2]},\n "rows": [\n{rows}\n ]\n}}\n')
 
 
+class Budgeted(FineQuant):
+    """A budget whose tensors were measured before: measuring them takes longer than packing."""
+
+    measured: list[Any]
+
+    def begin(self, checkpoint: Checkpoint, model: Any) -> None:
+        """Allocate only."""
+        self._plan = BudgetPlan.fit(self.measured, self.bits_per_weight, self.symmetric)
+
+    @classmethod
+    def series(cls, source: Path, bits: int, rates: list[float]) -> Iterator[tuple[float, FineQuant]]:
+        """Methods for some rates, everything packed with the same bits."""
+        checkpoint, roles = Checkpoint.open(source), dict.fromkeys(("experts", "attention", "shared", "mlp"), bits)
+        found = list(choices_of(checkpoint, describe(checkpoint), roles))
+        for rate in rates:
+            method = cls(bits, "budget", bits_per_weight=rate, dense_bits=bits)
+            method.measured = found
+            yield rate, method
+
+
 class Bench:
     """One model and one text."""
 
@@ -164,8 +184,8 @@ class Bench:
             method = FineQuant(bits, "adaptive-mean", dense_bits=bits, alpha=alpha)
             self.packed("curve", f"int{bits} adaptive-mean {alpha}", method)
         middles = [(a + b) / 2 for a, b in itertools.pairwise(rates) if b - a > 0.05]
-        for rate in sorted({rate for rate in (*rates, *middles) if rate > rates[0]}):
-            method = FineQuant(bits, "budget", bits_per_weight=rate, dense_bits=bits)
+        wanted = sorted({rate for rate in (*rates, *middles) if rate > rates[0]})
+        for rate, method in Budgeted.series(self.model, bits, wanted):
             self.packed("curve", f"int{bits} budget {rate:.4f}", method)
 
     def outliers(self) -> None:
@@ -183,8 +203,8 @@ class Bench:
             for alpha in MEANS:
                 method = FineQuant(4, "adaptive-mean", dense_bits=4, alpha=alpha)
                 self.packed("outliers", f"int4 adaptive-mean {alpha}", method, source=source)
-            for rate in sorted({rate for rate in rates if rate > rates[0]}):
-                method = FineQuant(4, "budget", bits_per_weight=rate, dense_bits=4)
+            wanted = sorted({rate for rate in rates if rate > rates[0]})
+            for rate, method in Budgeted.series(source, 4, wanted):
                 self.packed("outliers", f"int4 budget {rate:.4f}", method, source=source)
 
     def roles(self) -> None:

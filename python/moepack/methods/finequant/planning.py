@@ -7,7 +7,7 @@ error counts by the share of tokens that visit one: with k of E experts chosen, 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,19 +69,23 @@ class BudgetPlan:
             InvalidTensorError: a sampled weight is NaN or infinite.
             ValueError: rows with one scale already take more than the budget.
         """
-        names, choices, reference, weights = [], [], 0, 0
-        for tensor, choice in choices_of(checkpoint, model, bits, symmetric, search):
-            names.append(tensor.name)
-            choices.append(choice)
-            reference += packed_bytes(tensor.shape, tensor.bits, REFERENCE, symmetric)
-            weights += math.prod(tensor.shape)
+        return cls.fit(list(choices_of(checkpoint, model, bits, symmetric, search)), bits_per_weight, symmetric)
+
+    @classmethod
+    def fit(
+        cls, found: Sequence[tuple[Tensor, Choice]], bits_per_weight: float | None, symmetric: bool
+    ) -> "BudgetPlan":
+        """Allocate among what `choices_of` measured; arguments and errors as for `make`."""
+        choices = [choice for _, choice in found]
+        reference = sum(packed_bytes(tensor.shape, tensor.bits, REFERENCE, symmetric) for tensor, _ in found)
+        weights = sum(math.prod(tensor.shape) for tensor, _ in found)
         budget = reference if bits_per_weight is None else round(weights * bits_per_weight / 8)
         least = sum(min(choice.nbytes) for choice in choices)
         if least > budget:
             rates = f"{8 * least / max(weights, 1):.3f} bits a weight, the budget is {bits_per_weight}"
             raise ValueError(f"one scale a row already takes {rates}")
         picked = allocate(choices, budget)
-        return cls({name: c.sizes[at] for name, c, at in zip(names, choices, picked, strict=True)})
+        return cls({tensor.name: choice.sizes[at] for (tensor, choice), at in zip(found, picked, strict=True)})
 
 
 def choices_of(
