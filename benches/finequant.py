@@ -43,7 +43,7 @@ from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.planning import BudgetPlan, choices_of
-from moepack.methods.finequant.sizes import Choice, allocate, halving_ratios, stored_size
+from moepack.methods.finequant.sizes import Choice, allocate, free_size, halving_ratios, stored_size
 from moepack.pipeline import compress
 from moepack.runtime.loading import load, open_model, open_tokenizer
 from moepack.solvers.groupwise import group_values, quantize_groupwise
@@ -54,6 +54,8 @@ ALPHAS = (0.6, 0.5, 0.45, 0.4, 0.35)
 MEANS = (0.92, 0.9, 0.87, 0.85)
 ROLES = ((8, None), (8, 8), (4, None), (4, 8), (4, 4), (4, 3), (3, 8), (3, 4), (3, 3))
 """Bits of the experts, and of attention, shared experts and dense layers."""
+MODELS = "mixtral-25m qwen3moe-22m deepseek-v2-13m tiny-mixtral"
+"""The order of the pictures' columns."""
 
 
 class Original:
@@ -228,7 +230,7 @@ class Bench:
         for rule, alphas in (("adaptive", ALPHAS), ("adaptive-mean", MEANS)):
             for alpha in alphas:
                 mine = ratios[rule == "adaptive-mean"]
-                picked = [stored_size(t.shape[2], mine[t.name], alpha) for t, _ in found]
+                picked = [free_size(t.shape, stored_size(t.shape[2], mine[t.name], alpha)) for t, _ in found]
                 nbytes, error = _sums(choices, picked)
                 budget = [c.sizes[at] for c, at in zip(choices, allocate(choices, nbytes), strict=True)]
                 reference = float(np.interp(nbytes, [b for b, _ in fixed], [e for _, e in fixed]))
@@ -332,7 +334,8 @@ def gaussian(results: Results) -> None:
         results.add({"part": "gaussian", "bits": bits, "truncated": True, "relative_error": float(error)})
 
 
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
+def plot(rows: list[dict[str, Any]], file: Path, figure_of: str) -> None:
+    """Draw `kl` or `increase` over bits a weight: a row of panels for each number of bits, then the outliers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -340,7 +343,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
     drawn = [row for row in rows if row["part"] in ("curve", "outliers")]
     found = dict.fromkeys((row["part"], row["model"], row["settings"]["bits"]) for row in drawn)
-    panels = sorted(found, key=lambda panel: (panel[0], -panel[2]))
+    panels = sorted(found, key=lambda panel: (panel[0], -panel[2], MODELS.find(panel[1])))
     wide = min(len(panels), 4)
     figure, axes = pyplot.subplots(-(-len(panels) // wide), wide, squeeze=False, layout="constrained")
     figure.set_size_inches(4.4 * wide, 3.4 * len(axes))
@@ -351,11 +354,12 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         longest = max(row["chars"] for row in chosen)
         chosen = [row for row in chosen if row["chars"] == longest]
         for kind, style in (("fixed", "o-"), ("adaptive", "x"), ("adaptive-mean", "+"), ("budget", ".--")):
-            points = sorted((row["bits_per_weight"], row["kl"]) for row in chosen if kind_of(row) == kind)
+            points = sorted((row["bits_per_weight"], row[figure_of]) for row in chosen if kind_of(row) == kind)
             axis.plot([x for x, _ in points], [y for _, y in points], style, label=kind)
         title = f"{model}, {bits} bits" + (", one layer with outliers" if part == "outliers" else "")
-        axis.set(title=title, xlabel="bits a weight, all packed tensors", ylabel="KL from the original (nats a token)")
-        axis.set_yscale("log")
+        name = {"kl": "KL from the original", "increase": "loss over the original"}[figure_of]
+        axis.set(title=title, xlabel="bits a weight, all packed tensors", ylabel=f"{name} (nats a token)")
+        axis.set_yscale("log" if figure_of == "kl" else "linear")
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3, which="both")
     figure.savefig(file, dpi=100)
@@ -380,6 +384,7 @@ def main() -> None:
     parser.add_argument("--merge", nargs="*", type=Path, default=[], help="results of other runs to be added")
     parser.add_argument("--gaussian", action="store_true", help="errors of Gaussian weights")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--figure", choices=["kl", "increase"], default="kl", help="what the picture shows")
     options = parser.parse_args()
     if options.models and not options.evaluation:
         parser.error("--evaluation names the text")
@@ -395,7 +400,7 @@ def main() -> None:
     if options.gaussian:
         gaussian(results)
     if options.plot:
-        plot(results.rows, options.plot)
+        plot(results.rows, options.plot, options.figure)
 
 
 if __name__ == "__main__":

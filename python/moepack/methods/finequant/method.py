@@ -17,7 +17,15 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.finequant.planning import BudgetPlan
-from moepack.methods.finequant.sizes import GroupSize, halving_ratios, halvings, packed_bytes, sizes_for, stored_size
+from moepack.methods.finequant.sizes import (
+    GroupSize,
+    free_size,
+    halving_ratios,
+    halvings,
+    packed_bytes,
+    sizes_for,
+    stored_size,
+)
 from moepack.methods.parallel import for_experts
 from moepack.methods.roles import as_number, dense_text, parse_dense_bits
 from moepack.solvers.groupwise import BITS, GROUP_SIZES, group_values, quantize_groupwise
@@ -167,7 +175,7 @@ class FineQuant:
         mean = self.group_size == MEAN
         for_experts(measure, experts, lambda: None)
         found = ratios.mean(0) if mean and experts else ratios.min(0, initial=1.0)
-        return stored_size(columns, found, self.alpha)
+        return free_size(weights.shape, stored_size(columns, found, self.alpha), self.symmetric)
 
     def _compress(self, weights: Weights, bits: int, advance: Callable[[int], None]) -> PackedTensor:
         experts, rows, columns = weights.shape

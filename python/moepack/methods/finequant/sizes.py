@@ -14,9 +14,18 @@ import torch
 from numpy.typing import NDArray
 
 from moepack.methods.base import Shape
-from moepack.solvers.groupwise import GROUP_SIZES
+from moepack.solvers.groupwise import BITS, GROUP_SIZES
 
-__all__ = ["Choice", "allocate", "halving_ratios", "halvings", "packed_bytes", "sizes_for", "stored_size"]
+__all__ = [
+    "Choice",
+    "allocate",
+    "free_size",
+    "halving_ratios",
+    "halvings",
+    "packed_bytes",
+    "sizes_for",
+    "stored_size",
+]
 
 _HEADER, _ROWS, _COLUMNS, _REGISTER = 128, 16, 32, 64
 
@@ -102,6 +111,17 @@ def stored_size(columns: int, ratios: Sequence[float] | NDArray[np.float64], alp
     if end == 0:
         return None
     return min(max(GROUP_SIZES), widths[end])
+
+
+def free_size(shape: Shape, size: GroupSize, symmetric: bool = True) -> GroupSize:
+    """The smallest groups that take no more bytes than groups of `size`.
+
+    Parameters of 16 rows fill whole registers, so the scales of two groups may take what one takes.
+    """
+    bits = BITS[0]  # codes take the same bytes whatever the size
+    limit = packed_bytes(shape, bits, size, symmetric)
+    free = [other for other in sizes_for(shape[2]) if packed_bytes(shape, bits, other, symmetric) <= limit]
+    return free[-1] if free else size
 
 
 @dataclass(frozen=True)
