@@ -1,11 +1,10 @@
-"""How fast compensated weights are multiplied and made (docs/methods/milo.md).
+"""How fast compensated weights are multiplied (docs/methods/milo.md).
 
-    python benches/compensated.py [--threads 2] [--only product quantize] [--json benches/results/compensated.json]
+    python benches/compensated.py [--threads 2] [--json benches/results/compensated.json]
 
-`product`: one token by 4096 x 14336, INT3 alone and INT3 with a compensator of rank 32, in both compute modes; four
+One token by 4096 x 14336, INT3 alone and INT3 with a compensator of rank 32, in both compute modes; four
 experts in turn, so that the weights come from memory (103 MB), calls alternating, in arrays that are aligned as mapped
-files are; the least and the median time. `quantize`: the joint
-optimisation of matrices of Mixtral-8x7B's shapes with rank 32, Gaussian weights, and what it makes of the whole model.
+files are; the least and the median time.
 """
 
 from __future__ import annotations
@@ -21,17 +20,8 @@ import torch
 
 import machine
 from moepack import _core
-from moepack.methods.milo.joint import JointSettings, compensate
-from moepack.solvers.affine import GroupSpec
-from moepack.solvers.least_squares import LeastSquares
 
 ROWS, COLUMNS, RANK, EXPERTS = 4096, 14336, 32, 4
-MIXTRAL = {
-    "experts": (ROWS, COLUMNS, 32 * 8 * 3),
-    "attention": (4096, 4096, 32 * 2),
-    "key and value": (1024, 4096, 32 * 2),
-}
-"""Rows, columns and how many matrices of that shape (or its transpose) Mixtral-8x7B has."""
 
 
 def product(rounds: int) -> dict[str, Any]:
@@ -73,41 +63,15 @@ def aligned(data: Any) -> Any:
     return room[first : first + len(data)]
 
 
-def quantize() -> dict[str, Any]:
-    """Seconds a matrix, and hours of the model."""
-    figures: dict[str, Any] = {}
-    total = 0.0
-    for name, (rows, columns, count) in MIXTRAL.items():
-        weights = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
-        start = time.perf_counter()
-        found = compensate(weights, RANK, GroupSpec(3, 64), LeastSquares(), JointSettings())
-        seconds = time.perf_counter() - start
-        total += seconds * count
-        error = float((found.errors / weights.square().sum((1, 2))).sqrt())
-        figures[name] = {
-            "shape": [rows, columns],
-            "seconds": round(seconds, 2),
-            "rounds": found.rounds[0],
-            "error": error,
-        }
-        print(name, figures[name], flush=True)
-    return {**figures, "mixtral_8x7b_hours": round(total / 3600, 2)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", nargs="*", choices=["product", "quantize"], default=["product", "quantize"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     _core.set_threads(options.threads)
-    figures: dict[str, Any] = {}
-    if "product" in options.only:
-        figures["product"] = product(options.rounds)
-    if "quantize" in options.only:
-        figures["quantize"] = quantize()
+    figures = {"product": product(options.rounds)}
     if options.json:
         machine.save(options.json, options.threads, figures)
 

@@ -38,7 +38,7 @@ from moepack.solvers.grids import AffineGrid
 
 Job = Callable[[], Any]
 
-PARTS = ("int3", "policies", "factors", "int2")
+PARTS = ("int3", "policies", "factors", "int2", "weights")
 
 
 class Bench:
@@ -114,7 +114,8 @@ class Bench:
         """The budget policy at so many percent of the plain packed bytes more."""
         plain = self.plain(bits)
         memory = int(plain["files"] + plain["bytes"] * percent / 100)
-        label = " ".join([f"int{bits} budget +{percent:g}%", *(f"{key} {value}" for key, value in more.items())])
+        words = ["calibrated" if key == "calibration" else f"{key} {value}" for key, value in more.items()]
+        label = " ".join([f"int{bits} budget +{percent:g}%", *words])
         return self.packed(label, bits=bits, memory_budget=memory, **more)
 
     def gptq(self, bits: int) -> dict[str, Any]:
@@ -175,13 +176,24 @@ class Bench:
         limit = self.plain(3)["bytes"] * 1.12
         whole = self.size({"rank": "dense:4096"}) < limit
         dense = f"dense:{4096 if whole else self.fit('dense:', limit) // 2}+"
-        text = {"calibration": str(self.options.calibration), "samples": 32}
+        text = self.text()
         for policy in ("uniform:", "dense:", "sparse:", f"{dense}sparse:", f"{dense}kurtosis:", f"{dense}frequency:"):
             more = text if "frequency" in policy else {}
             yield lambda policy=policy, more=more: self.packed(
                 f"int3 policy {policy}", rank=f"{policy}{self.fit(policy, limit)}", **more
             )
         yield lambda: self.budget(3, 12, symmetric=False)
+
+    def text(self) -> dict[str, Any]:
+        """What policies see that count expert choices."""
+        return {"calibration": str(self.options.calibration), "samples": 32}
+
+    def weights(self) -> Iterator[Job]:
+        """What dense layers count in a budget: chosen on wikitext2-valid."""
+        for weight in (1.0, 4.0, 2.0, 8.0, 16.0):
+            yield lambda weight=weight: self.budget(3, 12, dense_weight=weight)
+        for weight in (1.0, 4.0, 2.0, 8.0):
+            yield lambda weight=weight: self.budget(3, 12, dense_weight=weight, **self.text())
 
     def fit(self, policy: str, limit: float) -> int:
         """The largest rank whose bytes are within the limit, or that changes nothing any more."""

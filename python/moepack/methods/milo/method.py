@@ -33,6 +33,9 @@ SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic(), "rt
 
 DEFAULT_RANK = "budget:5"
 
+DENSE_WEIGHT = 1.0
+"""What the error of a dense layer counts in a budget by default."""
+
 _GROUP_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -52,6 +55,7 @@ class Milo:
         rounds: most rounds of the alternation.
         calibration: a text to count expert choices on, for `frequency` and for weighing the budget; None: all alike.
         samples, sequence_length: how much of it.
+        dense_weight: what the error of a dense layer counts in a budget, see :class:`Planner`.
         device: where the work is done.
         plan: ranks and grids, once `begin` has decided them.
     """
@@ -68,6 +72,7 @@ class Milo:
     calibration: str | None = None
     samples: int = 128
     sequence_length: int = 512
+    dense_weight: float = DENSE_WEIGHT
     device: str = "cpu"
     name: ClassVar[str] = "milo"
     plan: RankPlan = field(default_factory=RankPlan, init=False, repr=False)
@@ -107,6 +112,8 @@ class Milo:
             "refine": self.refine,
             "rounds": self.rounds,
         }
+        if self.memory_budget is not None or self._terms[0].policy == "budget":
+            found["dense_weight"] = self.dense_weight
         if self.memory_budget is not None:
             found["memory_budget"] = self.memory_budget
         else:
@@ -133,7 +140,9 @@ class Milo:
             counts, self._text = count_choices(
                 checkpoint, model, self.calibration, self.samples, self.sequence_length, self.device
             )
-        planner = Planner(self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts)
+        planner = Planner(
+            self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts, self.dense_weight
+        )
         self.plan = planner.plan(checkpoint, model, self._terms, self.memory_budget)
 
     def bound(self, shape: Shape) -> int:

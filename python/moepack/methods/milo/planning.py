@@ -103,6 +103,7 @@ class Planner:
         rank_bits: of the compensators.
         device: where weights are looked at.
         frequency: by layer, how many tokens chose each expert; empty where it is unknown.
+        dense_weight: what a dense layer's error counts, all experts of a projection together counting 1.
     """
 
     specs: Sequence[GroupSpec]
@@ -110,6 +111,7 @@ class Planner:
     rank_bits: int
     device: torch.device
     frequency: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    dense_weight: float = 1.0
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, terms: Sequence[Term], memory: int | None) -> RankPlan:
         """The rank of each expert and the grid, by packed tensor.
@@ -194,6 +196,7 @@ class Planner:
         shares = self._shares(sources)
         if shares is None:
             shares = np.array([1 / source.shape[0] for source in sources for _ in range(source.shape[0])])
+        shares = np.where([matrix.dense for matrix in matrices], self.dense_weight, shares)
         options, first = [], 0
         for source in sources:
             weights = shares[first : first + source.shape[0]]
