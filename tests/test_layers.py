@@ -39,7 +39,15 @@ def ternary(shape, seed):
     return _core.encode_ternary(codes, levels.astype(np.float32), rank=3)
 
 
-FORMATS = {"groupwise": groupwise, "coded": coded, "ternary": ternary}
+def codebook(shape, seed):
+    random = np.random.default_rng(seed)
+    codes = random.integers(0, 16, shape, dtype=np.uint8)
+    centroids = random.integers(-32639, 32640, (*shape[:2], 1, 16)).astype(np.int16)
+    scales = random.uniform(1e-6, 9e-6, (*shape[:2], 1)).astype(np.float32)
+    return _core.encode_codebook(codes, centroids, scales, bits=4, block=128, rank=3)
+
+
+FORMATS = {"groupwise": groupwise, "coded": coded, "ternary": ternary, "codebook": codebook}
 
 
 def matrices(*formats):
@@ -74,7 +82,7 @@ def one_by_one(layer: list[PackedMatrix], x, experts, weights):
     return y
 
 
-@pytest.mark.parametrize("formats", [*((name,) * 3 for name in FORMATS), *itertools.permutations(FORMATS)])
+@pytest.mark.parametrize("formats", [*((name,) * 3 for name in FORMATS), *itertools.permutations(FORMATS, 3)])
 @pytest.mark.parametrize("tokens", [1, 2, 19])
 def test_a_layer_of_any_formats_is_its_products(formats, tokens):
     layer = matrices(*formats)

@@ -1,6 +1,6 @@
 """The Rust core: packed ternary tensors, threads and instruction sets."""
 
-from typing import Literal, final
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -502,7 +502,7 @@ def kmeans(
         ValueError: sizes do not match, or a value or weight is out of range.
     """
 
-_Layered = GroupwiseBlob | CodedGroupwiseBlob | TernaryBlob
+_Layered: TypeAlias = GroupwiseBlob | CodedGroupwiseBlob | TernaryBlob | CodebookBlob
 
 def gated_experts(
     gate: _Layered,

@@ -75,19 +75,18 @@ def panel(tensor: Tensor, expert: int, first: int) -> bytes:
         high = (books + 128) // 256
         out += high.astype(np.int8).tobytes() + (books - 256 * high).astype(np.int8).tobytes()
         out += scales.tobytes() + sums.tobytes()
-        out += b"".join(quad(tensor.bits, codes[QUAD * q : QUAD * q + QUAD]) for q in range(PANEL // QUAD))
+        for step in range(0, codes.shape[1], STEP[tensor.bits]):
+            rows = codes[:, step : step + STEP[tensor.bits]]
+            out += b"".join(quad(tensor.bits, rows[QUAD * q : QUAD * q + QUAD]) for q in range(PANEL // QUAD))
     return out
 
 
 def quad(bits: int, codes: NDArray[np.int64]) -> bytes:
-    """The registers of four rows, codes [4, whole steps]."""
-    out = b""
-    for start in range(0, codes.shape[1], STEP[bits]):
-        registers = np.zeros((3 if bits == 3 else 1, REGISTER), np.uint8)
-        for row in range(QUAD):
-            for column in range(STEP[bits]):
-                for bit, (register, position) in enumerate(places(bits, column)):
-                    value = codes[row, start + column] >> bit & 1
-                    registers[register, GROUP * row + column % GROUP] |= value << position
-        out += registers.tobytes()
-    return out
+    """The registers of four rows in a step, codes [4, columns of a step]."""
+    registers = np.zeros((3 if bits == 3 else 1, REGISTER), np.uint8)
+    for row in range(QUAD):
+        for column in range(STEP[bits]):
+            for bit, (register, position) in enumerate(places(bits, column)):
+                value = codes[row, column] >> bit & 1
+                registers[register, GROUP * row + column % GROUP] |= value << position
+    return registers.tobytes()

@@ -231,6 +231,8 @@ class CodebookMatrix(ModalMatrix):
 
     __slots__ = ()
 
+    layered = True
+
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
 

@@ -1,7 +1,9 @@
 //! Packed codebook tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
 use moepack_core::codebook::{self, Content, Layout, View};
-use moepack_core::gemm::codebook::{Mode, matmul_grouped};
+use moepack_core::gemm::codebook::{Codebook, Mode, matmul_grouped};
+use moepack_core::gemm::layer::Projection;
+use moepack_core::simd::Isa;
 use moepack_core::ternary::Shape;
 use moepack_core::{Result, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
@@ -11,6 +13,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
 use crate::error::raise;
+use crate::layer::Packed;
 
 /// Packs codes and codebooks.
 ///
@@ -120,11 +123,11 @@ impl CodebookBlob {
     }
 
     /// The mode of a name; by default what the tensor asks for.
-    fn mode(&self, name: Option<&str>, activation_bits: Option<u8>) -> PyResult<Mode> {
+    fn mode(&self, name: Option<&str>, activation_bits: Option<u8>) -> Result<Mode> {
         let stored = self.layout.activation_bits();
         let name = name.unwrap_or(if stored == 0 { "exact" } else { "int8" });
         let bits = activation_bits.unwrap_or(if stored == 0 { 8 } else { stored });
-        Mode::from_name(name, bits).map_err(raise)
+        Mode::from_name(name, bits)
     }
 }
 
@@ -242,7 +245,13 @@ impl CodebookBlob {
         let offsets = (0..=experts)
             .map(|e| if e > expert { tokens } else { 0 })
             .collect();
-        self.product(py, x, offsets, self.mode(mode, activation_bits)?, isa)
+        self.product(
+            py,
+            x,
+            offsets,
+            self.mode(mode, activation_bits).map_err(raise)?,
+            isa,
+        )
     }
 
     /// y = W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
@@ -264,7 +273,13 @@ impl CodebookBlob {
         isa: Option<&str>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let offsets = expert_offsets(&offsets)?;
-        self.product(py, x, offsets, self.mode(mode, activation_bits)?, isa)
+        self.product(
+            py,
+            x,
+            offsets,
+            self.mode(mode, activation_bits).map_err(raise)?,
+            isa,
+        )
     }
 
     fn __repr__(&self) -> String {
@@ -295,5 +310,21 @@ impl CodebookBlob {
                 matmul_grouped(view, x, &offsets, y, mode, isa, &*pool::current()?)
             })
         })
+    }
+}
+
+impl Packed for CodebookBlob {
+    fn array(&self) -> &Py<PyArray1<u8>> {
+        &self.data
+    }
+
+    fn projection<'a>(
+        &'a self,
+        data: &'a [u8],
+        mode: Option<&str>,
+        isa: Isa,
+    ) -> Result<Box<dyn Projection + 'a>> {
+        let mode = self.mode(mode, None)?;
+        Ok(Box::new(Codebook::new(View::parse(data)?, mode, isa)?))
     }
 }

@@ -8,6 +8,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, products};
+use crate::codebook::CodebookBlob;
 use crate::coded::CodedGroupwiseBlob;
 use crate::error::raise;
 use crate::groupwise::GroupwiseBlob;
@@ -36,6 +37,9 @@ fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
         return Ok(blob.get());
     }
     if let Ok(blob) = object.cast::<TernaryBlob>() {
+        return Ok(blob.get());
+    }
+    if let Ok(blob) = object.cast::<CodebookBlob>() {
         return Ok(blob.get());
     }
     let kind = object.get_type();

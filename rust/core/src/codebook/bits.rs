@@ -1,4 +1,4 @@
-//! Codes of a step: 4 rows, in lanes of 16 bytes, and some groups of 16 columns.
+//! Codes of a quad in a step: 4 rows, in lanes of 16 bytes, and some groups of 16 columns.
 //!
 //! Byte b of a lane speaks of column b of every group. 4 bits: two groups, the low and the high half of the byte. 2 bits:
 //! four groups, low bits first. 3 bits: eight groups in three registers A, B, C of 64 bytes; bits 0-2 and 3-5 of each are

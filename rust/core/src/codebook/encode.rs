@@ -140,18 +140,18 @@ fn write_parameters(row: usize, codes: &[u8], centroids: &[i16], scale: f32, out
 
 fn write_codes(bits: u8, row: usize, codes: &[u8], out: &mut [u8]) {
     let registers = step_registers(bits);
-    let quad = out.len() / QUADS;
-    let out = &mut out[row / QUAD * quad..][..quad];
+    let quad = registers * REGISTER;
     let mut padded = [0; 128];
     let padded = &mut padded[..step_columns(bits)];
     for (codes, out) in codes
         .chunks(step_columns(bits))
-        .zip(out.chunks_exact_mut(registers * REGISTER))
+        .zip(out.chunks_exact_mut(QUADS * quad))
     {
         padded.fill(0);
         padded[..codes.len()].copy_from_slice(codes);
         for (register, bytes) in pack(bits, padded)[..registers].iter().enumerate() {
-            out[register * REGISTER + row % QUAD * LANE..][..LANE].copy_from_slice(bytes);
+            let at = row / QUAD * quad + register * REGISTER + row % QUAD * LANE;
+            out[at..][..LANE].copy_from_slice(bytes);
         }
     }
 }

@@ -16,8 +16,8 @@
 //! then for each expert, for each panel of 16 rows, for each block of columns, with K = 2^bits:
 //! 16*K i8   high bytes of the rows' centroids          16 i32  for each row the sum of high over the block's columns
 //! 16*K i8   low bytes                                  16 i32  the same sum of whole centroids
-//! 16 f32    scales                                     4 quads of rows, each the codes of all steps
-//! a step    32 (4 bits), 128 (3) or 64 (2) columns of 4 rows: 64, 192 or 64 bytes, see `bits`
+//! 16 f32    scales                                     for each step of columns the codes of 4 quads of rows
+//! a step    32 (4 bits), 128 (3) or 64 (2) columns; of a quad 64, 192 or 64 bytes, see `bits`
 //! ```
 //!
 //! Sizes of parameters and steps are multiples of 64. The sums correct for the zero-point of unsigned activations. Rows

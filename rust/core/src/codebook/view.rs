@@ -104,6 +104,12 @@ impl<'a> View<'a> {
 }
 
 impl<'a> Block<'a> {
+    /// Bits of a code.
+    #[inline(always)]
+    pub fn bits(&self) -> u8 {
+        self.bits
+    }
+
     /// Centroids of a codebook.
     #[inline(always)]
     pub fn clusters(&self) -> usize {
@@ -152,29 +158,38 @@ impl<'a> Block<'a> {
         self.words(1 + which).map(i32::from_le_bytes)
     }
 
-    /// The centroids' high (plane 0) or low bytes (plane 1) of the rows of a quad, row by row, zeros behind them.
+    /// The centroids' high (plane 0) or low bytes (plane 1), row by row.
     #[inline(always)]
-    pub fn quad_centroids(&self, plane: usize, quad: usize) -> [u8; REGISTER] {
-        let size = QUAD * self.clusters();
-        let bytes = &self.parameters[(plane * QUADS + quad) * size..][..size];
-        let mut padded = [0; REGISTER];
-        padded[..size].copy_from_slice(bytes);
-        padded
+    pub fn plane(&self, plane: usize) -> &'a [u8] {
+        let size = PANEL * self.clusters();
+        &self.parameters[plane * size..][..size]
     }
 
-    /// The codes of four rows, whole steps of registers.
+    /// Where the block starts in memory.
     #[inline(always)]
-    pub fn quad(&self, quad: usize) -> &'a [[u8; REGISTER]] {
-        let registers = self.codes.as_chunks().0;
-        let size = registers.len() / QUADS;
-        &registers[quad * size..][..size]
+    pub fn start(&self) -> *const u8 {
+        self.parameters.as_ptr()
+    }
+
+    /// Bytes of the parameters, which are followed by the codes.
+    #[inline(always)]
+    pub fn parameter_bytes(&self) -> usize {
+        self.parameters.len()
+    }
+
+    /// The codes: for each step of columns the registers of each quad.
+    #[inline(always)]
+    pub fn registers(&self) -> &'a [[u8; REGISTER]] {
+        self.codes.as_chunks().0
     }
 
     /// The codes of a row, padded to whole steps.
     #[inline(always)]
     pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
-        let steps = self.quad(row / QUAD).chunks_exact(step_registers(self.bits));
+        let quad = step_registers(self.bits);
+        let steps = self.registers().chunks_exact(QUADS * quad);
         for (registers, codes) in steps.zip(codes.chunks_exact_mut(step_columns(self.bits))) {
+            let registers = &registers[row / QUAD * quad..];
             let lane = |register: usize| &registers[register].as_chunks::<LANE>().0[row % QUAD];
             unpack(self.bits, lane, codes);
         }

@@ -21,14 +21,18 @@
 //! Codes, centroids and scales are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of
 //! bounds.
 
-mod drive;
+mod kernel;
+mod lanes;
 mod portable;
+mod projection;
 mod tokens;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use projection::Codebook;
 use rayon::ThreadPool;
 
+use super::layer::{self, Job};
 use super::ternary::Activations;
 use crate::codebook::{Block, PANEL, View};
 use crate::simd::Isa;
@@ -78,11 +82,6 @@ impl Mode {
             Mode::Int16 { activation_bits } | Mode::Int8 { activation_bits } => Some(activation_bits),
         }
     }
-
-    /// Planes of centroid bytes that take part.
-    fn planes(self) -> usize {
-        1 + usize::from(matches!(self, Mode::Int16 { .. }))
-    }
 }
 
 /// y = W x with each expert's own tokens: `x` is N x C and `y` is N x R, rows sorted by expert; tokens
@@ -100,7 +99,7 @@ pub fn matmul_grouped<'a>(
     isa: Isa,
     pool: &ThreadPool,
 ) -> Result<()> {
-    let (x, isa) = (x.into(), isa.require()?);
+    let (x, projection) = (x.into(), Codebook::new(*view, mode, isa)?);
     let shape = view.layout().shape();
     if offsets.len() != shape.experts + 1 || offsets[0] != 0 || !offsets.is_sorted() {
         return Err(Error::InvalidArgument(format!(
@@ -117,7 +116,7 @@ pub fn matmul_grouped<'a>(
             y.len()
         )));
     }
-    drive::run(view, x, offsets, y, mode, isa, pool);
+    layer::multiply(&projection, Job::of_offsets(offsets), x, y, pool);
     Ok(())
 }
 
@@ -136,19 +135,59 @@ impl<const PLANES: usize> Epilogue<PLANES> {
         }
     }
 
-    /// A row's product with a token, from its integer sums of high and low bytes times activations.
+    /// The rows' products with a token, from their integer sums of high and low bytes times activations.
     ///
     /// `step` and `zero` are the token's. The operations are named one by one: every instruction set gives the same
     /// bits.
     #[inline(always)]
-    fn product(&self, row: usize, sums: [i32; PLANES], (step, zero): (f32, i32)) -> f32 {
-        if PLANES == 1 {
-            let total = sums[0].wrapping_sub(zero.wrapping_mul(self.sums[row]));
-            total as f32 * (self.scales[row] * 256.0 * step)
-        } else {
-            let zeros = i64::from(zero) * i64::from(self.sums[row]);
-            let total = 256 * i64::from(sums[0]) + i64::from(sums[1]) - zeros;
-            total as f32 * (self.scales[row] * step)
+    fn products(&self, sums: &[[i32; PANEL]; PLANES], (step, zero): (f32, i32)) -> [f32; PANEL] {
+        let mut out = [0.0; PANEL];
+        for row in 0..PANEL {
+            out[row] = if PLANES == 1 {
+                let total = sums[0][row].wrapping_sub(zero.wrapping_mul(self.sums[row]));
+                total as f32 * (self.scales[row] * 256.0 * step)
+            } else {
+                let zeros = i64::from(zero) * i64::from(self.sums[row]);
+                let total = 256 * i64::from(sums[0][row]) + i64::from(sums[1][row]) - zeros;
+                total as f32 * (self.scales[row] * step)
+            };
+        }
+        out
+    }
+}
+
+/// Where the outputs of a panel's rows go: some columns of an array of tokens x rows.
+struct Rows<'a> {
+    out: &'a mut [f32],
+    stride: usize,
+    first: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// The places of the panel whose first row is `first` of the `stride` rows of `out`.
+    fn new(out: &'a mut [f32], stride: usize, first: usize) -> Rows<'a> {
+        Rows { out, stride, first }
+    }
+
+    /// How many of the panel's rows there are.
+    fn count(&self) -> usize {
+        PANEL.min(self.stride - self.first)
+    }
+
+    /// Adds to a token's outputs.
+    #[inline(always)]
+    fn add(&mut self, token: usize, products: &[f32; PANEL]) {
+        let out = &mut self.out[token * self.stride + self.first..(token + 1) * self.stride];
+        match out.first_chunk_mut::<PANEL>() {
+            Some(out) => {
+                for row in 0..PANEL {
+                    out[row] += products[row];
+                }
+            }
+            None => out
+                .iter_mut()
+                .zip(products)
+                .for_each(|(out, product)| *out += product),
         }
     }
 }

@@ -1,24 +1,21 @@
 //! The kernel in portable Rust: a row at a time, its codes looked up into a buffer of one row, then dotted with every
-//! token. Compiled again with AVX2 enabled, where [`Lookup`] shuffles bytes.
+//! token. The exact mode of AVX2 is this code as well, where [`Lookup`] permutes registers.
 
-use super::Epilogue;
-use super::drive::Unit;
-use super::tokens::Tokens;
+use super::tokens::Prepared;
+use super::{Epilogue, Mode, Rows};
 use crate::codebook::bits::LANE;
 use crate::codebook::{Block, PANEL};
 
-/// Rows of codes, and what they stand for.
+/// A row of codes, and what they stand for.
 #[derive(Default)]
 pub(crate) struct Buffers {
     codes: Vec<u8>,
-    bytes: [Vec<i8>; 2],
+    bytes: Vec<i8>,
     values: Vec<f32>,
 }
 
-/// How codes become centroids. Codes are below 16; lengths are multiples of 16.
+/// How codes become values. Codes are below 16; lengths are multiples of 16.
 pub(super) trait Lookup {
-    /// `out[i] = table[codes[i]]`.
-    fn bytes(codes: &[u8], table: &[u8; LANE], out: &mut [i8]);
     /// `out[i] = table[codes[i]]`.
     fn values(codes: &[u8], table: &[f32; LANE], out: &mut [f32]);
 }
@@ -28,13 +25,6 @@ pub(super) struct Loops;
 
 impl Lookup for Loops {
     #[inline(always)]
-    fn bytes(codes: &[u8], table: &[u8; LANE], out: &mut [i8]) {
-        for (out, &code) in out.iter_mut().zip(codes) {
-            *out = table[usize::from(code & 15)] as i8;
-        }
-    }
-
-    #[inline(always)]
     fn values(codes: &[u8], table: &[f32; LANE], out: &mut [f32]) {
         for (out, &code) in out.iter_mut().zip(codes) {
             *out = table[usize::from(code & 15)];
@@ -42,51 +32,45 @@ impl Lookup for Loops {
     }
 }
 
-/// Computes panel `panel` of a unit into `out` (tokens x 16 rows), which is zero.
+/// Adds the products of a block, whose first column is `first`, to `out` for the tokens of `list`.
+pub(super) fn block(
+    block: &Block,
+    mode: Mode,
+    first: usize,
+    prepared: &Prepared,
+    list: &[usize],
+    buffers: &mut Buffers,
+    out: &mut Rows,
+) {
+    match mode {
+        Mode::Exact => exact::<Loops>(block, first, prepared, list, buffers, out),
+        Mode::Int16 { .. } => integer::<2>(block, first, prepared, list, buffers, out),
+        Mode::Int8 { .. } => integer::<1>(block, first, prepared, list, buffers, out),
+    }
+}
+
+/// The exact mode.
 #[inline(always)]
-pub(super) fn panel<L: Lookup>(unit: &Unit, panel: usize, buffers: &mut Buffers, out: &mut [f32]) {
-    let layout = unit.view.layout();
-    for index in 0..layout.blocks() {
-        let block = unit.view.block(unit.expert, panel, index);
-        let columns = index * layout.block_size()..index * layout.block_size() + block.columns();
-        buffers.codes.resize(block.columns(), 0);
-        for row in 0..PANEL.min(layout.shape().rows - panel * PANEL) {
-            block.decode_row(row, &mut buffers.codes);
-            match unit.mode.planes() {
-                _ if unit.mode.activation_bits().is_none() => {
-                    exact_row::<L>(unit, &block, row, columns.start, buffers, out)
-                }
-                1 => integer_row::<L, 1>(unit, &block, row, columns.start, buffers, out),
-                _ => integer_row::<L, 2>(unit, &block, row, columns.start, buffers, out),
-            }
+pub(super) fn exact<L: Lookup>(
+    block: &Block,
+    first: usize,
+    prepared: &Prepared,
+    list: &[usize],
+    buffers: &mut Buffers,
+    out: &mut Rows,
+) {
+    let columns = block.columns();
+    buffers.codes.resize(columns, 0);
+    buffers.values.resize(columns, 0.0);
+    let mut sums = vec![[0.0; PANEL]; list.len()];
+    for row in 0..out.count() {
+        block.decode_row(row, &mut buffers.codes);
+        L::values(&buffers.codes, &value_table(block, row), &mut buffers.values);
+        for (&token, sums) in list.iter().zip(&mut sums) {
+            sums[row] = dot(&buffers.values, &prepared.values(token)[first..][..columns]);
         }
     }
-}
-
-/// The columns of the codes in `buffers` of a token.
-#[inline(always)]
-fn part<'a, T>(all: &'a [T], tokens: &Tokens, token: usize, first: usize, columns: usize) -> &'a [T] {
-    &all[token * tokens.stride + first..][..columns]
-}
-
-#[inline(always)]
-fn exact_row<L: Lookup>(
-    unit: &Unit,
-    block: &Block,
-    row: usize,
-    first: usize,
-    buffers: &mut Buffers,
-    out: &mut [f32],
-) {
-    let columns = buffers.codes.len();
-    buffers.values.resize(columns, 0.0);
-    L::values(&buffers.codes, &value_table(block, row), &mut buffers.values);
-    for (token, out) in unit.range.clone().zip(out.chunks_exact_mut(PANEL)) {
-        out[row] += dot(
-            &buffers.values,
-            part(&unit.tokens.values, unit.tokens, token, first, columns),
-        );
-    }
+    sums.iter().enumerate().for_each(|(i, sums)| out.add(i, sums));
 }
 
 /// The values of a row's 16 table entries.
@@ -121,33 +105,36 @@ pub(super) fn tree_sum(mut lanes: [f32; LANE]) -> f32 {
     lanes[0]
 }
 
-#[inline(always)]
-fn integer_row<L: Lookup, const PLANES: usize>(
-    unit: &Unit,
+fn integer<const PLANES: usize>(
     block: &Block,
-    row: usize,
     first: usize,
+    prepared: &Prepared,
+    list: &[usize],
     buffers: &mut Buffers,
-    out: &mut [f32],
+    out: &mut Rows,
 ) {
-    let columns = buffers.codes.len();
-    for plane in 0..PLANES {
-        buffers.bytes[plane].resize(columns, 0);
-        L::bytes(
-            &buffers.codes,
-            &block.table(plane, row),
-            &mut buffers.bytes[plane],
-        );
+    let columns = block.columns();
+    buffers.codes.resize(columns, 0);
+    buffers.bytes.resize(columns, 0);
+    let mut sums = vec![[[0; PANEL]; PLANES]; list.len()];
+    for row in 0..out.count() {
+        block.decode_row(row, &mut buffers.codes);
+        for plane in 0..PLANES {
+            let table = block.table(plane, row);
+            for (byte, &code) in buffers.bytes.iter_mut().zip(&buffers.codes) {
+                *byte = table[usize::from(code & 15)] as i8;
+            }
+            for (&token, sums) in list.iter().zip(&mut sums) {
+                sums[plane][row] = integer_dot(&buffers.bytes, &prepared.codes(token)[first..][..columns]);
+            }
+        }
     }
     let epilogue = Epilogue::<PLANES>::new(block);
-    for (token, out) in unit.range.clone().zip(out.chunks_exact_mut(PANEL)) {
-        let codes = part(&unit.tokens.codes, unit.tokens, token, first, columns);
-        let sums = std::array::from_fn(|plane| integer_dot(&buffers.bytes[plane], codes));
-        out[row] += epilogue.product(row, sums, unit.tokens.scales[token]);
+    for (i, (&token, sums)) in list.iter().zip(&sums).enumerate() {
+        out.add(i, &epilogue.products(sums, prepared.scale(token)));
     }
 }
 
-#[inline(always)]
 fn integer_dot(weights: &[i8], codes: &[u8]) -> i32 {
     let products = weights
         .iter()

@@ -1,7 +1,6 @@
 //! Activations as kernels read them: padded to whole steps, and quantized where the mode says so.
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
+use std::sync::OnceLock;
 
 use super::Mode;
 use crate::codebook::Layout;
@@ -9,99 +8,133 @@ use crate::gemm::hadamard::rotate;
 use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
 
-/// Fewer values than this are not worth waking threads for.
-const PARALLEL: usize = 1 << 16;
+/// Activations that are worth a unit of work.
+const UNIT: usize = 1 << 14;
 
-/// The tokens of a call.
-pub(super) struct Tokens {
-    /// Columns of a token here; those behind the last are zeros.
-    pub stride: usize,
-    /// In the exact mode N x stride values.
-    pub values: Vec<f32>,
-    /// In the integer modes N x stride codes.
-    pub codes: Vec<u8>,
+/// Some neighbouring tokens.
+#[derive(Default)]
+struct Part {
+    /// In the exact mode tokens x stride values.
+    values: Vec<f32>,
+    /// In the integer modes tokens x stride codes.
+    codes: Vec<u8>,
     /// In the integer modes step and zero point of each token; the step is NaN where a value is no number.
-    pub scales: Vec<(f32, i32)>,
+    scales: Vec<(f32, i32)>,
 }
 
-impl Tokens {
-    /// Reads, and quantizes, `x` of `count` tokens.
-    pub fn new(
-        layout: &Layout,
-        x: Activations,
-        count: usize,
-        mode: Mode,
-        isa: Isa,
-        pool: &ThreadPool,
-    ) -> Tokens {
-        let (columns, stride) = (layout.shape().columns, layout.padded_columns());
-        let turn = (isa, layout.hadamard());
-        let mut tokens = Tokens {
-            stride,
-            values: vec![],
-            codes: vec![],
-            scales: vec![],
-        };
-        let pool = Some(pool).filter(|p| count * columns >= PARALLEL && p.current_num_threads() > 1);
-        match mode.activation_bits() {
-            _ if stride == 0 => tokens.scales = vec![(0.0, 0); count],
-            None => tokens.fill(x, columns, count, turn, pool),
-            Some(bits) => tokens.fill_rounded(x, columns, count, bits, turn, pool),
-        }
-        tokens
-    }
+/// What activations become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Form {
+    columns: usize,
+    /// Columns of a token here; those behind the last are zeros.
+    stride: usize,
+    /// Columns that are turned together; none if less than two.
+    turned: usize,
+    /// To how many bits they are rounded.
+    bits: Option<u8>,
+    isa: Isa,
+}
 
-    fn fill(
-        &mut self,
-        x: Activations,
-        columns: usize,
-        count: usize,
-        turn: (Isa, usize),
-        pool: Option<&ThreadPool>,
-    ) {
-        self.values = vec![0.0; count * self.stride];
-        let fill = |(token, out): (usize, &mut [f32])| read(x, token, &mut out[..columns], turn);
-        let values = &mut self.values;
-        match pool {
-            Some(pool) => pool.install(|| {
-                let rows = values.par_chunks_exact_mut(self.stride);
-                rows.enumerate().for_each(fill);
-            }),
-            None => values.chunks_exact_mut(self.stride).enumerate().for_each(fill),
-        }
-    }
-
-    fn fill_rounded(
-        &mut self,
-        x: Activations,
-        columns: usize,
-        count: usize,
-        bits: u8,
-        turn: (Isa, usize),
-        pool: Option<&ThreadPool>,
-    ) {
-        self.codes = vec![0; count * self.stride];
-        self.scales = vec![(0.0, 0); count];
-        let fill = |values: &mut Vec<f32>, token: usize, codes: &mut [u8], scale: &mut (f32, i32)| {
-            values.resize(columns, 0.0);
-            read(x, token, values, turn);
-            *scale = quantize(turn.0, values, bits, &mut codes[..columns]);
-        };
-        let (codes, scales) = (&mut self.codes, &mut self.scales);
-        if let Some(pool) = pool {
-            let rows = codes.par_chunks_exact_mut(self.stride);
-            let work = rows.zip(scales.par_iter_mut()).enumerate();
-            pool.install(|| work.for_each_init(Vec::new, |v, (token, (c, s))| fill(v, token, c, s)));
-        } else {
-            let mut values = Vec::new();
-            let work = codes.chunks_exact_mut(self.stride).zip(scales).enumerate();
-            work.for_each(|(token, (c, s))| fill(&mut values, token, c, s));
+impl Form {
+    /// What products of a tensor in a mode want.
+    pub fn of(layout: &Layout, mode: Mode, isa: Isa) -> Form {
+        Form {
+            columns: layout.shape().columns,
+            stride: layout.padded_columns(),
+            turned: layout.hadamard(),
+            bits: mode.activation_bits(),
+            isa,
         }
     }
 }
 
-/// Widens a token of `out.len()` values, and turns blocks of `width` of them.
-fn read(x: Activations, token: usize, out: &mut [f32], (isa, width): (Isa, usize)) {
+/// The tokens of a job, to be filled part by part.
+pub(super) struct Prepared {
+    form: Form,
+    /// Tokens of a part, but perhaps the last.
+    size: usize,
+    tokens: usize,
+    parts: Vec<OnceLock<Part>>,
+}
+
+impl Prepared {
+    /// Room for tokens.
+    pub fn new(tokens: usize, form: Form) -> Prepared {
+        let size = (UNIT / form.stride.max(1)).max(1);
+        Prepared {
+            form,
+            size,
+            tokens,
+            parts: (0..tokens.div_ceil(size)).map(|_| OnceLock::new()).collect(),
+        }
+    }
+
+    /// What the activations are.
+    pub fn form(&self) -> Form {
+        self.form
+    }
+
+    /// How many parts there are to be filled.
+    pub fn parts(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// Fills a part from `x`, tokens x columns.
+    pub fn fill(&self, part: usize, x: Activations) {
+        let tokens = part * self.size..((part + 1) * self.size).min(self.tokens);
+        self.parts[part].get_or_init(|| {
+            let (form, mut part) = (self.form, Part::default());
+            match form.bits {
+                None => {
+                    part.values = vec![0.0; tokens.len() * form.stride];
+                    for (token, out) in tokens.zip(part.values.chunks_exact_mut(form.stride)) {
+                        read(x, token, &mut out[..form.columns], form);
+                    }
+                }
+                Some(bits) => {
+                    part.codes = vec![0; tokens.len() * form.stride];
+                    let mut values = vec![0.0; form.columns];
+                    for (token, codes) in tokens.zip(part.codes.chunks_exact_mut(form.stride)) {
+                        read(x, token, &mut values, form);
+                        let scale = quantize(form.isa, &values, bits, &mut codes[..form.columns]);
+                        part.scales.push(scale);
+                    }
+                }
+            }
+            part
+        });
+    }
+
+    #[inline(always)]
+    fn part(&self, token: usize) -> (&Part, usize) {
+        let part = self.parts[token / self.size].get();
+        (part.expect("a stage has filled it"), token % self.size)
+    }
+
+    /// A token's values, of a job in the exact mode.
+    #[inline(always)]
+    pub fn values(&self, token: usize) -> &[f32] {
+        let (part, token) = self.part(token);
+        &part.values[token * self.form.stride..][..self.form.stride]
+    }
+
+    /// A token's codes, of a job in an integer mode.
+    #[inline(always)]
+    pub fn codes(&self, token: usize) -> &[u8] {
+        let (part, token) = self.part(token);
+        &part.codes[token * self.form.stride..][..self.form.stride]
+    }
+
+    /// A token's step and zero, of a job in an integer mode.
+    #[inline(always)]
+    pub fn scale(&self, token: usize) -> (f32, i32) {
+        let (part, token) = self.part(token);
+        part.scales[token]
+    }
+}
+
+/// Widens a token of `out.len()` values, and turns them.
+fn read(x: Activations, token: usize, out: &mut [f32], form: Form) {
     let at = token * out.len()..(token + 1) * out.len();
     match x {
         Activations::F32(x) => out.copy_from_slice(&x[at]),
@@ -110,8 +143,8 @@ fn read(x: Activations, token: usize, out: &mut [f32], (isa, width): (Isa, usize
             pairs.for_each(|(out, &x)| *out = half::bf16::from_bits(x).to_f32());
         }
     }
-    if width > 1 {
-        rotate(isa, out, width);
+    if form.turned > 1 {
+        rotate(form.isa, out, form.turned);
     }
 }
 

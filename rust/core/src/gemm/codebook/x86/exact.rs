@@ -2,111 +2,117 @@
 
 use std::arch::x86_64::*;
 
-use super::{groups, load_lane, load_values, prefetch};
-use crate::codebook::bits::{LANE, QUAD, REGISTER, step_columns, step_registers};
+use super::{load_lane, load_values};
+use crate::codebook::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_registers};
 use crate::codebook::{Block, PANEL};
-use crate::gemm::codebook::drive::Unit;
+use crate::gemm::codebook::Rows;
+use crate::gemm::codebook::kernel::AHEAD;
 use crate::gemm::codebook::portable::{tree_sum, value_table};
+use crate::gemm::codebook::tokens::Prepared;
 
+/// Adds the products of a block, whose first column is `first`, to `out` for the tokens of `list`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-pub(super) fn exact<const BITS: u8>(unit: &Unit, block: &Block, first: usize, out: &mut [f32]) {
+pub(super) fn exact<const BITS: u8>(
+    block: &Block,
+    first: usize,
+    prepared: &Prepared,
+    list: &[usize],
+    out: &mut Rows,
+) {
     let mut tables = [[0f32; LANE]; PANEL];
     for (row, table) in tables.iter_mut().enumerate() {
         *table = value_table(block, row);
     }
-    let count = unit.range.len();
-    let token = |i: usize| {
-        let at = (unit.range.start + i) * unit.tokens.stride + first;
-        unit.tokens.values[at..at + block.columns()].as_ptr()
-    };
-    let mut i = 0;
-    while i < count {
-        let out = &mut out[i * PANEL..];
-        // SAFETY: the slices that `token` takes its pointers from are as long as the block.
-        i += unsafe {
-            match count - i {
-                1 => values::<BITS, 4, 1>(block, &tables, [token(i)], out),
-                2 | 3 => values::<BITS, 4, 2>(block, &tables, [token(i), token(i + 1)], out),
-                4..8 => values::<BITS, 4, 4>(block, &tables, [0, 1, 2, 3].map(|t| token(i + t)), out),
-                _ => values::<BITS, 2, 8>(
-                    block,
-                    &tables,
-                    [0, 1, 2, 3, 4, 5, 6, 7].map(|t| token(i + t)),
-                    out,
-                ),
+    let columns = first..first + block.columns();
+    let mut done = 0;
+    macro_rules! tile {
+        ($rows:literal, $tokens:literal) => {{
+            let mut x = [std::ptr::null(); $tokens];
+            for t in 0..$tokens {
+                x[t] = prepared.values(list[done + t])[columns.clone()].as_ptr();
             }
-        };
+            // SAFETY: the slices have the block's columns.
+            let products = unsafe { products::<BITS, $rows, $tokens>(block, &tables, x) };
+            for t in 0..$tokens {
+                out.add(done + t, &products[t]);
+            }
+            done += $tokens;
+        }};
+    }
+    while done < list.len() {
+        match list.len() - done {
+            1 => tile!(4, 1),
+            2 | 3 => tile!(4, 2),
+            4..8 => tile!(4, 4),
+            _ => tile!(2, 8),
+        }
     }
 }
 
-/// `N` tokens of all rows, `ROWS` at a time, added to `out`; returns `N`.
+/// The products of 16 rows with `N` tokens, `ROWS` rows at a time.
 ///
 /// # Safety
 /// Each of `x` points to as many values as `block` has columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-unsafe fn values<const BITS: u8, const ROWS: usize, const N: usize>(
+unsafe fn products<const BITS: u8, const ROWS: usize, const N: usize>(
     block: &Block,
     tables: &[[f32; LANE]; PANEL],
     x: [*const f32; N],
-    out: &mut [f32],
-) -> usize {
+) -> [[f32; PANEL]; N] {
+    let mut out = [[0.0; PANEL]; N];
     for first in (0..PANEL).step_by(ROWS) {
         let mut table = [_mm512_setzero_ps(); ROWS];
         for r in 0..ROWS {
             table[r] = load_values(&tables[first + r]);
         }
-        let steps = block.columns() / step_columns(BITS);
         // SAFETY: the caller's promise.
-        let sums =
-            unsafe { row_values::<BITS, ROWS, N>(block.quad(first / QUAD), steps, first % QUAD, table, x) };
+        let sums = unsafe { row_values::<BITS, ROWS, N>(block.registers(), first, table, x) };
         for r in 0..ROWS {
             for t in 0..N {
                 let mut lanes = [0f32; LANE];
                 // SAFETY: the array has the 64 bytes.
                 unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), sums[r][t]) };
-                out[t * PANEL + first + r] += tree_sum(lanes);
+                out[t][first + r] = tree_sum(lanes);
             }
         }
     }
-    N
+    out
 }
 
-/// The partial sums of `ROWS` rows of a quad, from row `first` of it on, for `N` tokens.
+/// The partial sums of `ROWS` rows, from row `first` on, for `N` tokens.
 ///
 /// # Safety
-/// Each of `x` points to as many values as `steps` steps have columns.
+/// Each of `x` points to as many values as `registers` have columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn row_values<const BITS: u8, const ROWS: usize, const N: usize>(
-    codes: &[[u8; REGISTER]],
-    steps: usize,
+    registers: &[[u8; REGISTER]],
     first: usize,
     table: [__m512; ROWS],
     x: [*const f32; N],
 ) -> [[__m512; N]; ROWS] {
     let mut sums = [[_mm512_setzero_ps(); N]; ROWS];
-    let registers = step_registers(BITS);
-    for (step, codes) in codes.chunks_exact(registers).take(steps).enumerate() {
-        let mut wide = [[_mm512_setzero_si512(); 3]; ROWS];
-        for register in 0..registers {
-            prefetch(&codes[register]);
-            for r in 0..ROWS {
-                wide[r][register] =
-                    _mm512_cvtepu8_epi32(load_lane(&codes[register].as_chunks().0[first + r]));
+    let quad = step_registers(BITS);
+    for (step, codes) in registers.chunks_exact(QUADS * quad).enumerate() {
+        if first == 0 {
+            for register in codes {
+                _mm_prefetch::<_MM_HINT_T0>(register.as_ptr().wrapping_add(AHEAD).cast());
             }
         }
-        for group in 0..groups(BITS) {
-            let at = step * step_columns(BITS) + group * LANE;
-            let mut weights = table;
-            for r in 0..ROWS {
-                weights[r] = _mm512_permutexvar_ps(wide_index::<BITS>(wide[r], group), table[r]);
+        for r in 0..ROWS {
+            let (at, lane) = ((first + r) / QUAD * quad, (first + r) % QUAD);
+            let mut wide = [_mm512_setzero_si512(); 3];
+            for register in 0..quad {
+                wide[register] = _mm512_cvtepu8_epi32(load_lane(&codes[at + register].as_chunks().0[lane]));
             }
-            for t in 0..N {
-                // SAFETY: `at + 16` is at most the columns of `steps` steps, which x has by the caller's promise.
-                let x = unsafe { _mm512_loadu_ps(x[t].add(at)) };
-                for r in 0..ROWS {
-                    sums[r][t] = _mm512_fmadd_ps(weights[r], x, sums[r][t]);
+            for group in 0..step_columns(BITS) / LANE {
+                let weights = _mm512_permutexvar_ps(wide_index::<BITS>(wide, group), table[r]);
+                for t in 0..N {
+                    let at = step * step_columns(BITS) + group * LANE;
+                    // SAFETY: `at + 16` is at most the columns of the steps, which x has by the caller's promise.
+                    let x = unsafe { _mm512_loadu_ps(x[t].add(at)) };
+                    sums[r][t] = _mm512_fmadd_ps(weights, x, sums[r][t]);
                 }
             }
         }

@@ -1,0 +1,201 @@
+//! The integer kernel: a block of a panel by N tokens, over any [`Lanes`].
+//!
+//! Codes become centroids by one byte shuffle a register (the row's codebook is its lane's table), and dot products
+//! multiply them by activations that all rows share. A step's codes of all quads lie side by side, so 16 activations are
+//! loaded once for 16 rows, the rows' sums are independent chains, and a panel is one ascending stream of bytes.
+//!
+//! AVX-512, for 16 columns of 16 rows of 4 bits, beside the loads: 6 operations for indices, 4 shuffles a plane and
+//! 4 dot products a plane and token. More than four tokens are bound by dot products, so looking codes up again for each
+//! tile of tokens costs nothing.
+
+// A closure that an iterator calls would be compiled without the instructions.
+#![allow(clippy::needless_range_loop)]
+
+use super::lanes::{AT_ONCE, Lanes};
+use super::tokens::Prepared;
+use super::{Epilogue, Rows};
+use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
+use crate::codebook::{Block, PANEL};
+
+/// How far ahead of the codes in use memory is asked for, in bytes. Measured best between 1 and 2 KB.
+pub(super) const AHEAD: usize = 1536;
+/// Most tokens of a tile.
+const WIDEST: usize = 6;
+
+/// The rows' codebooks, 16 bytes each.
+#[repr(align(64))]
+struct Tables<const PLANES: usize>([[[u8; LANE]; PANEL]; PLANES]);
+
+impl<const PLANES: usize> Tables<PLANES> {
+    /// Those of a block of `BITS` bits, which the compiler knows: copies of unknown length would be calls.
+    #[inline(always)]
+    fn new<const BITS: u8>(block: &Block) -> Self {
+        let mut tables = [[[0; LANE]; PANEL]; PLANES];
+        for (plane, tables) in tables.iter_mut().enumerate() {
+            let clusters = 1 << BITS;
+            for (table, centroids) in tables.iter_mut().zip(block.plane(plane).chunks_exact(clusters)) {
+                table[..clusters].copy_from_slice(centroids);
+            }
+        }
+        Tables(tables)
+    }
+}
+
+/// Codes of a group of 16 columns as bytes, from a quad's registers of a step.
+///
+/// # Safety
+/// The processor runs the set of `V`; `at` is good for the loads of a quad's registers.
+#[inline(always)]
+unsafe fn indices<V: Lanes, const BITS: u8>(at: *const u8, group: usize) -> V::Int {
+    // SAFETY: a quad of 3 bits has three registers, of others one.
+    unsafe {
+        match (BITS, group) {
+            (3, 6 | 7) => {
+                let low = V::shift(V::load(at.add((group - 6) * REGISTER)), 6);
+                let high = V::shift(V::load(at.add(2 * REGISTER)), group as i32 - 2);
+                V::mask(V::blend(low, high, 3), 7)
+            }
+            (3, _) if group % 2 == 1 => V::mask(V::shift(V::load(at.add(group / 2 * REGISTER)), 3), 7),
+            (3, _) => V::mask(V::load(at.add(group / 2 * REGISTER)), 7),
+            (_, 0) => V::mask(V::load(at), (1 << BITS) - 1),
+            _ => V::mask(
+                V::shift(V::load(at), i32::from(BITS) * group as i32),
+                (1 << BITS) - 1,
+            ),
+        }
+    }
+}
+
+/// The integer sums of 16 rows for `N` tokens, by plane.
+///
+/// # Safety
+/// The processor runs the set of `V`, the block is of `BITS` bits, and each of `x` points to as many bytes as the block
+/// has columns.
+#[inline(always)]
+unsafe fn sums<V: Lanes, const BITS: u8, const PLANES: usize, const N: usize>(
+    block: &Block,
+    tables: &Tables<PLANES>,
+    x: [*const u8; N],
+) -> [[[i32; PANEL]; PLANES]; N] {
+    let registers = block.registers();
+    let quad = step_registers(BITS) * REGISTER;
+    let mut out = [[[0; PANEL]; PLANES]; N];
+    for pass in 0..V::HALVES {
+        let first = pass * PANEL / V::HALVES;
+        // SAFETY: a pass takes its share of the tables' rows and of each step's registers; `x` is the caller's promise.
+        unsafe {
+            let mut table = [[V::zero(); AT_ONCE]; PLANES];
+            for plane in 0..PLANES {
+                for i in 0..AT_ONCE {
+                    let rows = first + i * PANEL / V::HALVES / AT_ONCE;
+                    table[plane][i] = V::load(tables.0[plane][rows].as_ptr());
+                }
+            }
+            let mut sums = [[[V::zero(); AT_ONCE]; PLANES]; N];
+            for step in 0..registers.len() / (QUADS * step_registers(BITS)) {
+                let at = registers.as_ptr().cast::<u8>().add(step * QUADS * quad);
+                if pass == 0 {
+                    for line in 0..QUADS * step_registers(BITS) {
+                        V::prefetch(at.wrapping_add(AHEAD + line * REGISTER));
+                    }
+                }
+                let at = at.add(pass * QUADS / V::HALVES * quad);
+                for group in 0..step_columns(BITS) / LANE {
+                    let mut weights = [[V::zero(); AT_ONCE]; PLANES];
+                    for i in 0..AT_ONCE {
+                        let half = i % V::HALVES * REGISTER / V::HALVES;
+                        let index = indices::<V, BITS>(at.add(i / V::HALVES * quad + half), group);
+                        for plane in 0..PLANES {
+                            weights[plane][i] = V::look_up(table[plane][i], index);
+                        }
+                    }
+                    for t in 0..N {
+                        let x = V::activations(x[t].add(step * step_columns(BITS) + group * LANE));
+                        for plane in 0..PLANES {
+                            for i in 0..AT_ONCE {
+                                sums[t][plane][i] = V::dot(sums[t][plane][i], weights[plane][i], x);
+                            }
+                        }
+                    }
+                }
+            }
+            for t in 0..N {
+                for plane in 0..PLANES {
+                    V::row_sums(sums[t][plane], out[t][plane].as_mut_ptr().add(first));
+                }
+            }
+        }
+    }
+    out
+}
+
+/// Adds the products of a block, whose first column is `first`, to `out` for the tokens of `list`.
+///
+/// # Safety
+/// The processor runs the set of `V`, and the block is of `BITS` bits.
+#[inline(always)]
+unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
+    block: &Block,
+    first: usize,
+    prepared: &Prepared,
+    list: &[usize],
+    out: &mut Rows,
+) {
+    for line in (0..block.parameter_bytes()).step_by(REGISTER) {
+        // SAFETY: a prefetch may name any address.
+        unsafe { V::prefetch(block.start().wrapping_add(AHEAD + line)) }
+    }
+    let tables = Tables::<PLANES>::new::<BITS>(block);
+    let epilogue = Epilogue::<PLANES>::new(block);
+    let columns = first..first + block.columns();
+    let mut done = 0;
+    macro_rules! tile {
+        ($tokens:literal) => {{
+            let mut x = [std::ptr::null(); $tokens];
+            for t in 0..$tokens {
+                x[t] = prepared.codes(list[done + t])[columns.clone()].as_ptr();
+            }
+            // SAFETY: the slices have the block's columns; the rest is the caller's.
+            let sums = unsafe { sums::<V, BITS, PLANES, $tokens>(block, &tables, x) };
+            for t in 0..$tokens {
+                let products = epilogue.products(&sums[t], prepared.scale(list[done + t]));
+                out.add(done + t, &products);
+            }
+            done += $tokens;
+        }};
+    }
+    while done < list.len() {
+        match (list.len() - done).min(V::WIDEST / PLANES) {
+            WIDEST.. if V::WIDEST / PLANES >= WIDEST => tile!(6),
+            4.. if V::WIDEST / PLANES >= 4 => tile!(4),
+            2.. if V::WIDEST / PLANES >= 2 => tile!(2),
+            _ => tile!(1),
+        }
+    }
+}
+
+/// As [`multiply`], for a block of any bits; `planes` are 1 or 2.
+///
+/// # Safety
+/// The processor runs the set of `V`.
+#[inline(always)]
+pub(super) unsafe fn compute<V: Lanes>(
+    block: &Block,
+    planes: usize,
+    first: usize,
+    prepared: &Prepared,
+    list: &[usize],
+    out: &mut Rows,
+) {
+    // SAFETY: the caller's; the bits are the block's.
+    unsafe {
+        match (block.bits(), planes) {
+            (2, 1) => multiply::<V, 2, 1>(block, first, prepared, list, out),
+            (3, 1) => multiply::<V, 3, 1>(block, first, prepared, list, out),
+            (_, 1) => multiply::<V, 4, 1>(block, first, prepared, list, out),
+            (2, _) => multiply::<V, 2, 2>(block, first, prepared, list, out),
+            (3, _) => multiply::<V, 3, 2>(block, first, prepared, list, out),
+            _ => multiply::<V, 4, 2>(block, first, prepared, list, out),
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Codebook tensors as [`crate::gemm::layer`] multiplies them.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::tokens::{Form, Prepared};
+#[cfg(target_arch = "x86_64")]
+use super::x86;
+use super::{Mode, Rows, portable};
+use crate::Result;
+use crate::codebook::{PANEL, View};
+use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::gemm::ternary::Activations;
+use crate::simd::Isa;
+use crate::ternary::Shape;
+
+/// A codebook tensor with a mode and an instruction set.
+#[derive(Debug, Clone, Copy)]
+pub struct Codebook<'a> {
+    view: View<'a>,
+    mode: Mode,
+    isa: Isa,
+}
+
+impl<'a> Codebook<'a> {
+    /// Products in `mode` with `isa`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
+    pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Codebook<'a>> {
+        let isa = isa.require()?;
+        Ok(Codebook { view, mode, isa })
+    }
+}
+
+impl Projection for Codebook<'_> {
+    fn shape(&self) -> Shape {
+        self.view.layout().shape()
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.view.layout().panel_bytes() / PANEL
+    }
+
+    fn granule(&self) -> usize {
+        PANEL
+    }
+
+    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
+        let form = Form::of(&self.view.layout(), self.mode, self.isa);
+        let shared = sibling
+            .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())
+            .filter(|prepared| prepared.form() == form);
+        let mine = shared.is_none();
+        Box::new(Multiplication {
+            weights: self,
+            job: job.clone(),
+            prepared: shared.unwrap_or_else(|| Arc::new(Prepared::new(job.tokens, form))),
+            mine,
+        })
+    }
+}
+
+/// A tensor and the tokens of a job.
+struct Multiplication<'a> {
+    weights: &'a Codebook<'a>,
+    job: Arc<Job>,
+    prepared: Arc<Prepared>,
+    /// The activations are not a sibling's.
+    mine: bool,
+}
+
+impl Products for Multiplication<'_> {
+    fn stages(&self) -> [usize; 2] {
+        [if self.mine { self.prepared.parts() } else { 0 }, 0]
+    }
+
+    fn prepare(&self, _stage: usize, unit: usize, x: Activations) {
+        self.prepared.fill(unit, x);
+    }
+
+    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self.prepared.clone())
+    }
+
+    fn worker(&self) -> Box<dyn Worker + '_> {
+        Box::new(Thread {
+            products: self,
+            buffers: portable::Buffers::default(),
+        })
+    }
+}
+
+struct Thread<'a> {
+    products: &'a Multiplication<'a>,
+    buffers: portable::Buffers,
+}
+
+impl Worker for Thread<'_> {
+    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
+        let (weights, job) = (self.products.weights, &self.products.job);
+        let (expert, places) = (job.tasks[task].expert, job.tasks[task].places.clone());
+        let (layout, list) = (weights.view.layout(), &job.list[places]);
+        let prepared = &self.products.prepared;
+        out.fill(0.0);
+        for start in rows.clone().step_by(PANEL) {
+            let mut out = Rows::new(out, rows.len(), start - rows.start);
+            for index in 0..layout.blocks() {
+                let block = weights.view.block(expert, start / PANEL, index);
+                let first = index * layout.block_size();
+                match weights.isa {
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx512 => x86::avx512(&block, weights.mode, first, prepared, list, &mut out),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx2 => {
+                        let buffers = &mut self.buffers;
+                        x86::avx2(&block, weights.mode, first, prepared, list, buffers, &mut out);
+                    }
+                    _ => portable::block(
+                        &block,
+                        weights.mode,
+                        first,
+                        prepared,
+                        list,
+                        &mut self.buffers,
+                        &mut out,
+                    ),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Registers of four rows: AVX-512 with VNNI.
+
+use std::arch::x86_64::*;
+
+use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
+
+pub(super) struct Avx512;
+
+// SAFETY (all blocks): the trait's contract is the intrinsics'.
+impl Lanes for Avx512 {
+    const HALVES: usize = 1;
+    const WIDEST: usize = 6;
+    type Int = __m512i;
+    type X = __m512i;
+
+    #[inline(always)]
+    unsafe fn zero() -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_setzero_si512() }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn mask(bytes: __m512i, mask: u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_and_si512(bytes, _mm512_set1_epi8(mask as i8)) }
+    }
+    #[inline(always)]
+    unsafe fn shift(words: __m512i, count: i32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_srl_epi16(words, _mm_cvtsi32_si128(count)) }
+    }
+    #[inline(always)]
+    unsafe fn blend(low: __m512i, high: __m512i, mask: u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_ternarylogic_epi32::<0xca>(_mm512_set1_epi8(mask as i8), low, high) }
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: __m512i, index: __m512i) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_shuffle_epi8(table, index) }
+    }
+    #[inline(always)]
+    unsafe fn activations(from: *const u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn dot(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_dpbusd_epi32(sums, x, weights) }
+    }
+    #[inline(always)]
+    unsafe fn row_sums([a, b, c, d]: [__m512i; AT_ONCE], to: *mut i32) {
+        // SAFETY: see above.
+        unsafe {
+            let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            let cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+            // Lane l now holds the sums of row l of each quad.
+            let all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi32(order, all));
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}
