@@ -50,8 +50,8 @@ from moepack.solvers.groupwise import group_values, quantize_groupwise
 from moepack.solvers.logarithmic import round_logarithmic
 
 FIXED = ("row", 256, 128, 64, 32, 16)
-ALPHAS = (0.6, 0.5, 0.45, 0.4, 0.35)
-MEANS = (0.92, 0.9, 0.87, 0.85)
+ALPHAS = (0.5, 0.45, 0.4, 0.35)
+MEANS = (0.92, 0.9, 0.87)
 ROLES = ((8, None), (8, 8), (4, None), (4, 8), (4, 4), (4, 3), (3, 8), (3, 4), (3, 3))
 """Bits of the experts, and of attention, shared experts and dense layers."""
 MODELS = "mixtral-25m qwen3moe-22m deepseek-v2-13m tiny-mixtral"
@@ -119,6 +119,8 @@ class Budgeted(FineQuant):
     @classmethod
     def series(cls, source: Path, bits: int, rates: list[float]) -> Iterator[tuple[float, FineQuant]]:
         """Methods for some rates, everything packed with the same bits."""
+        if not rates:
+            return
         checkpoint, roles = Checkpoint.open(source), dict.fromkeys(("experts", "attention", "shared", "mlp"), bits)
         found = list(choices_of(checkpoint, describe(checkpoint), roles))
         for rate in rates:
@@ -187,7 +189,8 @@ class Bench:
             self.packed("curve", f"int{bits} adaptive-mean {alpha}", method)
         middles = [(a + b) / 2 for a, b in itertools.pairwise(rates) if b - a > 0.05]
         wanted = sorted({rate for rate in (*rates, *middles) if rate > rates[0]})
-        for rate, method in Budgeted.series(self.model, bits, wanted):
+        missing = [rate for rate in wanted if not self.results.find(self.key("curve", f"int{bits} budget {rate:.4f}"))]
+        for rate, method in Budgeted.series(self.model, bits, missing):
             self.packed("curve", f"int{bits} budget {rate:.4f}", method)
 
     def outliers(self) -> None:
@@ -199,13 +202,14 @@ class Bench:
             for size in FIXED:
                 method = FineQuant(4, size, dense_bits=4)
                 rates.append(self.packed("outliers", f"int4 {size}", method, source=source)["bits_per_weight"])
-            for alpha in (0.4, 0.35, 0.3, 0.25):
+            for alpha in (0.4, 0.35, 0.3):
                 method = FineQuant(4, "adaptive", dense_bits=4, alpha=alpha)
                 self.packed("outliers", f"int4 adaptive {alpha}", method, source=source)
             for alpha in MEANS:
                 method = FineQuant(4, "adaptive-mean", dense_bits=4, alpha=alpha)
                 self.packed("outliers", f"int4 adaptive-mean {alpha}", method, source=source)
-            wanted = sorted({rate for rate in rates if rate > rates[0]})
+            labels = {rate: f"int4 budget {rate:.4f}" for rate in sorted({rate for rate in rates if rate > rates[0]})}
+            wanted = [rate for rate, label in labels.items() if not self.results.find(self.key("outliers", label))]
             for rate, method in Budgeted.series(source, 4, wanted):
                 self.packed("outliers", f"int4 budget {rate:.4f}", method, source=source)
 
@@ -218,7 +222,7 @@ class Bench:
     def rule(self) -> None:
         """Sizes and errors of the adaptive rules, beside the budget's, at four bits."""
         about = {"model": self.model.name, "part": "rule"}
-        if self.results.find({**about, "label": "adaptive-mean 0.85"}) is not None:
+        if self.results.find({**about, "label": f"adaptive-mean {MEANS[-1]}"}) is not None:
             return
         checkpoint = Checkpoint.open(self.model)
         described = describe(checkpoint)
