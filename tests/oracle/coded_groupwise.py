@@ -2,6 +2,8 @@
 
 import struct
 
+from oracle.groupwise import record
+
 
 def codewords(lengths: list[int]) -> dict[str, int]:
     """The symbols of a canonical code by their codewords, first bit first."""
@@ -36,8 +38,9 @@ def expand(data: bytes) -> bytes:
     experts, rows, columns, group = struct.unpack_from("<4Q", header, 16)
     nibbles = [nibble for byte in data[192:576] for nibble in (byte & 15, byte >> 4)]
     low, high, third = (codewords(nibbles[i * 256 : (i + 1) * 256]) for i in range(3))
-    groups = min(columns, 1) if group == 0 else -(-columns // group)
-    parameters, codes = -(-groups * (2 - symmetric) * 32 // 64) * 64, -(-columns // 32) * bits * 64
+    groups, count, registers = record(group, bits, columns, 2 - symmetric)
+    size = -(-groups * (2 - symmetric) * 32 // 64) * 64
+    parameters, codes = count * size, -(-columns // 32) * bits * 64
     quarter = -(-codes // 4)
     sizes = [min(quarter, max(codes - i * quarter, 0)) for i in range(4)]
     blocks = experts * -(-rows // 16)
@@ -45,9 +48,13 @@ def expand(data: bytes) -> bytes:
     at = start = -(-(576 + 10 * blocks) // 64) * 64
     out = bytearray(header)
     for block in range(blocks):
+        decoded = []
         for part, length in enumerate(index[5 * block : 5 * block + 5]):
-            stream = data[at : at + length]
+            tables, symbols = ([low, high], parameters) if part == 0 else ([third], sizes[part - 1])
+            decoded.append(decode(data[at : at + length], tables, symbols))
             at += length
-            out += decode(stream, [low, high], parameters) if part == 0 else decode(stream, [third], sizes[part - 1])
+        body = b"".join(decoded[1:])
+        for i in range(count):
+            out += decoded[0][i * size : (i + 1) * size] + body[i * registers * 64 : (i + 1) * registers * 64]
     assert at - start == payload and len(data) == -(-at // 64) * 64 and not any(data[at:])
     return bytes(out)

@@ -94,12 +94,23 @@ def write(tensor: Tensor) -> bytes:
     out = bytearray(struct.pack("<8sHBBBB2x", b"MOEPGRPW", 1, tensor.bits, tensor.dtype == "float16", tensor.rank,
                                 tensor.offsets is None))  # fmt: skip
     out += struct.pack("<4Q80x", experts, rows, columns, tensor.group)
+    groups, count, size = record(tensor.group, tensor.bits, columns, len(kinds))
     for expert in range(experts):
         for block in range(blocks):
-            out += stored[expert, block].tobytes()
-            out += bytes(-len(out) % 64)
-            out += words[expert, block].tobytes()
+            for first in range(count):
+                parameters = stored[expert, block, first * groups : (first + 1) * groups].tobytes()
+                out += parameters.ljust(-(-groups * len(kinds) * 2 * ROWS // 64) * 64, b"\0")
+                out += words[expert, block, first * size : (first + 1) * size].tobytes()
     return bytes(out)
+
+
+def record(group: int, bits: int, columns: int, kinds: int) -> tuple[int, int, int]:
+    """Groups of a record, records of a block, and registers of a record's codes."""
+    units = -(-columns // UNIT)
+    if group == 0:
+        return 1, min(units, 1), units * bits
+    groups = 2 if kinds == 1 or group < UNIT else 1
+    return groups, -(-columns // (groups * group)), groups * group // UNIT * bits
 
 
 def read(data: bytes) -> Tensor:
@@ -111,11 +122,16 @@ def read(data: bytes) -> Tensor:
     kinds, blocks, units = 2 - symmetric, -(-rows // ROWS), -(-columns // UNIT)
     parameters, codes = [], []
     at = 128
+    together, count, size = record(group, bits, columns, kinds)
     for _ in range(experts * blocks):
-        stored = np.frombuffer(data, np.uint16, groups * kinds * ROWS, at)
-        at += -(-stored.nbytes // 64) * 64
-        words = np.frombuffer(data, np.uint32, units * bits * ROWS, at)
-        at += words.nbytes
+        stored, words = np.zeros(0, np.uint16), np.zeros(0, np.uint32)
+        for first in range(count):
+            there = min(together, groups - first * together)
+            stored = np.append(stored, np.frombuffer(data, np.uint16, there * kinds * ROWS, at))
+            at += -(-together * kinds * 2 * ROWS // 64) * 64
+            registers = min(size, units * bits - first * size)
+            words = np.append(words, np.frombuffer(data, np.uint32, registers * ROWS, at))
+            at += 4 * registers * ROWS
         parameters.append(_values_of(stored, dtype).reshape(groups, kinds, ROWS).transpose(1, 2, 0))
         codes.append(unpack_words(bits, words.reshape(units * bits, ROWS).T))
     assert at == len(data)

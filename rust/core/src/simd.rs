@@ -96,6 +96,27 @@ impl Isa {
     }
 }
 
+/// Whether the processor's vendor is AMD. Asked once: in virtual machines the instruction costs microseconds.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn is_amd() -> bool {
+    static AMD: OnceLock<bool> = OnceLock::new();
+    *AMD.get_or_init(|| {
+        let leaf = std::arch::x86_64::__cpuid(0);
+        [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD"
+    })
+}
+
+/// Whether the processor's vendor is AMD.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn is_amd() -> bool {
+    false
+}
+
+/// Whether the processor reads ascending streams at full speed by itself, without being asked for what comes.
+pub(crate) fn reads_ahead() -> bool {
+    is_amd()
+}
+
 /// The set in use: the one `MOEPACK_ISA` forces, otherwise the most special one that the processor runs.
 ///
 /// The variable is read once in the life of the process.

@@ -36,6 +36,8 @@ def packed_bytes(shape: Shape, bits: int, size: GroupSize, symmetric: bool = Tru
     """Bytes of a packed tensor (docs/format.md, section 6); parameters have 16 bits."""
     experts, rows, columns = shape
     groups = 0 if not columns else 1 if size is None else -(-columns // size)
+    if symmetric or size == GROUP_SIZES[0]:
+        groups += groups % 2
     parameters = 2 * _ROWS * groups * (1 if symmetric else 2)
     block = -(-parameters // _REGISTER) * _REGISTER + -(-columns // _COLUMNS) * _REGISTER * bits
     return _HEADER + experts * -(-rows // _ROWS) * block

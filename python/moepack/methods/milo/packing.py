@@ -28,7 +28,10 @@ def base_bytes(shape: Shape, spec: GroupSpec) -> int:
     """Size of the group-wise tensor: rows padded to 16, columns to 32."""
     experts, rows, columns = shape
     blocks = experts * -(-rows // 16)
-    parameters = spec.groups(columns) * 32 * (1 if spec.symmetric else 2)
+    groups = spec.groups(columns)
+    if spec.group_size == 16:
+        groups += groups % 2
+    parameters = groups * 32 * (1 if spec.symmetric else 2)
     return 128 + blocks * (-(-parameters // 64) * 64 + -(-columns // 32) * 64 * spec.bits)
 
 

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::huffman::{self, Lengths, Writer};
 use super::{ALIGNMENT, CODES, ENTRY, INDEX, INNER, LENGTHS, MAGIC, STREAMS, VERSION};
-use crate::groupwise::{Block, HEADER_BYTES, View};
+use crate::groupwise::{HEADER_BYTES, View};
 use crate::{Error, Result};
 
 /// Codes a group-wise tensor.
@@ -22,7 +22,7 @@ pub fn encode(view: &View, pool: &ThreadPool) -> Result<Vec<u8>> {
     let coded: Vec<Vec<Vec<u8>>> = pool.install(|| {
         (0..blocks)
             .into_par_iter()
-            .map(|block| codes.block(view.block(block)))
+            .map(|block| codes.block(sections(view, block)))
             .collect()
     });
     let mut out = vec![0; INDEX];
@@ -53,13 +53,23 @@ pub fn encode(view: &View, pool: &ThreadPool) -> Result<Vec<u8>> {
     Ok(out)
 }
 
+/// All parameters of a block, and all its codes.
+fn sections(view: &View, block: usize) -> [Vec<u8>; 2] {
+    let (mut parameters, mut codes) = (Vec::new(), Vec::new());
+    for record in view.layout().records(view.block(block)) {
+        parameters.extend(record.0);
+        codes.extend(record.1);
+    }
+    [parameters, codes]
+}
+
 type Counts = [[u64; 256]; CODES];
 
 /// How often each byte occurs, for each code.
 fn count(view: &View, blocks: usize) -> Counts {
     let none = || [[0; 256]; CODES];
     let add = |mut counts: Counts, block: usize| {
-        let Block { parameters, codes } = view.block(block);
+        let [parameters, codes] = sections(view, block);
         for pair in parameters.as_chunks::<2>().0 {
             counts[0][usize::from(pair[0])] += 1;
             counts[1][usize::from(pair[1])] += 1;
@@ -99,14 +109,14 @@ impl Codes {
     }
 
     /// The streams of a block.
-    fn block(&self, block: Block) -> Vec<Vec<u8>> {
+    fn block(&self, [parameters, bytes]: [Vec<u8>; 2]) -> Vec<Vec<u8>> {
         let mut streams = Vec::with_capacity(STREAMS);
         let mut writer = Writer::default();
-        for (at, &byte) in block.parameters.iter().enumerate() {
+        for (at, &byte) in parameters.iter().enumerate() {
             self.put(at % 2, byte, &mut writer);
         }
         streams.push(writer.finish());
-        for part in block.codes.chunks(block.codes.len().div_ceil(STREAMS - 1).max(1)) {
+        for part in bytes.chunks(bytes.len().div_ceil(STREAMS - 1).max(1)) {
             let mut writer = Writer::default();
             part.iter().for_each(|&byte| self.put(2, byte, &mut writer));
             streams.push(writer.finish());

@@ -33,7 +33,7 @@ use rayon::prelude::*;
 
 pub use encode::encode;
 
-use crate::groupwise::{Block, Blocks, HEADER_BYTES, Layout, View};
+use crate::groupwise::{Blocks, HEADER_BYTES, Layout, View};
 use crate::{Error, Result};
 
 /// The first eight bytes.
@@ -133,25 +133,29 @@ impl Blocks for CodedView<'_> {
         self.coded.layout
     }
 
-    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> Block<'s> {
-        buffer.resize(self.coded.layout.block_bytes(), 0);
-        self.decode(block, buffer);
-        self.coded.layout.split(buffer)
+    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> &'s [u8] {
+        let size = self.coded.layout.block_bytes();
+        buffer.resize(2 * size, 0);
+        let (out, scratch) = buffer.split_at_mut(size);
+        self.decode(block, scratch, out);
+        out
     }
 }
 
 impl CodedView<'_> {
-    /// Decodes a block of all experts' blocks; returns whether every stream ended where it should.
-    fn decode(&self, block: usize, out: &mut [u8]) -> bool {
+    /// Decodes a block of all experts' blocks; returns whether every stream ended where it should. `scratch` is as long
+    /// as the block.
+    fn decode(&self, block: usize, scratch: &mut [u8], out: &mut [u8]) -> bool {
         let [low, high, bytes] = &self.coded.tables;
         let streams = self.streams(block);
-        let (parameters, codes) = out.split_at_mut(self.coded.layout.parameter_bytes());
+        let (parameters, codes) = scratch.split_at_mut(self.coded.layout.parameter_bytes());
         let mut reader = Reader::new(streams[0]);
         for pair in parameters.as_chunks_mut::<2>().0 {
             reader.refill();
             *pair = [reader.next(low), reader.next(high)];
         }
         let quarters = decode_quarters([streams[1], streams[2], streams[3], streams[4]], bytes, codes);
+        self.coded.layout.interleave(parameters, codes, out);
         reader.finished() && quarters
     }
 
@@ -176,9 +180,12 @@ impl CodedView<'_> {
         if layout.block_bytes() > 0 {
             let blocks = out[HEADER_BYTES..].par_chunks_exact_mut(layout.block_bytes());
             pool.install(|| {
-                blocks.enumerate().for_each(|(block, out)| {
-                    self.decode(block, out);
-                })
+                let scratch = || vec![0; layout.block_bytes()];
+                blocks
+                    .enumerate()
+                    .for_each_init(scratch, |scratch, (block, out)| {
+                        self.decode(block, scratch, out);
+                    })
             });
         }
         Ok(out)
@@ -191,8 +198,9 @@ impl CodedView<'_> {
     pub fn verify(&self, pool: &ThreadPool) -> Result<()> {
         let layout = self.coded.layout;
         let ends = |block: usize| {
-            let mut buffer = vec![0; layout.block_bytes()];
-            match self.decode(block, &mut buffer) {
+            let mut buffer = vec![0; 2 * layout.block_bytes()];
+            let (out, scratch) = buffer.split_at_mut(layout.block_bytes());
+            match self.decode(block, scratch, out) {
                 true => Ok(()),
                 false => corrupt(format!("block {block}: a stream does not end with its codes")),
             }

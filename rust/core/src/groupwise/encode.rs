@@ -82,20 +82,21 @@ struct Source<'a> {
 impl Source<'_> {
     fn pack_block(&self, expert: usize, block: usize, out: &mut [u8]) -> Result<()> {
         let rows = self.layout.shape().rows;
-        let (parameters, codes) = out.split_at_mut(self.layout.parameter_bytes());
         for lane in 0..BLOCK_ROWS.min(rows - block * BLOCK_ROWS) {
             let row = expert * rows + block * BLOCK_ROWS + lane;
-            self.pack_parameters(row, lane, parameters)?;
-            self.pack_codes(row, lane, codes)?;
+            self.pack_parameters(row, lane, out)?;
+            self.pack_codes(row, lane, out)?;
         }
         Ok(())
     }
 
     fn pack_parameters(&self, row: usize, lane: usize, out: &mut [u8]) -> Result<()> {
         let groups = self.layout.groups();
-        let kinds = [Some(self.scales), self.offsets];
-        let count = kinds.iter().flatten().count();
-        for (kind, values) in kinds.into_iter().flatten().enumerate() {
+        for (kind, values) in [Some(self.scales), self.offsets]
+            .into_iter()
+            .flatten()
+            .enumerate()
+        {
             for (group, &value) in values[row * groups..][..groups].iter().enumerate() {
                 let kept = self.layout.spec().parameters;
                 let Some(stored) = kept.stored(value) else {
@@ -105,7 +106,7 @@ impl Source<'_> {
                         kept.name()
                     ));
                 };
-                let at = 2 * ((group * count + kind) * BLOCK_ROWS + lane);
+                let at = self.layout.parameters_at(group) + 2 * (kind * BLOCK_ROWS + lane);
                 out[at..at + 2].copy_from_slice(&stored.to_le_bytes());
             }
         }
@@ -121,10 +122,8 @@ impl Source<'_> {
                 self.place(row)
             ));
         }
-        for (codes, out) in codes
-            .chunks(UNIT)
-            .zip(out.chunks_exact_mut(bits * REGISTER_BYTES))
-        {
+        for (number, codes) in codes.chunks(UNIT).enumerate() {
+            let out = &mut out[self.layout.unit_at(number)..][..bits * REGISTER_BYTES];
             let mut unit = [0; UNIT];
             unit[..codes.len()].copy_from_slice(codes);
             let mut words = [0; 8];

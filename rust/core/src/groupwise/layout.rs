@@ -2,9 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::{
-    BLOCK_ROWS, Block, HEADER_BYTES, MAGIC, ParameterType, REGISTER_BYTES, VERSION, corrupt, invalid,
-};
+use super::{BLOCK_ROWS, HEADER_BYTES, MAGIC, ParameterType, REGISTER_BYTES, VERSION, corrupt, invalid};
 use crate::bits::{UNIT, WIDTHS};
 use crate::ternary::Shape;
 use crate::{Error, Result, limits};
@@ -31,11 +29,55 @@ impl Spec {
     }
 }
 
+/// How a block's bytes alternate between parameters and codes, so that a kernel reads one ascending stream.
+///
+/// A record is the parameters of one group, or of two where those of one fill no register or its codes no unit, and then
+/// its codes. The last record of a block may have fewer units.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Record {
+    /// Groups of a record: 1 or 2.
+    pub groups: usize,
+    /// Bytes of a group's parameters.
+    pub group_bytes: usize,
+    /// Bytes of its parameters: whole registers.
+    pub parameter_bytes: usize,
+    /// Units of its codes, at least 1.
+    pub units: usize,
+    /// Bytes of a whole record.
+    pub bytes: usize,
+}
+
+impl Record {
+    /// The records of a spec that exists; a whole row is `units` units.
+    fn of(spec: &Spec, units: usize) -> Option<Record> {
+        let kinds = 2 - usize::from(spec.symmetric);
+        let groups = match spec.group {
+            0 => 1,
+            group => 1 + usize::from(spec.symmetric || group < UNIT),
+        };
+        let units = match spec.group {
+            0 => units.max(1),
+            group => groups * group / UNIT,
+        };
+        let group_bytes = 2 * BLOCK_ROWS * kinds;
+        let parameter_bytes = (groups * group_bytes).next_multiple_of(REGISTER_BYTES);
+        let codes = units.checked_mul(REGISTER_BYTES * usize::from(spec.bits))?;
+        Some(Record {
+            groups,
+            group_bytes,
+            parameter_bytes,
+            units,
+            bytes: codes.checked_add(parameter_bytes)?,
+        })
+    }
+}
+
 /// Shape, spec and places of a tensor, everything derived from the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     shape: Shape,
     spec: Spec,
+    record: Record,
     parameter_bytes: usize,
     block_bytes: usize,
     total: usize,
@@ -44,12 +86,9 @@ pub struct Layout {
 impl Layout {
     /// The layout of a shape, or `None` where its size overflows. The spec exists.
     fn of(shape: Shape, spec: Spec) -> Option<Layout> {
-        let kinds = 2 - usize::from(spec.symmetric);
-        let groups = groups(shape.columns, spec.group);
-        let parameter_bytes = groups
-            .checked_mul(2 * BLOCK_ROWS * kinds)?
-            .checked_next_multiple_of(REGISTER_BYTES)?;
         let units = shape.columns.div_ceil(UNIT);
+        let record = Record::of(&spec, units)?;
+        let parameter_bytes = units.div_ceil(record.units).checked_mul(record.parameter_bytes)?;
         let block_bytes = units
             .checked_mul(REGISTER_BYTES * usize::from(spec.bits))?
             .checked_add(parameter_bytes)?;
@@ -59,6 +98,7 @@ impl Layout {
         Some(Layout {
             shape,
             spec,
+            record,
             parameter_bytes,
             block_bytes,
             total,
@@ -144,11 +184,57 @@ impl Layout {
         self.total
     }
 
-    /// A block's bytes in its two sections.
+    /// How blocks alternate between parameters and codes.
     #[inline]
-    pub(crate) fn split<'a>(&self, block: &'a [u8]) -> Block<'a> {
-        let (parameters, codes) = block.split_at(self.parameter_bytes);
-        Block { parameters, codes }
+    pub(crate) fn record(&self) -> Record {
+        self.record
+    }
+
+    /// Where in a block the parameters of a group start: 16 scales, then, unless the tensor is symmetric, 16 offsets.
+    pub(super) fn parameters_at(&self, group: usize) -> usize {
+        let Record {
+            groups,
+            group_bytes,
+            bytes,
+            ..
+        } = self.record;
+        group / groups * bytes + group % groups * group_bytes
+    }
+
+    /// Where in a block the registers of a unit start.
+    pub(super) fn unit_at(&self, unit: usize) -> usize {
+        let Record {
+            parameter_bytes,
+            units,
+            bytes,
+            ..
+        } = self.record;
+        unit / units * bytes + parameter_bytes + unit % units * self.bits() * REGISTER_BYTES
+    }
+
+    /// The records of a block, in order: parameters and codes.
+    pub(crate) fn records<'a>(&self, block: &'a [u8]) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+        let Record {
+            parameter_bytes,
+            bytes,
+            ..
+        } = self.record;
+        block
+            .chunks(bytes)
+            .map(move |record| record.split_at(parameter_bytes))
+    }
+
+    /// Puts a block together from all its parameters and all its codes.
+    pub(crate) fn interleave(&self, mut parameters: &[u8], mut codes: &[u8], block: &mut [u8]) {
+        for record in block.chunks_mut(self.record.bytes) {
+            let (to_parameters, to_codes) = record.split_at_mut(self.record.parameter_bytes);
+            let (from, rest) = parameters.split_at(to_parameters.len());
+            to_parameters.copy_from_slice(from);
+            parameters = rest;
+            let (from, rest) = codes.split_at(to_codes.len());
+            to_codes.copy_from_slice(from);
+            codes = rest;
+        }
     }
 
     pub(super) fn read(data: &[u8]) -> Result<Layout> {

@@ -30,7 +30,7 @@ mod view;
 
 pub use encode::encode;
 pub use layout::{GROUP_SIZES, Layout, Spec};
-pub use view::{Block, Blocks, View};
+pub use view::{Blocks, View};
 
 use crate::{Error, Result};
 

@@ -139,7 +139,8 @@ fn sizes_are_exact() {
         (spec(2, 64, false), 3 * 64 + 5 * 128),
         (spec(3, 64, true), 128 + 5 * 192),
         (spec(4, 0, true), 64 + 5 * 256),
-        (spec(8, 16, false), 9 * 64 + 5 * 512),
+        // Nine groups in five records of two.
+        (spec(8, 16, false), 10 * 64 + 5 * 512),
     ] {
         let blob = case(2, 17, 130, spec).blob;
         assert_eq!(blob.len(), 128 + 4 * block, "{spec:?}");
@@ -200,14 +201,15 @@ fn verify_finds_what_must_be_finite_or_zero() {
     // The high byte of the first offset of row 2 of expert 1: infinity.
     let message = fault(128 + 2 * block + 32 + 2 * 2 + 1, 0x7c | 3);
     assert!(message.contains("expert 1 row 2"), "{message}");
-    // Row 17 does not exist: a parameter and a code of it.
-    assert!(fault(128 + block + 2, 1).contains("expert 0 row 17"));
-    assert!(fault(128 + block + 192 + 4, 1).contains("expert 0 row 17"));
-    // Column 130 is byte 2 of quad 0 of the last unit.
-    assert!(fault(128 + 192 + 4 * 192 + 2, 1).contains("expert 0 row 0"));
-    // Behind three groups of symmetric scales.
+    // Row 17 does not exist: a parameter and a code of it, of the second record.
+    let record = 64 + 2 * 192;
+    assert!(fault(128 + block + record + 2, 1).contains("expert 0 row 17"));
+    assert!(fault(128 + block + record + 64 + 4, 1).contains("expert 0 row 17"));
+    // Column 130 is byte 2 of quad 0 of the last unit, the only one of its record.
+    assert!(fault(128 + 2 * record + 64 + 2, 1).contains("expert 0 row 0"));
+    // The second record of symmetric scales is of one group.
     let mut padded = case(1, 16, 130, spec(3, 64, true)).blob;
-    padded[128 + 96] = 1;
+    padded[128 + 64 + 4 * 192 + 32] = 1;
     assert!(View::parse(&padded).unwrap().verify(&pool).is_err());
 }
 

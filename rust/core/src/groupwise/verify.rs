@@ -3,7 +3,7 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::{BLOCK_ROWS, Block, View, corrupt};
+use super::{BLOCK_ROWS, View, corrupt};
 use crate::Result;
 use crate::bits::UNIT;
 
@@ -25,23 +25,25 @@ impl View<'_> {
     fn check_block(&self, expert: usize, number: usize) -> Result<()> {
         let layout = self.layout();
         let block = self.block(expert * layout.blocks() + number);
-        let kinds = 2 - usize::from(layout.spec().symmetric);
-        let stored = 2 * BLOCK_ROWS * kinds * layout.groups();
-        if block.parameters[stored..].iter().any(|&b| b != 0) {
-            return corrupt(format!("expert {expert}: padding behind parameters is not zero"));
+        let record = layout.record();
+        for (number, (parameters, _)) in layout.records(block).enumerate() {
+            let groups = record.groups.min(layout.groups() - number * record.groups);
+            if parameters[groups * record.group_bytes..].iter().any(|&b| b != 0) {
+                return corrupt(format!("expert {expert}: padding behind parameters is not zero"));
+            }
         }
         let rows = layout.shape().rows - number * BLOCK_ROWS;
         for lane in 0..BLOCK_ROWS {
             let place = || format!("expert {expert} row {}", number * BLOCK_ROWS + lane);
             match lane < rows {
-                true => self.check_row(&block, lane, place)?,
-                false => self.check_padding_row(&block, lane, place)?,
+                true => self.check_row(block, lane, place)?,
+                false => self.check_padding_row(block, lane, place)?,
             }
         }
         Ok(())
     }
 
-    fn check_row(&self, block: &Block, lane: usize, place: impl Fn() -> String) -> Result<()> {
+    fn check_row(&self, block: &[u8], lane: usize, place: impl Fn() -> String) -> Result<()> {
         let layout = self.layout();
         for group in 0..layout.groups() {
             let (scale, offset) = self.block_parameters(block, lane, group);
@@ -63,19 +65,17 @@ impl View<'_> {
         }
     }
 
-    fn check_padding_row(&self, block: &Block, lane: usize, place: impl Fn() -> String) -> Result<()> {
-        let parameters = block.parameters.as_chunks::<2>().0;
-        let codes = block.codes.as_chunks::<4>().0;
-        let empty = parameters
-            .iter()
-            .skip(lane)
-            .step_by(BLOCK_ROWS)
-            .all(|&p| p == [0; 2])
-            && codes
+    fn check_padding_row(&self, block: &[u8], lane: usize, place: impl Fn() -> String) -> Result<()> {
+        let empty = self.layout().records(block).all(|(parameters, codes)| {
+            let mut halves = parameters
+                .as_chunks::<2>()
+                .0
                 .iter()
                 .skip(lane)
-                .step_by(BLOCK_ROWS)
-                .all(|&word| word == [0; 4]);
+                .step_by(BLOCK_ROWS);
+            let mut words = codes.as_chunks::<4>().0.iter().skip(lane).step_by(BLOCK_ROWS);
+            halves.all(|&half| half == [0; 2]) && words.all(|&word| word == [0; 4])
+        });
         match empty {
             true => Ok(()),
             false => corrupt(format!("{}: bytes behind the last row", place())),

@@ -11,22 +11,13 @@ pub struct View<'a> {
     layout: Layout,
 }
 
-/// Sixteen rows of an expert.
-#[derive(Debug, Clone, Copy)]
-pub struct Block<'a> {
-    /// For each group 16 scales, then, unless the tensor is symmetric, 16 offsets; then zeros.
-    pub parameters: &'a [u8],
-    /// For each 32 columns `bits` registers of 64 bytes.
-    pub codes: &'a [u8],
-}
-
-/// What a product reads: blocks of rows, from wherever they come.
+/// What a product reads: blocks of 16 rows, from wherever they come.
 pub trait Blocks: Sync {
     /// Shape, spec and sizes.
     fn layout(&self) -> Layout;
 
-    /// Block `block` of all experts' blocks, in place or made in `buffer`.
-    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> Block<'s>;
+    /// Block `block` of all experts' blocks, in place or made in `buffer`: as many bytes as the layout says.
+    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> &'s [u8];
 }
 
 impl<B: Blocks + ?Sized> Blocks for &B {
@@ -34,7 +25,7 @@ impl<B: Blocks + ?Sized> Blocks for &B {
         (**self).layout()
     }
 
-    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> Block<'s> {
+    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> &'s [u8] {
         (**self).fetch(block, buffer)
     }
 }
@@ -44,7 +35,7 @@ impl Blocks for View<'_> {
         self.layout
     }
 
-    fn fetch<'s>(&'s self, block: usize, _: &'s mut Vec<u8>) -> Block<'s> {
+    fn fetch<'s>(&'s self, block: usize, _: &'s mut Vec<u8>) -> &'s [u8] {
         self.block(block)
     }
 }
@@ -71,14 +62,13 @@ impl<'a> View<'a> {
 
     /// Block `block` of all experts' blocks.
     #[inline]
-    pub fn block(&self, block: usize) -> Block<'a> {
+    pub fn block(&self, block: usize) -> &'a [u8] {
         let bytes = self.layout.block_bytes();
-        self.layout
-            .split(&self.data[HEADER_BYTES + block * bytes..][..bytes])
+        &self.data[HEADER_BYTES + block * bytes..][..bytes]
     }
 
     /// The block and the lane of a row of all experts' rows.
-    fn locate(&self, row: usize) -> (Block<'a>, usize) {
+    fn locate(&self, row: usize) -> (&'a [u8], usize) {
         let rows = self.layout.shape().rows;
         let (expert, row) = (row / rows, row % rows);
         let block = expert * self.layout.blocks() + row / BLOCK_ROWS;
@@ -88,30 +78,30 @@ impl<'a> View<'a> {
     /// Scale and stored offset (of a symmetric tensor, the one that follows) of a group of a row of all experts' rows.
     pub fn parameters(&self, row: usize, group: usize) -> (f32, f32) {
         let (block, lane) = self.locate(row);
-        self.block_parameters(&block, lane, group)
+        self.block_parameters(block, lane, group)
     }
 
     /// Scale and offset of a group of lane `lane` of a block.
-    pub(super) fn block_parameters(&self, block: &Block, lane: usize, group: usize) -> (f32, f32) {
+    pub(super) fn block_parameters(&self, block: &[u8], lane: usize, group: usize) -> (f32, f32) {
         let spec = self.layout.spec();
-        let value = |index: usize| {
-            let at = 2 * (index * BLOCK_ROWS + lane);
-            let bits = u16::from_le_bytes([block.parameters[at], block.parameters[at + 1]]);
-            spec.parameters.value(bits)
+        let value = |kind: usize| {
+            let at = self.layout.parameters_at(group) + 2 * (kind * BLOCK_ROWS + lane);
+            spec.parameters
+                .value(u16::from_le_bytes([block[at], block[at + 1]]))
         };
         match spec.symmetric {
             true => {
-                let scale = value(group);
+                let scale = value(0);
                 (scale, -scale * (1u32 << (spec.bits - 1)) as f32)
             }
-            false => (value(2 * group), value(2 * group + 1)),
+            false => (value(0), value(1)),
         }
     }
 
     /// The codes of unit `unit` (32 columns) of lane `lane` of a block.
-    pub(super) fn unit(&self, block: &Block, lane: usize, unit: usize) -> [u8; UNIT] {
+    pub(super) fn unit(&self, block: &[u8], lane: usize, unit: usize) -> [u8; UNIT] {
         let bits = self.layout.bits();
-        let registers = &block.codes[unit * bits * REGISTER_BYTES..][..bits * REGISTER_BYTES];
+        let registers = &block[self.layout.unit_at(unit)..][..bits * REGISTER_BYTES];
         let mut words = [0; 8];
         for (word, register) in words.iter_mut().zip(registers.as_chunks::<REGISTER_BYTES>().0) {
             *word = u32::from_le_bytes(register.as_chunks::<4>().0[lane]);
@@ -125,7 +115,7 @@ impl<'a> View<'a> {
     pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
         let (block, lane) = self.locate(row);
         for (unit, codes) in codes.chunks_mut(UNIT).enumerate() {
-            codes.copy_from_slice(&self.unit(&block, lane, unit)[..codes.len()]);
+            codes.copy_from_slice(&self.unit(block, lane, unit)[..codes.len()]);
         }
     }
 
@@ -137,10 +127,10 @@ impl<'a> View<'a> {
         let middle = (1u32 << (spec.bits - 1)) as f32;
         let group_size = self.layout.group_size();
         for (unit, values) in values.chunks_mut(UNIT).enumerate() {
-            let codes = self.unit(&block, lane, unit);
+            let codes = self.unit(block, lane, unit);
             for (i, value) in values.iter_mut().enumerate() {
                 let group = (unit * UNIT + i) / group_size;
-                let (scale, offset) = self.block_parameters(&block, lane, group);
+                let (scale, offset) = self.block_parameters(block, lane, group);
                 let code = f32::from(codes[i]);
                 *value = if spec.symmetric {
                     scale * (code - middle)

@@ -68,7 +68,7 @@ impl Panel {
         let used = steps.units * UNIT * BLOCK_ROWS;
         self.bytes[used..].fill(0);
         // SAFETY: the drive uses matrix registers together with AVX-512 only; the buffer has the units of the block.
-        unsafe { super::x86::expand(weights, steps.units, &mut self.bytes[..used]) }
+        unsafe { super::x86::expand(weights, steps, &mut self.bytes[..used]) }
         self.block = Some(block);
     }
 }

@@ -24,11 +24,11 @@ fn fill_avx2(steps: &Steps, columns: usize, x: &Activations, token: usize, mode:
 /// Expands the codes of a block to bytes.
 ///
 /// # Safety
-/// The processor has AVX-512, and the block has `units` units.
+/// The processor has AVX-512, and block and steps belong to `weights.layout`.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn expand(weights: &Weights, units: usize, to: &mut [u8]) {
+pub(super) unsafe fn expand(weights: &Weights, steps: &Steps, to: &mut [u8]) {
     // SAFETY: the caller's.
-    unsafe { kernel::expand::<Avx512>(weights, units, to) }
+    unsafe { kernel::expand::<Avx512>(weights, steps, to) }
 }
 
 /// Whether AVX2 kernels use the dot products of AVX-VNNI.

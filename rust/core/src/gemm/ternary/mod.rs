@@ -47,7 +47,7 @@ mod x86;
 
 use rayon::ThreadPool;
 
-use crate::simd::Isa;
+use crate::simd::{Isa, is_amd};
 use crate::ternary::{Code, TernaryView};
 use crate::{Error, Result};
 use drive::Task;
@@ -141,19 +141,6 @@ pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
         (Isa::Avx512 | Isa::Amx, false) => Kernel::Avx512,
         (Isa::Avx512 | Isa::Amx, true) => Kernel::Avx512Ahead,
     }
-}
-
-/// Whether the processor's vendor is AMD.
-#[cfg(target_arch = "x86_64")]
-fn is_amd() -> bool {
-    let leaf = std::arch::x86_64::__cpuid(0);
-    [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD"
-}
-
-/// Whether the processor's vendor is AMD.
-#[cfg(not(target_arch = "x86_64"))]
-fn is_amd() -> bool {
-    false
 }
 
 /// y = W x for one expert: `x` is T x C, `y` is T x R, both row-major.
