@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from typer.testing import CliRunner
 
 import moepack
+from moepack import _core
 from moepack.calibration import Calibrator
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
@@ -22,6 +23,7 @@ from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
 from moepack.methods import Qmoe, create
 from moepack.methods.qmoe import PUBLISHED
+from moepack.methods.qmoe.forms import GroupwiseForm
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
 from moepack.pipeline.job import set_threads
@@ -464,3 +466,17 @@ def test_dense_bits_from_the_command_line(mixtral, text, tmp_path):
     assert result.exit_code == 0, result.output
     assert "dense  " in result.output and "int4 group 16" in result.output
     assert PackedDirectory.open(tmp_path / "out").manifest.settings["dense_bits"] == "attention=4"
+
+
+@pytest.mark.parametrize("columns", [16, 40, 48, 64, 100, 112])
+@pytest.mark.parametrize("group_size", [16, 32, 64])
+def test_the_bound_of_two_bits_is_the_size_of_the_plain_format(columns, group_size):
+    form, shape = GroupwiseForm(group_size), (2, 20, columns)
+    generator = torch.Generator().manual_seed(columns)
+    codes = torch.randint(0, 4, shape, generator=generator, dtype=torch.uint8)
+    parameters = torch.rand((*shape[:2], form.width(columns)), generator=generator).half().float()
+    pairs = parameters.reshape(*shape[:2], -1, 2)
+    scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
+    plain = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=group_size, rank=3)
+    assert plain.nbytes == form.bound(shape)
+    assert form.pack(codes, parameters).data.nbytes <= form.bound(shape)

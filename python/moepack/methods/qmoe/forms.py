@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moepack import _core
 from moepack.methods.base import PackedTensor, Shape
+from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.ternary import Ternary
 from moepack.solvers.grids import AffineGrid, TernaryGrid
 
@@ -164,9 +165,7 @@ class GroupwiseForm:
 
     def bound(self, shape: Shape) -> int:
         """Return the size of the plain format."""
-        experts, rows, columns = shape
-        block = 64 * -(-columns // self.group_size) + 128 * -(-columns // 32)
-        return 128 + experts * -(-rows // 16) * block
+        return packed_bytes(shape, 2, self.group_size, symmetric=False)
 
 
 def groupwise_details(blob: NDArray[np.uint8]) -> dict[str, Any]:
