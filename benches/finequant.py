@@ -366,7 +366,7 @@ def plot(rows: list[dict[str, Any]], file: Path, figure_of: str) -> None:
         axis.set_yscale("log" if figure_of == "kl" else "linear")
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3, which="both")
-    figure.savefig(file, dpi=100)
+    figure.savefig(file, dpi=75)
 
 
 def kind_of(row: dict[str, Any]) -> str:
