@@ -47,6 +47,18 @@ def codebook(shape, seed):
     return _core.encode_codebook(codes, centroids, scales, bits=4, block=128, rank=3)
 
 
+def compensated(shape, seed, bits=3):
+    random = np.random.default_rng(seed + 10)
+    ranks = random.integers(0, 3, shape[0]) * 8
+
+    def factor(length):
+        codes = random.integers(0, 1 << bits, (ranks.sum(), length), dtype=np.uint8)
+        return codes, np.full((len(codes), -(-length // 64)), 0.03125, np.float32)
+
+    right, left = factor(shape[2]), factor(shape[1])
+    return _core.encode_compensated(groupwise(shape, seed, bits=3), ranks, right, left, bits=bits)
+
+
 FORMATS = {"groupwise": groupwise, "coded": coded, "ternary": ternary, "codebook": codebook}
 
 

@@ -186,6 +186,8 @@ class CompensatedMatrix(ModalMatrix):
 
     __slots__ = ()
 
+    layered = True
+
     def __init__(self, data: NDArray[np.uint8]) -> None:
         from moepack import _core
 

@@ -4,6 +4,8 @@ use moepack_core::compensated::chunk::Width;
 use moepack_core::compensated::{self, Factor, Layout, View};
 use moepack_core::gemm::compensated as gemm;
 use moepack_core::gemm::groupwise::Mode;
+use moepack_core::gemm::layer::Projection;
+use moepack_core::simd::Isa;
 use moepack_core::ternary::Shape;
 use moepack_core::{Result, pool};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
@@ -14,6 +16,7 @@ use rayon::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
 use crate::error::raise;
+use crate::layer::Packed;
 
 /// Codes [ranks, n] and scales [ranks, ceil(n / 64)] of one factor.
 type Codes<'py> = (PyReadonlyArray2<'py, u8>, PyReadonlyArray2<'py, f32>);
@@ -302,5 +305,21 @@ impl CompensatedBlob {
         format!(
             "CompensatedBlob({experts} x {rows} x {columns}, {bits} bits, {ranks} ranks of {width} bits, {bytes} bytes)"
         )
+    }
+}
+
+impl Packed for CompensatedBlob {
+    fn array(&self) -> &Py<PyArray1<u8>> {
+        &self.data
+    }
+
+    fn projection<'a>(
+        &'a self,
+        data: &'a [u8],
+        mode: Option<&str>,
+        isa: Isa,
+    ) -> Result<Box<dyn Projection + 'a>> {
+        let mode = Mode::from_name(mode.unwrap_or(Mode::Exact.name()))?;
+        Ok(Box::new(gemm::Compensated::new(View::parse(data)?, mode, isa)?))
     }
 }

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use crate::arrays::{Activations, chosen_isa, contiguous, products};
 use crate::codebook::CodebookBlob;
 use crate::coded::CodedGroupwiseBlob;
+use crate::compensated::CompensatedBlob;
 use crate::error::raise;
 use crate::groupwise::GroupwiseBlob;
 use crate::ternary::TernaryBlob;
@@ -34,6 +35,9 @@ fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
         return Ok(blob.get());
     }
     if let Ok(blob) = object.cast::<CodedGroupwiseBlob>() {
+        return Ok(blob.get());
+    }
+    if let Ok(blob) = object.cast::<CompensatedBlob>() {
         return Ok(blob.get());
     }
     if let Ok(blob) = object.cast::<TernaryBlob>() {

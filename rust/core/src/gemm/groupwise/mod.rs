@@ -132,17 +132,8 @@ pub fn matmul_grouped<'a>(
     pool: &ThreadPool,
 ) -> Result<()> {
     let (x, projection) = (x.into(), Groupwise::new(view, mode, isa)?);
-    let shape = view.layout().shape();
-    let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
-    if offsets.len() != shape.experts + 1 || !ascending {
-        return invalid(format!(
-            "{} offsets for {} experts: they must ascend from 0",
-            offsets.len(),
-            shape.experts
-        ));
-    }
-    check(view, x, offsets[shape.experts], y)?;
-    layer::multiply(&projection, Job::of_offsets(offsets), x, y, pool);
+    let job = grouped(view, x, offsets, y)?;
+    layer::multiply(&projection, job, x, y, pool);
     Ok(())
 }
 
@@ -162,6 +153,34 @@ pub fn matmul<'a>(
     pool: &ThreadPool,
 ) -> Result<()> {
     let (x, projection) = (x.into(), Groupwise::new(view, mode, isa)?);
+    let job = single(view, expert, x, tokens, y)?;
+    layer::multiply(&projection, job, x, y, pool);
+    Ok(())
+}
+
+/// The job of a grouped product whose sizes fit.
+pub(super) fn grouped(view: &dyn Blocks, x: Activations, offsets: &[usize], y: &[f32]) -> Result<Job> {
+    let shape = view.layout().shape();
+    let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
+    if offsets.len() != shape.experts + 1 || !ascending {
+        return invalid(format!(
+            "{} offsets for {} experts: they must ascend from 0",
+            offsets.len(),
+            shape.experts
+        ));
+    }
+    check(view, x, offsets[shape.experts], y)?;
+    Ok(Job::of_offsets(offsets))
+}
+
+/// The job of one expert's product whose sizes fit.
+pub(super) fn single(
+    view: &dyn Blocks,
+    expert: usize,
+    x: Activations,
+    tokens: usize,
+    y: &[f32],
+) -> Result<Job> {
     let experts = view.layout().shape().experts;
     if expert >= experts {
         return invalid(format!("there is no expert {expert} of {experts}"));
@@ -171,8 +190,7 @@ pub fn matmul<'a>(
         expert,
         places: 0..tokens,
     });
-    layer::multiply(&projection, Job::of_tasks(task.into_iter().collect()), x, y, pool);
-    Ok(())
+    Ok(Job::of_tasks(task.into_iter().collect()))
 }
 
 fn check(view: &dyn Blocks, x: Activations, tokens: usize, y: &[f32]) -> Result<()> {
