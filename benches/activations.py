@@ -10,6 +10,7 @@ Differences of the loss from the original's, nats a token, as JSON and a table.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/activations.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    figures = {model.name: measure(model, options) for model in options.models}
-    machine.save(options.out, options.threads, figures)
+    figures = json.loads(options.out.read_text())["figures"] if options.out.exists() else {}
+    for model in options.models:
+        figures[model.name] = measure(model, options)
+        machine.save(options.out, options.threads, figures)
     for model, found in figures.items():
         print(f"| {model} | {' | '.join(CHANGES)} |\n|---|---|---|---|")
         for role in (*ROLES, "all"):
