@@ -4,7 +4,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from moepack.methods.milo import Milo
 from moepack.methods.milo.grids import Option, choose_grids
 from moepack.methods.milo.joint import JointSettings, compensate
 from moepack.methods.milo.packing import Assembly, base_bytes, packed_bytes
+from moepack.methods.milo.planning import Planner, Source
 from moepack.methods.milo.ranks import Matrix, fill_budget, named_ranks, parse_ranks
 from moepack.methods.milo.statistics import kurtosis, residual_rank, residual_spectrum
 from moepack.solvers.affine import GroupSpec, quantize_affine
@@ -172,6 +173,26 @@ def test_a_budget_is_spent_where_the_error_falls_most() -> None:
     assert fill_budget(falls, costs, 0.5).tolist() == [0, 0, 0]
     # A later step that is worth more than an earlier one is bought with it.
     assert fill_budget([np.array([1.0, 5.0])], np.array([1.0]), 1).tolist() == [1]
+
+
+class Given(Source):
+    """A tensor of two experts, one three times the other."""
+
+    def origin(self, expert: int) -> str:
+        return "w"
+
+    def experts(self, which: Any, device: torch.device) -> torch.Tensor:
+        return gaussian(1, 64, 128) * torch.tensor([1.0, 3.0])[list(which), None, None]
+
+
+def test_a_budget_weighs_experts_by_their_size_or_their_frequency() -> None:
+    tensor = Given("w", (2, 64, 128), False, "layer", cast(Any, None))
+    planner = Planner([SPEC], SOLVER, 3, torch.device("cpu"))
+    by_size = planner._option(tensor, SPEC, None, 1, 8)
+    np.testing.assert_allclose(by_size.falls[1], 9 * by_size.falls[0], rtol=0.05)
+    by_frequency = planner._option(tensor, SPEC, np.array([0.75, 0.25]), 1, 8)
+    np.testing.assert_allclose(3 * by_frequency.falls[1], by_frequency.falls[0], rtol=0.05)
+    assert by_size.error == pytest.approx(by_frequency.error, rel=0.02)
 
 
 def test_grids_are_the_best_for_their_bytes() -> None:
