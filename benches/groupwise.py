@@ -116,6 +116,7 @@ def products(report: Report, rows: int, columns: int, tokens: list[int], cold: i
     wanted += [
         (isa, "exact", *weights) for isa in isas for weights in WEIGHTS if isa == isas[0] and weights != INT4_WIDE
     ]
+    wanted += [(isas[0], "bf16", *weights) for weights in WEIGHTS if max(tokens) > 1]
     ours = [partial(moepack_peer, rows, columns, bits, group, mode, isa, cold) for isa, mode, bits, group in wanted]
     first = partial(moepack_peer, rows, columns, 4, 64, "int8", isas[0], cold)
     for make in [*ours, *linear_peers(rows, columns, report.threads, cold), first]:
@@ -142,7 +143,7 @@ def layer_rounds(tokens: list[int], isas: list[str]) -> Iterator[tuple[str, int,
     layers = our_layers(3)
     size = sum(blob.nbytes for blob in layers[0])
     for isa in isas:
-        for mode in ("int8", "exact"):
+        for mode in ("int8", "exact", "bf16"):
             for count in tokens:
                 x = np.random.default_rng(count).standard_normal((count, HIDDEN)).astype(np.float32)
                 choices = [routing(count, i) for i in range(24 if count == 1 else 3)]

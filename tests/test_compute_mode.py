@@ -57,13 +57,45 @@ def test_a_layer_in_one_call_is_the_layer_in_three(tokens, dtype, layer):
     x = torch.from_numpy(rng.standard_normal((tokens, 64)).astype(np.float32)).to(dtype)
     index = torch.from_numpy(rng.integers(0, 7, (tokens, 3)))
     weights = torch.from_numpy(rng.random((tokens, 3)).astype(np.float32))
-    for mode in ("exact", "int8"):
+    for mode in ("exact", "int8", "bf16"):
         moepack.set_compute_mode(mode)
-        tolerance = {"rtol": 0.01, "atol": 0.01 if dtype == torch.bfloat16 or mode == "int8" else 1e-5}
+        tolerance = {"rtol": 0.01, "atol": 1e-5 if dtype == torch.float32 and mode == "exact" else 0.01}
         torch.testing.assert_close(fused(x, index, weights), split(x, index, weights), **tolerance)
     for module in (fused, split):
         module.matrix("up_proj").mode = "exact"
     torch.testing.assert_close(fused(x, index, weights), split(x, index, weights), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (3, 128), (8, 32), (2, 16)])
+def test_bf16_is_the_product_of_rounded_factors(bits, group_size, isa):
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 1 << bits, (1, 40, 256)).astype(np.uint8)
+    scales = (rng.random((1, 40, 256 // group_size), np.float32) + 0.5).astype(np.float16).astype(np.float32)
+    offsets = (-scales * 2 ** (bits - 1)).astype(np.float16).astype(np.float32)
+    data = _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group_size, rank=2)
+    blob = _core.GroupwiseBlob(data)
+    weights = torch.from_numpy(blob.dequantize()[0]).double()
+    x = torch.from_numpy(rng.standard_normal((20, 256)).astype(np.float32))
+    y = torch.from_numpy(blob.matmul(x.numpy(), mode="bf16", isa=isa)).double()
+    # Both factors may be off by 2^-8; the rest is what sums in float32 are off by.
+    bound = 2.1 / 256 * (x.double().abs() @ weights.abs().T) + 1e-3
+    assert ((y - x.double() @ weights.T).abs() <= bound).all()
+    as_bf16 = x.bfloat16()
+    rounded = blob.matmul(as_bf16.view(torch.uint16).numpy(), mode="bf16", isa=isa)
+    assert np.array_equal(rounded, blob.matmul(as_bf16.float().numpy(), mode="bf16", isa=isa))
+
+
+def test_codebooks_have_no_bf16():
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (1, 8, 64)).astype(np.uint8)
+    centroids = rng.integers(-9999, 9999, (1, 8, 1, 16)).astype(np.int16)
+    data = _core.encode_codebook(codes, centroids, np.ones((1, 8, 1), np.float32), bits=4, block=128, rank=2)
+    matrix = open_matrix(data)
+    x, offsets = rng.standard_normal((12, 64)).astype(np.float32), np.array([0, 12])
+    expected = matrix.matmul_grouped(x, offsets)
+    matrix.mode = "bf16"
+    assert np.array_equal(matrix.matmul_grouped(x, offsets), expected)
 
 
 def test_unknown_modes_are_refused(layer):
@@ -72,7 +104,9 @@ def test_unknown_modes_are_refused(layer):
             moepack.set_compute_mode("int4", model)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("int8", "int8"), ("", "exact"), ("fast", "ValueError")])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("int8", "int8"), ("bf16", "bf16"), ("", "exact"), ("fast", "ValueError")]
+)
 def test_the_environment_chooses_the_first_mode(value, expected):
     program = "import moepack\ntry: print(moepack.compute_mode())\nexcept ValueError as e: print(type(e).__name__)"
     done = subprocess.run(

@@ -269,7 +269,7 @@ class CompensatedBlob:
         Args:
             x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
             expert: whose weights.
-            mode: of the group-wise part: "exact" or "int8"; the compensator is always exact.
+            mode: of the group-wise part: "exact", "int8" or "bf16"; the compensator is always exact.
             isa: the instruction set, by default the active one.
 
         Raises:
@@ -287,7 +287,7 @@ class CompensatedBlob:
         Args:
             x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
             offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
-            mode: of the group-wise part: "exact" or "int8"; the compensator is always exact.
+            mode: of the group-wise part: "exact", "int8" or "bf16"; the compensator is always exact.
             isa: the instruction set, by default the active one.
 
         Raises:
@@ -351,7 +351,8 @@ class GroupwiseBlob:
         Args:
             x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
             expert: whose weights.
-            mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
+            mode: "exact" (the precision of float32), "int8" (quantized for each token and group of columns) or "bf16"
+                (rounded; few tokens exactly).
             isa: the instruction set, by default the active one.
 
         Raises:
@@ -369,7 +370,8 @@ class GroupwiseBlob:
         Args:
             x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
             offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
-            mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
+            mode: "exact" (the precision of float32), "int8" (quantized for each token and group of columns) or "bf16"
+                (rounded; few tokens exactly).
             isa: the instruction set, by default the active one.
 
         Raises:
@@ -442,7 +444,8 @@ class CodedGroupwiseBlob:
         Args:
             x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
             offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
-            mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
+            mode: "exact" (the precision of float32), "int8" (quantized for each token and group of columns) or "bf16"
+                (rounded; few tokens exactly).
             isa: the instruction set, by default the active one.
 
         Raises:

@@ -96,13 +96,14 @@ class GroupwiseTensor(BlobTensor):
             raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
         return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
 
-    def matmul(self, x: Array, mode: Literal["exact", "int8"] = "exact") -> Array:
+    def matmul(self, x: Array, mode: Literal["exact", "int8", "bf16"] = "exact") -> Array:
         """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. No gradient flows through.
 
         Args:
             x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
                 torch or numpy.
-            mode: "exact", or "int8": activations are quantized to eight bits for each token and group of columns.
+            mode: "exact", "int8": activations are quantized to eight bits for each token and group of columns, or
+                "bf16": both factors are rounded, but few tokens multiplied exactly.
 
         Returns:
             `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.

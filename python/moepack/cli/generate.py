@@ -20,7 +20,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
-    mode: Annotated[str | None, typer.Option(help="Products of packed integers: exact or int8.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Products of packed integers: exact, int8 or bf16.")] = None,
 ) -> None:
     """Generate text; the tokens go to stdout as they come, the speed to stderr at the end."""
     from moepack.cli.evaluate import quiet_transformers

@@ -34,8 +34,8 @@ def load(
         threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
             them as they are.
         mode: how this model's packed integers are multiplied: "exact" (the precision of float32), "int8"
-            (activations quantized for each token and group of columns), or None for the mode of the process
-            (`moepack.set_compute_mode`, MOEPACK_COMPUTE). Other formats have one way.
+            (activations quantized for each token and group of columns), "bf16" (rounded to it), or None for the mode of
+            the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE). Other formats have one way.
 
     Returns:
         The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.

@@ -126,7 +126,7 @@ class ModalMatrix(_BlobMatrix):
     """A blob whose products have a compute mode.
 
     Attributes:
-        mode: "exact", "int8", or None for the mode of the process (`moepack.runtime.compute`).
+        mode: "exact", "int8", "bf16", or None for the mode of the process (`moepack.runtime.compute`).
     """
 
     __slots__ = ("mode",)
@@ -242,8 +242,10 @@ class CodebookMatrix(ModalMatrix):
 
     def product_mode(self) -> str | None:
         """The matrix's mode, "int8" if the process has it, or None; integer modes round activations to the tensor's
-        bits, or to 8."""
-        return self.mode or (None if compute_mode() == "exact" else "int8")
+        bits, or to 8. There is no "bf16" of codebooks: None stands for it too."""
+        if self.mode is None:
+            return "int8" if compute_mode() == "int8" else None
+        return None if self.mode == "bf16" else self.mode
 
     @property
     def format(self) -> str:

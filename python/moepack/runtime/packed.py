@@ -93,7 +93,7 @@ class PackedModule(nn.Module):
         self._matrices[projection] = buffer.data_ptr(), matrix
 
     def set_compute_mode(self, mode: str | None) -> None:
-        """Choose the mode of these weights' products ("exact" or "int8"); None follows that of the process."""
+        """Choose the mode of these weights' products ("exact", "int8" or "bf16"); None follows that of the process."""
         self._mode = mode
         for _, matrix in self._matrices.values():
             _set_mode(matrix, mode)

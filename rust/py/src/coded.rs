@@ -165,7 +165,8 @@ impl CodedGroupwiseBlob {
     /// Args:
     ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous, sorted by expert.
     ///     offsets: int64 [experts + 1], ascending from 0 to the number of tokens.
-    ///     mode: "exact" (the precision of float32) or "int8" (quantized for each token and group of columns).
+    ///     mode: "exact" (the precision of float32), "int8" (quantized for each token and group of columns) or "bf16"
+    ///         (rounded; few tokens exactly).
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set.

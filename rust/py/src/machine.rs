@@ -51,7 +51,7 @@ pub fn kernels() -> PyResult<BTreeMap<&'static str, &'static str>> {
         .map(|code| (code.name(), gemm::ternary::kernel_for(code, isa).name()))
         .chain([
             ("groupwise", gemm::groupwise::kernel_name(isa)),
-            ("codebook", isa.require().map_err(raise)?.name()),
+            ("codebook", gemm::codebook::kernel_name(isa)),
         ])
         .collect())
 }

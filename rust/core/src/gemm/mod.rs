@@ -5,6 +5,7 @@ pub mod compensated;
 pub mod groupwise;
 pub mod hadamard;
 pub mod layer;
+mod panel;
 pub mod ternary;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;

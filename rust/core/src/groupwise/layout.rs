@@ -191,7 +191,7 @@ impl Layout {
     }
 
     /// Where in a block the parameters of a group start: 16 scales, then, unless the tensor is symmetric, 16 offsets.
-    pub(super) fn parameters_at(&self, group: usize) -> usize {
+    pub(crate) fn parameters_at(&self, group: usize) -> usize {
         let Record {
             groups,
             group_bytes,
@@ -202,7 +202,7 @@ impl Layout {
     }
 
     /// Where in a block the registers of a unit start.
-    pub(super) fn unit_at(&self, unit: usize) -> usize {
+    pub(crate) fn unit_at(&self, unit: usize) -> usize {
         let Record {
             parameter_bytes,
             units,

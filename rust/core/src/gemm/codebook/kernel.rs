@@ -24,12 +24,12 @@ const WIDEST: usize = 6;
 
 /// The rows' codebooks, 16 bytes each.
 #[repr(align(64))]
-struct Tables<const PLANES: usize>([[[u8; LANE]; PANEL]; PLANES]);
+pub(super) struct Tables<const PLANES: usize>(pub [[[u8; LANE]; PANEL]; PLANES]);
 
 impl<const PLANES: usize> Tables<PLANES> {
     /// Those of a block of `BITS` bits, which the compiler knows: copies of unknown length would be calls.
     #[inline(always)]
-    fn new<const BITS: u8>(block: &Block) -> Self {
+    pub fn new<const BITS: u8>(block: &Block) -> Self {
         let mut tables = [[[0; LANE]; PANEL]; PLANES];
         for (plane, tables) in tables.iter_mut().enumerate() {
             let clusters = 1 << BITS;
@@ -46,7 +46,7 @@ impl<const PLANES: usize> Tables<PLANES> {
 /// # Safety
 /// The processor runs the set of `V`; `at` is good for the loads of a quad's registers.
 #[inline(always)]
-unsafe fn indices<V: Lanes, const BITS: u8>(at: *const u8, group: usize) -> V::Int {
+pub(super) unsafe fn indices<V: Lanes, const BITS: u8>(at: *const u8, group: usize) -> V::Int {
     // SAFETY: a quad of 3 bits has three registers, of others one.
     unsafe {
         match (BITS, group) {

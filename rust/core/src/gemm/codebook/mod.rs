@@ -16,6 +16,8 @@
 //! A token that holds NaN or infinity has NaN outputs. Integer modes give the same bits on every instruction set; the
 //! exact mode sums in the same order everywhere and may fuse multiplications and additions.
 //!
+//! Several tokens in the mode `int8` go through matrix registers where there are some ([`panels`]).
+//!
 //! Activations are quantized once a call, for all rows. Results do not depend on the number of threads.
 //!
 //! Codes, centroids and scales are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of
@@ -23,6 +25,8 @@
 
 mod kernel;
 mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod panels;
 mod portable;
 mod projection;
 mod tokens;
@@ -81,6 +85,14 @@ impl Mode {
             Mode::Exact => None,
             Mode::Int16 { activation_bits } | Mode::Int8 { activation_bits } => Some(activation_bits),
         }
+    }
+}
+
+/// What computes a product on this processor with an instruction set that it runs.
+pub fn kernel_name(isa: Isa) -> &'static str {
+    match isa {
+        Isa::Amx => "avx512, amx-int8 for 4 tokens and more in the mode int8",
+        _ => isa.name(),
     }
 }
 

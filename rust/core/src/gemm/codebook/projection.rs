@@ -4,6 +4,8 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(target_arch = "x86_64")]
+use super::panels::{self, Panels};
 use super::tokens::{Form, Prepared};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
@@ -11,6 +13,7 @@ use super::{Mode, Rows, portable};
 use crate::Result;
 use crate::codebook::{PANEL, View};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::gemm::panel::{self, Backend};
 use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
 use crate::ternary::Shape;
@@ -21,6 +24,8 @@ pub struct Codebook<'a> {
     view: View<'a>,
     mode: Mode,
     isa: Isa,
+    /// What multiplies experts with many tokens by panels of bytes.
+    pub(super) panels: Option<Backend>,
 }
 
 impl<'a> Codebook<'a> {
@@ -29,8 +34,14 @@ impl<'a> Codebook<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Codebook<'a>> {
-        let isa = isa.require()?;
-        Ok(Codebook { view, mode, isa })
+        let vectors = isa.require()?;
+        let bytes = matches!(mode, Mode::Int8 { .. });
+        Ok(Codebook {
+            view,
+            mode,
+            isa: vectors,
+            panels: (isa == Isa::Amx && bytes).then_some(Backend::Matrix),
+        })
     }
 }
 
@@ -48,6 +59,22 @@ impl Projection for Codebook<'_> {
     }
 
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(backend) = self.panels {
+            let form = Form::of(&self.view.layout(), self.mode, self.isa);
+            let (source, how) = (Panels::new(self.view, form), (backend, panels::FEWEST));
+            let by_panels = panel::products(source, how, job, sibling, |few| self.directly(few, None));
+            if let Some(products) = by_panels {
+                return products;
+            }
+        }
+        self.directly(job, sibling)
+    }
+}
+
+impl Codebook<'_> {
+    /// Products straight from the codes.
+    fn directly<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
         let form = Form::of(&self.view.layout(), self.mode, self.isa);
         let shared = sibling
             .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())

@@ -138,6 +138,43 @@ fn integer_modes_give_the_naive_sums_and_the_same_bits_on_every_set() {
     }
 }
 
+/// Panels of bytes, multiplied by loops that do what matrix registers do, against the vectors.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn panels_of_bytes_give_the_same_bits() {
+    if !Isa::Avx512.available() {
+        return eprintln!("skipped: panels are looked up with AVX-512");
+    }
+    let pool = pool::current().unwrap();
+    for bits in 2..=4 {
+        for (shape, block) in [
+            ([2, 40, 330], 128),
+            ([2, 33, 2100], 1024),
+            ([2, 16, 1200], 384),
+            ([2, 5, 2500], 4096),
+        ] {
+            let blob = Case::new(bits, shape, block).blob();
+            let view = View::parse(&blob).unwrap();
+            let offsets = [0, 3, 40];
+            let x = activations(40 * shape[2]);
+            for mode in [8, 4].map(|activation_bits| Mode::Int8 { activation_bits }) {
+                let expected = product(&view, &x, &offsets, mode, Isa::Avx512);
+                let mut projection = Codebook::new(view, mode, Isa::Avx512).unwrap();
+                projection.panels = Some(crate::gemm::panel::Backend::Emulated);
+                let mut y = vec![f32::NAN; expected.len()];
+                layer::multiply(
+                    &projection,
+                    Job::of_offsets(&offsets),
+                    (&x[..]).into(),
+                    &mut y,
+                    &pool,
+                );
+                assert_eq!(y, expected, "{shape:?} {block} {mode:?}");
+            }
+        }
+    }
+}
+
 /// Products of rounded activations and centroids as the mode sees them, in f64.
 fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Mode) -> Vec<f64> {
     let layout = view.layout();

@@ -46,6 +46,22 @@ impl Form {
             isa,
         }
     }
+
+    /// A number that tells forms of tokens of the same length apart.
+    #[cfg(target_arch = "x86_64")]
+    pub fn variant(&self) -> usize {
+        16 * self.turned + usize::from(self.bits.unwrap_or(0))
+    }
+
+    /// A token's codes, of an integer mode, with step and zero.
+    #[cfg(target_arch = "x86_64")]
+    pub fn quantized(&self, x: Activations, token: usize) -> (Vec<u8>, (f32, i32)) {
+        let (mut values, mut codes) = (vec![0.0; self.columns], vec![0; self.stride]);
+        read(x, token, &mut values, *self);
+        let bits = self.bits.unwrap_or(8);
+        let scale = quantize(self.isa, &values, bits, &mut codes[..self.columns]);
+        (codes, scale)
+    }
 }
 
 /// The tokens of a job, to be filled part by part.

@@ -8,6 +8,7 @@ use super::tile::{Form, Steps, Tile};
 use super::x86;
 use super::{Mode, Out, scalar, tile};
 use crate::Result;
+use crate::gemm::panel::Backend;
 use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
 
@@ -18,6 +19,8 @@ pub(super) struct Engine {
     /// The set of the vectors.
     pub isa: Isa,
     pub matrix: Matrix,
+    /// What multiplies experts with many tokens in the mode `bf16`; without it, all are multiplied exactly.
+    pub panels: Option<Backend>,
 }
 
 /// Whether several tokens go through matrix registers.
@@ -53,6 +56,7 @@ impl Engine {
             mode,
             isa: vectors,
             matrix,
+            panels: (mode == Mode::Bf16).then(|| Backend::of_bf16(isa)).flatten(),
         })
     }
 
@@ -60,8 +64,8 @@ impl Engine {
     fn widest(&self) -> usize {
         match (self.mode, self.isa) {
             (Mode::Int8, Isa::Avx512) => 8,
-            (Mode::Int8, _) | (Mode::Exact, Isa::Avx512) => 4,
-            (Mode::Exact, _) => 2,
+            (Mode::Int8, _) | (_, Isa::Avx512) => 4,
+            _ => 2,
         }
     }
 

@@ -11,14 +11,18 @@
 //!   largest. That is faster than floats on every processor but those without integer dot products, since four
 //!   weights share an instruction, and it gives the same bits on every instruction set.
 //!
+//! A third mode, *bf16*, rounds activations to bf16 and multiplies panels of decoded weights ([`panels`]) where an expert
+//! has many tokens, and is *exact* where it has few. What follows is about the other two.
+//!
 //! `sum of x` is that of the quantized activations, so that both terms err alike and the error is that of centred
 //! weights. A step is a group, or 256 columns of a whole row: the columns over which products add up before they are
 //! scaled. 256 * 128 * 255 < 2^24: the sum of a plane of a step is exact in f32.
 //!
 //! # How a product is cut
 //! A block of 16 rows by all tokens of its expert is computed by one thread, tile after tile of tokens, and runs of
-//! blocks of all experts are handed out in one parallel region ([`super::layer`]). The order of a sum depends on nothing but the tensor, so
-//! results depend neither on the number of threads, nor on which tokens share a call, nor on the instruction set.
+//! blocks of all experts are handed out in one parallel region ([`super::layer`]). The order of a sum depends on nothing but
+//! the tensor, so results depend neither on the number of threads, nor on which tokens share a call, nor on the
+//! instruction set.
 //! The kernel is written once over [`lanes::Lanes`]; several tokens go through matrix registers where there are some
 //! ([`matrix`]).
 //!
@@ -35,7 +39,11 @@ mod kernel;
 mod lanes;
 #[cfg(target_arch = "x86_64")]
 mod matrix;
+#[cfg(test)]
+mod panel_tests;
+mod panels;
 mod projection;
+mod rounded;
 mod scalar;
 #[cfg(test)]
 pub(super) mod tests;
@@ -47,6 +55,8 @@ pub use projection::Groupwise;
 use rayon::ThreadPool;
 
 use super::layer::{self, Job, Task};
+#[cfg(target_arch = "x86_64")]
+use super::panel::Backend;
 use super::ternary::Activations;
 use crate::groupwise::{BLOCK_ROWS, Blocks};
 use crate::simd::Isa;
@@ -65,16 +75,20 @@ pub enum Mode {
     Exact,
     /// With 8 bits, for each token and step.
     Int8,
+    /// Rounded to bf16; experts with few tokens as [`Mode::Exact`].
+    Bf16,
 }
 
 impl Mode {
-    /// Both modes.
-    pub const ALL: [Mode; 2] = [Mode::Exact, Mode::Int8];
+    /// All modes.
+    pub const ALL: [Mode; 3] = [Mode::Exact, Mode::Int8, Mode::Bf16];
+    /// The modes of integer products, which give the same bits on every instruction set.
+    pub const INTEGER: [Mode; 2] = [Mode::Exact, Mode::Int8];
 
     /// Bytes of a quantized activation, each of which is a plane.
     fn planes(self) -> usize {
         match self {
-            Mode::Exact => 3,
+            Mode::Exact | Mode::Bf16 => 3,
             Mode::Int8 => 1,
         }
     }
@@ -82,7 +96,7 @@ impl Mode {
     /// What the largest activation of a step becomes: 127 in the first plane, zeros below.
     fn largest(self) -> f32 {
         match self {
-            Mode::Exact => 127.0 * 65536.0,
+            Mode::Exact | Mode::Bf16 => 127.0 * 65536.0,
             Mode::Int8 => 127.0,
         }
     }
@@ -92,6 +106,7 @@ impl Mode {
         match self {
             Mode::Exact => "exact",
             Mode::Int8 => "int8",
+            Mode::Bf16 => "bf16",
         }
     }
 
@@ -101,7 +116,7 @@ impl Mode {
     /// [`Error::InvalidArgument`]: there is no such mode.
     pub fn from_name(name: &str) -> Result<Mode> {
         let found = Mode::ALL.into_iter().find(|mode| mode.name() == name);
-        found.ok_or_else(|| Error::InvalidArgument(format!("the mode is exact or int8, not {name:?}")))
+        found.ok_or_else(|| Error::InvalidArgument(format!("the mode is exact, int8 or bf16, not {name:?}")))
     }
 }
 
@@ -110,8 +125,9 @@ pub fn kernel_name(isa: Isa) -> &'static str {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 if x86::has_avx_vnni() => "avx-vnni",
+        Isa::Avx512 if Backend::of_bf16(isa).is_some() => "avx512-vnni, avx512-bf16 in the mode bf16",
         Isa::Avx512 => "avx512-vnni",
-        Isa::Amx => "avx512-vnni, amx-int8 for 5 tokens and more",
+        Isa::Amx => "avx512-vnni, amx-int8 for 5 tokens and more, amx-bf16 in the mode bf16",
         _ => isa.name(),
     }
 }

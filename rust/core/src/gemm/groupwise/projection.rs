@@ -6,10 +6,12 @@ use std::sync::{Arc, OnceLock};
 
 use super::drive::{Engine, ROW_TOKENS, Scratch};
 use super::kernel::Weights;
+use super::panels::{self, Panels};
 use super::tile::{Form, Steps, Tile};
 use super::{Mode, Out};
 use crate::Result;
 use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::gemm::panel;
 use crate::gemm::ternary::Activations;
 use crate::groupwise::{BLOCK_ROWS, Blocks};
 use crate::simd::Isa;
@@ -47,6 +49,18 @@ impl<B: Blocks> Projection for Groupwise<B> {
     }
 
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
+        let by_panels = self.engine.panels.and_then(|backend| {
+            let how = (backend, panels::fewest(backend));
+            let source = Panels::new(&self.view, backend);
+            panel::products(source, how, job, sibling, |few| self.directly(few, None))
+        });
+        by_panels.unwrap_or_else(|| self.directly(job, sibling))
+    }
+}
+
+impl<B: Blocks> Groupwise<B> {
+    /// Products straight from the packed bytes.
+    fn directly<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
         let steps = Steps::new(&self.view.layout());
         let shared = sibling
             .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())

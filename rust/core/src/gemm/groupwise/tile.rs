@@ -172,7 +172,7 @@ pub(super) fn fill(
                 .iter_mut()
                 .zip(quads)
                 .for_each(|(to, four)| *to = word(four, 0)),
-            Mode::Exact => {
+            Mode::Exact | Mode::Bf16 => {
                 let places = words.as_chunks_mut::<3>().0.iter_mut().zip(quads);
                 places.for_each(|(to, four)| *to = [word(four, 16), word(four, 8), word(four, 0)]);
             }

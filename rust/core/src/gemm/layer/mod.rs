@@ -83,6 +83,8 @@ const UNIT_BYTES: usize = 256 << 10;
 const UNITS: usize = 16;
 /// Most outputs of a unit: they wait in the cache until they are put into place.
 const UNIT_OUTPUTS: usize = 1 << 14;
+/// As many rows are a unit even of many tokens, for tokens are read again for each unit.
+const HIGH_ROWS: usize = 256;
 /// Fewer bytes of weights than this are read by the calling thread: waking another takes as long.
 const ALONE_BYTES: usize = 16 << 10;
 
@@ -101,7 +103,7 @@ impl Cut {
             .fold(1, |granule, p| multiple(granule, p.granule()));
         let bytes: usize = projections.iter().map(|p| p.row_bytes()).sum();
         let most = (UNIT_BYTES / bytes.max(1))
-            .min(UNIT_OUTPUTS / job.widest().max(1))
+            .min((UNIT_OUTPUTS / job.widest().max(1)).max(HIGH_ROWS))
             .min(job.tasks.len() * rows / (UNITS * threads));
         let step = (most / granule).max(1) * granule;
         Cut {

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
 
-pub(super) struct Avx512;
+pub(in crate::gemm::codebook) struct Avx512;
 
 // SAFETY (all blocks): the trait's contract is the intrinsics'.
 impl Lanes for Avx512 {

@@ -21,6 +21,7 @@ mod avx512;
 mod exact;
 mod quantize;
 
+pub(super) use avx512::Avx512;
 pub(super) use quantize::quantize;
 
 /// Permutations of AVX2.

@@ -4,12 +4,19 @@
 //! calls that a kernel relies on. Linux hands them out on request ([`available`] asks once, for the whole process); a
 //! thread configures them for the shapes of its products and releases them when it is done ([`Configured`]).
 //!
-//! A product is C += A B of bytes into 32-bit integers: A is 16 x k bytes (signed), B k / 4 rows of 16 words of four
-//! bytes (unsigned) each, C 16 x 16. Registers: 0 is C, 1 is A, 2 is B.
+//! Two uses, each with its own configuration:
+//! * [`Configured::multiply`], one C for each call: C = A B of bytes into 32-bit integers, where A is 16 x k bytes (signed)
+//!   and B k / 4 rows of 16 words of four bytes (unsigned) each. Registers: 0 is C, 1 is A, 2 is B.
+//! * [`Configured::accumulate`], up to four C at once, so that four products share four loads: a load takes half as long as
+//!   a product. Registers: 0 to 3 are C, 4 and 5 are A, 6 and 7 are B, all of them 16 x 64 bytes.
+
+mod square;
 
 use std::arch::asm;
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, compiler_fence};
+
+pub use square::{Element, Square};
 
 /// Rows of a register, and words of a row.
 pub const ROWS: usize = 16;
@@ -20,10 +27,11 @@ pub fn available() -> bool {
     *AVAILABLE.get_or_init(|| has_instructions() && is_saved() && permitted())
 }
 
-/// CPUID leaf 7: AMX-TILE is bit 24, AMX-INT8 bit 25 of EDX.
+/// CPUID leaf 7: AMX-BF16 is bit 22, AMX-TILE bit 24, AMX-INT8 bit 25 of EDX. No processor has the last two alone.
 fn has_instructions() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
-    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3
+    let all = 1 << 22 | 1 << 24 | 1 << 25;
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & all == all
 }
 
 /// Whether the operating system saves the registers: bits 17 and 18 of XCR0.
@@ -64,6 +72,16 @@ struct Configuration {
     rows: [u8; 16],
 }
 
+impl Configuration {
+    const EMPTY: Configuration = Configuration {
+        palette: 1,
+        start: 0,
+        reserved: [0; 14],
+        row_bytes: [0; 16],
+        rows: [0; 16],
+    };
+}
+
 /// The registers of this thread, configured for a depth; released when dropped.
 pub struct Configured(std::marker::PhantomData<*const ()>);
 
@@ -74,20 +92,30 @@ impl Configured {
             return None;
         }
         assert!(matches!(depth, 16 | 32 | 64));
-        let mut shape = Configuration {
-            palette: 1,
-            start: 0,
-            reserved: [0; 14],
-            row_bytes: [0; 16],
-            rows: [0; 16],
-        };
+        let mut shape = Configuration::EMPTY;
         shape.row_bytes[..3].copy_from_slice(&[64, depth as u16, 64]);
         shape.rows[..3].copy_from_slice(&[16, 16, (depth / 4) as u8]);
+        Some(Configured::load(&shape))
+    }
+
+    /// Configures all eight for 16 x 64 bytes. `None` without [`available`].
+    pub fn whole() -> Option<Configured> {
+        if !available() {
+            return None;
+        }
+        let mut shape = Configuration::EMPTY;
+        shape.row_bytes[..8].fill(64);
+        shape.rows[..8].fill(16);
+        Some(Configured::load(&shape))
+    }
+
+    /// `available` has the instruction and the permission; the shape is valid for palette 1.
+    fn load(shape: &Configuration) -> Configured {
         // Compilers have moved the stores behind the instruction, or dropped them: it is no access that they know of.
         compiler_fence(Ordering::SeqCst);
-        // SAFETY: `available` has the instruction and the permission; the shape is valid for palette 1.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shape, options(nostack)) };
-        Some(Configured(std::marker::PhantomData))
+        // SAFETY: the caller has asked `available`, and both shapes are valid.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) std::ptr::from_ref(shape), options(nostack)) };
+        Configured(std::marker::PhantomData)
     }
 
     /// c = the sum of `count` products: of the depth's bytes of A every `stride` bytes from `a` on, and of B every

@@ -1,0 +1,181 @@
+//! Codebook weights as [`crate::gemm::panel`] multiplies them: looked-up bytes in matrix registers, for many tokens in the
+//! mode `int8`.
+//!
+//! A register of looked-up centroids is 4 rows x 16 columns; four of them, of the quads of a panel, become four lines of
+//! 16 rows x 4 columns by transposing words within lanes. So rows stand in the order 0, 4, 8, 12, 1, 5, ... in a panel
+//! and its sums. Sums are exact and become outputs as everywhere ([`super::Epilogue`]): the same bits.
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use super::kernel::{self, Tables};
+use super::tokens::Form;
+use super::x86::Avx512;
+use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
+use crate::codebook::{Block, PANEL, View};
+use crate::gemm::panel::{Element, LANES, Line, Section, Source, Square, Tile, TokenForm};
+use crate::gemm::ternary::Activations;
+use crate::ternary::Shape;
+
+/// The tokens of an expert from which on panels are faster.
+pub(super) const FEWEST: usize = 4;
+/// Columns of a chunk, and groups of 16 of them.
+const CHUNK: usize = 4 * LANES;
+const GROUPS: usize = CHUNK / LANE;
+
+/// A tensor, and what its activations become.
+#[derive(Clone, Copy)]
+pub(super) struct Panels<'a> {
+    view: View<'a>,
+    form: Form,
+}
+
+impl<'a> Panels<'a> {
+    /// The processor has AVX-512, and the form is that of an integer mode.
+    pub fn new(view: View<'a>, form: Form) -> Self {
+        Panels { view, form }
+    }
+
+    /// A block of columns of block `block` of all experts' rows.
+    fn block(&self, block: usize, index: usize) -> Block<'a> {
+        let panels = self.view.layout().panels();
+        self.view.block(block / panels, block % panels, index)
+    }
+}
+
+impl Source for Panels<'_> {
+    fn shape(&self) -> Shape {
+        self.view.layout().shape()
+    }
+
+    fn form(&self) -> TokenForm {
+        TokenForm {
+            element: Element::Byte,
+            columns: self.shape().columns,
+            section: self.view.layout().block_size() / CHUNK,
+            variant: self.form.variant(),
+        }
+    }
+
+    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+        let (codes, unit) = self.form.quantized(*x, token);
+        tile.units[lane] = unit;
+        for (codes, line) in codes
+            .chunks(CHUNK)
+            .zip(tile.lines[lane..].iter_mut().step_by(LANES))
+        {
+            let words = line.0.iter_mut().zip(codes.as_chunks::<4>().0);
+            words.for_each(|(word, &four)| *word = u32::from_le_bytes(four));
+        }
+    }
+
+    fn open(&self, _: usize, _: &mut Vec<u8>) {}
+
+    fn decode(&self, block: usize, _: &[u8], chunks: Range<usize>, to: &mut [Line]) {
+        let length = self.form().section;
+        let mut lines = to.chunks_exact_mut(LANES);
+        let mut start = chunks.start;
+        while start < chunks.end {
+            let index = start / length;
+            let end = ((index + 1) * length).min(chunks.end);
+            let source = self.block(block, index);
+            for (chunk, lines) in (start..end).zip(&mut lines) {
+                let first = (chunk - index * length) * CHUNK;
+                // SAFETY: the processor has AVX-512 (`new`).
+                unsafe {
+                    match source.bits() {
+                        2 => look_up::<2>(&source, first, lines),
+                        3 => look_up::<3>(&source, first, lines),
+                        _ => look_up::<4>(&source, first, lines),
+                    }
+                }
+            }
+            start = end;
+        }
+    }
+
+    fn finish(&self, section: &Section, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+        let block = self.block(section.block, section.section);
+        // SAFETY: the processor has AVX-512 (`new`).
+        unsafe { finish(&block, tile, sums, out) }
+    }
+}
+
+/// Looks up 64 columns of a block from column `first` on; those behind the block's are zeros.
+///
+/// # Safety
+/// The processor has AVX-512, and the block is of `BITS` bits.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line]) {
+    let quad = step_registers(BITS) * REGISTER;
+    let tables = Tables::<1>::new::<BITS>(block);
+    let registers = block.registers().as_ptr().cast::<u8>();
+    for (group, lines) in (0..GROUPS).zip(lines.as_chunks_mut::<4>().0) {
+        let column = first + group * LANE;
+        if column >= block.columns() {
+            *lines = [Line::ZERO; 4];
+            continue;
+        }
+        let step = column / step_columns(BITS);
+        let mut found = [_mm512_setzero_si512(); QUADS];
+        for (i, found) in found.iter_mut().enumerate() {
+            // SAFETY: the step exists, for its first column does; tables are four lanes a quad.
+            unsafe {
+                let at = registers.add((step * QUADS + i) * quad);
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(kernel::AHEAD).cast());
+                let index = kernel::indices::<Avx512, BITS>(at, column % step_columns(BITS) / LANE);
+                let table = _mm512_loadu_si512(tables.0[0][i * PANEL / QUADS].as_ptr().cast());
+                *found = _mm512_shuffle_epi8(table, index);
+            }
+        }
+        for (words, line) in transposed(found).into_iter().zip(lines) {
+            // SAFETY: a line has 64 bytes, aligned.
+            unsafe { _mm512_store_si512((&raw mut *line).cast(), words) }
+        }
+    }
+}
+
+/// Word w of each lane of each register, for each w: lane l holds word w of lane l of the four registers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn transposed([a, b, c, d]: [__m512i; QUADS]) -> [__m512i; QUADS] {
+    let (ab, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    let (cd, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    [
+        _mm512_unpacklo_epi64(ab, cd),
+        _mm512_unpackhi_epi64(ab, cd),
+        _mm512_unpacklo_epi64(ab_high, cd_high),
+        _mm512_unpackhi_epi64(ab_high, cd_high),
+    ]
+}
+
+/// As [`super::Epilogue::products`] of one plane, for all tokens.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[target_feature(enable = "avx512f")]
+unsafe fn finish(block: &Block, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+    let (scales, zeros) = (block.scales(), block.sums(0));
+    // SAFETY: the arrays have 64 bytes each.
+    let (scales, zeros) = unsafe {
+        (
+            _mm512_loadu_ps(scales.as_ptr()),
+            _mm512_loadu_si512(zeros.as_ptr().cast()),
+        )
+    };
+    let scales = _mm512_mul_ps(scales, _mm512_set1_ps(256.0));
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (token, &(step, zero)) in tile.units.iter().enumerate() {
+        // SAFETY: a row has 64 bytes, aligned.
+        unsafe {
+            let sum = _mm512_permutexvar_epi32(order, _mm512_load_si512(sums.0[token].as_ptr().cast()));
+            let total = _mm512_sub_epi32(sum, _mm512_mullo_epi32(zeros, _mm512_set1_epi32(zero)));
+            let product = _mm512_mul_ps(
+                _mm512_cvtepi32_ps(total),
+                _mm512_mul_ps(scales, _mm512_set1_ps(step)),
+            );
+            let at = out.0[token].as_mut_ptr();
+            _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), product));
+        }
+    }
+}

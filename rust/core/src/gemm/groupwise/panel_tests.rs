@@ -1,0 +1,175 @@
+//! The mode `bf16`.
+
+use super::panels::Panels;
+use super::tests::{activations, sets};
+use super::*;
+use crate::gemm::panel::{Backend, Line, Source};
+use crate::groupwise::View;
+use crate::groupwise::tests::{case, spec, specs};
+use crate::pool;
+
+/// The most that a weight rounded to bf16 is off by, in units of itself and of its scale.
+const ROUNDING: (f64, f64) = (1.0 / 256.0, 1.0 / 65536.0);
+
+/// Products in the mode `bf16`; without a set, by emulated matrix registers.
+fn products(view: &View, x: &[f32], offsets: &[usize], isa: Option<Isa>) -> Vec<f32> {
+    let pool = pool::current().unwrap();
+    let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
+    let projection = match isa {
+        Some(isa) => Groupwise::new(view, Mode::Bf16, isa).unwrap(),
+        None => {
+            let mut projection = Groupwise::new(view, Mode::Bf16, Isa::Avx512).unwrap();
+            projection.engine.panels = Some(Backend::Emulated);
+            projection
+        }
+    };
+    layer::multiply(&projection, Job::of_offsets(offsets), x.into(), &mut y, &pool);
+    y
+}
+
+/// Every set, and emulated matrix registers where there is AVX-512 beside them.
+fn ways() -> impl Iterator<Item = Option<Isa>> {
+    let emulated = Isa::Avx512.available().then_some(None);
+    sets().map(Some).chain(emulated)
+}
+
+#[test]
+fn rounded_panels_hold_the_weights() {
+    for spec in specs() {
+        let blob = case(2, 19, 330, spec).blob;
+        let view = View::parse(&blob).unwrap();
+        for backend in sets().filter_map(Backend::of_bf16) {
+            let source = Panels::new(&view, backend);
+            for row in 0..2 * 19 {
+                let (block, lane) = (row / 19 * 2 + row % 19 / 16, row % 19 % 16);
+                let mut buffer = Vec::new();
+                source.open(block, &mut buffer);
+                let mut lines = [Line::ZERO; 4 * 16];
+                source.decode(block, &buffer, 6..10, &mut lines);
+                let mut values = vec![0.0; 330];
+                view.decode_values(row, &mut values);
+                for (column, &value) in values.iter().enumerate().take(320).skip(192) {
+                    let word = lines[(column - 192) / 2].0[lane];
+                    let found = f32::from_bits(word << (16 * (1 - column % 2)) & 0xffff_0000);
+                    let (scale, _) = view.parameters(row, column / view.layout().group_size());
+                    let (value, scale) = (f64::from(value), f64::from(scale).abs());
+                    let bound = ROUNDING.0 * value.abs() + ROUNDING.1 * scale;
+                    assert!(
+                        (f64::from(found) - value).abs() <= bound,
+                        "{spec:?} {backend:?}: {found} for {value}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Against decoded weights in f64: each factor is off by 2^-8 of itself, a sum by C 2^-24 of its terms.
+#[test]
+fn products_are_within_their_bound_on_every_set() {
+    for spec in specs() {
+        let blob = case(2, 19, 330, spec).blob;
+        let view = View::parse(&blob).unwrap();
+        let (x, offsets) = (activations(30 * 330), [0, 10, 30]);
+        for isa in ways() {
+            let y = products(&view, &x, &offsets, isa);
+            let mut values = vec![0.0; 330];
+            for (token, row) in (0..30).flat_map(|token| (0..19).map(move |row| (token, row))) {
+                let row_of_all = usize::from(token >= 10) * 19 + row;
+                view.decode_values(row_of_all, &mut values);
+                let (mut sum, mut bound) = (0.0, 0.0);
+                for (column, (&value, &x)) in values.iter().zip(&x[token * 330..]).enumerate() {
+                    let (scale, _) = view.parameters(row_of_all, column / view.layout().group_size());
+                    let (term, scale) = (f64::from(value) * f64::from(x), f64::from(scale * x).abs());
+                    sum += term;
+                    bound += 2.1 * ROUNDING.0 * term.abs()
+                        + 2.0 * ROUNDING.1 * scale
+                        + 330.0 * 2f64.powi(-24) * term.abs();
+                }
+                let found = f64::from(y[token * 19 + row]);
+                assert!(
+                    (found - sum).abs() <= bound,
+                    "{spec:?} {isa:?}: {found} for {sum} +- {bound}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn few_tokens_are_exact_and_many_alike_whatever_their_company() {
+    for bits in [4, 8] {
+        let blob = case(3, 40, 192, spec(bits, 64, false)).blob;
+        let view = View::parse(&blob).unwrap();
+        let x = activations(70 * 192);
+        for isa in ways() {
+            let few = [0, 1, 2, 3];
+            let mut exact = vec![0.0; 3 * 40];
+            let pool = pool::current().unwrap();
+            matmul_grouped(
+                &view,
+                &x[..3 * 192],
+                &few,
+                &mut exact,
+                Mode::Exact,
+                isa.unwrap_or(Isa::Avx512),
+                &pool,
+            )
+            .unwrap();
+            assert_eq!(products(&view, &x[..3 * 192], &few, isa), exact);
+            let all = products(&view, &x, &[0, 1, 30, 70], isa);
+            assert_eq!(all[..40], exact[..40]);
+            let alone = products(&view, &x[30 * 192..], &[0, 0, 0, 40], isa);
+            assert_eq!(alone, all[30 * 40..]);
+        }
+    }
+}
+
+#[test]
+fn bf16_activations_are_their_values_and_threads_change_nothing() {
+    let blob = case(1, 300, 256, spec(3, 128, true)).blob;
+    let view = View::parse(&blob).unwrap();
+    let x: Vec<half::bf16> = activations(600 * 256)
+        .into_iter()
+        .map(half::bf16::from_f32)
+        .collect();
+    let bits: Vec<u16> = x.iter().map(|x| x.to_bits()).collect();
+    let values: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
+    let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    for isa in sets() {
+        let expected = products(&view, &values, &[0, 600], Some(isa));
+        let mut y = vec![f32::NAN; 600 * 300];
+        matmul(&view, 0, &bits[..], 600, &mut y, Mode::Bf16, isa, &one).unwrap();
+        assert!(y == expected, "{isa:?}");
+    }
+}
+
+#[test]
+fn what_is_no_number_stays_with_its_token() {
+    for bits in [4, 8] {
+        let blob = case(1, 20, 64, spec(bits, 32, false)).blob;
+        let view = View::parse(&blob).unwrap();
+        let mut x = activations(20 * 64);
+        x[5 * 64 + 7] = f32::NAN;
+        x[6 * 64 + 50] = f32::INFINITY;
+        for isa in ways() {
+            let y = products(&view, &x, &[0, 20], isa);
+            for (token, y) in y.chunks(20).enumerate() {
+                assert!(
+                    y.iter().all(|y| y.is_finite() != matches!(token, 5 | 6)),
+                    "{isa:?} {token}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn hostile_parameters_give_numbers_and_nothing_else() {
+    let mut blob = case(1, 20, 100, spec(4, 32, false)).blob;
+    blob[crate::groupwise::HEADER_BYTES..].fill(0xff);
+    let view = View::parse(&blob).unwrap();
+    for isa in ways() {
+        products(&view, &activations(20 * 100), &[0, 20], isa);
+    }
+}

@@ -1,0 +1,177 @@
+//! Panels of weights rounded to bf16.
+//!
+//! A weight is `scale * code + offset`. Scale times code is exact in f32, so the sum is rounded to f32 once and then to
+//! bf16, to nearest. AVX-512 reads a code with its exponent as a float, 256 + code, and takes
+//! `scale * (256 + code) + (offset - 256 * scale)`: the same, unless the offset is below a 64th of the scale, where the
+//! last term is off by at most 2^-16 of the scale.
+
+use super::panels::{Part, QUADS};
+use crate::bits::{UNIT, place};
+use crate::gemm::panel::{LANES, Line, pair};
+use crate::groupwise::REGISTER_BYTES;
+use crate::simd::Isa;
+
+/// Decodes units (a chunk of bf16 each) into lines of neighbouring columns. `isa` was found available.
+pub(super) fn decode(isa: Isa, part: &Part, to: &mut [Line]) {
+    match isa {
+        // SAFETY: the set was found available; panels use AVX-512 with bf16 only.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { x86::avx512(part, to) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { x86::avx2(part, to) },
+        _ => portable(part, to),
+    }
+}
+
+/// Decodes in plain loops over the rows.
+#[inline(always)]
+fn portable(part: &Part, to: &mut [Line]) {
+    let bits = part.layout.bits();
+    let mut parameters = (usize::MAX, [[0.0; LANES]; 2]);
+    for (unit, lines) in part.units.clone().zip(to.as_chunks_mut::<LANES>().0) {
+        let registers = part.registers(unit);
+        for quad in 0..QUADS {
+            let group = part.group(unit * UNIT + 4 * quad);
+            if group != parameters.0 {
+                parameters = (group, part.parameters(group));
+            }
+            let codes = quad_codes(bits, registers, quad);
+            let value = |byte: u32, i: usize| {
+                let code = codes[i] >> (8 * byte) & 0xff;
+                parameters.1[0][i] * code as f32 + parameters.1[1][i]
+            };
+            lines[2 * quad] = Line(std::array::from_fn(|i| pair(value(0, i), value(1, i))));
+            lines[2 * quad + 1] = Line(std::array::from_fn(|i| pair(value(2, i), value(3, i))));
+        }
+    }
+}
+
+/// Four codes of each row, a byte each.
+#[inline(always)]
+fn quad_codes(bits: usize, registers: &[[u8; REGISTER_BYTES]], quad: usize) -> [u32; LANES] {
+    let (word, shift) = place(bits, quad);
+    let read = |word: usize, i: usize| u32::from_le_bytes(registers[word].as_chunks::<4>().0[i]);
+    match (bits, quad) {
+        (3, 6 | 7) => std::array::from_fn(|i| {
+            read(word, i) >> 6 & 0x0303_0303 | (read(2, i) >> quad & 0x0101_0101) << 2
+        }),
+        _ => {
+            let mask = 0x0101_0101 * ((1u32 << bits) - 1);
+            std::array::from_fn(|i| read(word, i) >> shift & mask)
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::super::panels::AHEAD;
+    use super::*;
+
+    /// # Safety
+    /// The processor has AVX2, FMA and F16C.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub unsafe fn avx2(part: &Part, to: &mut [Line]) {
+        portable(part, to);
+    }
+
+    /// # Safety
+    /// The processor has AVX-512 with bf16.
+    pub unsafe fn avx512(part: &Part, to: &mut [Line]) {
+        // SAFETY: the caller's.
+        unsafe {
+            match part.layout.bits() {
+                2 => decode::<2>(part, to),
+                3 => decode::<3>(part, to),
+                4 => decode::<4>(part, to),
+                _ => decode::<8>(part, to),
+            }
+        }
+    }
+
+    /// Sixteen rows' codes that lie `from` bits up in their words, as floats of 256 + code.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn float<const BITS: usize>(words: __m512i, from: u32) -> __m512 {
+        // The unit of a float between 256 and 512 is bit 15.
+        const UNIT_BIT: u32 = 15;
+        let moved = match from.cmp(&UNIT_BIT) {
+            std::cmp::Ordering::Less => _mm512_sll_epi32(words, _mm_cvtsi32_si128((UNIT_BIT - from) as i32)),
+            std::cmp::Ordering::Equal => words,
+            std::cmp::Ordering::Greater => {
+                _mm512_srl_epi32(words, _mm_cvtsi32_si128((from - UNIT_BIT) as i32))
+            }
+        };
+        let mask = _mm512_set1_epi32(((1 << BITS) - 1) << UNIT_BIT);
+        // The ternary function 0xEA is (a & b) | c.
+        let bits = _mm512_ternarylogic_epi32::<0xEA>(moved, mask, _mm512_set1_epi32(256f32.to_bits() as i32));
+        _mm512_castsi512_ps(bits)
+    }
+
+    /// # Safety
+    /// The processor has AVX-512 with bf16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
+    unsafe fn decode<const BITS: usize>(part: &Part, to: &mut [Line]) {
+        let order: [u16; 32] = std::array::from_fn(|i| (i / 2 + i % 2 * 16) as u16);
+        // SAFETY: the array has 64 bytes.
+        let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
+        let mut last = usize::MAX;
+        let (mut scales, mut offsets) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+        for (unit, lines) in part.units.clone().zip(to.as_chunks_mut::<LANES>().0) {
+            let mut words = [_mm512_setzero_si512(); BITS];
+            for (register, words) in part.registers(unit).iter().zip(&mut words) {
+                // SAFETY: a register has 64 bytes; a prefetch may name any address.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(register.as_ptr().wrapping_add(AHEAD).cast());
+                    *words = _mm512_loadu_si512(register.as_ptr().cast());
+                }
+            }
+            for quad in 0..QUADS {
+                if quad % 4 == 0 {
+                    let group = part.group(unit * UNIT + 4 * quad);
+                    if group != last {
+                        // SAFETY: the caller's.
+                        (scales, offsets) = unsafe { part.vectors(group, 256.0) };
+                        last = group;
+                    }
+                }
+                let (word, low) = place(BITS, quad);
+                let (source, low) = match (BITS, quad) {
+                    (3, 6 | 7) => (last_quads(&words, quad), 0),
+                    _ => (words[word], low),
+                };
+                let mut values = [_mm512_setzero_ps(); 4];
+                for (byte, value) in values.iter_mut().enumerate() {
+                    *value = _mm512_fmadd_ps(float::<BITS>(source, low + 8 * byte as u32), scales, offsets);
+                }
+                for half in 0..2 {
+                    let both = _mm512_cvtne2ps_pbh(values[2 * half + 1], values[2 * half]);
+                    // SAFETY: both types are 512 bits; a line has 64 bytes.
+                    unsafe {
+                        let both =
+                            _mm512_permutexvar_epi16(order, std::mem::transmute::<__m512bh, __m512i>(both));
+                        _mm512_store_si512((&raw mut lines[2 * quad + half]).cast(), both);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Quads 6 and 7 of three bits, a byte each.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn last_quads<const BITS: usize>(words: &[__m512i; BITS], quad: usize) -> __m512i {
+        let low = _mm512_and_si512(
+            _mm512_srli_epi32::<6>(words[quad - 6]),
+            _mm512_set1_epi32(0x0303_0303),
+        );
+        let high = match quad {
+            6 => _mm512_srli_epi32::<4>(words[BITS - 1]),
+            _ => _mm512_srli_epi32::<5>(words[BITS - 1]),
+        };
+        // The ternary function 0xEA is (a & b) | c.
+        _mm512_ternarylogic_epi32::<0xEA>(high, _mm512_set1_epi32(0x0404_0404), low)
+    }
+}

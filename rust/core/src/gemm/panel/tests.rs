@@ -1,0 +1,345 @@
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::*;
+use crate::gemm::layer::{self, Job, Products, Projection, Task};
+use crate::pool;
+use crate::simd::Isa;
+
+/// Weights as they are, [experts, rows, columns].
+struct Plain {
+    shape: Shape,
+    weights: Vec<bf16>,
+}
+
+fn shape(experts: usize, rows: usize, columns: usize) -> Shape {
+    Shape {
+        experts,
+        rows,
+        columns,
+        rank: 3,
+    }
+}
+
+/// Numbers of all signs and several sizes.
+fn numbers(count: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state
+    };
+    (0..count)
+        .map(|_| (next() as f32 / 2f32.powi(31) - 1.0) * [1.0, 0.01, 30.0][next() as usize % 3])
+        .collect()
+}
+
+impl Plain {
+    fn new(experts: usize, rows: usize, columns: usize) -> Plain {
+        let weights = numbers(experts * rows * columns, 17);
+        Plain {
+            shape: shape(experts, rows, columns),
+            weights: weights.into_iter().map(bf16::from_f32).collect(),
+        }
+    }
+}
+
+impl Source for &Plain {
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn form(&self) -> TokenForm {
+        TokenForm {
+            element: Element::Bf16,
+            columns: self.shape.columns,
+            section: self.shape.columns.div_ceil(32).max(1),
+            variant: 0,
+        }
+    }
+
+    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+        let Activations::F32(x) = x else { unreachable!() };
+        let x = &x[token * self.shape.columns..][..self.shape.columns];
+        round(Isa::Scalar, x, &mut tile.lines[lane..]);
+    }
+
+    fn open(&self, block: usize, buffer: &mut Vec<u8>) {
+        *buffer = block.to_le_bytes().to_vec();
+    }
+
+    fn decode(&self, block: usize, buffer: &[u8], chunks: Range<usize>, to: &mut [Line]) {
+        assert_eq!(buffer, block.to_le_bytes(), "each block is opened");
+        let (blocks, columns) = (self.shape.rows.div_ceil(LANES), self.shape.columns);
+        let (expert, first) = (block / blocks, block % blocks * LANES);
+        for (pair, line) in (chunks.start * LANES..chunks.end * LANES).zip(to) {
+            *line = Line(std::array::from_fn(|i| {
+                let at = |column: usize| match first + i < self.shape.rows && column < columns {
+                    true => self.weights[(expert * self.shape.rows + first + i) * columns + column].to_bits(),
+                    false => 0,
+                };
+                u32::from(at(2 * pair)) | u32::from(at(2 * pair + 1)) << 16
+            }));
+        }
+    }
+
+    fn finish(&self, section: &Section, _: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+        assert_eq!(section.section, 0);
+        *out = Square(sums.0.map(|row| row.map(f32::from_bits)));
+    }
+}
+
+/// A source and what multiplies it.
+struct By<S>(S, Backend);
+
+impl<S: Source + Copy> Projection for By<S> {
+    fn shape(&self) -> Shape {
+        self.0.shape()
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.0.shape().columns
+    }
+
+    fn granule(&self) -> usize {
+        LANES
+    }
+
+    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
+        products(self.0, (self.1, 1), job, sibling, |_| {
+            unreachable!("one token is many")
+        })
+        .unwrap()
+    }
+}
+
+fn backends() -> Vec<Backend> {
+    let sets = Isa::ALL.into_iter().filter(|isa| isa.available());
+    let found = sets.filter_map(Backend::of_bf16);
+    found.chain([Backend::Emulated]).collect()
+}
+
+fn tasks(counts: &[usize]) -> Vec<Task> {
+    let mut end = 0;
+    let mut tasks = Vec::new();
+    for (expert, &count) in counts.iter().enumerate() {
+        if count > 0 {
+            tasks.push(Task {
+                expert,
+                places: end..end + count,
+            });
+        }
+        end += count;
+    }
+    tasks
+}
+
+fn product(weights: &Plain, x: &[f32], tasks: &[Task], backend: Backend, threads: usize) -> Vec<f32> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .unwrap();
+    let job = Job::of_tasks(tasks.to_vec());
+    let mut y = vec![f32::NAN; job.tokens * weights.shape.rows];
+    layer::multiply(&By(weights, backend), job, x.into(), &mut y, &pool);
+    y
+}
+
+/// Each output against f64, within the module's bound.
+fn hold(weights: &Plain, x: &[f32], tasks: &[Task], y: &[f32], backend: Backend) {
+    let Shape { rows, columns, .. } = weights.shape;
+    for Task { expert, places } in tasks {
+        for (place, row) in places
+            .clone()
+            .flat_map(|place| (0..rows).map(move |row| (place, row)))
+        {
+            let w = &weights.weights[(expert * rows + row) * columns..][..columns];
+            let terms = w.iter().zip(&x[place * columns..][..columns]);
+            let terms = terms.map(|(w, &x)| f64::from(w.to_f32()) * f64::from(bf16::from_f32(x).to_f32()));
+            let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+            let found = f64::from(y[place * rows + row]);
+            let bound = columns as f64 * 2f64.powi(-24) * size + 1e-30;
+            assert!(
+                (found - sum).abs() <= bound,
+                "{backend:?}: {found} for {sum} +- {bound}"
+            );
+        }
+    }
+}
+
+#[test]
+fn products_are_within_their_bound_on_every_backend() {
+    for (rows, columns) in [(16, 32), (5, 7), (70, 300), (33, 1030)] {
+        let weights = Plain::new(3, rows, columns);
+        for counts in [[1, 0, 3], [9, 16, 17], [0, 33, 50]] {
+            let tasks = tasks(&counts);
+            let x = numbers(counts.iter().sum::<usize>() * columns, 5);
+            let reference = product(&weights, &x, &tasks, Backend::Portable, 1);
+            for backend in backends() {
+                let y = product(&weights, &x, &tasks, backend, 2);
+                hold(&weights, &x, &tasks, &y, backend);
+                if matches!(backend, Backend::Avx2 | Backend::Emulated) {
+                    assert_eq!(
+                        y, reference,
+                        "{backend:?}: products are exact, sums in the same order"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn neither_threads_nor_other_tokens_change_a_result() {
+    let weights = Plain::new(1, 300, 600);
+    let x = numbers(1100 * 600, 8);
+    for backend in backends().into_iter().filter(|b| *b != Backend::Emulated) {
+        let all = product(&weights, &x, &tasks(&[1100]), backend, 3);
+        assert_eq!(all, product(&weights, &x, &tasks(&[1100]), backend, 1));
+        for count in [1, 3, 40] {
+            let some = product(&weights, &x[..count * 600], &tasks(&[count]), backend, 2);
+            assert_eq!(some, all[..count * 300], "{backend:?}");
+        }
+    }
+}
+
+#[test]
+fn activations_are_rounded_to_nearest() {
+    let mut x = numbers(70, 21);
+    let special = [
+        f32::INFINITY,
+        -0.0,
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
+        1e-40,
+        f32::MAX,
+    ];
+    x.splice(0..6, special);
+    for isa in Isa::ALL.into_iter().filter_map(|isa| isa.require().ok()) {
+        let mut lines = [Line::ZERO; 3 * LANES];
+        round(isa, &x, &mut lines[2..]);
+        for (column, &x) in x.iter().enumerate() {
+            let word = lines[column / 32 * LANES + 2].0[column % 32 / 2];
+            let expected = bf16::from_f32(x).to_bits();
+            assert_eq!((word >> (16 * (column % 2))) as u16, expected, "{isa:?} {column}");
+        }
+    }
+    assert!(bf16::from_bits(pair(f32::from_bits(0x7fff_ffff), 0.0) as u16).is_nan());
+}
+
+#[test]
+fn what_is_no_number_stays_with_its_token() {
+    let weights = Plain::new(1, 20, 64);
+    let mut x = numbers(20 * 64, 3);
+    x[5 * 64 + 7] = f32::NAN;
+    for backend in backends() {
+        let y = product(&weights, &x, &tasks(&[20]), backend, 1);
+        for (token, y) in y.chunks(20).enumerate() {
+            assert!(
+                y.iter().all(|y| y.is_nan() == (token == 5)),
+                "{backend:?} {token}"
+            );
+        }
+    }
+}
+
+/// Bytes that add up over sections of some chunks; an output is the total of the sums times their sections' numbers.
+#[derive(Clone, Copy)]
+struct Bytes(Shape, usize);
+
+impl Bytes {
+    fn weight(&self, row: usize, column: usize) -> i8 {
+        (row * 89 + column * 31 + row * column) as u8 as i8
+    }
+
+    fn x(&self, token: usize, column: usize) -> u8 {
+        (token * 57 + column * 13) as u8
+    }
+}
+
+impl Source for Bytes {
+    fn shape(&self) -> Shape {
+        self.0
+    }
+
+    fn form(&self) -> TokenForm {
+        TokenForm {
+            element: Element::Byte,
+            columns: self.0.columns,
+            section: self.1,
+            variant: 0,
+        }
+    }
+
+    fn token(&self, _: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+        for column in 0..self.0.columns {
+            let word = &mut tile.lines[column / 64 * LANES + lane].0[column % 64 / 4];
+            *word |= u32::from(self.x(token, column)) << (8 * (column % 4));
+        }
+        tile.units[lane] = (1.0, 1);
+    }
+
+    fn open(&self, _: usize, _: &mut Vec<u8>) {}
+
+    fn decode(&self, block: usize, _: &[u8], chunks: Range<usize>, to: &mut [Line]) {
+        for (quad, line) in (chunks.start * LANES..chunks.end * LANES).zip(to) {
+            *line = Line(std::array::from_fn(|i| {
+                let byte = |k: usize| self.weight(block * LANES + i, 4 * quad + k) as u8;
+                u32::from_le_bytes(std::array::from_fn(byte))
+            }));
+        }
+    }
+
+    fn finish(&self, section: &Section, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+        for (token, (out, sums)) in out.0.iter_mut().zip(&sums.0).enumerate() {
+            let (step, zero) = tile.units[token];
+            let factor = step * (section.section as i32 + zero) as f32;
+            let terms = out.iter_mut().zip(sums);
+            terms.for_each(|(out, &sum)| *out += sum as i32 as f32 * factor);
+        }
+    }
+}
+
+#[test]
+fn bytes_add_up_section_by_section() {
+    let (rows, columns, count) = (40, 1500, 37);
+    let pool = pool::current().unwrap();
+    // Sections that divide a piece, that do not, and longer than one.
+    for section in [1, 2, 6, 20, 24] {
+        let source = Bytes(shape(1, rows, columns), section);
+        let matrix = Isa::Amx.available().then_some(Backend::Matrix);
+        for backend in matrix.into_iter().chain([Backend::Emulated]) {
+            let mut y = vec![f32::NAN; count * rows];
+            let x = vec![0.0; count * columns];
+            let job = Job::of_tasks(tasks(&[count]));
+            layer::multiply(&By(source, backend), job, (&x[..]).into(), &mut y, &pool);
+            for (token, row) in (0..count).flat_map(|token| (0..rows).map(move |row| (token, row))) {
+                let mut expected = 0.0;
+                for (number, first) in (0..columns).step_by(64 * section).enumerate() {
+                    let columns = first..(first + 64 * section).min(columns);
+                    let term = |c| i32::from(source.weight(row, c)) * i32::from(source.x(token, c));
+                    expected += columns.map(term).sum::<i32>() as f32 * (number + 1) as f32;
+                }
+                assert_eq!(y[token * rows + row], expected, "{section} {backend:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn no_columns_give_zeros_and_no_rows_nothing() {
+    for (rows, columns) in [(5, 0), (0, 5)] {
+        let weights = Plain::new(2, rows, columns);
+        let y = product(
+            &weights,
+            &numbers(9 * columns, 1),
+            &tasks(&[4, 5]),
+            Backend::Portable,
+            2,
+        );
+        assert_eq!(y, vec![0.0; 9 * rows]);
+    }
+}

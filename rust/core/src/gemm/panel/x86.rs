@@ -1,0 +1,150 @@
+//! Products of bf16 by vectors: AVX-512 with bf16, and AVX2.
+
+#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+
+use std::arch::x86_64::*;
+
+use super::backend::{Backend, Product};
+use super::{LANES, Line};
+
+/// As [`super::tokens::round_portable`].
+///
+/// # Safety
+/// The processor has AVX2.
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn round(x: &[f32], lines: &mut [Line]) {
+    super::tokens::round_portable(x, lines);
+}
+
+/// Multiplies by a backend that the processor has. The product has been checked.
+pub(super) fn multiply(backend: Backend, product: &mut Product) {
+    let mut token = 0;
+    while token < product.count {
+        // Tokens of one tile, as many as the kernels have accumulators for.
+        let left = (product.count - token).min(LANES - token % LANES);
+        // SAFETY: `Backend::of_bf16` has found the set, and the tokens are of one tile and exist.
+        token += unsafe {
+            match (backend, product.blocks, left) {
+                (Backend::Avx512, 1, 8..) => dots::<8, 1>(product, token),
+                (Backend::Avx512, 1, 4..) => dots::<4, 1>(product, token),
+                (Backend::Avx512, 1, 2..) => dots::<2, 1>(product, token),
+                (Backend::Avx512, 1, _) => dots::<1, 1>(product, token),
+                (Backend::Avx512, _, 8..) => dots::<8, 2>(product, token),
+                (Backend::Avx512, _, 4..) => dots::<4, 2>(product, token),
+                (Backend::Avx512, _, 2..) => dots::<2, 2>(product, token),
+                (Backend::Avx512, _, _) => dots::<1, 2>(product, token),
+                (_, _, 4..) => floats::<4>(product, token),
+                (_, _, 2..) => floats::<2>(product, token),
+                (_, _, _) => floats::<1>(product, token),
+            }
+        };
+    }
+}
+
+/// Multiplies `N` tokens from `first` on by `M` blocks; returns `N`.
+///
+/// # Safety
+/// The processor has AVX-512 with bf16, the tokens exist and are of one tile, and the product has `M` blocks and has been
+/// checked.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn dots<const N: usize, const M: usize>(product: &mut Product, first: usize) -> usize {
+    let mut sums = [[_mm512_setzero_ps(); N]; M];
+    if !product.fresh {
+        for (block, sums) in sums.iter_mut().enumerate() {
+            for (token, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: a row of sums has 64 bytes.
+                *sum = unsafe { _mm512_loadu_ps(product.row(first + token, block).as_ptr().cast()) };
+            }
+        }
+    }
+    for chunk in 0..product.chunks {
+        // SAFETY: `check` has found lines for all chunks of the blocks and of the tile that all N tokens are in.
+        unsafe {
+            let x: *const Line = product.token(first, chunk);
+            let lines = product.panel.as_ptr().add(chunk * LANES);
+            for word in 0..LANES {
+                let mut weights = [_mm512_setzero_si512(); M];
+                for (block, weights) in weights.iter_mut().enumerate() {
+                    *weights = _mm512_load_si512(lines.add(block * product.block_lines + word).cast());
+                }
+                for token in 0..N {
+                    let x = x.add(token).cast::<i32>().add(word).read();
+                    let x: __m512bh = std::mem::transmute(_mm512_set1_epi32(x));
+                    for block in 0..M {
+                        let weights: __m512bh = std::mem::transmute(weights[block]);
+                        sums[block][token] = _mm512_dpbf16_ps(sums[block][token], weights, x);
+                    }
+                }
+            }
+        }
+    }
+    for (block, sums) in sums.iter().enumerate() {
+        for (token, &sum) in sums.iter().enumerate() {
+            // SAFETY: a row of sums has 64 bytes.
+            unsafe { _mm512_storeu_ps(product.row(first + token, block).as_mut_ptr().cast(), sum) }
+        }
+    }
+    N
+}
+
+/// Multiplies `N` tokens from `first` on by all blocks, eight rows at a time; returns `N`.
+///
+/// # Safety
+/// The processor has AVX2 and FMA, the tokens exist and are of one tile, and the product has been checked.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn floats<const N: usize>(product: &mut Product, first: usize) -> usize {
+    for block in 0..product.blocks {
+        let mut sums = [[_mm256_setzero_ps(); 2]; N];
+        if !product.fresh {
+            for (token, sums) in sums.iter_mut().enumerate() {
+                let row = product.row(first + token, block);
+                // SAFETY: a row of sums has 64 bytes.
+                unsafe {
+                    *sums = [
+                        _mm256_loadu_ps(row.as_ptr().cast()),
+                        _mm256_loadu_ps(row.as_ptr().add(8).cast()),
+                    ]
+                };
+            }
+        }
+        let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+        for chunk in 0..product.chunks {
+            // SAFETY: as in `dots`; half a line has 32 bytes.
+            unsafe {
+                let x: *const Line = product.token(first, chunk);
+                let lines = product
+                    .panel
+                    .as_ptr()
+                    .add(block * product.block_lines + chunk * LANES);
+                for word in 0..LANES {
+                    let mut weights = [[_mm256_setzero_ps(); 2]; 2];
+                    for (half, weights) in weights.iter_mut().enumerate() {
+                        let pairs = _mm256_load_si256(lines.add(word).cast::<__m256i>().add(half));
+                        *weights = [
+                            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
+                            _mm256_castsi256_ps(_mm256_and_si256(pairs, high)),
+                        ];
+                    }
+                    for (token, sums) in sums.iter_mut().enumerate() {
+                        let pair = _mm256_set1_epi32(x.add(token).cast::<i32>().add(word).read());
+                        let even = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pair));
+                        let odd = _mm256_castsi256_ps(_mm256_and_si256(pair, high));
+                        for half in 0..2 {
+                            let sum = _mm256_fmadd_ps(weights[half][0], even, sums[half]);
+                            sums[half] = _mm256_fmadd_ps(weights[half][1], odd, sum);
+                        }
+                    }
+                }
+            }
+        }
+        for (token, sums) in sums.iter().enumerate() {
+            let row = product.row(first + token, block);
+            // SAFETY: a row of sums has 64 bytes.
+            unsafe {
+                _mm256_storeu_ps(row.as_mut_ptr().cast(), sums[0]);
+                _mm256_storeu_ps(row.as_mut_ptr().add(8).cast(), sums[1]);
+            }
+        }
+    }
+    N
+}
