@@ -8,8 +8,8 @@ An error must be weighed before matrices can be compared. The measure is the squ
 a share of the squares of its weights, summed over projections. So all of a layer's experts together count as much as
 one attention projection, though they have many times its weights: what a token meets is what counts. Among a layer's
 experts the same measure counts those most that have the largest weights, and training has made those large that it
-chose often: on the shared models the squared norm follows the frequency with a correlation of 0.7 to 0.97 in the layers
-whose experts are chosen unequally. Where frequencies are known, each expert's error counts as a share of its own
+chose often: on the measured models the squared norm follows the frequency with a correlation of 0.7 to 0.97 in most
+layers whose experts are chosen unequally. Where frequencies are known, each expert's error counts as a share of its own
 squares, and by its frequency, instead.
 A budget also says which tensors do without offsets (`grids`): most experts, whose ranks are worth more.
 """
