@@ -52,7 +52,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no refinement": {"steps": 0},
     "equation 8": {"assignment": "diagonal"},
     "drift": {"drift": 0.75},
-    "no permutation": {"permute": False},
+    "permutation": {"permute": True},
     "tokens weighted equally": {"weigh_tokens": False},
 }
 TUNED, PLAIN = ", tuned", ", tuned without KL"

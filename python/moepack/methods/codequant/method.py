@@ -95,7 +95,7 @@ class CodeQuant:
     rotation_steps: int = 256
     seed: int = 0
     hadamard: bool | None = None
-    permute: bool = True
+    permute: bool = False
     dense: str = "attention,shared,mlp"
     group: int = 16
     minimum_tokens: int = 64
