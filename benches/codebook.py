@@ -5,7 +5,8 @@
 Every peer multiplies by copies of its weights in turn, together larger than any cache, so a call finds them in memory
 and not in the cache; peers take turns in one run, and the median of their calls counts. `read` is the time that a plain
 sum over the same number of bytes takes, the floor of one token. Reported are microseconds, and the speed-up over torch
-bf16.
+bf16. `--layer` adds Qwen3-30B-A3B's layer of experts (128 of 3 x 768 x 2048, 8 a token) beside onnxruntime's QMoE and a
+loop over experts in torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import groupwise
 import machine
 from moepack import _core
 
@@ -45,13 +47,13 @@ class Peer:
         self.calls += 1
 
 
-def packed(rows: int, columns: int, bits: int) -> np.ndarray:
+def packed(rows: int, columns: int, bits: int, experts: int = 1) -> np.ndarray:
     """A random tensor with one codebook a row."""
     rng = np.random.default_rng(rows + bits)
-    codes = rng.integers(0, 1 << bits, (1, rows, columns), np.uint8)
-    centroids = np.sort(rng.integers(-32639, 32640, (1, rows, 1, 1 << bits)), axis=-1).astype(np.int16)
-    scales = rng.uniform(1e-6, 2e-6, (1, rows, 1)).astype(np.float32)
-    return _core.encode_codebook(codes, centroids, scales, bits=bits, block=1 << 16, rank=2)
+    codes = rng.integers(0, 1 << bits, (experts, rows, columns), np.uint8)
+    centroids = np.sort(rng.integers(-32639, 32640, (experts, rows, 1, 1 << bits)), axis=-1).astype(np.int16)
+    scales = rng.uniform(1e-6, 2e-6, (experts, rows, 1)).astype(np.float32)
+    return _core.encode_codebook(codes, centroids, scales, bits=bits, block=1 << 16, rank=3 if experts > 1 else 2)
 
 
 def rotation(source: np.ndarray, cold: int) -> list[np.ndarray]:
@@ -156,6 +158,40 @@ def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> d
     return {peer.name: statistics.median(peer.times) * 1e6 for peer in contest}
 
 
+def layer_rounds(tokens: list[int], modes: list[str]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:
+    """Rounds of moepack over three layers' weights, as `groupwise.layer_rounds`."""
+    shapes = ((768, 2048), (768, 2048), (2048, 768))
+    sources = [packed(rows, columns, 4, groupwise.EXPERTS) for rows, columns in shapes]
+    layers = [[_core.CodebookBlob(rotation(source, 0)[0]) for source in sources] for _ in range(3)]
+    size = sum(source.nbytes for source in sources)
+    for mode in modes:
+        for count in tokens:
+            x = np.random.default_rng(count).standard_normal((count, 2048)).astype(np.float32)
+            choices = [groupwise.routing(count, i) for i in range(24 if count == 1 else 3)]
+
+            def run(choices: Any = choices, x: Any = x, mode: str = mode) -> None:
+                for i, (experts, weights) in enumerate(choices):
+                    _core.gated_experts(*layers[i % 3], x, experts, weights, (mode,) * 3)
+
+            used = statistics.mean(len(np.unique(experts)) for experts, _ in choices)
+            yield f"codebook4 {mode}", count, len(choices), run, int(size * used / groupwise.EXPERTS)
+
+
+def layer(tokens: list[int], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Microseconds of a layer, by number of tokens and peer."""
+    found: dict[str, dict[str, float]] = {f"layer tokens {count}": {} for count in tokens}
+    sources = [partial(layer_rounds, tokens, args.modes), partial(groupwise.bf16_rounds, tokens)]
+    for source in [*sources, partial(groupwise.onnx_rounds, tokens, args.threads)]:
+        try:
+            for name, count, calls, run, _ in source():
+                seconds = groupwise.median_round(run, args.seconds) / calls
+                found[f"layer tokens {count}"][name] = seconds * 1e6
+                print(f"layer, {count} tokens: {name} {seconds * 1e6:.0f} us", flush=True)
+        except ImportError as error:
+            print(f"left out: {error}")
+    return found
+
+
 def main() -> None:
     """Measure every shape and number of tokens; print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -166,6 +202,7 @@ def main() -> None:
     parser.add_argument("--isa", nargs="*", default=[_core.isa()])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 16, 64, 256])
     parser.add_argument("--shapes", nargs="*", default=[f"{rows}x{columns}" for rows, columns in SHAPES])
+    parser.add_argument("--layer", nargs="*", type=int, default=[], help="tokens of the layer of experts")
     parser.add_argument("--cold", type=int, default=1_000_000_000, help="bytes of a peer's weights, at least")
     parser.add_argument("--out", type=Path, default=Path("build/codebook.json"))
     args = parser.parse_args()
@@ -181,6 +218,9 @@ def main() -> None:
             row = "  ".join(f"{name} {value:.0f} ({base / value:.2f}x)" for name, value in times.items())
             print(f"{shape}, {tokens} tokens, us: {row}", flush=True)
             machine.save(args.out, args.threads, figures)
+    if args.layer:
+        figures |= layer(args.layer, args)
+        machine.save(args.out, args.threads, figures)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 //! loaded once for 16 rows, the rows' sums are independent chains, and a panel is one ascending stream of bytes.
 //!
 //! AVX-512, for 16 columns of 16 rows of 4 bits, beside the loads: 6 operations for indices, 4 shuffles a plane and
-//! 4 dot products a plane and token. More than four tokens are bound by dot products, so looking codes up again for each
-//! tile of tokens costs nothing.
+//! 4 dot products a plane and token. Four tokens are bound by dot products, so looking codes up again for each tile of
+//! tokens costs little; the sums of six would not fit the registers beside tables and weights.
 
 // A closure that an iterator calls would be compiled without the instructions.
 #![allow(clippy::needless_range_loop)]
@@ -19,8 +19,6 @@ use crate::codebook::{Block, PANEL};
 
 /// How far ahead of the codes in use memory is asked for, in bytes. Measured best between 1 and 2 KB.
 pub(super) const AHEAD: usize = 1536;
-/// Most tokens of a tile.
-const WIDEST: usize = 6;
 
 /// The rows' codebooks, 16 bytes each.
 #[repr(align(64))]
@@ -166,7 +164,6 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
     }
     while done < list.len() {
         match (list.len() - done).min(V::WIDEST / PLANES) {
-            WIDEST.. if V::WIDEST / PLANES >= WIDEST => tile!(6),
             4.. if V::WIDEST / PLANES >= 4 => tile!(4),
             2.. if V::WIDEST / PLANES >= 2 => tile!(2),
             _ => tile!(1),

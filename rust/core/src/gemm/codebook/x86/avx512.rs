@@ -9,7 +9,7 @@ pub(in crate::gemm::codebook) struct Avx512;
 // SAFETY (all blocks): the trait's contract is the intrinsics'.
 impl Lanes for Avx512 {
     const HALVES: usize = 1;
-    const WIDEST: usize = 6;
+    const WIDEST: usize = 4;
     type Int = __m512i;
     type X = __m512i;
 
