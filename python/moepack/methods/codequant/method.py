@@ -59,8 +59,8 @@ class CodeQuant:
         damping: added to the diagonal of the Hessians, relative to its mean.
         drift: the share of the error accumulated in earlier layers that the weights are moved to undo, 0 to 1 (the
             difference between X and X~ in equation 5); anything but 0 runs the original model beside the compressed
-            one. Where activations are rounded it also undoes their noise, which costs the model more than it mends
-            (docs/methods/codequant.md).
+            one. With rounded activations it also takes their noise for error of earlier layers
+            (docs/methods/codequant.md has what that does).
         weigh_tokens: let a token count in an expert's objective what the layer's weighted sum makes of it (equation
             6), not 1.
         rotation: "learned", "random", "hadamard" or "none": what turns the residual stream, folded into all weights
@@ -71,7 +71,8 @@ class CodeQuant:
             matrix while the model runs: no offline rotation reaches these inputs. By default where activations have 4
             bits.
         permute: with blocks, order the inner dimension of feed-forward layers so that codebooks serve columns that
-            belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated).
+            belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated). Off,
+            for it was measured not to help.
         dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
         group: experts solved together.
         minimum_tokens: experts with fewer are named in the notes.
