@@ -71,8 +71,8 @@ class CodeQuant:
             matrix while the model runs: no offline rotation reaches these inputs. By default where activations have 4
             bits.
         permute: with blocks, order the inner dimension of feed-forward layers so that codebooks serve columns that
-            belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated). Off,
-            for it was measured not to help.
+            belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated).
+            Off, for it was measured not to help.
         dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
         group: experts solved together.
         minimum_tokens: experts with fewer are named in the notes.
