@@ -1,7 +1,7 @@
 """Times products of group-wise integers, and a whole layer of experts, beside other packages from PyPI.
 
     python benches/groupwise.py [--threads 2] [--seconds 1.5] [--parts one many layer] [--shapes 14336x4096 4096x14336]
-        [--out build/groupwise.json]
+        [--isas avx512 avx2 scalar] [--alone] [--out build/groupwise.json]
 
 One token: 14336x4096 and 4096x14336, each peer going through at least 1 GB of weights a round, so that no cache holds
 any; the plain reading bandwidth of the machine is measured before every peer. Many tokens: 16, 64 and 256 on
@@ -89,6 +89,7 @@ class Report:
         self.figures.append(row)
         share = f"{row['gb_s']:6.1f} of {row['read_gb_s']:.1f} GB/s, {row['gop_s']:.0f} GOP/s"
         print(f"{part:<11} {tokens:>3} tokens  {name:<46} {row['us']:>10.1f} us  {share}", flush=True)
+        self.save()
 
     def absent(self, part: str, peer: Absent) -> None:
         """Record a peer that did not take part."""
@@ -109,8 +110,10 @@ class Report:
             self.add(part, count, peer.name, seconds, peer.nbytes, count * operations)
 
 
-def products(report: Report, rows: int, columns: int, tokens: list[int], cold: int, isas: list[str]) -> None:
-    """One matrix: moepack's formats, modes and instruction sets, and the peers."""
+def products(
+    report: Report, rows: int, columns: int, tokens: list[int], cold: int, isas: list[str], alone: bool
+) -> None:
+    """One matrix: moepack's formats, modes and instruction sets, and, unless `alone`, the peers."""
     part = f"{rows}x{columns}"
     wanted = [(isa, "int8", *weights) for isa in isas for weights in WEIGHTS if isa == isas[0] or weights == INT4]
     wanted += [
@@ -119,7 +122,8 @@ def products(report: Report, rows: int, columns: int, tokens: list[int], cold: i
     wanted += [(isas[0], "bf16", *weights) for weights in WEIGHTS if max(tokens) > 1]
     ours = [partial(moepack_peer, rows, columns, bits, group, mode, isa, cold) for isa, mode, bits, group in wanted]
     first = partial(moepack_peer, rows, columns, 4, 64, "int8", isas[0], cold)
-    for make in [*ours, *linear_peers(rows, columns, report.threads, cold), first]:
+    others = [] if alone else [*linear_peers(rows, columns, report.threads, cold), first]
+    for make in [*ours, *others]:
         report.peer(part, make, columns, 2 * rows * columns, tokens)
         gc.collect()
 
@@ -246,6 +250,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["one", "many", "layer"], choices=["one", "many", "layer"])
     parser.add_argument("--shapes", nargs="*", default=["14336x4096", "4096x14336"], help="many tokens: the first")
     parser.add_argument("--isas", nargs="*", default=[_core.isa()], help="the first is measured in all formats")
+    parser.add_argument("--alone", action="store_true", help="products of moepack and of nobody else")
     parser.add_argument("--cold", type=int, default=COLD, help="bytes of weights that a round of one token reads")
     parser.add_argument("--out", type=Path, default=Path("build/groupwise.json"))
     options = parser.parse_args()
@@ -258,12 +263,12 @@ def main() -> None:
         for part in options.parts:
             if part == "one":
                 for rows, columns in shapes:
-                    products(report, rows, columns, [1], options.cold, options.isas)
+                    products(report, rows, columns, [1], options.cold, options.isas, options.alone)
             elif part == "many":
-                products(report, *shapes[0], [16, 64, 256], min(WARM, options.cold), options.isas)
+                products(report, *shapes[0], [16, 64, 256], min(WARM, options.cold), options.isas, options.alone)
             else:
                 layers(report, options.isas)
-            report.save()
+        report.save()
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ impl Engine {
             return (left.min(ROW_TOKENS), ROW_TOKENS, Form::Rows);
         }
         let tokens = left.min(self.widest());
-        (tokens, tokens.next_power_of_two(), Form::Words)
+        (tokens, tokens, Form::Words)
     }
 
     /// Configures matrix registers where the tiles want them, for a few blocks; [`Engine::rest`] gives them back.

@@ -340,7 +340,7 @@ pub(super) unsafe fn add_step<V: Lanes>(
 #[inline(always)]
 pub(super) unsafe fn compute<V: Lanes>(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
     macro_rules! choose {
-        ($($bits:literal)*) => { choose!(@ $($bits: (1 1) (2 2) (4 4) (8 8) (1 3) (2 6) (4 12)),*) };
+        ($($bits:literal)*) => { choose!(@ $($bits: (1 1) (2 2) (3 3) (4 4) (5 5) (6 6) (7 7) (8 8) (1 3) (2 6) (3 9) (4 12)),*) };
         (@ $($bits:literal: $(($tokens:literal $lines:literal))*),*) => {
             match (weights.layout.bits(), tile.tokens, tile.lines()) {
                 // SAFETY: the caller's; the parameters are those of layout and tile.
