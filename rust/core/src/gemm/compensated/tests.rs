@@ -175,7 +175,13 @@ fn a_layer_is_its_products() {
                 .zip(out)
                 .for_each(|(sum, value)| *sum += 0.5 * value);
         }
-        assert_eq!(y, expected, "{isa:?} {mode:?}");
+        // How bf16 rounds depends on how many tokens an expert has; the integer modes give the same bits.
+        let largest = expected.iter().fold(0f32, |most, y| most.max(y.abs()));
+        let bound = if mode == Mode::Bf16 { 0.01 * largest } else { 0.0 };
+        for (y, expected) in y.iter().zip(&expected) {
+            let near = (y - expected).abs() <= bound;
+            assert!(near, "{y} instead of {expected} +- {bound}, {isa:?} {mode:?}");
+        }
     }
 }
 
