@@ -41,7 +41,7 @@ pub(super) fn exact<const BITS: u8>(
     }
     while done < list.len() {
         match list.len() - done {
-            1 => tile!(4, 1),
+            1 => tile!(8, 1),
             2 | 3 => tile!(4, 2),
             4..8 => tile!(4, 4),
             _ => tile!(2, 8),
