@@ -1,7 +1,8 @@
 """Times products of group-wise integers, and a whole layer of experts, beside other packages from PyPI.
 
     python benches/groupwise.py [--threads 2] [--seconds 1.5] [--parts one many layer] [--shapes 14336x4096 4096x14336]
-        [--isas avx512 avx2 scalar] [--alone] [--out build/groupwise.json]
+        [--isas avx512 avx2 scalar] [--peers torch onnxruntime auto-round-lib llama-cpp-python] [--weights 4:64 3:64]
+        [--out build/groupwise.json]
 
 One token: 14336x4096 and 4096x14336, each peer going through at least 1 GB of weights a round, so that no cache holds
 any; the plain reading bandwidth of the machine is measured before every peer. Many tokens: 16, 64 and 256 on
@@ -27,9 +28,11 @@ import numpy as np
 import torch
 
 import machine
+from ggml import ggml_peers
 from moepack import _core
 from moepack.runtime.machine import read_bandwidth
 from peers import (
+    PACKAGES,
     Absent,
     Peer,
     aligned,
@@ -110,19 +113,24 @@ class Report:
             self.add(part, count, peer.name, seconds, peer.nbytes, count * operations)
 
 
-def products(
-    report: Report, rows: int, columns: int, tokens: list[int], cold: int, isas: list[str], alone: bool
-) -> None:
-    """One matrix: moepack's formats, modes and instruction sets, and, unless `alone`, the peers."""
+def products(report: Report, shape: tuple[int, ...], tokens: list[int], cold: int, options: argparse.Namespace) -> None:
+    """One matrix: moepack's formats, modes and instruction sets, and the peers."""
+    (rows, columns), isas = shape, options.isas
     part = f"{rows}x{columns}"
     wanted = [(isa, "int8", *weights) for isa in isas for weights in WEIGHTS if isa == isas[0] or weights == INT4]
     wanted += [
         (isa, "exact", *weights) for isa in isas for weights in WEIGHTS if isa == isas[0] and weights != INT4_WIDE
     ]
     wanted += [(isas[0], "bf16", *weights) for weights in WEIGHTS if max(tokens) > 1]
-    ours = [partial(moepack_peer, rows, columns, bits, group, mode, isa, cold) for isa, mode, bits, group in wanted]
-    first = partial(moepack_peer, rows, columns, 4, 64, "int8", isas[0], cold)
-    others = [] if alone else [*linear_peers(rows, columns, report.threads, cold), first]
+    ours = [
+        partial(moepack_peer, rows, columns, bits, group, mode, isa, cold)
+        for isa, mode, bits, group in wanted
+        if f"{bits}:{group}" in options.weights
+    ]
+    sizes = (rows, columns, report.threads, cold)
+    others = [make for package in options.peers for make in linear_peers(package, *sizes)]
+    others += ggml_peers(*sizes) if "llama-cpp-python" in options.peers else []
+    others += [partial(moepack_peer, rows, columns, 4, 64, "int8", isas[0], cold)] if others else []
     for make in [*ours, *others]:
         report.peer(part, make, columns, 2 * rows * columns, tokens)
         gc.collect()
@@ -250,7 +258,11 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["one", "many", "layer"], choices=["one", "many", "layer"])
     parser.add_argument("--shapes", nargs="*", default=["14336x4096", "4096x14336"], help="many tokens: the first")
     parser.add_argument("--isas", nargs="*", default=[_core.isa()], help="the first is measured in all formats")
-    parser.add_argument("--alone", action="store_true", help="products of moepack and of nobody else")
+    parser.add_argument(
+        "--peers", nargs="*", default=PACKAGES, choices=PACKAGES, help="of products; none: moepack alone"
+    )
+    names = [f"{bits}:{group}" for bits, group in WEIGHTS]
+    parser.add_argument("--weights", nargs="*", default=names, choices=names, help="bits:group of moepack's products")
     parser.add_argument("--cold", type=int, default=COLD, help="bytes of weights that a round of one token reads")
     parser.add_argument("--out", type=Path, default=Path("build/groupwise.json"))
     options = parser.parse_args()
@@ -262,10 +274,10 @@ def main() -> None:
     with torch.inference_mode():
         for part in options.parts:
             if part == "one":
-                for rows, columns in shapes:
-                    products(report, rows, columns, [1], options.cold, options.isas, options.alone)
+                for shape in shapes:
+                    products(report, shape, [1], options.cold, options)
             elif part == "many":
-                products(report, *shapes[0], [16, 64, 256], min(WARM, options.cold), options.isas, options.alone)
+                products(report, shapes[0], [16, 64, 256], min(WARM, options.cold), options)
             else:
                 layers(report, options.isas)
         report.save()

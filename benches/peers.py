@@ -216,21 +216,30 @@ def auto_round_peer(rows: int, columns: int, bits: int, group: int, cold: int) -
     return Peer(name, first.numel(), len(weights), round_of)
 
 
-def linear_peers(rows: int, columns: int, threads: int, cold: int) -> Iterator[Callable[[], Peer | Absent]]:
-    """Everything a product of one matrix is compared with, to be made one at a time: each takes `cold` bytes."""
-    yield lambda: torch_bf16(rows, columns, cold)
-    yield lambda: torch_int8(rows, columns, cold)
-    yield lambda: torch_int4(rows, columns, 64, cold)
-    for bits, group in ((4, 64), (4, 128), (2, 128), (8, 128)):
-        yield lambda bits=bits, group=group: onnx_peer(rows, columns, bits, group, threads, cold)
-    for bits, group in ((4, 128), (3, 64), (2, 64), (8, 128)):
-        yield lambda bits=bits, group=group: auto_round_peer(rows, columns, bits, group, cold)
+PACKAGES = ("torch", "onnxruntime", "auto-round-lib", "llama-cpp-python")
+"""Distributions that bring peers, in the order in which they are measured; the last brings ggml."""
+
+
+def linear_peers(
+    package: str, rows: int, columns: int, threads: int, cold: int
+) -> Iterator[Callable[[], Peer | Absent]]:
+    """What a package has for products of one matrix, to be made one at a time: each takes `cold` bytes."""
+    if package == "torch":
+        yield lambda: torch_bf16(rows, columns, cold)
+        yield lambda: torch_int8(rows, columns, cold)
+        yield lambda: torch_int4(rows, columns, 64, cold)
+    elif package == "onnxruntime":
+        for bits, group in ((4, 64), (4, 128), (2, 128), (8, 128)):
+            yield lambda bits=bits, group=group: onnx_peer(rows, columns, bits, group, threads, cold)
+    elif package == "auto-round-lib":
+        for bits, group in ((4, 128), (3, 64), (2, 64), (8, 128)):
+            yield lambda bits=bits, group=group: auto_round_peer(rows, columns, bits, group, cold)
 
 
 def versions() -> dict[str, str]:
     """Versions of the packages that take part, or "absent"."""
     found = {}
-    for package in ("torch", "onnxruntime", "auto-round-lib"):
+    for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
