@@ -7,7 +7,7 @@ respect to all centroids before it; and the output error is that of the model, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -112,9 +112,6 @@ def tune_model(
     generator = torch.Generator().manual_seed(settings.seed)
     samples = samples[torch.randperm(len(samples), generator=generator)]
     share = max(1, len(samples) // 8)
-    held, seen = samples[:share], samples[share:]
-    moves = [book.moves for book in books.values()]
-    optimizer = torch.optim.Adam(moves, lr=settings.rate, betas=(0.9, 0.99))
     with listening(student) as heard, listening(teacher) as expected:
 
         def divergences(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,31 +123,53 @@ def tune_model(
             routers = [_divergence(truth, found) for truth, found in zip(expected, heard, strict=True)]
             return _divergence(truth, found), torch.stack(routers).mean()
 
-        before = least = _mean(divergences, held, settings.batch)
-        best = [move.detach().clone() for move in moves]
-        order: list[int] = []
-        for step in range(settings.steps):
-            while len(order) < settings.batch:
-                order += torch.randperm(len(seen), generator=generator).tolist()
-            batch, order = seen[order[: settings.batch]], order[settings.batch :]
-            for group in optimizer.param_groups:
-                group["lr"] = settings.rate * (1 - 0.9 * step / settings.steps)
-            logits, routers = divergences(batch)
-            loss = logits + settings.router_weight * routers
-            if not bool(loss.isfinite()):
-                raise CalibrationError("the loss of the packed model is not finite")
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            advance(1)
-            if step % CHECK == CHECK - 1 or step == settings.steps - 1:
-                found = _mean(divergences, held, settings.batch)
-                if found.total(settings.router_weight) < least.total(settings.router_weight):
-                    least, best = found, [move.detach().clone() for move in moves]
+        batches = _batches(samples[share:], settings, generator)
+        moves = [book.moves for book in books.values()]
+        before, after = _descend(moves, divergences, batches, samples[:share], settings, advance)
+    return Tuned(books, before, after)
+
+
+def _batches(samples: Tensor, settings: TuneSettings, generator: torch.Generator) -> Iterator[Tensor]:
+    """A batch for each step: all samples in random order, then in another."""
+    order: list[int] = []
+    for _ in range(settings.steps):
+        while len(order) < settings.batch:
+            order += torch.randperm(len(samples), generator=generator).tolist()
+        yield samples[order[: settings.batch]]
+        order = order[settings.batch :]
+
+
+def _descend(
+    moves: Sequence[Tensor],
+    divergences: Callable[[Tensor], tuple[Tensor, Tensor]],
+    batches: Iterator[Tensor],
+    held: Tensor,
+    settings: TuneSettings,
+    advance: Callable[[int], None],
+) -> tuple[Objective, Objective]:
+    """Leave in `moves` the iterate of the least held-out objective; returns the objective of the start and its own."""
+    optimizer = torch.optim.Adam(moves, lr=settings.rate, betas=(0.9, 0.99))
+    before = least = _mean(divergences, held, settings.batch)
+    best = [move.detach().clone() for move in moves]
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate * (1 - 0.9 * step / settings.steps)
+        logits, routers = divergences(batch)
+        loss = logits + settings.router_weight * routers
+        if not bool(loss.isfinite()):
+            raise CalibrationError("the loss of the packed model is not finite")
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        advance(1)
+        if step % CHECK == CHECK - 1 or step == settings.steps - 1:
+            found = _mean(divergences, held, settings.batch)
+            if found.total(settings.router_weight) < least.total(settings.router_weight):
+                least, best = found, [move.detach().clone() for move in moves]
     with torch.no_grad():
         for move, kept in zip(moves, best, strict=True):
             move.copy_(kept)
-    return Tuned(books, before, least)
+    return before, least
 
 
 def _divergence(expected: Tensor, found: Tensor) -> Tensor:
