@@ -505,7 +505,7 @@ def kmeans(
         ValueError: sizes do not match, or a value or weight is out of range.
     """
 
-_Layered: TypeAlias = GroupwiseBlob | CodedGroupwiseBlob | TernaryBlob | CodebookBlob
+_Layered: TypeAlias = GroupwiseBlob | CodedGroupwiseBlob | CompensatedBlob | TernaryBlob | CodebookBlob
 
 def gated_experts(
     gate: _Layered,
@@ -514,7 +514,7 @@ def gated_experts(
     x: NDArray[np.float32] | NDArray[np.uint16],
     experts: NDArray[np.int64],
     weights: NDArray[np.float32],
-    modes: tuple[str | None, str | None, str | None] = (None, None, None),
+    modes: tuple[str | None, str | None, str | None] = ...,
     isa: str | None = None,
 ) -> NDArray[np.float32]:
     """Return for each token the sum over its experts of weight * down(silu(gate x) * up x), float32 [tokens, columns].
