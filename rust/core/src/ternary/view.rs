@@ -4,6 +4,7 @@
 //! cheap on a mapped file. After it every row's codes are known to lie in the payload; whether they make sense is
 //! known only to [`TernaryView::verify`] and to the decoders, which check as they go.
 
+use super::dict16::MAX_PAIRS;
 use super::layout::{self, GROUP_ROWS, Header, Layout, SWAPPED};
 use super::levels::{self, LevelType};
 use super::{Code, Shape};
@@ -413,8 +414,22 @@ impl<'a> TernaryView<'a> {
                 if at < before || at > end - start || (row == 0 && at != 0) {
                     return self.corrupt_row(expert * self.rows() + row, format!("starts at code {at}"));
                 }
+                self.check_dict16_length(expert, row, at - before)?;
                 before = at;
             }
+            self.check_dict16_length(expert, self.rows(), end - start - before)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that the codes before `row` can fill the row that they belong to: nobody is asked for columns that the
+    /// bytes do not hold. A row of zeros may have no codes.
+    fn check_dict16_length(&self, expert: usize, row: usize, codes: usize) -> Result<()> {
+        if codes > 0 && codes.saturating_mul(2 * MAX_PAIRS) < self.columns() {
+            return self.corrupt_row(
+                expert * self.rows() + row.saturating_sub(1),
+                format!("has {codes} codes for {} columns", self.columns()),
+            );
         }
         Ok(())
     }
