@@ -12,6 +12,7 @@ loop over experts in torch.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -47,13 +48,17 @@ class Peer:
         self.calls += 1
 
 
-def packed(rows: int, columns: int, bits: int, experts: int = 1) -> np.ndarray:
-    """A random tensor with one codebook a row."""
+def packed(rows: int, columns: int, bits: int, activation_bits: int, experts: int = 1) -> np.ndarray:
+    """A random tensor with one codebook a row; where activations have bits, centroids of one byte."""
     rng = np.random.default_rng(rows + bits)
     codes = rng.integers(0, 1 << bits, (experts, rows, columns), np.uint8)
-    centroids = np.sort(rng.integers(-32639, 32640, (experts, rows, 1, 1 << bits)), axis=-1).astype(np.int16)
+    top, unit = (127, 256) if activation_bits else (32639, 1)
+    centroids = np.sort(rng.integers(-top, top + 1, (experts, rows, 1, 1 << bits)), axis=-1).astype(np.int16) * unit
     scales = rng.uniform(1e-6, 2e-6, (experts, rows, 1)).astype(np.float32)
-    return _core.encode_codebook(codes, centroids, scales, bits=bits, block=1 << 16, rank=3 if experts > 1 else 2)
+    return _core.encode_codebook(
+        codes, centroids.astype(np.int16), scales, bits=bits, block=1 << 16, rank=3 if experts > 1 else 2,
+        activation_bits=activation_bits,
+    )  # fmt: skip
 
 
 def rotation(source: np.ndarray, cold: int) -> list[np.ndarray]:
@@ -66,18 +71,22 @@ def rotation(source: np.ndarray, cold: int) -> list[np.ndarray]:
 
 
 def own(rows: int, columns: int, x: np.ndarray, args: argparse.Namespace) -> list[Peer]:
-    """moepack: each number of bits, mode and instruction set."""
+    """moepack: each number of bits, mode and instruction set. The mode int8 is that of tensors with activation bits."""
+
+    def multiply(blobs: list[Any], mode: str, isa: str, copy: int) -> object:
+        return blobs[copy].matmul(x, mode=mode, isa=isa)
+
     found = []
-    for bits in args.bits:
-        copies = rotation(packed(rows, columns, bits), args.cold)
+    for bits, activation_bits in itertools.product(args.bits, (0, 8)):
+        modes = [mode for mode in args.modes if (mode == "int8") == bool(activation_bits)]
+        if not modes:
+            continue
+        copies = rotation(packed(rows, columns, bits, activation_bits), args.cold)
         blobs = [_core.CodebookBlob(copy) for copy in copies]
-
-        def multiply(blobs: list[Any], mode: str, isa: str, copy: int) -> object:
-            return blobs[copy].matmul(x, mode=mode, isa=isa)
-
-        for isa in args.isa:
-            for mode in args.modes:
-                found.append(Peer(f"codebook{bits} {mode} {isa}", partial(multiply, blobs, mode, isa), len(blobs)))
+        for isa, mode in itertools.product(args.isa, modes):
+            found.append(Peer(f"codebook{bits} {mode} {isa}", partial(multiply, blobs, mode, isa), len(blobs)))
+        if not activation_bits and "int8" in args.modes:
+            continue
         words = [copy[: copy.size // 8 * 8].view(np.int64) for copy in copies]
         sums = [torch.from_numpy(copy) for copy in words]
         found.append(Peer(f"read {bits} bits", lambda i, sums=sums: sums[i].sum(), len(sums)))
@@ -161,15 +170,16 @@ def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> d
 def layer_rounds(tokens: list[int], modes: list[str]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:
     """Rounds of moepack over three layers' weights, as `groupwise.layer_rounds`."""
     shapes = ((768, 2048), (768, 2048), (2048, 768))
-    sources = [packed(rows, columns, 4, groupwise.EXPERTS) for rows, columns in shapes]
-    layers = [[_core.CodebookBlob(rotation(source, 0)[0]) for source in sources] for _ in range(3)]
-    size = sum(source.nbytes for source in sources)
     for mode in modes:
+        activation_bits = 8 if mode == "int8" else 0
+        sources = [packed(rows, columns, 4, activation_bits, groupwise.EXPERTS) for rows, columns in shapes]
+        layers = [[_core.CodebookBlob(rotation(source, 0)[0]) for source in sources] for _ in range(3)]
+        size = sum(source.nbytes for source in sources)
         for count in tokens:
             x = np.random.default_rng(count).standard_normal((count, 2048)).astype(np.float32)
             choices = [groupwise.routing(count, i) for i in range(24 if count == 1 else 3)]
 
-            def run(choices: Any = choices, x: Any = x, mode: str = mode) -> None:
+            def run(choices: Any = choices, x: Any = x, mode: str = mode, layers: Any = layers) -> None:
                 for i, (experts, weights) in enumerate(choices):
                     _core.gated_experts(*layers[i % 3], x, experts, weights, (mode,) * 3)
 

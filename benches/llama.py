@@ -104,7 +104,8 @@ class Random:
             random = np.random.default_rng(sum(map(ord, weights.name)))
             books = (*weights.shape[:2], 1, 16)
             codes = random.integers(0, 16, weights.shape, np.uint8)
-            centroids = np.sort(random.integers(-32639, 32640, books), -1).astype(np.int16)
+            # Activations of 8 bits: centroids of one byte.
+            centroids = np.sort(random.integers(-127, 128, books), -1).astype(np.int16) * 256
             scales = np.full(books[:3], 2 / 32639 / weights.shape[2] ** 0.5, np.float32)
             blob = _core.encode_codebook(
                 codes, centroids, scales, bits=4, block=1 << 16, rank=weights.rank, activation_bits=8

@@ -14,6 +14,7 @@ import moepack
 from moepack import CodebookTensor, InvalidTensorError, _core, encode_codebook, lut_matmul
 from moepack.codebook import fixed_point
 from moepack.runtime.matrix import CodebookMatrix, open_matrix
+from moepack.solvers.activations import round_activations
 from oracle import codebook as oracle
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "codebook"
@@ -89,6 +90,21 @@ def test_fixed_point_is_close_and_encoding_it_again_changes_nothing() -> None:
     tensor = encode_codebook(codes, centroids)
     torch.testing.assert_close(tensor.dequantize(), stored.values(), rtol=0, atol=0)
     assert fixed_point(torch.full((1, 4), 1e-45)).values().abs().max() == 0
+
+
+@pytest.mark.parametrize("activation_bits", [4, 8])
+def test_rounded_activations_take_one_byte_a_centroid(activation_bits: int) -> None:
+    centroids = weight(16, 16)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(16, 16)
+    tensor = encode_codebook(codes, centroids, activation_bits=activation_bits)
+    tensor.verify()
+    torch.testing.assert_close(tensor.dequantize()[:, :16], fixed_point(centroids, 8).values(), rtol=0, atol=0)
+    # Of 256 columns: 4 bits a code, 8 a centroid, 64 for a scale and a sum.
+    assert 8 * (tensor.nbytes - 128) == 16 * 256 * 4.75
+    x = weight(3, 256, seed=1)
+    y = tensor.matmul(x)
+    torch.testing.assert_close(y, round_activations(x, activation_bits) @ tensor.dequantize().T, rtol=1e-5, atol=1e-4)
+    assert torch.equal(y, tensor.matmul(x, "int16"))
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())

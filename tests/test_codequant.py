@@ -138,9 +138,10 @@ def test_steps_help_the_models_outputs(mixtral, text, tmp_path):
 @pytest.mark.parametrize("shape", [(1, 16, 128), (3, 21, 300), (2, 5, 1)])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("block", [None, 128, 256])
-def test_sizes_are_known_in_advance(shape, bits, block):
-    tensor = moepack.CodebookTensor.quantize(torch.randn(shape), bits, block)
-    assert tensor.nbytes == packed_bytes(shape, bits, block)
+@pytest.mark.parametrize("activation_bits", [0, 4])
+def test_sizes_are_known_in_advance(shape, bits, block, activation_bits):
+    tensor = moepack.CodebookTensor.quantize(torch.randn(shape), bits, block, activation_bits=activation_bits)
+    assert tensor.nbytes == packed_bytes(shape, bits, block, activation_bits)
 
 
 def test_an_expert_that_no_token_reaches_is_named(mixtral, text, tmp_path):

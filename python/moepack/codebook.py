@@ -1,8 +1,8 @@
 """A codebook tensor: codes of 2, 3 or 4 bits into the 4, 8 or 16 centroids that each row, or block of a row, has.
 
 `CodebookTensor.quantize` clusters any weight by exact k-means; `encode_codebook` packs codes and centroids that a
-solver found. `lut_matmul` multiplies by codes and codebooks as they are. Centroids are stored as 16-bit integers with a
-scale for each codebook: `fixed_point` says what becomes of them.
+solver found. `lut_matmul` multiplies by codes and codebooks as they are. Centroids are stored as integers with a scale
+for each codebook, of 16 bits, or of 8 where products round activations: `fixed_point` says what becomes of them.
 
 Invariants of a `CodebookTensor`: those of a `BlobTensor`.
 """
@@ -18,11 +18,24 @@ from moepack.errors import InvalidTensorError
 from moepack.solvers.kmeans import kmeans
 from moepack.tensors import FLOATS, Array, BlobTensor
 
-__all__ = ["CodebookTensor", "FixedPoint", "encode_codebook", "fixed_point", "lut_matmul", "split_blocks"]
+__all__ = [
+    "CodebookTensor",
+    "FixedPoint",
+    "centroid_bits",
+    "encode_codebook",
+    "fixed_point",
+    "lut_matmul",
+    "split_blocks",
+]
 
 MAX_CENTROID = 127 * 256 + 127
 BLOCK_UNIT = 128
 Mode = Literal["exact", "int16", "int8"]
+
+
+def centroid_bits(activation_bits: int) -> int:
+    """To how many bits a tensor rounds its centroids: to 8 where products round activations, and multiply integers."""
+    return 8 if activation_bits else 16
 
 
 class FixedPoint(NamedTuple):
@@ -91,7 +104,8 @@ class CodebookTensor(BlobTensor):
             bits: 2, 3 or 4: of a code; 4, 8 or 16 centroids.
             block: columns that share a codebook, a multiple of 128; None for the whole row.
             importance: `[C]` or `[E, C]`, what a squared error of each column counts, not negative; by default 1.
-            activation_bits: to how many bits products round activations unless told otherwise: 0 (not at all), 4, 8.
+            activation_bits: to how many bits products round activations unless told otherwise: 0 (not at all), 4, 8;
+                with 4 or 8 centroids have 8 bits, otherwise 16.
 
         Raises:
             InvalidTensorError: the weight or the importance is not as above.
@@ -178,7 +192,7 @@ class CodebookTensor(BlobTensor):
 def encode_codebook(
     codes: AnyTensor, codebooks: AnyTensor, *, block: int | None = None, activation_bits: int = 0
 ) -> CodebookTensor:
-    """Pack codes and codebooks; centroids are rounded to 16 bits as `fixed_point` says.
+    """Pack codes and codebooks; centroids are rounded to 16 bits as `fixed_point` says, or to 8 with activation bits.
 
     Args:
         codes: `[R, C]` or `[E, R, C]` uint8, below K.
@@ -246,7 +260,7 @@ def _check(bits: int, block: int | None, activation_bits: int) -> None:
 
 def _encode(codes: torch.Tensor, centroids: torch.Tensor, bits: int, block: int | None, activation_bits: int) -> Any:
     """The blob of codes [..., R, C] and centroids [..., R, B, K]."""
-    stored = fixed_point(centroids.cpu())
+    stored = fixed_point(centroids.cpu(), centroid_bits(activation_bits))
     experts = 1 if codes.ndim == 2 else codes.shape[0]
 
     def stacked(part: torch.Tensor) -> Any:

@@ -73,8 +73,11 @@ def panel(tensor: Tensor, expert: int, first: int) -> bytes:
             sums[0, row] = ((books[row] + 128) // 256)[mine].sum()
             sums[1, row] = books[row][mine].sum()
         high = (books + 128) // 256
-        out += high.astype(np.int8).tobytes() + (books - 256 * high).astype(np.int8).tobytes()
-        out += scales.tobytes() + sums.tobytes()
+        low = books - 256 * high
+        planes = 1 if tensor.activation_bits else 2
+        assert planes == 2 or not low.any()
+        out += b"".join(plane.astype(np.int8).tobytes() for plane in (high, low)[:planes])
+        out += scales.tobytes() + sums[:planes].tobytes()
         for step in range(0, codes.shape[1], STEP[tensor.bits]):
             rows = codes[:, step : step + STEP[tensor.bits]]
             out += b"".join(quad(tensor.bits, rows[QUAD * q : QUAD * q + QUAD]) for q in range(PANEL // QUAD))

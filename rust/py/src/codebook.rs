@@ -21,7 +21,8 @@ use crate::layer::Packed;
 ///
 /// Args:
 ///     codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
-///     centroids: int16 [experts, rows, blocks, 2^bits], C-contiguous, -32639 to 32639.
+///     centroids: int16 [experts, rows, blocks, 2^bits], C-contiguous, -32639 to 32639; multiples of 256 unless
+///         activation_bits is 0, for then the high byte alone is stored.
 ///     scales: float32 [experts, rows, blocks], C-contiguous, finite and not negative.
 ///     bits: of a code: 2, 3 or 4.
 ///     block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.

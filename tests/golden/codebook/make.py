@@ -34,6 +34,8 @@ def tensor(seed: int, shape: tuple[int, int, int], rank: int, bits: int, block: 
     rng = np.random.default_rng(seed)
     books = (*shape[:2], -(-shape[2] // block))
     centroids = np.sort(rng.integers(-32639, 32640, (*books, 1 << bits)), -1).astype(np.int16)
+    if activation_bits:
+        centroids = ((centroids.astype(np.int64) + 128) // 256 * 256).astype(np.int16)
     scales = (rng.integers(0, 1000, books) / 2**20).astype(np.float32)
     codes = rng.integers(0, 1 << bits, shape).astype(np.uint8)
     return Tensor(bits, block, rank, activation_bits, codes, centroids, scales)

@@ -22,7 +22,7 @@ from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
 from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
-from moepack.codebook import BLOCK_UNIT
+from moepack.codebook import BLOCK_UNIT, centroid_bits
 from moepack.errors import ResumeError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
@@ -126,7 +126,7 @@ class CodeQuant:
             weighted=self.weighted,
             damping=self.damping,
             drift=self.drift,
-            centroid_bits=16 if self.activation_bits == 16 else 8,
+            centroid_bits=centroid_bits(self._rounding.bits),
         )
         roles = [role.strip() for role in self.dense.split(",") if role.strip()]
         if unknown := set(roles) - {"attention", "shared", "mlp"}:
@@ -164,7 +164,7 @@ class CodeQuant:
 
     def bound(self, shape: Shape) -> int:
         """Return the size: it depends on the shape alone."""
-        return packed_bytes(shape, self.weight_bits, self._solver.block)
+        return packed_bytes(shape, self.weight_bits, self._solver.block, self._rounding.bits)
 
     def dense_bound(self, shape: Shape, role: str) -> int:
         """Return the same for a linear layer."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moepack import _core
 from moepack.calibration.moments import Moments
-from moepack.codebook import BLOCK_UNIT, fixed_point
+from moepack.codebook import BLOCK_UNIT, centroid_bits, fixed_point
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.solvers.activations import Rounding, turned
@@ -22,15 +22,16 @@ WHOLE_ROW = 1 << 20
 """To the core a block wider than any row means the row."""
 
 
-def packed_bytes(shape: Shape, bits: int, block: int | None) -> int:
-    """Size of a codebook tensor (docs/format.md, section 7)."""
+def packed_bytes(shape: Shape, bits: int, block: int | None, activation_bits: int) -> int:
+    """Size of a codebook tensor (docs/format.md, section 7); `activation_bits` are 4 or 8, or 0 for no rounding."""
     experts, rows, columns = shape
     width = block or max(-(-columns // BLOCK_UNIT) * BLOCK_UNIT, BLOCK_UNIT)
     step = {2: 64, 3: 128, 4: 32}[bits]
+    parameters = 16 * (4 + (1 if activation_bits else 2) * ((1 << bits) + 4))
     panel = 0
     for first in range(0, columns, width):
         steps = -(-min(width, columns - first) // step)
-        panel += 32 * (1 << bits) + 192 + 4 * steps * (192 if bits == 3 else 64)
+        panel += parameters + 4 * steps * (192 if bits == 3 else 64)
     return 128 + experts * -(-rows // 16) * panel
 
 
@@ -133,8 +134,7 @@ class Solving:
             yield name, self._pack(name, weights, details if position == 0 else {})
 
     def _pack(self, name: str, weights: Weights, details: Mapping[str, Any]) -> PackedTensor:
-        bits = 8 if self.rounding.bits else 16
-        stored = fixed_point(self.centroids.pop(name), bits)
+        stored = fixed_point(self.centroids.pop(name), centroid_bits(self.rounding.bits))
         blob = _core.encode_codebook(
             self.codes.pop(name).numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=self.settings.bits,
             block=self.settings.block or WHOLE_ROW, rank=weights.rank, activation_bits=self.rounding.bits,

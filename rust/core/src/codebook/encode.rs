@@ -24,7 +24,7 @@ pub struct Content<'a> {
     pub hadamard: usize,
     /// E x R x C codes below 2^bits.
     pub codes: &'a [u8],
-    /// E x R x B x K centroids, -32639 to 32639.
+    /// E x R x B x K centroids, -32639 to 32639; where products round activations, multiples of 256.
     pub centroids: &'a [i16],
     /// E x R x B scales, finite and not negative.
     pub scales: &'a [f32],
@@ -76,11 +76,13 @@ pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
     {
         return invalid(format!("code {} in row {}", codes[at], at / shape.columns));
     }
+    let one_byte = layout.planes() == 1;
     if let Some(c) = centroids
         .iter()
-        .find(|c| c.unsigned_abs() > MAX_CENTROID.unsigned_abs())
+        .find(|&&c| c.unsigned_abs() > MAX_CENTROID.unsigned_abs() || one_byte && c % 256 != 0)
     {
-        return invalid(format!("centroid {c}"));
+        let which = if one_byte { "multiples of 256, " } else { "" };
+        return invalid(format!("centroid {c}; they are {which}at most {MAX_CENTROID}"));
     }
     if let Some(scale) = scales.iter().find(|s| !s.is_finite() || s.is_sign_negative()) {
         return invalid(format!("scale {scale}"));
@@ -111,18 +113,32 @@ fn write_panel(layout: &Layout, content: &Content, panel: usize, out: &mut [u8])
             let out = &mut out[layout.block_at(block)..];
             let (parameters, rest) = out.split_at_mut(layout.parameter_bytes());
             let steps = &mut rest[..layout.steps(block) * layout.step_bytes()];
-            write_parameters(row - first, codes, centroids, content.scales[book], parameters);
+            let planes = layout.planes();
+            write_parameters(
+                (row - first, planes),
+                codes,
+                centroids,
+                content.scales[book],
+                parameters,
+            );
             write_codes(layout.bits(), row - first, codes, steps);
         }
     }
 }
 
-fn write_parameters(row: usize, codes: &[u8], centroids: &[i16], scale: f32, out: &mut [u8]) {
+fn write_parameters(
+    (row, planes): (usize, usize),
+    codes: &[u8],
+    centroids: &[i16],
+    scale: f32,
+    out: &mut [u8],
+) {
     let clusters = centroids.len();
     for (code, &centroid) in centroids.iter().enumerate() {
         let (high, low) = split(centroid);
-        out[row * clusters + code] = high as u8;
-        out[(PANEL + row) * clusters + code] = low as u8;
+        for (plane, byte) in [high, low].into_iter().take(planes).enumerate() {
+            out[(plane * PANEL + row) * clusters + code] = byte as u8;
+        }
     }
     let highs = codes
         .iter()
@@ -133,8 +149,8 @@ fn write_parameters(row: usize, codes: &[u8], centroids: &[i16], scale: f32, out
         .map(|&code| i32::from(centroids[usize::from(code)]))
         .sum::<i32>();
     let words = [scale.to_le_bytes(), highs.to_le_bytes(), wholes.to_le_bytes()];
-    for (section, word) in words.into_iter().enumerate() {
-        out[2 * PANEL * clusters + 4 * (section * PANEL + row)..][..4].copy_from_slice(&word);
+    for (section, word) in words.into_iter().take(1 + planes).enumerate() {
+        out[planes * PANEL * clusters + 4 * (section * PANEL + row)..][..4].copy_from_slice(&word);
     }
 }
 

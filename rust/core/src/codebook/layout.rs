@@ -116,9 +116,14 @@ impl Layout {
         QUADS * REGISTER * step_registers(self.bits)
     }
 
-    /// Bytes of the parameters of a block of a panel.
+    /// Bytes of a stored centroid: 2, or where products round activations 1, the high byte, the low one being zero.
+    pub fn planes(&self) -> usize {
+        if self.activation_bits == 0 { 2 } else { 1 }
+    }
+
+    /// Bytes of the parameters of a block of a panel: centroids, a scale, and a sum for each plane.
     pub fn parameter_bytes(&self) -> usize {
-        PANEL * (2 * self.clusters() + 12)
+        PANEL * (4 + self.planes() * (self.clusters() + 4))
     }
 
     /// Where block `block` starts in its panel.

@@ -3,6 +3,7 @@
 //! A weight is `scale * centroid[code]` with centroids that are 16-bit integers, stored as two planes of bytes:
 //! `centroid = 256 * high + low`, both signed. So one format serves three products: `high` alone is the centroid rounded
 //! to 8 bits, both planes together are exact in integers, and floating point sees 16 bits relative to the row's largest.
+//! Tensors whose products round activations want no more than 8 bits: their low bytes are zeros, and are not stored.
 //!
 //! The layout is what byte shuffles want. A 64-byte register holds 4 rows of 16 columns: each of its four lanes of 16
 //! bytes belongs to one row, so the row's codebook is the lane's shuffle table, and codes become centroids in one
@@ -15,7 +16,7 @@
 //!                             16 u64 experts E
 //! then for each expert, for each panel of 16 rows, for each block of columns, with K = 2^bits:
 //! 16*K i8   high bytes of the rows' centroids          16 i32  for each row the sum of high over the block's columns
-//! 16*K i8   low bytes                                  16 i32  the same sum of whole centroids
+//! 16*K i8   low bytes (if 11 is 0)                     16 i32  the same sum of whole centroids (if 11 is 0)
 //! 16 f32    scales                                     for each step of columns the codes of 4 quads of rows
 //! a step    32 (4 bits), 128 (3) or 64 (2) columns; of a quad 64, 192 or 64 bytes, see `bits`
 //! ```

@@ -7,6 +7,7 @@ use crate::ternary::Shape;
 pub(crate) struct Case {
     pub shape: Shape,
     pub bits: u8,
+    pub activation_bits: u8,
     pub block: usize,
     pub hadamard: usize,
     pub codes: Vec<u8>,
@@ -32,6 +33,7 @@ impl Case {
                 rank: 3,
             },
             bits,
+            activation_bits: 0,
             block,
             hadamard: 1,
             codes: (0..experts * rows * columns)
@@ -45,11 +47,25 @@ impl Case {
         }
     }
 
+    /// The tensor whose products round activations to 8 bits: centroids are rounded to one byte.
+    pub fn of_one_byte(mut self) -> Case {
+        self.activation_bits = 8;
+        let round = |centroid: &mut i16| *centroid = 256 * i16::from(split(*centroid).0);
+        self.centroids.iter_mut().for_each(round);
+        self
+    }
+
+    /// Both kinds of a tensor: centroids of two bytes, and of one.
+    pub fn both(bits: u8, shape: [usize; 3], block: usize) -> [Case; 2] {
+        let new = || Case::new(bits, shape, block);
+        [new(), new().of_one_byte()]
+    }
+
     pub fn content(&self) -> Content<'_> {
         Content {
             shape: self.shape,
             bits: self.bits,
-            activation_bits: 8,
+            activation_bits: self.activation_bits,
             block: self.block,
             hadamard: self.hadamard,
             codes: &self.codes,
@@ -80,11 +96,14 @@ proptest! {
     #[test]
     fn what_goes_in_comes_out(
         bits in 2u8..5, experts in 0usize..3, rows in 0usize..35, columns in 0usize..300, units in 1usize..4,
+        planes in 1usize..3,
     ) {
-        let case = Case::new(bits, [experts, rows, columns], 128 * units);
+        let [two, one] = Case::both(bits, [experts, rows, columns], 128 * units);
+        let case = if planes == 1 { one } else { two };
         let blob = case.blob();
         let view = View::parse(&blob).unwrap();
         view.verify().unwrap();
+        prop_assert_eq!(view.layout().planes(), planes);
         prop_assert_eq!(blob.len() % 64, 0);
         let (mut codes, mut values) = (vec![9; columns], vec![0.0; columns]);
         for row in 0..experts * rows {
@@ -100,9 +119,11 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_read_safely(mut data in prop::collection::vec(any::<u8>(), 0..2000), bits in 2u8..5) {
+    fn any_bytes_are_read_safely(
+        mut data in prop::collection::vec(any::<u8>(), 0..2000), bits in 2u8..5, activation_bits in 0u8..2,
+    ) {
         let shape = Shape { experts: 1, rows: 3, columns: 40, rank: 3 };
-        let layout = Layout::of(shape, bits, 0, 128, 1).unwrap();
+        let layout = Layout::of(shape, bits, 8 * activation_bits, 128, 1).unwrap();
         data.resize(layout.total_bytes(), 7);
         layout.write(&mut data);
         data[13] %= 4;
@@ -116,12 +137,28 @@ proptest! {
 
 #[test]
 fn every_truncation_and_extension_is_refused() {
-    let blob = Case::new(4, [2, 17, 130], 128).blob();
-    for length in 0..blob.len() {
-        assert!(View::parse(&blob[..length]).is_err(), "{length}");
+    for case in Case::both(4, [2, 17, 130], 128) {
+        let mut blob = case.blob();
+        for length in 0..blob.len() {
+            assert!(View::parse(&blob[..length]).is_err(), "{length}");
+        }
+        let longer = [&blob[..], &[0; 64]].concat();
+        assert!(View::parse(&longer).is_err());
+        // Whether centroids have one byte or two follows from the bits of activations.
+        blob[11] ^= 8;
+        assert!(View::parse(&blob).is_err());
     }
-    let longer = [&blob[..], &[0; 64]].concat();
-    assert!(View::parse(&longer).is_err());
+}
+
+#[test]
+fn one_byte_a_centroid_saves_16_clusters_and_a_sum_a_block() {
+    for bits in 2..=4 {
+        let [two, one] = Case::both(bits, [1, 16, 256], 128).map(|case| case.blob().len());
+        assert_eq!(two - one, 2 * 16 * ((1 << bits) + 4));
+    }
+    // 16 rows of 256 columns by 4 bits, 16 bytes, a scale and a sum.
+    let one = Case::new(4, [1, 16, 256], 256).of_one_byte().blob();
+    assert_eq!(one.len(), HEADER_BYTES + 16 * (128 + 16 + 4 + 4));
 }
 
 #[test]
@@ -175,6 +212,22 @@ fn verify_names_what_is_wrong() {
 }
 
 #[test]
+fn verify_names_what_is_wrong_with_centroids_of_one_byte() {
+    let blob = Case::new(4, [1, 3, 40], 128).of_one_byte().blob();
+    let scales = HEADER_BYTES + 16 * 16;
+    let spoil = |at: usize, bytes: &[u8]| {
+        let mut bad = blob.clone();
+        bad[at..at + bytes.len()].copy_from_slice(bytes);
+        View::parse(&bad).unwrap().verify().unwrap_err().to_string()
+    };
+    assert!(spoil(scales + 8, &f32::NAN.to_le_bytes()).contains("row 2 block 0: scale NaN"));
+    assert!(spoil(scales + 64, &[0xff, 0xff]).contains("row 0 block 0: wrong sums"));
+    assert!(spoil(scales + 12, &1f32.to_le_bytes()).contains("row 3 block 0: a row of padding"));
+    assert!(spoil(HEADER_BYTES, &[!blob[HEADER_BYTES]]).contains("row 0 block 0: wrong sums"));
+    assert!(spoil(HEADER_BYTES + 3 * 16 + 1, &[1]).contains("row 3 block 0: a row of padding"));
+}
+
+#[test]
 fn content_out_of_range_is_refused() {
     let case = Case::new(2, [1, 2, 130], 128);
     let shape = |rank, columns| Shape {
@@ -194,6 +247,11 @@ fn content_out_of_range_is_refused() {
         Content { hadamard: 4, ..valid },
         Content {
             activation_bits: 16,
+            ..valid
+        },
+        // Centroids of one byte would lose their low ones.
+        Content {
+            activation_bits: 8,
             ..valid
         },
         Content {

@@ -17,6 +17,8 @@ pub struct View<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct Block<'a> {
     bits: u8,
+    /// Bytes of a stored centroid.
+    planes: usize,
     parameters: &'a [u8],
     codes: &'a [u8],
 }
@@ -45,6 +47,7 @@ impl<'a> View<'a> {
         let (parameters, rest) = data.split_at(layout.parameter_bytes());
         Block {
             bits: layout.bits(),
+            planes: layout.planes(),
             parameters,
             codes: &rest[..layout.steps(block) * layout.step_bytes()],
         }
@@ -123,10 +126,20 @@ impl<'a> Block<'a> {
         self.codes.len() / step * step_columns(self.bits)
     }
 
-    /// The table of a row: its centroids' high (plane 0) or low bytes (plane 1), repeated to 16.
+    /// Bytes of a stored centroid, 1 or 2.
+    #[inline(always)]
+    pub fn planes(&self) -> usize {
+        self.planes
+    }
+
+    /// The table of a row: its centroids' high (plane 0) or low bytes (plane 1), repeated to 16. A plane that is not
+    /// stored is of zeros.
     #[inline(always)]
     pub fn table(&self, plane: usize, row: usize) -> [u8; LANE] {
         let clusters = self.clusters();
+        if plane >= self.planes {
+            return [0; LANE];
+        }
         let bytes = &self.parameters[(plane * PANEL + row) * clusters..][..clusters];
         std::array::from_fn(|i| bytes[i % clusters])
     }
@@ -135,13 +148,13 @@ impl<'a> Block<'a> {
     #[inline(always)]
     pub fn centroid(&self, row: usize, code: usize) -> i32 {
         let byte = |plane: usize| self.parameters[(plane * PANEL + row) * self.clusters() + code] as i8;
-        join(byte(0), byte(1))
+        join(byte(0), if self.planes > 1 { byte(1) } else { 0 })
     }
 
     /// Words of a section of the parameters, one a row.
     #[inline(always)]
     fn words(&self, section: usize) -> [[u8; 4]; PANEL] {
-        let at = 2 * PANEL * self.clusters() + 4 * PANEL * section;
+        let at = self.planes * PANEL * self.clusters() + 4 * PANEL * section;
         let words = self.parameters[at..at + 4 * PANEL].as_chunks().0;
         words.first_chunk().copied().unwrap_or_default()
     }
@@ -152,13 +165,13 @@ impl<'a> Block<'a> {
         self.words(0).map(f32::from_le_bytes)
     }
 
-    /// For each row the sum over the columns of high bytes (0) or whole centroids (1).
+    /// For each row the sum over the columns of high bytes (0) or, where both bytes are stored, of whole centroids (1).
     #[inline(always)]
     pub fn sums(&self, which: usize) -> [i32; PANEL] {
         self.words(1 + which).map(i32::from_le_bytes)
     }
 
-    /// The centroids' high (plane 0) or low bytes (plane 1), row by row.
+    /// The centroids' high (plane 0) or, where both bytes are stored, low bytes (plane 1), row by row.
     #[inline(always)]
     pub fn plane(&self, plane: usize) -> &'a [u8] {
         let size = PANEL * self.clusters();
@@ -211,7 +224,7 @@ impl<'a> Block<'a> {
             sums[0] += i32::from(self.table(0, row)[usize::from(code)] as i8);
             sums[1] = sums[1].wrapping_add(self.centroid(row, usize::from(code)));
         }
-        if sums != [0, 1].map(|which| self.sums(which)[row]) {
+        if (0..self.planes).any(|which| sums[which] != self.sums(which)[row]) {
             return Err("wrong sums of centroids".into());
         }
         let centroids = (0..self.clusters()).map(|code| self.centroid(row, code));

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moepack import _core
-from moepack.codebook import fixed_point, split_blocks
+from moepack.codebook import centroid_bits, fixed_point, split_blocks
 from moepack.errors import UnsupportedModelError
 from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
@@ -72,7 +72,7 @@ class Books(nn.Module):
 
     def blob(self) -> Tensor:
         """Pack again: the bytes, uint8, as many as before."""
-        stored = fixed_point(self.centroids().detach().cpu(), 8 if self.activation_bits else 16)
+        stored = fixed_point(self.centroids().detach().cpu(), centroid_bits(self.activation_bits))
         data = _core.encode_codebook(
             self.codes.cpu().numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=self.bits,
             block=1 << 20 if self.first.shape[2] < 2 else self.block, rank=self.rank,

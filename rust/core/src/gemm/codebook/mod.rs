@@ -8,7 +8,8 @@
 //!   that of the token and zero (CodeQuant, section 4, asymmetric min-max). Centroids are used in full, sums are exact
 //!   integers within a block. The error beyond that of the mode `Exact` is at most step * 0.501 * sum of |w|.
 //! * [`Mode::Int8`]: the same with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
-//!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales).
+//!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales). Tensors that store one byte
+//!   a centroid lose nothing by it, and take it for `Int16`.
 //!
 //! A tensor whose layout has a Hadamard width stores turned weights; every mode turns the activations first, and the
 //! bounds hold for turned weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the turning.
@@ -76,6 +77,14 @@ impl Mode {
             _ => Err(Error::InvalidArgument(format!(
                 "unknown mode {name:?}: use exact, int16 or int8"
             ))),
+        }
+    }
+
+    /// What gives the same products by as few bytes as centroids of `planes` bytes have.
+    fn of_planes(self, planes: usize) -> Mode {
+        match self {
+            Mode::Int16 { activation_bits } if planes == 1 => Mode::Int8 { activation_bits },
+            mode => mode,
         }
     }
 

@@ -35,6 +35,7 @@ impl<'a> Codebook<'a> {
     /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Codebook<'a>> {
         let vectors = isa.require()?;
+        let mode = mode.of_planes(view.layout().planes());
         let bytes = matches!(mode, Mode::Int8 { .. });
         Ok(Codebook {
             view,

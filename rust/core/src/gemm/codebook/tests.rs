@@ -94,16 +94,47 @@ const SHAPES: [([usize; 3], usize); 4] = [
 fn products_are_within_their_bounds_on_every_set() {
     for bits in 2..=4 {
         for (shape, block) in SHAPES {
-            let blob = Case::new(bits, shape, block).blob();
-            let view = View::parse(&blob).unwrap();
-            for counts in [[1, 0, 0], [0, 9, 2], [4, 3, 17], [2, 8, 6]] {
-                let offsets = ascending(&counts[..shape[0]]);
-                let x = activations(offsets[shape[0]] * shape[2]);
-                for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
-                    for isa in sets() {
-                        let y = product(&view, &x, &offsets, mode, isa);
-                        hold(&view, &x, &offsets, mode, &y);
+            for case in Case::both(bits, shape, block) {
+                let blob = case.blob();
+                let view = View::parse(&blob).unwrap();
+                for counts in [[1, 0, 0], [0, 9, 2], [4, 3, 17], [2, 8, 6]] {
+                    let offsets = ascending(&counts[..shape[0]]);
+                    let x = activations(offsets[shape[0]] * shape[2]);
+                    for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+                        for isa in sets() {
+                            let y = product(&view, &x, &offsets, mode, isa);
+                            hold(&view, &x, &offsets, mode, &y);
+                        }
                     }
+                }
+            }
+        }
+    }
+}
+
+/// The same weights with their low bytes, which are zeros, and without.
+#[test]
+fn centroids_of_one_byte_give_the_products_of_two_bytes() {
+    for bits in 2..=4 {
+        for (shape, block) in SHAPES {
+            let one = Case::new(bits, shape, block).of_one_byte();
+            let short = one.blob();
+            let two = Case {
+                activation_bits: 0,
+                ..one
+            }
+            .blob();
+            let (short, two) = (View::parse(&short).unwrap(), View::parse(&two).unwrap());
+            let offsets = ascending(&[1, 5, 14][..shape[0]]);
+            let x = activations(offsets[shape[0]] * shape[2]);
+            for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+                for isa in sets() {
+                    let expected = product(&two, &x, &offsets, mode, isa);
+                    assert_eq!(
+                        product(&short, &x, &offsets, mode, isa),
+                        expected,
+                        "{isa:?} {mode:?}"
+                    );
                 }
             }
         }
@@ -114,24 +145,26 @@ fn products_are_within_their_bounds_on_every_set() {
 fn integer_modes_give_the_naive_sums_and_the_same_bits_on_every_set() {
     for bits in 2..=4 {
         for (shape, block) in SHAPES {
-            let blob = Case::new(bits, shape, block).blob();
-            let view = View::parse(&blob).unwrap();
-            let counts = [1, 5, 14];
-            let offsets = ascending(&counts[..shape[0]]);
-            let x = activations(offsets[shape[0]] * shape[2]);
-            for mode in INTEGERS {
-                let expected = naive(&view, &x, &offsets, mode);
-                for isa in sets() {
-                    let y = product(&view, &x, &offsets, mode, isa);
-                    for (found, expected) in y.iter().zip(&expected) {
-                        let bound = 1e-5 * expected.abs() + 1e-6;
-                        assert!((f64::from(*found) - expected).abs() <= bound, "{isa:?} {mode:?}");
+            for case in Case::both(bits, shape, block) {
+                let blob = case.blob();
+                let view = View::parse(&blob).unwrap();
+                let counts = [1, 5, 14];
+                let offsets = ascending(&counts[..shape[0]]);
+                let x = activations(offsets[shape[0]] * shape[2]);
+                for mode in INTEGERS {
+                    let expected = naive(&view, &x, &offsets, mode);
+                    for isa in sets() {
+                        let y = product(&view, &x, &offsets, mode, isa);
+                        for (found, expected) in y.iter().zip(&expected) {
+                            let bound = 1e-5 * expected.abs() + 1e-6;
+                            assert!((f64::from(*found) - expected).abs() <= bound, "{isa:?} {mode:?}");
+                        }
+                        assert_eq!(
+                            y,
+                            product(&view, &x, &offsets, mode, Isa::Scalar),
+                            "{isa:?} {mode:?}"
+                        );
                     }
-                    assert_eq!(
-                        y,
-                        product(&view, &x, &offsets, mode, Isa::Scalar),
-                        "{isa:?} {mode:?}"
-                    );
                 }
             }
         }
@@ -153,7 +186,8 @@ fn panels_of_bytes_give_the_same_bits() {
             ([2, 16, 1200], 384),
             ([2, 5, 2500], 4096),
         ] {
-            let blob = Case::new(bits, shape, block).blob();
+            let [two, one] = Case::both(bits, shape, block);
+            let blob = if bits == 3 { two } else { one }.blob();
             let view = View::parse(&blob).unwrap();
             let offsets = [0, 3, 40];
             let x = activations(40 * shape[2]);
@@ -289,14 +323,16 @@ fn tokens_that_are_no_numbers_stay_alone_and_zeros_give_zeros() {
 
 #[test]
 fn hostile_parameters_give_numbers_and_nothing_else() {
-    let mut blob = Case::new(4, [1, 20, 100], 128).blob();
-    blob[crate::codebook::HEADER_BYTES..].fill(0xff);
-    let view = View::parse(&blob).unwrap();
-    assert!(view.verify().is_err());
-    for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
-        for isa in sets() {
-            for tokens in [1, 9] {
-                product(&view, &activations(tokens * 100), &[0, tokens], mode, isa);
+    for case in Case::both(4, [1, 20, 100], 128) {
+        let mut blob = case.blob();
+        blob[crate::codebook::HEADER_BYTES..].fill(0xff);
+        let view = View::parse(&blob).unwrap();
+        assert!(view.verify().is_err());
+        for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+            for isa in sets() {
+                for tokens in [1, 9] {
+                    product(&view, &activations(tokens * 100), &[0, tokens], mode, isa);
+                }
             }
         }
     }
