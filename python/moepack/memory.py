@@ -6,6 +6,8 @@ program needs them.
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,37 @@ def anonymous_bytes() -> int:
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def available_bytes() -> int | None:
+    """Return how many bytes the process can still take: the least that the system and its control groups leave it.
+
+    Page cache counts as available. None where Linux's `/proc/meminfo` does not exist.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        system = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    return min([system, *_group_limits()])
+
+
+def _group_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What each control group (version 2) that this process is in leaves it, where the group has a limit."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (root / path, *(root / path).parents):
+        if not group.is_relative_to(root):
+            return
+        with suppress(OSError, ValueError):  # no group of version 2, or "max": none with a limit
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            statistics = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = sum(int(value) for name, value in statistics if name in ("active_file", "inactive_file"))
+            yield max(0, limit - used + cached)
 
 
 class PeakMemory:

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from moepack.checkpoint.header import read_header
@@ -17,6 +16,7 @@ from moepack.format.directory import PackedDirectory
 from moepack.format.hub import CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.mapping import map_file
 from moepack.pipeline.job import PARTIAL
 from moepack.pipeline.journal import Workspace
 
@@ -88,7 +88,7 @@ def dense_entries(source: PackedDirectory) -> Iterator[list[Entry]]:
     records = source.manifest.tensors
     for file in sorted({record.file for record in records.values() if not record.packed}):
         header = read_header(source.path / file, CorruptionError)
-        mapped = np.memmap(source.path / file, np.uint8, mode="r").view(np.ndarray)
+        mapped = map_file(source.path / file)
         entries = []
         for name, record in records.items():
             if record.file == file and not record.packed:

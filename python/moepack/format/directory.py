@@ -1,9 +1,10 @@
 """A packed directory, open for reading.
 
 Opening checks the manifest, that every shard is there with its size, and that its header says what the manifest says.
-No tensor is read: the packed ones are mapped, so they cost address space until a kernel touches them. Their bytes are
-checked by `verify` (checksums) and by the reader of each blob (structure). Files that a model does not need to run (a
-model card, a license) may be absent: transformers fetches from the hub only what it reads. `verify` wants them all.
+No tensor is read: the packed ones are mapped (in huge pages where memory can hold them all), so they cost address space
+until a kernel touches them. Their bytes are checked by `verify` (checksums) and by the reader of each blob (structure).
+Files that a model does not need to run (a model card, a license) may be absent: transformers fetches from the hub only
+what it reads. `verify` wants them all.
 
 Invariant: `tensors()` are slices of read-only mappings, 64-byte aligned, inside their files. A file that is truncated
 while it is mapped kills the process when it is touched, as with any mapped file: never write into an open directory.
@@ -24,6 +25,8 @@ from moepack.checkpoint.header import Header, read_header
 from moepack.errors import CorruptionError, LoadError
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
+from moepack.mapping import map_file
+from moepack.memory import available_bytes
 
 Blob = _core.TernaryBlob | _core.GroupwiseBlob | _core.CodedGroupwiseBlob | _core.CodebookBlob | _core.CompensatedBlob
 """A packed tensor of any kind, its metadata checked."""
@@ -71,11 +74,13 @@ class PackedDirectory:
         manifest = read_manifest(path)
         packed = manifest.packed()
         tensors: dict[str, npt.NDArray[np.uint8]] = {}
+        available = available_bytes()
+        fits = available is not None and sum(record.nbytes for record in packed.values()) < available
         for file in sorted({record.file for record in manifest.tensors.values()}):
             check_size(path / file, manifest.files[file].size)
             header = check_header(path / file, manifest)
             names = [name for name, record in packed.items() if record.file == file]
-            tensors.update(map_tensors(path / file, header, names))
+            tensors.update(map_tensors(path / file, header, names, huge=fits))
         return cls(path, manifest, read_config(path), tensors)
 
     def tensors(self) -> dict[str, npt.NDArray[np.uint8]]:
@@ -155,12 +160,12 @@ def check_header(file: Path, manifest: Manifest) -> Header:
     return header
 
 
-def map_tensors(file: Path, header: Header, names: list[str]) -> dict[str, npt.NDArray[np.uint8]]:
-    """Map the bytes of some tensors of a shard, read-only; `CorruptionError` if the file refuses."""
+def map_tensors(file: Path, header: Header, names: list[str], *, huge: bool = True) -> dict[str, npt.NDArray[np.uint8]]:
+    """Map the bytes of some tensors of a shard, read-only, in huge pages; `CorruptionError` if the file refuses."""
     if not names:
         return {}
     try:
-        mapped = np.memmap(file, np.uint8, mode="r").view(np.ndarray)
+        mapped = map_file(file, huge=huge)
     except (OSError, ValueError) as error:
         raise CorruptionError(f"cannot be mapped: {error}", file=file) from error
     slices = {name: header.tensors[name] for name in names}

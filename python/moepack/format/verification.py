@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-import numpy as np
-
 from moepack.checkpoint.header import Header, parse_json, read_header
 from moepack.errors import CorruptionError
 from moepack.format.directory import check_header, open_blob, read_manifest
 from moepack.format.hub import CONFIG, INDEX, contradictions
 from moepack.format.manifest import MANIFEST, Manifest
+from moepack.mapping import map_file
 
 TRANSPORT = frozenset({".gitattributes", ".git", ".cache"})
 """What the hub and git add to a directory that they carry; nothing reads it, so it is no fault."""
@@ -203,7 +202,7 @@ def _blobs(directory: Path, manifest: Manifest) -> Iterator[Fault]:
         header = _header(file)
         if header is None:
             continue
-        mapped = np.memmap(file, np.uint8, mode="r").view(np.ndarray)
+        mapped = map_file(file)
         for name, info in header.tensors.items():
             if name not in packed or packed[name].file != file.name:
                 continue

@@ -7,7 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from moepack.calibration.load import load_samples
@@ -19,6 +18,7 @@ from moepack.format.directory import PackedDirectory
 from moepack.format.hub import CONFIG, config_bytes, quantization_config
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.mapping import map_file
 from moepack.methods.codequant.tuning import Books, Tuned, TuneSettings, tune_model
 from moepack.pipeline.job import PARTIAL
 from moepack.pipeline.journal import Workspace
@@ -83,7 +83,7 @@ def _write(source: PackedDirectory, target: Path, tuned: Tuned, settings: Mappin
                 write_file(workspace.path / file, (source.path / file).read_bytes())
                 continue
             header = read_header(source.path / file, CorruptionError)
-            mapped = np.memmap(source.path / file, np.uint8, mode="r").view(np.ndarray)
+            mapped = map_file(source.path / file)
             entries = []
             for name in names:
                 info, record = header.tensors[name], manifest.tensors[name]
