@@ -5,7 +5,8 @@
 Both run a made-up model of Qwen3-MoE's shapes (7 layers of 64 experts of 3 x 768 x 2048, 8 a token: 2.2 * 10^9 weights)
 with random weights: moepack with a codebook of 16 centroids a row for every linear layer but the router and the head,
 llama.cpp (`llama-cpp-python` and `gguf` from PyPI) with Q4_0 or IQ4_NL for the same tensors. Nothing about quality can
-be learned from it. Embeddings, which are the head too, have 16 bits in both.
+be learned from it. Embeddings, which are the head too, have 16 bits in both. moepack runs twice: with weights mapped
+from files that the page cache holds, and with resident ones.
 
 Each side runs in a process of its own; sides take turns, and the medians over rounds count. Decoding is greedy behind a
 prompt of 16 tokens; reading is one pass over a prompt. Memory is the peak of the process's resident set: mapped weights
@@ -173,14 +174,14 @@ def gguf_file(path: Path, kind: str) -> None:
 class Packed:
     """The model in moepack."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, resident: bool = False) -> None:
         import torch
 
         import moepack
         from moepack.runtime.loading import set_threads
 
         set_threads(threads)
-        self.torch, self.model = torch, moepack.load(path, dtype=torch.bfloat16)
+        self.torch, self.model = torch, moepack.load(path, dtype=torch.bfloat16, resident=resident)
 
     def read(self, tokens: list[int]) -> None:
         """One pass over a prompt, from which the next token's logits come."""
@@ -234,7 +235,10 @@ class Llama:
 
 def serve(options: argparse.Namespace) -> None:
     """A side's process: a round for each line of its input."""
-    side = (Packed if options.side.is_dir() else Llama)(options.side, options.threads)
+    if options.side.is_dir():
+        side: Packed | Llama = Packed(options.side, options.threads, options.resident)
+    else:
+        side = Llama(options.side, options.threads)
     random = np.random.default_rng(0)
     for _ in sys.stdin:
         side.read(random.integers(0, VOCABULARY, SHORT).tolist())
@@ -253,7 +257,8 @@ def serve(options: argparse.Namespace) -> None:
 
 def build(directory: Path, kinds: list[str]) -> dict[str, Path]:
     """Whatever of the models is not there yet; the sides by name."""
-    sides = {"moepack codebook4": directory / "packed", **{f"llama.cpp {k}": directory / f"{k}.gguf" for k in kinds}}
+    sides = {"moepack codebook4": directory / "packed", "moepack codebook4 resident": directory / "packed"}
+    sides |= {f"llama.cpp {kind}": directory / f"{kind}.gguf" for kind in kinds}
     if not (directory / "packed").exists():
         from moepack.pipeline import compress
 
@@ -273,6 +278,7 @@ def contest(sides: Mapping[str, Path], options: argparse.Namespace) -> dict[str,
         command = [sys.executable, __file__, "--side", str(path)]
         for setting in ("threads", "tokens", "prompt"):
             command += [f"--{setting}", str(getattr(options, setting))]
+        command += ["--resident"] if name.endswith("resident") else []
         processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(options.rounds + 1):
@@ -299,6 +305,7 @@ def main() -> None:
     parser.add_argument("--only-build", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build/llama.json"))
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--resident", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         return serve(options)

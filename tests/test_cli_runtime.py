@@ -83,6 +83,13 @@ def test_generate_prints_prompt_text_and_speed(run, packed):
         assert part in result.stderr
 
 
+def test_generate_resident_writes_the_same_text(run, packed):
+    arguments = "generate", packed, "--prompt", "The sea", "--max-new-tokens", 6
+    mapped, resident = run(*arguments), run(*arguments, "--resident")
+    assert resident.exit_code == 0, resident.output
+    assert resident.stdout == mapped.stdout
+
+
 def test_generate_with_switch_shows_sentinels_and_no_prompt(run, switch):
     result = run("generate", switch, "--prompt", "The <extra_id_0> sea", "--max-new-tokens", 5)
     assert result.exit_code == 0, result.output

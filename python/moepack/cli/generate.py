@@ -21,6 +21,7 @@ def generate_command(
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
     mode: Annotated[str | None, typer.Option(help="Products of packed integers: exact, int8 or bf16.")] = None,
+    resident: Annotated[bool, typer.Option("--resident", help="Copy the weights into huge pages first.")] = False,
 ) -> None:
     """Generate text; the tokens go to stdout as they come, the speed to stderr at the end."""
     from moepack.cli.evaluate import quiet_transformers
@@ -30,7 +31,7 @@ def generate_command(
 
     quiet_transformers()
     try:
-        model = open_model(directory, dtype, threads, mode)
+        model = open_model(directory, dtype, threads, mode, resident)
         tokenizer = open_tokenizer(directory)
         if not model.config.is_encoder_decoder:
             _write(prompt)
