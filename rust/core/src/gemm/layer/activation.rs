@@ -37,7 +37,7 @@ const ROUNDER: f32 = 12_582_912.0;
 /// e^x, within 2 units in the last place where the result is a normal number; flushed to about 2^-126 below and to
 /// 2^127 or infinity above; NaN stays NaN. The same bits on every instruction set: nothing is fused.
 #[inline(always)]
-fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     // Comparisons, not `clamp`: they let NaN through.
     let x = if x > 88.3 { 88.3 } else { x };
     let x = if x < -87.3 { -87.3 } else { x };

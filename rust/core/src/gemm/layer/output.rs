@@ -1,48 +1,124 @@
-//! Where threads put their outputs: disjoint places of one array.
+//! Where threads put their outputs: an array of which each unit of work fills a part of its own, once.
+//!
+//! Writing asks for a promise that the units' parts are disjoint. Reading asks for none: it is refused until every unit
+//! has been filled, and then nothing can be written any more.
 
-use std::marker::PhantomData;
+use std::cell::Cell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// An array places x rows that several threads fill, each its own.
-pub(super) struct Output<'a> {
-    values: *mut f32,
-    len: usize,
-    rows: usize,
-    borrow: PhantomData<&'a mut [f32]>,
+enum Cells<'a> {
+    Borrowed(&'a [Cell<f32>]),
+    Owned(Box<[Cell<f32>]>),
 }
 
-// SAFETY: the array is borrowed mutably for the life of `Output`; writers keep to disjoint places, and readers come after
-// them: see `write` and `values`.
+/// An array places x rows that several threads fill.
+pub(super) struct Output<'a> {
+    cells: Cells<'a>,
+    rows: usize,
+    /// For each unit, whether it has been handed to somebody.
+    taken: Vec<AtomicBool>,
+    /// Units that have not been filled.
+    left: AtomicUsize,
+}
+
+// SAFETY: a cell is written by `fill` alone, by the one thread that took its unit, which no other unit shares by the
+// promise of `fill`; it is read by `values` alone, which has seen all units filled (their decrements of `left` release,
+// its load acquires), after which every unit is taken and no cell is written.
 unsafe impl Sync for Output<'_> {}
 
+// SAFETY: the cells are those of an exclusive borrow or its own, and nothing here is bound to a thread.
+unsafe impl Send for Output<'_> {}
+
 impl<'a> Output<'a> {
-    pub fn new(values: &'a mut [f32], rows: usize) -> Output<'a> {
-        Output {
-            values: values.as_mut_ptr(),
-            len: values.len(),
+    /// An array that is somebody else's, of `rows` rows a place, filled by `units` units.
+    pub fn new(values: &'a mut [f32], rows: usize, units: usize) -> Output<'a> {
+        Output::of(
+            Cells::Borrowed(Cell::from_mut(values).as_slice_of_cells()),
             rows,
-            borrow: PhantomData,
+            units,
+        )
+    }
+
+    /// An array of its own.
+    pub fn owned(places: usize, rows: usize, units: usize) -> Output<'a> {
+        let cells = (0..places * rows).map(|_| Cell::new(0.0));
+        Output::of(Cells::Owned(cells.collect()), rows, units)
+    }
+
+    fn of(cells: Cells<'a>, rows: usize, units: usize) -> Output<'a> {
+        Output {
+            cells,
+            rows,
+            taken: (0..units).map(|_| AtomicBool::new(false)).collect(),
+            left: AtomicUsize::new(units),
         }
     }
 
-    /// Writes rows `rows` of a place.
-    ///
-    /// # Safety
-    /// While this runs, no other thread writes the same row of the same place, and none reads [`Output::values`].
-    pub unsafe fn write(&self, place: usize, rows: Range<usize>, values: &[f32]) {
-        let at = place * self.rows + rows.start;
-        let values = &values[..rows.len()];
-        assert!(rows.end <= self.rows && at + values.len() <= self.len);
-        // SAFETY: the place is inside of the array by the assertion, and nobody else's by the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.values.add(at), values.len()) }
+    fn cells(&self) -> &[Cell<f32>] {
+        match &self.cells {
+            Cells::Borrowed(cells) => cells,
+            Cells::Owned(cells) => cells,
+        }
     }
 
-    /// All that has been written.
+    /// Fills a unit: rows `rows` of places `places` become `values`, places x rows.
+    ///
+    /// # Panics
+    /// If the unit has been filled, or what it is to fill lies outside of the array.
     ///
     /// # Safety
-    /// No thread writes while the slice lives, and all writes are visible to this thread.
-    pub unsafe fn values(&self) -> &[f32] {
-        // SAFETY: pointer and length are those of the borrowed array; nobody writes by the caller's promise.
-        unsafe { std::slice::from_raw_parts(self.values, self.len) }
+    /// No other unit of this array is filled with any of these rows of any of these places.
+    pub unsafe fn fill(&self, unit: usize, places: Range<usize>, rows: Range<usize>, values: &[f32]) {
+        assert!(!self.taken[unit].swap(true, Ordering::Relaxed) && rows.end <= self.rows);
+        for (place, values) in places.zip(values.chunks_exact(rows.len().max(1))) {
+            let cells = &self.cells()[place * self.rows..][rows.clone()];
+            cells
+                .iter()
+                .zip(values)
+                .for_each(|(cell, &value)| cell.set(value));
+        }
+        self.left.fetch_sub(1, Ordering::Release);
+    }
+
+    /// All values, places x rows.
+    ///
+    /// # Panics
+    /// If a unit has not been filled.
+    pub fn values(&self) -> &[f32] {
+        assert_eq!(self.left.load(Ordering::Acquire), 0, "units are missing");
+        let cells = self.cells();
+        // SAFETY: cells have the layout of their values; all units have been filled, so no cell is written from here on.
+        unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_array_is_read_when_all_units_are_filled() {
+        let output = Output::owned(2, 3, 2);
+        // SAFETY: the units' rows differ.
+        unsafe {
+            output.fill(1, 0..2, 1..3, &[1.0, 2.0, 3.0, 4.0]);
+            assert!(
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| output.values().len())).is_err()
+            );
+            output.fill(0, 0..2, 0..1, &[5.0, 6.0]);
+        }
+        assert_eq!(output.values(), [5.0, 1.0, 2.0, 6.0, 3.0, 4.0]);
+    }
+
+    #[test]
+    #[should_panic]
+    fn a_unit_is_filled_once() {
+        let output = Output::owned(1, 2, 2);
+        // SAFETY: the second call panics before it writes.
+        unsafe {
+            output.fill(0, 0..1, 0..1, &[1.0]);
+            output.fill(0, 0..1, 0..1, &[1.0]);
+        }
     }
 }

@@ -3,7 +3,11 @@
 //! Waking a sleeping thread costs more than a phase of few activations, so a call wakes the pool once. A phase has ended
 //! when all its units have, not when all threads have come: whoever is there does the work, and a thread that comes late
 //! (or never, since it computes something else) holds up nobody.
+//!
+//! Every member goes through the same phases in the same order. How many units a phase has may depend on what earlier
+//! phases found, for all members see it alike.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rayon::ThreadPool;
@@ -11,15 +15,15 @@ use rayon::ThreadPool;
 /// Rounds of waiting before a thread lets others have its core: some 20 microseconds.
 const SPINS: usize = 1 << 10;
 
-/// A phase: units 0..count, handed out in their order.
+/// A phase, whose units are handed out in their order.
+#[derive(Default)]
 struct Phase {
-    count: usize,
     next: AtomicUsize,
     done: AtomicUsize,
 }
 
 /// What the threads of a region share.
-pub struct Region {
+struct Region {
     phases: Vec<Phase>,
     broken: AtomicBool,
 }
@@ -35,42 +39,63 @@ impl Drop for Watch<'_> {
     }
 }
 
-impl Region {
-    /// Runs `member` on all threads of the pool, or (`alone`) on this one. It goes through the phases, of `counts`
-    /// units each, one after the other by [`Region::phase`].
-    pub fn run(pool: &ThreadPool, counts: &[usize], alone: bool, member: impl Fn(&Region) + Sync) {
-        let phase = |&count: &usize| Phase {
-            count,
-            next: AtomicUsize::new(0),
-            done: AtomicUsize::new(0),
-        };
-        let region = Region {
-            phases: counts.iter().map(phase).collect(),
-            broken: AtomicBool::new(false),
-        };
-        if alone || pool.current_num_threads() == 1 {
-            return member(&region);
-        }
-        pool.broadcast(|_| {
-            let _watch = Watch(&region.broken);
-            member(&region);
-        });
-    }
+/// A thread's way through the phases of a region.
+pub struct Member<'a> {
+    region: &'a Region,
+    next: usize,
+}
 
-    /// Takes part in a phase, and returns when all its units are done: what they wrote is visible then.
-    pub fn phase(&self, number: usize, mut work: impl FnMut(usize)) {
-        let phase = &self.phases[number];
-        loop {
+/// Runs `member` on all threads of the pool, or (`alone`) on this one. It goes through at most `phases` phases.
+pub fn run(pool: &ThreadPool, phases: usize, alone: bool, member: impl Fn(&mut Member) + Sync) {
+    let region = Region {
+        phases: (0..phases).map(|_| Phase::default()).collect(),
+        broken: AtomicBool::new(false),
+    };
+    let enter = || {
+        member(&mut Member {
+            region: &region,
+            next: 0,
+        })
+    };
+    if alone || pool.current_num_threads() == 1 {
+        return enter();
+    }
+    pool.broadcast(|_| {
+        let _watch = Watch(&region.broken);
+        enter();
+    });
+}
+
+impl Member<'_> {
+    /// Takes part in the next phase, of `count` units, and returns when all of them are done: what they wrote is visible
+    /// then. All members give the same count.
+    pub fn phase(&mut self, count: usize, mut work: impl FnMut(usize)) {
+        let phase = &self.region.phases[self.next];
+        self.next += 1;
+        while phase.done.load(Ordering::Acquire) < count {
             let unit = phase.next.fetch_add(1, Ordering::Relaxed);
-            if unit >= phase.count {
-                break;
+            if unit >= count {
+                return self.wait(phase, count);
             }
             work(unit);
             phase.done.fetch_add(1, Ordering::Release);
         }
+    }
+
+    /// A phase of one unit, which makes a value.
+    pub fn once<'v, T>(&mut self, slot: &'v OnceLock<T>, make: impl FnOnce() -> T) -> &'v T {
+        let mut make = Some(make);
+        self.phase(1, |_| {
+            slot.get_or_init(make.take().expect("a phase hands out a unit once"));
+        });
+        slot.get().expect("the phase has ended")
+    }
+
+    fn wait(&self, phase: &Phase, count: usize) {
         let mut spins = 0;
-        while phase.done.load(Ordering::Acquire) < phase.count {
-            assert!(!self.broken.load(Ordering::Acquire), "another thread panicked");
+        while phase.done.load(Ordering::Acquire) < count {
+            let broken = self.region.broken.load(Ordering::Acquire);
+            assert!(!broken, "another thread panicked");
             spins += 1;
             match spins < SPINS {
                 true => std::hint::spin_loop(),
@@ -96,9 +121,9 @@ mod tests {
         let counts = [100, 1, 0, 57];
         for threads in [1, 2, 5] {
             let done: Vec<AtomicUsize> = counts.iter().map(|_| AtomicUsize::new(0)).collect();
-            Region::run(&pool(threads), &counts, false, |region| {
+            run(&pool(threads), counts.len(), false, |member| {
                 for number in 0..counts.len() {
-                    region.phase(number, |unit| {
+                    member.phase(counts[number], |unit| {
                         assert!(unit < counts[number]);
                         for (before, &count) in done[..number].iter().zip(&counts) {
                             assert_eq!(before.load(Ordering::Relaxed), count);
@@ -113,12 +138,27 @@ mod tests {
     }
 
     #[test]
+    fn a_value_is_made_once_and_seen_by_all() {
+        for threads in [1, 2, 5] {
+            let (slot, made) = (OnceLock::new(), AtomicUsize::new(0));
+            let done = AtomicUsize::new(0);
+            run(&pool(threads), 2, false, |member| {
+                let &count = member.once(&slot, || made.fetch_add(1, Ordering::Relaxed) + 7);
+                member.phase(count, |_| {
+                    done.fetch_add(1, Ordering::Relaxed);
+                });
+            });
+            assert_eq!([made.into_inner(), done.into_inner()], [1, 7]);
+        }
+    }
+
+    #[test]
     fn a_panic_ends_the_region() {
         let pool = pool(3);
         let run = || {
-            Region::run(&pool, &[8, 8], false, |region| {
-                region.phase(0, |unit| assert_ne!(unit, 5));
-                region.phase(1, |_| ());
+            run(&pool, 2, false, |member| {
+                member.phase(8, |unit| assert_ne!(unit, 5));
+                member.phase(8, |_| ());
             });
         };
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err());

@@ -1,10 +1,15 @@
+use rayon::ThreadPool;
+
+use super::cut::{Cut, multiple};
 use super::*;
+use crate::Result;
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::groupwise::tests::emulated;
 use crate::gemm::groupwise::{Groupwise, Mode, matmul};
 use crate::groupwise::View;
 use crate::groupwise::tests::{case, spec};
 use crate::pool;
+use crate::simd::Isa;
 
 fn sets() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())

@@ -97,7 +97,7 @@ pub(crate) struct Section {
 }
 
 /// Packed weights of several experts.
-pub(crate) trait Source: Sync {
+pub(crate) trait Source: Send + Sync {
     /// Experts, rows and columns.
     fn shape(&self) -> Shape;
 

@@ -1,0 +1,72 @@
+//! How products are cut into units of work: long runs of memory, enough of them that threads end together.
+
+use std::ops::Range;
+
+use super::{Job, Projection};
+
+/// Most bytes of a unit of work: long enough a run for the memory.
+const UNIT_BYTES: usize = 256 << 10;
+/// Units that each thread gets at least, where there are as many granules: the threads end at nearly the same time.
+const UNITS: usize = 16;
+/// Most outputs of a unit: they wait in the cache until they are put into place.
+const UNIT_OUTPUTS: usize = 1 << 14;
+/// As many rows are a unit even of many tokens, for tokens are read again for each unit.
+const HIGH_ROWS: usize = 256;
+/// Fewer bytes of weights than this are read by the calling thread: waking another takes as long.
+const ALONE_BYTES: usize = 16 << 10;
+
+/// How the rows of a job's tasks are cut into units.
+pub(super) struct Cut {
+    step: usize,
+    runs: usize,
+    rows: usize,
+}
+
+impl Cut {
+    pub fn new(projections: &[&dyn Projection], job: &Job, threads: usize) -> Cut {
+        let rows = projections[0].shape().rows;
+        let granule = projections
+            .iter()
+            .fold(1, |granule, p| multiple(granule, p.granule()));
+        let bytes: usize = projections.iter().map(|p| p.row_bytes()).sum();
+        let most = (UNIT_BYTES / bytes.max(1))
+            .min((UNIT_OUTPUTS / job.widest().max(1)).max(HIGH_ROWS))
+            .min(job.tasks.len() * rows / (UNITS * threads));
+        let step = (most / granule).max(1) * granule;
+        Cut {
+            step,
+            runs: rows.div_ceil(step),
+            rows,
+        }
+    }
+
+    pub fn units(&self, job: &Job) -> usize {
+        job.tasks.len() * self.runs
+    }
+
+    /// The task and rows of a unit.
+    pub fn at(&self, unit: usize) -> (usize, Range<usize>) {
+        let first = unit % self.runs * self.step;
+        (unit / self.runs, first..(first + self.step).min(self.rows))
+    }
+}
+
+/// The least common multiple of two positive numbers.
+pub(super) fn multiple(a: usize, b: usize) -> usize {
+    let (mut divisor, mut rest) = (a, b);
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    a / divisor * b
+}
+
+/// Whether a job is too small to wake threads for.
+pub(super) fn alone(projections: &[&dyn Projection], job: &Job) -> bool {
+    let bytes = projections
+        .iter()
+        .map(|p| p.row_bytes().saturating_mul(p.shape().rows));
+    bytes
+        .fold(0, usize::saturating_add)
+        .saturating_mul(job.list.len())
+        < ALONE_BYTES
+}

@@ -1,0 +1,226 @@
+//! A layer of gated experts: y = sum over a token's experts of weight * down(silu(gate x) * up x).
+
+use std::sync::Arc;
+
+use rayon::ThreadPool;
+
+use super::activation::gated;
+use super::cut::{self, Cut};
+use super::output::Output;
+use super::routing::Sorted;
+use super::team::{self, Member};
+use super::{Job, Products, Projection, Routing};
+use crate::gemm::ternary::Activations;
+use crate::simd::Isa;
+use crate::{Error, Result};
+
+/// Phases of [`Pass::run`].
+pub(crate) const PHASES: usize = 6;
+
+/// The projections of all experts of a layer: gate and up are E x I x H, down is E x H x I.
+#[derive(Clone, Copy)]
+pub struct Layer<'a> {
+    /// Gate projections.
+    pub gate: &'a dyn Projection,
+    /// Up projections.
+    pub up: &'a dyn Projection,
+    /// Down projections.
+    pub down: &'a dyn Projection,
+}
+
+impl Layer<'_> {
+    /// Computes the layer: `x` and `y` are T x H. The terms of a token are added in the order of its experts' list.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): sizes do not match, or the processor lacks the instruction set.
+    pub fn forward<'a>(
+        &self,
+        x: impl Into<Activations<'a>>,
+        routing: Routing,
+        y: &mut [f32],
+        isa: Isa,
+        pool: &ThreadPool,
+    ) -> Result<()> {
+        let (x, vectors) = (x.into(), isa.require()?);
+        self.check()?;
+        self.check_tokens(&x, &routing, y)?;
+        if x.len() == 0 || self.gate.shape().rows == 0 {
+            y.fill(0.0);
+            return Ok(());
+        }
+        self.run(x, routing, y, vectors, pool);
+        Ok(())
+    }
+
+    fn run(&self, x: Activations, routing: Routing, y: &mut [f32], isa: Isa, pool: &ThreadPool) {
+        let columns = self.gate.shape().columns;
+        let tokens = x.len() / columns;
+        let pass = Pass::new(*self, &routing, tokens, pool.current_num_threads(), isa);
+        let alone = cut::alone(&[self.gate, self.up, self.down], &pass.job);
+        let y = Output::new(y, columns, tokens);
+        team::run(pool, PHASES + 1, alone, |member| {
+            pass.run(member, x);
+            let mut sum = vec![0.0; columns];
+            member.phase(tokens, |token| {
+                sum.fill(0.0);
+                pass.add(token, &mut sum);
+                // SAFETY: each unit has a token of its own.
+                unsafe { y.fill(token, token..token + 1, 0..columns, &sum) }
+            });
+        });
+    }
+
+    /// Says whether the three fit together.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): they do not.
+    pub(crate) fn check(&self) -> Result<()> {
+        let [gate, up, down] = [self.gate, self.up, self.down].map(|projection| projection.shape());
+        let sizes = |experts, rows, columns| (experts, rows, columns);
+        let hidden = sizes(gate.experts, gate.rows, gate.columns);
+        let fits = hidden == sizes(up.experts, up.rows, up.columns)
+            && hidden == sizes(down.experts, down.columns, down.rows);
+        match fits {
+            true => Ok(()),
+            false => invalid(format!(
+                "gate, up and down do not fit: {gate:?}, {up:?}, {down:?}"
+            )),
+        }
+    }
+
+    fn check_tokens(&self, x: &Activations, routing: &Routing, y: &[f32]) -> Result<()> {
+        let tokens = routing.experts.len() / routing.top_k.max(1);
+        let fits = tokens * routing.top_k == routing.experts.len()
+            && routing.weights.len() == routing.experts.len()
+            && tokens.checked_mul(self.gate.shape().columns) == Some(x.len())
+            && y.len() == x.len();
+        match fits {
+            true => Ok(()),
+            false => invalid(format!(
+                "{} activations, {} outputs, {} experts, {} weights, {} experts a token",
+                x.len(),
+                y.len(),
+                routing.experts.len(),
+                routing.weights.len(),
+                routing.top_k
+            )),
+        }
+    }
+}
+
+/// A layer and the tokens of a call, to be computed once.
+pub(crate) struct Pass<'a> {
+    gate: Box<dyn Products + 'a>,
+    up: Box<dyn Products + 'a>,
+    down: Box<dyn Products + 'a>,
+    /// Of gate and up.
+    job: Arc<Job>,
+    /// Of down: every place has hidden activations of its own.
+    own: Arc<Job>,
+    cuts: [Cut; 2],
+    hidden: Output<'a>,
+    outputs: Output<'a>,
+    /// For each token, its experts' places and weights.
+    terms: Vec<Vec<(usize, f32)>>,
+    isa: Isa,
+}
+
+impl<'a> Pass<'a> {
+    /// Sizes have been checked, and the processor runs `isa`.
+    pub fn new(layer: Layer<'a>, routing: &Routing, tokens: usize, threads: usize, isa: Isa) -> Pass<'a> {
+        let shape = layer.gate.shape();
+        let Sorted { job, places } = Sorted::new(routing, tokens, shape.experts);
+        let own = Arc::new(Job::of_tasks(job.tasks.clone()));
+        let job = Arc::new(job);
+        let gate = layer.gate.products(&job, None);
+        let up = layer.up.products(&job, Some(&*gate));
+        let cuts = [
+            Cut::new(&[layer.gate, layer.up], &job, threads),
+            Cut::new(&[layer.down], &own, threads),
+        ];
+        let terms = places
+            .chunks(routing.top_k.max(1))
+            .zip(routing.weights.chunks(routing.top_k.max(1)));
+        let placed = |(places, weights): (&[Option<usize>], &[f32])| {
+            let pairs = places.iter().zip(weights);
+            pairs
+                .filter_map(|(&place, &weight)| Some((place?, weight)))
+                .collect()
+        };
+        Pass {
+            down: layer.down.products(&own, None),
+            hidden: Output::owned(job.list.len(), shape.rows, cuts[0].units(&job)),
+            outputs: Output::owned(job.list.len(), shape.columns, cuts[1].units(&own)),
+            terms: terms.map(placed).collect(),
+            gate,
+            up,
+            job,
+            own,
+            cuts,
+            isa,
+        }
+    }
+
+    /// Computes the experts' outputs, as a member of a region: `x` is T x H.
+    pub fn run(&self, member: &mut Member, x: Activations) {
+        for stage in 0..2 {
+            let [gate, up] = [&self.gate, &self.up].map(|products| products.stages()[stage]);
+            member.phase(gate + up, |unit| match unit.checked_sub(gate) {
+                None => self.gate.prepare(stage, unit, x),
+                Some(unit) => self.up.prepare(stage, unit, x),
+            });
+        }
+        self.gates(member);
+        for stage in 0..2 {
+            member.phase(self.down.stages()[stage], |unit| {
+                self.down
+                    .prepare(stage, unit, Activations::F32(self.hidden.values()));
+            });
+        }
+        self.downs(member);
+    }
+
+    /// The phase of gate and up: their products, gated, become hidden activations.
+    fn gates(&self, member: &mut Member) {
+        let (mut gate, mut up) = (self.gate.worker(), self.up.worker());
+        let (mut values, mut factors) = (Vec::new(), Vec::new());
+        member.phase(self.cuts[0].units(&self.job), |unit| {
+            let (task, rows) = self.cuts[0].at(unit);
+            let places = self.job.tasks[task].places.clone();
+            values.resize(places.len() * rows.len(), 0.0);
+            factors.resize(values.len(), 0.0);
+            gate.multiply(task, rows.clone(), &mut values);
+            up.multiply(task, rows.clone(), &mut factors);
+            gated(self.isa, &mut values, &factors);
+            // SAFETY: a place is of one task, and the units of a task have rows of their own.
+            unsafe { self.hidden.fill(unit, places, rows, &values) }
+        });
+    }
+
+    /// The phase of down.
+    fn downs(&self, member: &mut Member) {
+        let (mut down, mut values) = (self.down.worker(), Vec::new());
+        member.phase(self.cuts[1].units(&self.own), |unit| {
+            let (task, rows) = self.cuts[1].at(unit);
+            let places = self.own.tasks[task].places.clone();
+            values.resize(places.len() * rows.len(), 0.0);
+            down.multiply(task, rows.clone(), &mut values);
+            // SAFETY: as in `gates`.
+            unsafe { self.outputs.fill(unit, places, rows, &values) }
+        });
+    }
+
+    /// Adds a token's weighted outputs to `sum`, once they have been computed.
+    pub fn add(&self, token: usize, sum: &mut [f32]) {
+        for &(place, weight) in &self.terms[token] {
+            let from = &self.outputs.values()[place * sum.len()..][..sum.len()];
+            sum.iter_mut()
+                .zip(from)
+                .for_each(|(sum, value)| *sum += weight * value);
+        }
+    }
+}
+
+fn invalid<T>(message: String) -> Result<T> {
+    Err(Error::InvalidArgument(message))
+}
