@@ -137,6 +137,39 @@ pub fn active() -> Result<Isa> {
         .clone()
 }
 
+/// Defines a function whose first argument is an instruction set that the processor runs, and which calls `$body` (to be
+/// inlined always) compiled for it: loops that compilers turn into vector code need no more.
+macro_rules! vectorized {
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)?
+        = $body:path;) => {
+        $(#[$attribute])*
+        $visibility fn $name(isa: $crate::simd::Isa, $($argument: $type),*) $(-> $result)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2")]
+            fn avx2($($argument: $type),*) $(-> $result)? {
+                $body($($argument),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+            fn avx512($($argument: $type),*) $(-> $result)? {
+                $body($($argument),*)
+            }
+            match isa {
+                $crate::simd::Isa::Scalar => $body($($argument),*),
+                // SAFETY: the caller's processor runs the set.
+                #[cfg(target_arch = "x86_64")]
+                $crate::simd::Isa::Avx2 => unsafe { avx2($($argument),*) },
+                // SAFETY: as above; the other sets have all of AVX-512 that is asked for here.
+                #[cfg(target_arch = "x86_64")]
+                _ => unsafe { avx512($($argument),*) },
+                #[cfg(not(target_arch = "x86_64"))]
+                _ => $body($($argument),*),
+            }
+        }
+    };
+}
+pub(crate) use vectorized;
+
 #[cfg(test)]
 mod tests {
     use super::*;

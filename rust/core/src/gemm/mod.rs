@@ -2,6 +2,7 @@
 
 pub mod codebook;
 pub mod compensated;
+pub mod dense;
 pub mod groupwise;
 pub mod hadamard;
 pub mod layer;

@@ -53,6 +53,12 @@ use crate::{Error, Result};
 use drive::Task;
 pub use projection::Ternary;
 
+/// A bf16 value of its bits.
+#[inline(always)]
+pub(crate) fn from_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
 /// Activations, one token after the other.
 #[derive(Debug, Clone, Copy)]
 pub enum Activations<'a> {
@@ -79,6 +85,19 @@ impl Activations<'_> {
         match self {
             Activations::F32(x) => x.len(),
             Activations::Bf16(x) => x.len(),
+        }
+    }
+
+    /// Copies values from `start` on, as many as `out` takes, in f32.
+    pub(crate) fn widen(&self, start: usize, out: &mut [f32]) {
+        match self {
+            Activations::F32(x) => out.copy_from_slice(&x[start..][..out.len()]),
+            Activations::Bf16(x) => {
+                let from = &x[start..][..out.len()];
+                out.iter_mut()
+                    .zip(from)
+                    .for_each(|(out, &bits)| *out = from_bf16(bits));
+            }
         }
     }
 }

@@ -1,0 +1,46 @@
+//! Root mean square norms: x / sqrt(mean of x^2 + eps) * weight.
+
+use super::require;
+use crate::Result;
+use crate::gemm::dense::dot;
+use crate::gemm::ternary::Activations;
+use crate::simd::{Isa, vectorized};
+
+/// A norm.
+#[derive(Debug, Clone, Copy)]
+pub struct Norm<'a> {
+    /// What each value is multiplied by.
+    pub weight: Activations<'a>,
+    /// Added to the mean of squares.
+    pub epsilon: f32,
+}
+
+impl Norm<'_> {
+    /// The norm of `x` in its place, run by run where `x` is several times the weight's length.
+    pub(super) fn apply(&self, isa: Isa, x: &mut [f32]) {
+        let mut weight = vec![0.0; self.weight.len()];
+        self.weight.widen(0, &mut weight);
+        for x in x.chunks_exact_mut(weight.len().max(1)) {
+            normalize(isa, x, &weight, self.epsilon);
+        }
+    }
+
+    pub(super) fn check(&self, len: usize, name: &str) -> Result<()> {
+        require(self.weight.len() == len, || {
+            format!("{name} has {} weights instead of {len}", self.weight.len())
+        })
+    }
+}
+
+vectorized! {
+    fn normalize(x: &mut [f32], weight: &[f32], epsilon: f32) = normalize_loop;
+}
+
+#[inline(always)]
+fn normalize_loop(x: &mut [f32], weight: &[f32], epsilon: f32) {
+    let mean = dot(Activations::F32(x), 0, x) / x.len() as f32;
+    let factor = 1.0 / (mean + epsilon).sqrt();
+    x.iter_mut()
+        .zip(weight)
+        .for_each(|(x, weight)| *x = *x * factor * weight);
+}

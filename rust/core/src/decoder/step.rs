@@ -1,0 +1,177 @@
+//! One token's way through a decoder.
+
+use std::sync::{Arc, OnceLock};
+
+use rayon::ThreadPool;
+
+use super::attention::{Heads, Mixing};
+use super::feed_forward::{Routed, STEPS};
+use super::norm::Norm;
+use super::past::Past;
+use super::rotary::Turn;
+use super::{Block, Decoder, require};
+use crate::Result;
+use crate::gemm::layer::matrices::{self, Matrices};
+use crate::gemm::layer::team::{self, Member};
+use crate::gemm::layer::{Job, Projection};
+use crate::gemm::ternary::Activations;
+use crate::simd::Isa;
+
+/// Phases of a layer: two products, heads, their runs, outputs, the two sums, the experts.
+const PHASES: usize = 2 * matrices::PHASES + 5 + STEPS;
+
+/// What goes from half a layer to the next.
+struct Hidden {
+    /// The sum of all that has been added.
+    sum: Vec<f32>,
+    /// The next norm of it.
+    normed: Vec<f32>,
+}
+
+/// A layer at a step.
+struct State<'a> {
+    block: &'a Block<'a>,
+    past: &'a Past<'a>,
+    inputs: Matrices<'a>,
+    heads: OnceLock<Heads>,
+    mixing: Mixing<'a>,
+    mixed: OnceLock<Vec<f32>>,
+    output: Matrices<'a>,
+    middle: OnceLock<Hidden>,
+    routed: Routed<'a>,
+    end: OnceLock<Hidden>,
+}
+
+impl Hidden {
+    fn new(isa: Isa, sum: Vec<f32>, norm: &Norm) -> Hidden {
+        let mut normed = sum.clone();
+        norm.apply(isa, &mut normed);
+        Hidden { sum, normed }
+    }
+}
+
+impl Decoder<'_> {
+    /// Takes a token through all layers: its hidden state `x` becomes `y`, normed, and each layer's cache gets its keys
+    /// and values. Tokens see all tokens of the caches.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): sizes do not match, a cache is full, or the processor lacks the
+    /// instruction set. Nothing has been changed then.
+    pub fn step(
+        &self,
+        x: Activations,
+        position: usize,
+        past: &mut [Past],
+        y: &mut [f32],
+        isa: Isa,
+        pool: &ThreadPool,
+    ) -> Result<()> {
+        let isa = isa.require()?;
+        self.check(x.len())?;
+        require(y.len() == x.len() && past.len() == self.blocks.len(), || {
+            let (blocks, caches) = (self.blocks.len(), past.len());
+            format!(
+                "{} outputs of {}, {caches} caches of {blocks} layers",
+                y.len(),
+                x.len()
+            )
+        })?;
+        for (block, past) in self.blocks.iter().zip(&*past) {
+            past.check(block.attention.groups(), block.attention.width)?;
+        }
+        let heads = self.run(x, position, past, y, isa, pool);
+        for ((past, block), heads) in past.iter_mut().zip(&self.blocks).zip(heads) {
+            past.push(block.attention.width, &heads.keys, &heads.values);
+        }
+        Ok(())
+    }
+
+    /// Computes a step; the heads of all layers.
+    fn run(
+        &self,
+        x: Activations,
+        position: usize,
+        past: &[Past],
+        y: &mut [f32],
+        isa: Isa,
+        pool: &ThreadPool,
+    ) -> Vec<Heads> {
+        let (job, threads) = (Arc::new(Job::of_offsets(&[0, 1])), pool.current_num_threads());
+        let layers = self.blocks.iter().zip(past);
+        let states: Vec<State> = layers
+            .map(|(block, past)| State::new(block, past, &job, threads, isa))
+            .collect();
+        let (turn, start) = (self.rotary.at(position), OnceLock::new());
+        team::run(pool, 1 + PHASES * states.len(), false, |member| {
+            let mut hidden = member.once(&start, || {
+                let mut sum = vec![0.0; x.len()];
+                x.widen(0, &mut sum);
+                Hidden::new(isa, sum, self.norm_before(0))
+            });
+            for (layer, state) in states.iter().enumerate() {
+                hidden = state.run(member, isa, hidden, &turn, self.norm_before(layer + 1));
+            }
+        });
+        let last = states.last().map_or(&start, |state| &state.end);
+        y.copy_from_slice(&last.get().expect("the region has ended").normed);
+        let heads = states.into_iter().map(|state| state.heads.into_inner());
+        heads.map(|heads| heads.expect("the region has ended")).collect()
+    }
+
+    /// The norm that a layer starts with, or that behind the last.
+    fn norm_before(&self, layer: usize) -> &Norm<'_> {
+        self.blocks
+            .get(layer)
+            .map_or(&self.norm, |block| &block.attention.norm)
+    }
+}
+
+impl<'a> State<'a> {
+    fn new(block: &'a Block<'a>, past: &'a Past<'a>, job: &Arc<Job>, threads: usize, isa: Isa) -> State<'a> {
+        let attention = &block.attention;
+        let inputs: [&dyn Projection; 3] = [
+            &*attention.query.weights,
+            &*attention.key.weights,
+            &*attention.value.weights,
+        ];
+        State {
+            block,
+            past,
+            inputs: Matrices::new(&inputs, job, threads),
+            heads: OnceLock::new(),
+            mixing: attention.mixing(past),
+            mixed: OnceLock::new(),
+            output: Matrices::new(&[&*attention.output.weights], job, threads),
+            middle: OnceLock::new(),
+            routed: Routed::new(&block.feed_forward, job, threads, isa),
+            end: OnceLock::new(),
+        }
+    }
+
+    /// Goes through the layer, as a member of a region; `next` is the norm behind it.
+    fn run(&self, member: &mut Member, isa: Isa, hidden: &Hidden, turn: &Turn, next: &Norm) -> &Hidden {
+        let (attention, feed_forward) = (&self.block.attention, &self.block.feed_forward);
+        self.inputs.multiply(member, Activations::F32(&hidden.normed));
+        let heads = member.once(&self.heads, || {
+            let products = [0, 1, 2].map(|index| self.inputs.values(index));
+            attention.heads(isa, products, turn, self.past)
+        });
+        member.phase(self.mixing.units(), |unit| self.mixing.compute(isa, unit, heads));
+        let mixed = member.once(&self.mixed, || self.mixing.outputs());
+        self.output.multiply(member, Activations::F32(mixed));
+        let hidden = member.once(&self.middle, || {
+            let mut sum = self.output.values(0).to_vec();
+            attention.output.add_bias(&mut sum);
+            sum.iter_mut()
+                .zip(&hidden.sum)
+                .for_each(|(sum, before)| *sum += before);
+            Hidden::new(isa, sum, &feed_forward.norm)
+        });
+        self.routed.run(member, &hidden.normed);
+        member.once(&self.end, || {
+            let mut sum = hidden.sum.clone();
+            self.routed.add(&mut sum);
+            Hidden::new(isa, sum, next)
+        })
+    }
+}

@@ -1,0 +1,551 @@
+use rayon::ThreadPool;
+
+use super::*;
+use crate::gemm::dense::{Dense, Kind};
+use crate::gemm::groupwise::{Groupwise, Mode};
+use crate::groupwise::{View, encode, tests::spec};
+use crate::pool;
+use crate::simd::Isa;
+use crate::ternary::Shape;
+
+const HIDDEN: usize = 24;
+const WIDTH: usize = 6;
+const HEADS: usize = 4;
+const GROUPS: usize = 2;
+const INNER: usize = 10;
+const EXPERTS: usize = 5;
+const CAPACITY: usize = 700;
+const EPSILON: f32 = 1e-5;
+
+/// What a decoder under test has beside the least.
+#[derive(Clone, Copy)]
+struct Settings {
+    layers: usize,
+    bias: bool,
+    /// Length of the norms of queries and of keys.
+    head_norms: Option<[usize; 2]>,
+    router: bool,
+    shared: bool,
+    cache: Kind,
+}
+
+const PLAIN: Settings = Settings {
+    layers: 2,
+    bias: false,
+    head_norms: None,
+    router: true,
+    shared: false,
+    cache: Kind::F32,
+};
+
+/// Numbers of a name: what weights, caches and inputs are made of.
+fn numbers(name: &str, count: usize, size: f32) -> Vec<f32> {
+    let seed = name
+        .bytes()
+        .fold(7usize, |seed, byte| (seed * 31 + byte as usize) % 65_521);
+    let number = |i: usize| ((i * 7919 + seed * 611) % 2003) as f32 / 1001.0 - 1.0;
+    (0..count).map(|i| size * number(i)).collect()
+}
+
+/// A packed stack of matrices: its values and its blob.
+fn packed(name: String, experts: usize, rows: usize, columns: usize) -> (String, Vec<f32>, Vec<u8>) {
+    let codes: Vec<u8> = numbers(&name, experts * rows * columns, 127.0)
+        .iter()
+        .map(|&n| (n + 128.0) as u8)
+        .collect();
+    let step = 1.0 / 256.0;
+    let shape = Shape {
+        experts,
+        rows,
+        columns,
+        rank: 3,
+    };
+    let (scales, pool) = (vec![step; experts * rows], pool::current().unwrap());
+    let blob = encode(&codes, &scales, None, shape, spec(8, 0, true), &pool).unwrap();
+    (
+        name,
+        codes
+            .iter()
+            .map(|&code| step * (f32::from(code) - 128.0))
+            .collect(),
+        blob,
+    )
+}
+
+/// The tensors of a decoder by name, as values and as bytes.
+struct Tensors {
+    settings: Settings,
+    named: Vec<(String, Vec<f32>, Vec<u8>)>,
+    frequencies: Vec<f32>,
+}
+
+impl Tensors {
+    fn new(settings: Settings) -> Tensors {
+        let mut named = Vec::new();
+        let mut add = |name: String, count: usize, size: f32, offset: f32| {
+            let values: Vec<f32> = numbers(&name, count, size)
+                .iter()
+                .map(|value| value + offset)
+                .collect();
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            named.push((name, values, bytes));
+        };
+        for layer in 0..settings.layers {
+            let [few, many] = [GROUPS * WIDTH, HEADS * WIDTH];
+            for (name, rows, columns) in [
+                ("q", many, HIDDEN),
+                ("k", few, HIDDEN),
+                ("v", few, HIDDEN),
+                ("o", HIDDEN, many),
+                ("router", EXPERTS, HIDDEN),
+                ("shared_gate", 1, HIDDEN),
+                ("shared.gate", INNER, HIDDEN),
+                ("shared.up", INNER, HIDDEN),
+                ("shared.down", HIDDEN, INNER),
+            ] {
+                add(
+                    format!("{layer}.{name}"),
+                    rows * columns,
+                    3.0 / (columns as f32).sqrt(),
+                    0.0,
+                );
+                add(format!("{layer}.{name}.bias"), rows, 0.3, 0.0);
+            }
+            for (name, len) in [("in", HIDDEN), ("middle", HIDDEN)] {
+                add(format!("{layer}.{name}.norm"), len, 0.3, 1.0);
+            }
+            for (name, index) in [("q", 0), ("k", 1)] {
+                let len = settings.head_norms.map_or(1, |lengths| lengths[index]);
+                add(format!("{layer}.{name}.norm"), len, 0.3, 1.0);
+            }
+        }
+        add("norm".into(), HIDDEN, 0.3, 1.0);
+        for layer in 0..settings.layers {
+            for (name, rows, columns) in [
+                ("gate", INNER, HIDDEN),
+                ("up", INNER, HIDDEN),
+                ("down", HIDDEN, INNER),
+            ] {
+                named.push(packed(
+                    format!("{layer}.{name}"),
+                    if settings.router { EXPERTS } else { 1 },
+                    rows,
+                    columns,
+                ));
+            }
+        }
+        Tensors {
+            settings,
+            named,
+            frequencies: (0..WIDTH / 2).map(|i| 0.5f32.powi(i as i32)).collect(),
+        }
+    }
+
+    fn find(&self, name: &str) -> &(String, Vec<f32>, Vec<u8>) {
+        self.named.iter().find(|(found, ..)| found == name).unwrap()
+    }
+
+    fn values(&self, name: &str) -> &[f32] {
+        &self.find(name).1
+    }
+
+    fn dense(&self, name: &str, rows: usize, columns: usize, isa: Isa) -> Weights<'_> {
+        Box::new(Dense::new(&self.find(name).2, Kind::F32, rows, columns, isa).unwrap())
+    }
+
+    fn norm(&self, name: &str) -> Norm<'_> {
+        Norm {
+            weight: Activations::F32(self.values(name)),
+            epsilon: EPSILON,
+        }
+    }
+
+    fn linear(&self, name: &str, rows: usize, columns: usize, isa: Isa) -> Linear<'_> {
+        let bias = self.settings.bias.then(|| self.values(&format!("{name}.bias")));
+        Linear {
+            weights: self.dense(name, rows, columns, isa),
+            bias: bias.map(Activations::F32),
+        }
+    }
+
+    fn block(&self, layer: usize, isa: Isa) -> Block<'_> {
+        let settings = self.settings;
+        let name = |name: &str| format!("{layer}.{name}");
+        let [few, many] = [GROUPS * WIDTH, HEADS * WIDTH];
+        let head_norm = |part| settings.head_norms.map(|_| self.norm(&name(part)));
+        let all = |part: &str| -> Weights {
+            let view = View::parse(&self.find(&name(part)).2).unwrap();
+            Box::new(Groupwise::new(view, Mode::Exact, isa).unwrap())
+        };
+        Block {
+            attention: Attention {
+                norm: self.norm(&name("in.norm")),
+                query: self.linear(&name("q"), many, HIDDEN, isa),
+                key: self.linear(&name("k"), few, HIDDEN, isa),
+                value: self.linear(&name("v"), few, HIDDEN, isa),
+                output: self.linear(&name("o"), HIDDEN, many, isa),
+                query_norm: head_norm("q.norm"),
+                key_norm: head_norm("k.norm"),
+                width: WIDTH,
+                scale: 0.4,
+            },
+            feed_forward: FeedForward {
+                norm: self.norm(&name("middle.norm")),
+                router: settings.router.then(|| Router {
+                    weights: self.dense(&name("router"), EXPERTS, HIDDEN, isa),
+                    top_k: 2,
+                    normalized: true,
+                }),
+                experts: Experts {
+                    gate: all("gate"),
+                    up: all("up"),
+                    down: all("down"),
+                },
+                shared: settings.shared.then(|| Shared {
+                    experts: Experts {
+                        gate: self.dense(&name("shared.gate"), INNER, HIDDEN, isa),
+                        up: self.dense(&name("shared.up"), INNER, HIDDEN, isa),
+                        down: self.dense(&name("shared.down"), HIDDEN, INNER, isa),
+                    },
+                    gate: Some(self.dense(&name("shared_gate"), 1, HIDDEN, isa)),
+                }),
+            },
+        }
+    }
+
+    fn decoder(&self, isa: Isa) -> Decoder<'_> {
+        Decoder {
+            blocks: (0..self.settings.layers)
+                .map(|layer| self.block(layer, isa))
+                .collect(),
+            rotary: Rotary {
+                frequencies: &self.frequencies,
+                scale: 1.25,
+            },
+            norm: self.norm("norm"),
+        }
+    }
+}
+
+/// The formulas, one after the other in f64.
+struct Naive<'a> {
+    tensors: &'a Tensors,
+    /// For each layer, keys and values of each token, groups x width.
+    caches: Vec<Vec<[Vec<f64>; 2]>>,
+}
+
+fn wide(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&value| f64::from(value)).collect()
+}
+
+fn matvec(matrix: &[f32], x: &[f64]) -> Vec<f64> {
+    let row = |row: &[f32]| row.iter().zip(x).map(|(&w, x)| f64::from(w) * x).sum();
+    matrix.chunks_exact(x.len()).map(row).collect()
+}
+
+fn added(mut x: Vec<f64>, y: &[f64], factor: f64) -> Vec<f64> {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += factor * y);
+    x
+}
+
+impl Naive<'_> {
+    fn linear(&self, name: &str, x: &[f64]) -> Vec<f64> {
+        let y = matvec(self.tensors.values(name), x);
+        let bias = wide(self.tensors.values(&format!("{name}.bias")));
+        added(y, &bias, if self.tensors.settings.bias { 1.0 } else { 0.0 })
+    }
+
+    fn norm(&self, name: &str, x: &[f64]) -> Vec<f64> {
+        let weight = wide(self.tensors.values(name));
+        let runs = x.chunks_exact(weight.len()).flat_map(|x| {
+            let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+            let factor = 1.0 / (mean + f64::from(EPSILON)).sqrt();
+            x.iter()
+                .zip(&weight)
+                .map(move |(x, weight)| x * factor * weight)
+                .collect::<Vec<_>>()
+        });
+        runs.collect()
+    }
+
+    fn turned(&self, x: &[f64], position: usize) -> Vec<f64> {
+        let half = WIDTH / 2;
+        let mut y = x.to_vec();
+        for (head, out) in x.chunks_exact(WIDTH).zip(y.chunks_exact_mut(WIDTH)) {
+            for pair in 0..half {
+                let angle = position as f64 * f64::from(self.tensors.frequencies[pair]);
+                let (sin, cos) = (1.25 * angle.sin(), 1.25 * angle.cos());
+                out[pair] = head[pair] * cos - head[pair + half] * sin;
+                out[pair + half] = head[pair + half] * cos + head[pair] * sin;
+            }
+        }
+        y
+    }
+
+    fn attention(&mut self, layer: usize, x: &[f64], position: usize) -> Vec<f64> {
+        let name = |name: &str| format!("{layer}.{name}");
+        let x = self.norm(&name("in.norm"), x);
+        let head = |part: &str| {
+            let heads = self.linear(&name(part), &x);
+            match self.tensors.settings.head_norms {
+                Some(_) => self.norm(&name(&format!("{part}.norm")), &heads),
+                None => heads,
+            }
+        };
+        let queries = self.turned(&head("q"), position);
+        let keys = self.turned(&head("k"), position);
+        let values = self.linear(&name("v"), &x);
+        self.caches[layer].push([keys, values]);
+        let mut mixed = Vec::new();
+        for (head, query) in queries.chunks_exact(WIDTH).enumerate() {
+            let group = head / (HEADS / GROUPS) * WIDTH..(head / (HEADS / GROUPS) + 1) * WIDTH;
+            let past = self.caches[layer].iter();
+            let score =
+                |keys: &[f64]| 0.4f32 as f64 * keys.iter().zip(query).map(|(k, q)| k * q).sum::<f64>();
+            let powers: Vec<f64> = past
+                .clone()
+                .map(|[keys, _]| score(&keys[group.clone()]).exp())
+                .collect();
+            let total: f64 = powers.iter().sum();
+            let terms = past
+                .zip(&powers)
+                .map(|([_, values], power)| (&values[group.clone()], power / total));
+            mixed.extend(terms.fold(vec![0.0; WIDTH], |sum, (values, share)| added(sum, values, share)));
+        }
+        self.linear(&name("o"), &mixed)
+    }
+
+    fn expert(&self, parts: [&[f32]; 3], x: &[f64]) -> Vec<f64> {
+        let [gate, up] = [parts[0], parts[1]].map(|matrix| matvec(matrix, x));
+        let hidden: Vec<f64> = gate
+            .iter()
+            .zip(&up)
+            .map(|(g, u)| g / (1.0 + (-g).exp()) * u)
+            .collect();
+        matvec(parts[2], &hidden)
+    }
+
+    fn feed_forward(&self, layer: usize, x: &[f64]) -> Vec<f64> {
+        let name = |name: &str| format!("{layer}.{name}");
+        let x = self.norm(&name("middle.norm"), x);
+        let mut chosen = vec![(0, 1.0)];
+        if self.tensors.settings.router {
+            let logits = matvec(self.tensors.values(&name("router")), &x);
+            let mut order: Vec<usize> = (0..EXPERTS).collect();
+            order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+            let power = |&expert: &usize| (expert, logits[expert].exp());
+            chosen = order[..2].iter().map(power).collect();
+            let total: f64 = chosen.iter().map(|(_, power)| power).sum();
+            chosen.iter_mut().for_each(|(_, power)| *power /= total);
+        }
+        let mut y = vec![0.0; HIDDEN];
+        for (expert, weight) in chosen {
+            let size = INNER * HIDDEN;
+            let of = |part: &str| &self.tensors.values(&name(part))[expert * size..][..size];
+            y = added(y, &self.expert([of("gate"), of("up"), of("down")], &x), weight);
+        }
+        if self.tensors.settings.shared {
+            let of = |part: &str| self.tensors.values(&name(part));
+            let share = matvec(of("shared_gate"), &x)[0];
+            let parts = [of("shared.gate"), of("shared.up"), of("shared.down")];
+            y = added(y, &self.expert(parts, &x), 1.0 / (1.0 + (-share).exp()));
+        }
+        y
+    }
+
+    fn step(&mut self, x: &[f32], position: usize) -> Vec<f64> {
+        let mut x = wide(x);
+        for layer in 0..self.tensors.settings.layers {
+            x = added(self.attention(layer, &x, position), &x, 1.0);
+            x = added(self.feed_forward(layer, &x), &x, 1.0);
+        }
+        self.norm("norm", &x)
+    }
+}
+
+/// Buffers of keys and values, either kind of number.
+struct Buffers {
+    kind: Kind,
+    wide: Vec<Vec<f32>>,
+    narrow: Vec<Vec<u16>>,
+}
+
+impl Buffers {
+    fn new(settings: &Settings) -> Buffers {
+        let (count, size) = (2 * settings.layers, GROUPS * CAPACITY * WIDTH);
+        Buffers {
+            kind: settings.cache,
+            wide: vec![vec![f32::NAN; size]; count],
+            narrow: vec![vec![0x7fc0; size]; count],
+        }
+    }
+
+    fn past(&mut self, length: usize) -> Vec<Past<'_>> {
+        let mut wide = self.wide.iter_mut().map(|values| Lane::F32(values));
+        let mut narrow = self.narrow.iter_mut().map(|values| Lane::Bf16(values));
+        let kind = self.kind;
+        let mut next = || match kind {
+            Kind::F32 => wide.next(),
+            Kind::Bf16 => narrow.next(),
+        };
+        let mut past = Vec::new();
+        while let (Some(keys), Some(values)) = (next(), next()) {
+            past.push(Past { keys, values, length });
+        }
+        past
+    }
+}
+
+fn token(number: usize) -> Vec<f32> {
+    numbers(&format!("token {number}"), HIDDEN, 1.5)
+}
+
+/// The outputs of `count` tokens, one after the other.
+fn steps(tensors: &Tensors, count: usize, isa: Isa, pool: &ThreadPool) -> Vec<Vec<f32>> {
+    let (decoder, mut buffers) = (tensors.decoder(isa), Buffers::new(&tensors.settings));
+    let step = |number: usize| {
+        let (x, mut y) = (token(number), vec![f32::NAN; HIDDEN]);
+        let mut past = buffers.past(number);
+        decoder
+            .step(Activations::F32(&x), number, &mut past, &mut y, isa, pool)
+            .unwrap();
+        assert!(past.iter().all(|past| past.length == number + 1));
+        y
+    };
+    (0..count).map(step).collect()
+}
+
+fn sets() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.available())
+}
+
+/// Rounding errors of f32 stay small beside outputs of about 1: measured at most 2e-6.
+fn assert_near(found: &[f32], expected: &[f64], bound: f64, what: &str) {
+    for (found, expected) in found.iter().zip(expected) {
+        let error = (f64::from(*found) - expected).abs();
+        assert!(error <= bound, "{what}: {found} instead of {expected}");
+    }
+}
+
+#[test]
+fn steps_are_the_formulas() {
+    let pool = pool::current().unwrap();
+    for settings in [
+        PLAIN,
+        Settings {
+            bias: true,
+            head_norms: Some([WIDTH, WIDTH]),
+            ..PLAIN
+        },
+        Settings {
+            head_norms: Some([HEADS * WIDTH, GROUPS * WIDTH]),
+            shared: true,
+            ..PLAIN
+        },
+        Settings {
+            router: false,
+            layers: 3,
+            ..PLAIN
+        },
+    ] {
+        let tensors = Tensors::new(settings);
+        let mut naive = Naive {
+            tensors: &tensors,
+            caches: vec![Vec::new(); settings.layers],
+        };
+        let expected: Vec<Vec<f64>> = (0..9).map(|number| naive.step(&token(number), number)).collect();
+        for isa in sets() {
+            for (found, expected) in steps(&tensors, 9, isa, &pool).iter().zip(&expected) {
+                assert_near(found, expected, 1e-5, isa.name());
+            }
+        }
+    }
+}
+
+/// Several runs of tokens, and a cache of bf16: errors of 2^-9 of each key and value, which must not choose experts.
+#[test]
+fn many_tokens_are_seen() {
+    let (pool, active) = (pool::current().unwrap(), crate::simd::active().unwrap());
+    for (cache, bound) in [(Kind::F32, 2e-6), (Kind::Bf16, 2e-2)] {
+        let tensors = Tensors::new(Settings {
+            cache,
+            layers: 1,
+            router: cache == Kind::F32,
+            ..PLAIN
+        });
+        let mut naive = Naive {
+            tensors: &tensors,
+            caches: vec![Vec::new(); 1],
+        };
+        let (mut off, mut size) = (0.0, 0.0);
+        for (number, found) in steps(&tensors, 530, active, &pool).iter().enumerate() {
+            for (&found, expected) in found.iter().zip(naive.step(&token(number), number)) {
+                off += (f64::from(found) - expected).powi(2);
+                size += expected * expected;
+            }
+        }
+        assert!(
+            off.sqrt() <= bound * size.sqrt(),
+            "{} for {cache:?}",
+            (off / size).sqrt()
+        );
+    }
+}
+
+#[test]
+fn neither_threads_nor_sets_change_a_bit() {
+    let tensors = Tensors::new(Settings {
+        shared: true,
+        cache: Kind::Bf16,
+        ..PLAIN
+    });
+    let pool = |threads| {
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap()
+    };
+    let expected = steps(&tensors, 300, Isa::Scalar, &pool(1));
+    for isa in sets() {
+        for threads in [1, 2, 5] {
+            assert!(
+                steps(&tensors, 300, isa, &pool(threads)) == expected,
+                "{}, {threads}",
+                isa.name()
+            );
+        }
+    }
+}
+
+#[test]
+fn a_step_that_does_not_fit_is_refused() {
+    let (tensors, pool) = (Tensors::new(PLAIN), pool::current().unwrap());
+    let attempt = |change: fn(&mut Decoder), hidden: usize, length: usize, caches: usize| {
+        let (mut decoder, mut buffers) = (tensors.decoder(Isa::Scalar), Buffers::new(&PLAIN));
+        change(&mut decoder);
+        let (x, mut y) = (vec![1.0; hidden], vec![0.0; hidden]);
+        let mut past = buffers.past(length);
+        past.truncate(caches);
+        decoder.step(Activations::F32(&x), 3, &mut past, &mut y, Isa::Scalar, &pool)
+    };
+    assert!(attempt(|_| (), HIDDEN, 0, 2).is_ok());
+    assert!(attempt(|_| (), HIDDEN + 1, 0, 2).is_err());
+    assert!(attempt(|_| (), HIDDEN, 0, 1).is_err());
+    assert!(attempt(|_| (), HIDDEN, CAPACITY, 2).is_err());
+    assert!(attempt(|decoder| decoder.rotary.frequencies = &[1.0], HIDDEN, 0, 2).is_err());
+    assert!(attempt(|decoder| decoder.blocks[1].attention.width = 5, HIDDEN, 0, 2).is_err());
+    assert!(attempt(|decoder| decoder.blocks[0].attention.width = 0, HIDDEN, 0, 2).is_err());
+    assert!(
+        attempt(
+            |decoder| decoder.blocks[0].feed_forward.router = None,
+            HIDDEN,
+            0,
+            2
+        )
+        .is_err()
+    );
+    assert!(attempt(|decoder| decoder.blocks.swap(0, 1), HIDDEN, 0, 2).is_ok());
+    let many =
+        |decoder: &mut Decoder| decoder.blocks[0].feed_forward.router.as_mut().unwrap().top_k = EXPERTS + 1;
+    assert!(attempt(many, HIDDEN, 0, 2).is_err());
+}

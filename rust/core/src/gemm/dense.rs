@@ -1,0 +1,282 @@
+//! Dense matrices, f32 or bf16, as [`crate::gemm::layer`] multiplies them: what a model keeps unpacked takes part in the
+//! same parallel regions, read where it lies, as bytes of any alignment.
+//!
+//! y = W x in f32, for few tokens: each token reads the matrix anew (from the cache, where a unit's rows fit there). With
+//! u = 2^-24, n columns and S = sum of |w x|, the error is at most (n / 64 + 8) u S. Nothing is fused and the order of
+//! the sum is fixed, so every instruction set gives the same bits; memory bounds the speed of one token, not arithmetic.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use super::layer::{Job, Products, Projection, Worker};
+use super::ternary::{Activations, from_bf16};
+use crate::simd::{Isa, vectorized};
+use crate::ternary::Shape;
+use crate::{Error, Result};
+
+/// Sums that a product keeps side by side: four registers of 16, or eight of 8.
+const LANES: usize = 64;
+
+/// What a value is, little-endian.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Single precision.
+    F32,
+    /// bf16.
+    Bf16,
+}
+
+impl Kind {
+    fn bytes(self) -> usize {
+        match self {
+            Kind::F32 => 4,
+            Kind::Bf16 => 2,
+        }
+    }
+}
+
+/// A matrix, with the instruction set of its products.
+#[derive(Debug, Clone, Copy)]
+pub struct Dense<'a> {
+    bytes: &'a [u8],
+    kind: Kind,
+    rows: usize,
+    columns: usize,
+    isa: Isa,
+}
+
+impl<'a> Dense<'a> {
+    /// The matrix rows x columns of `bytes`, row by row.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there are not rows x columns values, or the processor lacks the instruction set.
+    pub fn new(bytes: &'a [u8], kind: Kind, rows: usize, columns: usize, isa: Isa) -> Result<Dense<'a>> {
+        let size = rows
+            .checked_mul(columns)
+            .and_then(|size| size.checked_mul(kind.bytes()));
+        if size != Some(bytes.len()) {
+            let message = format!(
+                "{} bytes are no matrix of {rows} x {columns} {kind:?}",
+                bytes.len()
+            );
+            return Err(Error::InvalidArgument(message));
+        }
+        Ok(Dense {
+            bytes,
+            kind,
+            rows,
+            columns,
+            isa: isa.require()?,
+        })
+    }
+}
+
+impl Projection for Dense<'_> {
+    fn shape(&self) -> Shape {
+        Shape {
+            experts: 1,
+            rows: self.rows,
+            columns: self.columns,
+            rank: 2,
+        }
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.columns * self.kind.bytes()
+    }
+
+    fn granule(&self) -> usize {
+        1
+    }
+
+    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
+        let shared = sibling
+            .and_then(|sibling| sibling.shared()?.downcast::<Tokens>().ok())
+            .filter(|tokens| tokens.columns == self.columns);
+        let mine = shared.is_none();
+        let make = || Tokens {
+            columns: self.columns,
+            values: (0..job.tokens).map(|_| OnceLock::new()).collect(),
+        };
+        Box::new(Multiplication {
+            matrix: self,
+            job: job.clone(),
+            tokens: shared.unwrap_or_else(|| Arc::new(make())),
+            mine,
+        })
+    }
+}
+
+/// The tokens of a job in f32.
+struct Tokens {
+    columns: usize,
+    values: Vec<OnceLock<Vec<f32>>>,
+}
+
+/// A matrix and the tokens of a job.
+struct Multiplication<'a> {
+    matrix: &'a Dense<'a>,
+    job: Arc<Job>,
+    tokens: Arc<Tokens>,
+    /// The tokens are not a sibling's.
+    mine: bool,
+}
+
+impl Products for Multiplication<'_> {
+    fn stages(&self) -> [usize; 2] {
+        [if self.mine { self.job.tokens } else { 0 }, 0]
+    }
+
+    fn prepare(&self, _stage: usize, unit: usize, x: Activations) {
+        let columns = self.tokens.columns;
+        self.tokens.values[unit].get_or_init(|| {
+            let mut values = vec![0.0; columns];
+            x.widen(unit * columns, &mut values);
+            values
+        });
+    }
+
+    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self.tokens.clone())
+    }
+
+    fn worker(&self) -> Box<dyn Worker + '_> {
+        Box::new(Thread(self))
+    }
+}
+
+struct Thread<'a>(&'a Multiplication<'a>);
+
+impl Worker for Thread<'_> {
+    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
+        let Multiplication {
+            matrix, job, tokens, ..
+        } = self.0;
+        let places = &job.list[job.tasks[task].places.clone()];
+        for (&token, out) in places.iter().zip(out.chunks_exact_mut(rows.len())) {
+            let x = tokens.values[token].get().expect("the first stage has made it");
+            let row_bytes = matrix.row_bytes();
+            let bytes = &matrix.bytes[rows.start * row_bytes..rows.end * row_bytes];
+            products(matrix.isa, bytes, matrix.kind, x, out);
+        }
+    }
+}
+
+vectorized! {
+    /// Products of rows with a token.
+    fn products(bytes: &[u8], kind: Kind, x: &[f32], out: &mut [f32]) = products_loop;
+}
+
+#[inline(always)]
+fn products_loop(bytes: &[u8], kind: Kind, x: &[f32], out: &mut [f32]) {
+    for (row, out) in bytes.chunks_exact((x.len() * kind.bytes()).max(1)).zip(out) {
+        *out = match kind {
+            Kind::F32 => sum(row.as_chunks().0, x, f32::from_le_bytes),
+            Kind::Bf16 => sum(row.as_chunks().0, x, |bytes| from_bf16(u16::from_le_bytes(bytes))),
+        };
+    }
+}
+
+/// The product of `x` and as many values from `start` on; inlined, so that it has the caller's instruction set.
+#[inline(always)]
+pub(crate) fn dot(values: Activations, start: usize, x: &[f32]) -> f32 {
+    match values {
+        Activations::F32(values) => sum(&values[start..][..x.len()], x, |value| value),
+        Activations::Bf16(values) => sum(&values[start..][..x.len()], x, from_bf16),
+    }
+}
+
+#[inline(always)]
+fn sum<T: Copy>(values: &[T], x: &[f32], wide: impl Fn(T) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let (runs, rest) = values.as_chunks::<LANES>();
+    let (x_runs, x_rest) = x.as_chunks::<LANES>();
+    for (values, x) in runs.iter().zip(x_runs) {
+        for lane in 0..LANES {
+            lanes[lane] += wide(values[lane]) * x[lane];
+        }
+    }
+    for (lane, (&value, x)) in rest.iter().zip(x_rest).enumerate() {
+        lanes[lane] += wide(value) * x;
+    }
+    let mut width = LANES;
+    while width > 1 {
+        width /= 2;
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+    }
+    lanes[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gemm::layer::multiply;
+    use crate::pool;
+
+    fn numbers(count: usize, seed: usize) -> Vec<f32> {
+        let number = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.0 - 1.0;
+        (0..count).map(number).collect()
+    }
+
+    fn narrow(values: &[f32]) -> Vec<u16> {
+        values
+            .iter()
+            .map(|value| (value.to_bits() >> 16) as u16)
+            .collect()
+    }
+
+    fn product(matrix: &Dense, x: Activations, tokens: usize) -> Vec<f32> {
+        let mut y = vec![f32::NAN; tokens * matrix.rows];
+        let pool = pool::current().unwrap();
+        multiply(matrix, Job::of_offsets(&[0, tokens]), x, &mut y, &pool);
+        y
+    }
+
+    #[test]
+    fn products_are_within_their_bound_and_the_same_on_all_sets() {
+        for (rows, columns, tokens) in [(1, 1, 1), (5, 63, 2), (70, 64, 1), (33, 1000, 3)] {
+            let (weights, x) = (numbers(rows * columns, 1), numbers(tokens * columns, 2));
+            let (short, short_x) = (narrow(&weights), narrow(&x));
+            let bytes: Vec<u8> = weights.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let short_bytes: Vec<u8> = short.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let forms: [(Activations, &[u8], Kind, Activations); 3] = [
+                ((&weights[..]).into(), &bytes, Kind::F32, (&x[..]).into()),
+                ((&short[..]).into(), &short_bytes, Kind::Bf16, (&x[..]).into()),
+                (
+                    (&short[..]).into(),
+                    &short_bytes,
+                    Kind::Bf16,
+                    (&short_x[..]).into(),
+                ),
+            ];
+            for (values, bytes, kind, x) in forms {
+                let run = |isa| product(&Dense::new(bytes, kind, rows, columns, isa).unwrap(), x, tokens);
+                let scalar = run(Isa::Scalar);
+                let (mut wide, mut wide_x) = (vec![0.0; rows * columns], vec![0.0; tokens * columns]);
+                values.widen(0, &mut wide);
+                x.widen(0, &mut wide_x);
+                for (i, &found) in scalar.iter().enumerate() {
+                    let (row, token) = (&wide[i % rows * columns..], &wide_x[i / rows * columns..]);
+                    let terms = row[..columns].iter().zip(token);
+                    let terms: Vec<f64> = terms.map(|(&w, &x)| f64::from(w) * f64::from(x)).collect();
+                    let size: f64 = terms.iter().map(|term| term.abs()).sum();
+                    let bound = (columns as f64 / 64.0 + 8.0) * 2f64.powi(-24) * size;
+                    assert!((f64::from(found) - terms.iter().sum::<f64>()).abs() <= bound);
+                }
+                for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+                    assert_eq!(run(isa), scalar);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_matrix_of_another_size_is_refused() {
+        let new = |rows, columns| Dense::new(&[0; 24], Kind::F32, rows, columns, Isa::Scalar);
+        assert!(new(2, 3).is_ok());
+        assert!(new(2, 4).is_err() && new(usize::MAX, 2).is_err());
+    }
+}
