@@ -1,6 +1,6 @@
 """The Rust core: packed ternary tensors, threads and instruction sets."""
 
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,8 @@ __all__ = [
     "CodedGroupwiseBlob",
     "CompensatedBlob",
     "CorruptionError",
+    "Decoder",
+    "DenseMatrix",
     "GroupwiseBlob",
     "TernaryBlob",
     "__version__",
@@ -505,7 +507,84 @@ def kmeans(
         ValueError: sizes do not match, or a value or weight is out of range.
     """
 
-_Layered: TypeAlias = GroupwiseBlob | CodedGroupwiseBlob | CompensatedBlob | TernaryBlob | CodebookBlob
+@final
+class DenseMatrix:
+    """A dense matrix of rows x columns, read in place.
+
+    Args:
+        data: uint8 [bytes], contiguous: the values, row by row; it is kept and not copied.
+        dtype: "float32" or "bfloat16".
+        rows: of the matrix.
+        columns: of the matrix.
+
+    Raises:
+        ValueError: there is no such dtype, or the size is another one.
+    """
+
+    def __new__(cls, data: NDArray[np.uint8], dtype: str, rows: int, columns: int) -> DenseMatrix: ...
+    def matmul(self, x: NDArray[np.float32] | NDArray[np.uint16], isa: str | None = None) -> NDArray[np.float32]:
+        """Return y = W x, float32 [tokens, rows].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous. Each token reads the matrix.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            ValueError: sizes do not match, or the processor lacks the set.
+        """
+
+_Layered: TypeAlias = GroupwiseBlob | CodedGroupwiseBlob | CompensatedBlob | TernaryBlob | CodebookBlob | DenseMatrix
+_Vector: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+
+@final
+class Decoder:
+    """A decoder of packed and dense tensors, without embedding and head, that takes one token at a time.
+
+    A layer is h = x + attention(norm x), y = h + experts(norm h). Tensors are kept, not copied; vectors are float32, or
+    bfloat16 as its bits in uint16; a matrix is a pair of a tensor and the mode of its products, or None.
+
+    Args:
+        layers: for each layer a mapping (`moepack.runtime.plan` writes them).
+        frequencies: float32 [head width / 2], the angle of each pair of a head's values at position 1.
+        rotary_scale: what turned values are multiplied by.
+        norm: of the output.
+        epsilon: of that norm.
+
+    Raises:
+        TypeError: a layer is described in another way.
+        KeyError: the same.
+    """
+
+    def __new__(
+        cls,
+        layers: list[dict[str, Any]],
+        frequencies: NDArray[np.float32],
+        rotary_scale: float,
+        norm: _Vector,
+        epsilon: float,
+    ) -> Decoder: ...
+    def step(
+        self,
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        position: int,
+        caches: list[tuple[NDArray[Any], NDArray[Any]]],
+        length: int,
+        isa: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Return what a token's hidden state becomes behind all layers, normed, float32 [1, hidden].
+
+        Args:
+            x: float32, or bfloat16 as its bits in uint16; [1, hidden], C-contiguous.
+            position: of the token.
+            caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as its bits,
+                C-contiguous; the token's are written at `length`.
+            length: tokens that are in the caches, all of which the token sees.
+            isa: the instruction set, by default the active one.
+
+        Raises:
+            TypeError: a matrix is no tensor, or a cache no array.
+            ValueError: sizes do not match, a cache is full, there is no such mode, or the processor lacks the set.
+        """
 
 def gated_experts(
     gate: _Layered,

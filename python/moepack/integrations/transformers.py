@@ -25,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.errors import CorruptionError, LoadError, SerializationError, UnsupportedModelError
+from moepack.runtime.decoder import install as install_decoder
 from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
 from moepack.runtime.linear import PackedLinear
 
@@ -144,6 +145,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                 file = directory.path / directory.manifest.tensors[name].file
                 module.attach(projection, tensors[name], file=file, tensor=name)
         _cast_renamed(model, self._dtypes)
+        install_decoder(model)
         del self._directory, self._modules, self._dtypes
         return model
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from moepack.runtime.matrix import gated_experts
 from moepack.runtime.packed import PackedModule, Shape, as_numpy, inference_only, require_cpu
 
-__all__ = ["PackedExperts", "PackedSwitchExperts", "Routing", "sort_by_expert"]
+__all__ = ["PackedExperts", "PackedSwitchExperts", "Routing", "is_silu", "sort_by_expert"]
 
 
 class Routing(NamedTuple):
@@ -102,7 +102,7 @@ class PackedExperts(_Experts):
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Let the kernels run the whole layer where they can."""
         require_cpu(hidden_states)
-        if _is_silu(self.act_fn):
+        if is_silu(self.act_fn):
             matrices = [self.matrix(projection) for projection in self.projections]
             choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
             outputs = gated_experts(matrices, as_numpy(hidden_states), *choice)
@@ -147,8 +147,8 @@ class PackedSwitchExperts(_Experts):
         return self._product("wo", self.act_fn(self._product("wi", x, offsets)), offsets)
 
 
-def _is_silu(act_fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """transformers has a class of its own beside torch's."""
+def is_silu(act_fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether an activation is SiLU, of which transformers has a class of its own beside torch's."""
     return act_fn is functional.silu or type(act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 

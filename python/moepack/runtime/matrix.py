@@ -26,6 +26,7 @@ __all__ = [
     "ModalMatrix",
     "PackedMatrix",
     "TernaryMatrix",
+    "core_blob",
     "gated_experts",
     "open_matrix",
     "register_format",
@@ -221,6 +222,11 @@ def gated_experts(
         return None
     modes = gate.product_mode(), up.product_mode(), down.product_mode()
     return _core.gated_experts(gate.blob, up.blob, down.blob, x, experts, weights, modes)
+
+
+def core_blob(matrix: PackedMatrix) -> Any:
+    """The core's reader of a matrix that takes part in layers; None for others."""
+    return matrix.blob if _layered(matrix) else None
 
 
 def _layered(matrix: PackedMatrix) -> TypeGuard[_BlobMatrix]:

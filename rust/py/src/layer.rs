@@ -11,13 +11,14 @@ use crate::arrays::{Activations, chosen_isa, contiguous, products};
 use crate::codebook::CodebookBlob;
 use crate::coded::CodedGroupwiseBlob;
 use crate::compensated::CompensatedBlob;
+use crate::dense::DenseMatrix;
 use crate::error::raise;
 use crate::groupwise::GroupwiseBlob;
 use crate::ternary::TernaryBlob;
 
-/// A packed tensor that takes part in layers.
+/// A tensor, packed or dense, that takes part in layers.
 pub trait Packed: Sync {
-    /// The packed bytes.
+    /// Its bytes.
     fn array(&self) -> &Py<PyArray1<u8>>;
 
     /// The tensor, of `data`, with the mode of a name (by default the format's own) and an instruction set.
@@ -29,8 +30,8 @@ pub trait Packed: Sync {
     ) -> Result<Box<dyn Projection + 'a>>;
 }
 
-/// The packed tensor that an object is: one of the classes that take part.
-fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
+/// The tensor that an object is: one of the classes that take part.
+pub fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
     if let Ok(blob) = object.cast::<GroupwiseBlob>() {
         return Ok(blob.get());
     }
@@ -45,6 +46,9 @@ fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
     }
     if let Ok(blob) = object.cast::<CodebookBlob>() {
         return Ok(blob.get());
+    }
+    if let Ok(matrix) = object.cast::<DenseMatrix>() {
+        return Ok(matrix.get());
     }
     let kind = object.get_type();
     Err(PyTypeError::new_err(format!("{kind} takes no part in layers")))

@@ -5,6 +5,8 @@ mod clustering;
 mod codebook;
 mod coded;
 mod compensated;
+mod decoder;
+mod dense;
 mod error;
 mod fitting;
 mod groupwise;
@@ -27,6 +29,10 @@ mod _core {
     use super::coded::{CodedGroupwiseBlob, code_groupwise};
     #[pymodule_export]
     use super::compensated::{CompensatedBlob, encode_compensated, encode_compensated_f16};
+    #[pymodule_export]
+    use super::decoder::Decoder;
+    #[pymodule_export]
+    use super::dense::DenseMatrix;
     #[pymodule_export]
     use super::error::CorruptionError;
     #[pymodule_export]

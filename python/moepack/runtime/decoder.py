@@ -1,0 +1,253 @@
+"""Decoding in the core: one token through all layers of a packed model in one call, instead of operation by operation.
+
+`install` gives the decoder and the head of a model a `forward` of their own. It takes a call only if it is just a
+decoding step: one token of one sequence on the CPU, behind tokens that a `DynamicCache` holds and all of which it sees,
+in evaluation mode without gradients, for a model that `moepack.runtime.plan` knows through and through. Every other
+call (prompts, batches, padding, hooks, outputs of layers, other models) is transformers' own.
+
+The environment variable MOEPACK_DECODE or `set_decoding` turns it off: "native" is the default, "transformers" leaves
+every call to transformers.
+"""
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from moepack.runtime.cache import GrowingLayer
+from moepack.runtime.packed import as_numpy
+from moepack.runtime.plan import Plan, Unknown, dense_matrix, is_known
+
+__all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
+
+MODES = ("native", "transformers")
+VARIABLE = "MOEPACK_DECODE"
+"""The environment variable that chooses what decodes."""
+
+_chosen: str | None = None
+
+_FLAGS = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Arguments and settings that ask for more than the last hidden state."""
+
+
+def decoding() -> str:
+    """Return what decodes: what was set, else what MOEPACK_DECODE says, else "native".
+
+    Raises:
+        ValueError: MOEPACK_DECODE is nothing of the kind.
+    """
+    return _chosen or _checked(os.environ.get(VARIABLE) or MODES[0])
+
+
+def set_decoding(mode: str | None) -> None:
+    """Choose what decodes, for the whole process: "native", "transformers", or None for the default.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+    global _chosen
+    _chosen = None if mode is None else _checked(mode)
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"decoding is one of {', '.join(MODES)}, not {mode!r}")
+    return mode
+
+
+def install(model: nn.Module) -> None:
+    """Let a model decode in the core wherever it can; a model of another architecture stays as it is."""
+    decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    if not is_known(decoder) or "forward" in vars(decoder):
+        return
+    decoder.forward = DecoderForward(decoder)
+    head = getattr(model, "lm_head", None)
+    if decoder is not model and type(head) is nn.Linear and "forward" not in vars(head):
+        head.forward = HeadForward(head)  # type: ignore[method-assign]
+
+
+class _Forward:
+    """A module's forward, called in place of its class's. A copy of the module has one of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        forward = inspect.signature(type(module).forward)
+        self.__signature__ = forward.replace(parameters=list(forward.parameters.values())[1:])
+
+    def module(self) -> Any:
+        """The module, which owns this object."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward is gone")
+        return module
+
+    def original(self) -> Callable[..., Any]:
+        """The forward of the module's class."""
+        module = self.module()
+        bound: Callable[..., Any] = type(module).forward.__get__(module)
+        return bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
+        module = self.module()
+        return type(self)(memo.get(id(module), module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module(),)
+
+
+class DecoderForward(_Forward):
+    """The forward of a decoder without its head.
+
+    Attributes:
+        steps: calls that the core has taken.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.steps = 0
+        self._plan: Plan | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the class's forward."""
+        output = None if args or not _is_free() else self._decode(self.module(), **kwargs)
+        return self.original()(*args, **kwargs) if output is None else output
+
+    def _decode(
+        self,
+        model: Any,
+        *,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **others: Any,
+    ) -> MoeModelOutputWithPast | None:
+        """A decoding step; None where this is none that the core knows."""
+        if model.training or type(past_key_values) is not DynamicCache or past_key_values.offloading:
+            return None
+        if not _is_plain(model.config, use_cache, others) or (input_ids is None) == (inputs_embeds is None):
+            return None
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        plan = self._ready(model) if given is not None and given.shape[:2] == (1, 1) else None
+        length = past_key_values.get_seq_length()
+        if plan is None or length == 0 or not _sees_all(attention_mask, length + 1):
+            return None
+        position = _position(position_ids, length)
+        layers = _growing(past_key_values, plan, length)
+        if position is None or layers is None:
+            return None
+        hidden = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if hidden.dtype != plan.dtype or hidden.device.type != "cpu":
+            return None
+        rooms = [layer.room(1) for layer in layers]
+        caches = [room.arrays for room in rooms if room.arrays is not None]
+        output = plan.decoder.step(as_numpy(hidden[0]), position, caches, length)
+        for layer, room in zip(layers, rooms, strict=True):
+            layer.show(room, length + 1)
+        self.steps += 1
+        state = torch.from_numpy(output).to(hidden.dtype).view(hidden.shape)
+        return MoeModelOutputWithPast(last_hidden_state=state, past_key_values=past_key_values)
+
+    def _ready(self, model: Any) -> Plan | None:
+        """The plan, made anew where the model has changed."""
+        if self._plan is None or not self._plan.holds():
+            try:
+                self._plan = Plan(model)
+            except Unknown:
+                self._plan = None
+        return self._plan
+
+
+class HeadForward(_Forward):
+    """The forward of a dense head: a single token is multiplied by the core, whose threads are awake."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._matrix: tuple[int, Any] | None = None
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """As the class's forward."""
+        head = self.module()
+        weight = head.weight
+        if (
+            input.shape[:-1].numel() != 1
+            or not _is_free()
+            or head.bias is not None
+            or weight.dtype not in (torch.float32, torch.bfloat16)
+            or input.dtype != weight.dtype
+            or {input.device.type, weight.device.type} != {"cpu"}
+            or not weight.is_contiguous()
+        ):
+            output: torch.Tensor = self.original()(input)
+            return output
+        if self._matrix is None or self._matrix[0] != weight.data_ptr():
+            self._matrix = weight.data_ptr(), dense_matrix(weight)
+        product = self._matrix[1].matmul(as_numpy(input.reshape(1, -1)))
+        return torch.from_numpy(product).to(input.dtype).view(*input.shape[:-1], -1)
+
+
+def _is_free() -> bool:
+    """Whether nothing watches what torch computes, and the choice is the core."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch.is_autocast_enabled("cpu")
+        or decoding() != "native"
+    )
+
+
+def _is_plain(config: Any, use_cache: bool | None, others: dict[str, Any]) -> bool:
+    """Whether a call asks for the last hidden state and the cache alone."""
+    wanted = {**others, "return_dict": not others.get("return_dict", True)}
+    cached = config.use_cache if use_cache is None else use_cache
+    return (
+        bool(cached)
+        and all(name in (*_FLAGS, "return_dict") for name in others)
+        and not any(wanted.values())
+        and not any(getattr(config, name, False) for name in _FLAGS)
+        and getattr(config, "return_dict", True) is not False
+        and config._attn_implementation in ("eager", "sdpa")
+    )
+
+
+def _sees_all(mask: Any, tokens: int) -> bool:
+    """Whether an attention mask hides none of the tokens."""
+    if mask is None:
+        return True
+    return isinstance(mask, torch.Tensor) and mask.shape == (1, tokens) and bool(np.asarray(mask.cpu()).all())
+
+
+def _position(positions: torch.Tensor | None, length: int) -> int | None:
+    """The position of the token; None where it has several."""
+    if positions is None:
+        return length
+    position = int(positions) if positions.numel() == 1 else -1
+    return position if position >= 0 else None
+
+
+def _growing(cache: DynamicCache, plan: Plan, length: int) -> list[GrowingLayer] | None:
+    """The layers of a cache, made to grow in place; None where they do not hold what the core expects."""
+    layers: list[Any] = cache.layers
+    if len(layers) != len(plan.groups):
+        return None
+    for number, (layer, (groups, width)) in enumerate(zip(layers, plan.groups, strict=True)):
+        if type(layer) not in (DynamicLayer, GrowingLayer) or not layer.is_initialized:
+            return None
+        shape = (1, groups, length, width)
+        if layer.keys.shape != shape or layer.values.shape != shape:
+            return None
+        if layer.keys.dtype != plan.dtype or layer.values.dtype != plan.dtype or layer.keys.device.type != "cpu":
+            return None
+        if type(layer) is DynamicLayer:
+            layers[number] = GrowingLayer.of(layer)
+    return layers

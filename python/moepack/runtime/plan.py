@@ -1,0 +1,271 @@
+"""Reading a transformers model into a decoder of the core: which modules it knows, and what of them it needs.
+
+What the core computes is fixed (`_core.Decoder`), so a model is taken only if every module on the way is one that is
+known to compute just that: of the very classes of an architecture listed here, with the very children they are known to
+have, and with settings that mean nothing more. Anything else is `Unknown`, and transformers' own code runs.
+
+A plan holds while nothing that it has read is replaced: modules, the memory of tensors, hooks, the modes of products.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+from moepack import _core
+from moepack.runtime.compute import compute_mode
+from moepack.runtime.experts import PackedExperts, is_silu
+from moepack.runtime.linear import PackedLinear
+from moepack.runtime.matrix import PackedMatrix, core_blob
+from moepack.runtime.packed import PackedModule
+
+__all__ = ["Plan", "Unknown", "dense_matrix", "is_known"]
+
+_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose frequencies do not change with the length."""
+
+_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+"""Dtypes that the core takes, and as which NumPy sees them."""
+
+
+class Unknown(Exception):
+    """Something that the core's decoder is not known to compute."""
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """A family of decoders.
+
+    Attributes:
+        prefix: of its classes.
+        file: of its module in transformers.
+        head_norms: whether queries and keys are normed.
+        shared: whether a shared expert with a gate stands beside the others.
+        normalized: whether the weights of a token's experts always sum to one; None where the router says so.
+    """
+
+    prefix: str
+    file: str
+    head_norms: bool = False
+    shared: bool = False
+    normalized: bool | None = None
+
+    def has(self, module: nn.Module | None, suffix: str) -> bool:
+        """Whether a module is of the class that ends with `suffix`."""
+        name = f"transformers.models.{self.file}.modeling_{self.file}"
+        return (type(module).__module__, type(module).__qualname__) == (name, self.prefix + suffix)
+
+
+_ARCHITECTURES = (
+    _Architecture("Mixtral", "mixtral", normalized=True),
+    _Architecture("Qwen2Moe", "qwen2_moe", shared=True),
+    _Architecture("Qwen3Moe", "qwen3_moe", head_norms=True),
+    _Architecture("Olmoe", "olmoe", head_norms=True),
+)
+
+
+def is_known(model: nn.Module) -> bool:
+    """Whether a model is the decoder of a known architecture; whether it has a plan is seen when it is made."""
+    return any(architecture.has(model, "Model") for architecture in _ARCHITECTURES)
+
+
+@dataclass
+class _Guard:
+    """What a plan has read, to see whether it still is there."""
+
+    mode: str = field(default_factory=compute_mode)
+    children: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    tensors: list[tuple[Mapping[str, Any], str, int]] = field(default_factory=list)
+    hooks: list[Mapping[Any, Any]] = field(default_factory=list)
+    attributes: list[Mapping[str, Any]] = field(default_factory=list)
+    matrices: list[tuple[PackedMatrix, str | None]] = field(default_factory=list)
+
+    def holds(self) -> bool:
+        return (
+            not any(self.hooks)
+            and not any("forward" in attributes for attributes in self.attributes)
+            and all(parent.get(name) is child for parent, name, child in self.children)
+            and all(_is_at(parent.get(name), pointer) for parent, name, pointer in self.tensors)
+            and compute_mode() == self.mode
+            and all(getattr(matrix, "mode", None) == mode for matrix, mode in self.matrices)
+        )
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Watch modules and their children."""
+        for name in ("forward", "forward_pre", "backward", "backward_pre"):
+            self.hooks.append(getattr(global_hooks, f"_global_{name}_hooks"))
+        for module in modules:
+            self.children += [(module._modules, name, child) for name, child in module._modules.items()]
+            self.hooks += [module._forward_hooks, module._forward_pre_hooks]
+            self.hooks += [module._backward_hooks, module._backward_pre_hooks]
+            self.attributes.append(module.__dict__)
+
+
+def _is_at(tensor: torch.Tensor | None, pointer: int) -> bool:
+    return tensor is not None and tensor.data_ptr() == pointer
+
+
+class Plan:
+    """A model's decoder in the core.
+
+    Attributes:
+        decoder: the core's.
+        dtype: of the model's activations.
+        groups: for each layer the heads of its keys and their width.
+
+    Args:
+        model: the model without its head, in evaluation mode.
+
+    Raises:
+        Unknown: the core does not compute this model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        kinds = [architecture for architecture in _ARCHITECTURES if architecture.has(model, "Model")]
+        _require(len(kinds) == 1, "the architecture")
+        self._kind, self._guard = kinds[0], _Guard()
+        _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        self.dtype: torch.dtype = model.embed_tokens.weight.dtype
+        _require(type(model.embed_tokens) is nn.Embedding and self.dtype in _DTYPES, "the embedding")
+        _require_config(model.config)
+        frequencies, scale = self._rotary(model.rotary_emb)
+        layers = list(model.layers)[: model.config.num_hidden_layers]
+        self.groups: list[tuple[int, int]] = []
+        described = [self._layer(layer) for layer in layers]
+        norm, epsilon = self._norm(model.norm)
+        self._guard.watch(module for module in model.modules() if module is not model)
+        self._guard.children += [(model._modules, name, child) for name, child in model._modules.items()]
+        _require(self.holds(), "hooks")
+        self.decoder = _core.Decoder(described, frequencies, scale, norm, epsilon)
+
+    def holds(self) -> bool:
+        """Whether the model is what it was."""
+        return self._guard.holds()
+
+    def _layer(self, layer: Any) -> dict[str, Any]:
+        _require(self._kind.has(layer, "DecoderLayer"), type(layer).__name__)
+        _require_children(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+        input_norm, epsilon = self._norm(layer.input_layernorm)
+        middle_norm, other = self._norm(layer.post_attention_layernorm)
+        attention = self._attention(layer.self_attn, epsilon)
+        _require(epsilon == other, "norms")
+        norms = {"input_norm": input_norm, "middle_norm": middle_norm, "epsilon": epsilon}
+        return norms | attention | self._feed_forward(layer.mlp)
+
+    def _attention(self, attention: Any, epsilon: float) -> dict[str, Any]:
+        _require(self._kind.has(attention, "Attention"), type(attention).__name__)
+        norms = {"query_norm": "q_norm", "key_norm": "k_norm"} if self._kind.head_norms else {}
+        parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+        _require_children(attention, {*parts.values(), *norms.values()})
+        _require(getattr(attention, "sliding_window", None) is None, "sliding windows")
+        _require(not attention.training or not attention.attention_dropout, "dropout")
+        described: dict[str, Any] = {"query_norm": None, "key_norm": None}
+        for name, child in parts.items():
+            module = getattr(attention, child)
+            described[name] = self._matrix(module)
+            described[f"{name}_bias"] = None if module.bias is None else self._vector(module, "bias")
+        for name, child in norms.items():
+            described[name], other = self._norm(getattr(attention, child))
+            _require(other == epsilon, "norms of heads")
+        width = attention.head_dim
+        self.groups.append((attention.k_proj.out_features // width, width))
+        return described | {"width": width, "scale": float(attention.scaling)}
+
+    def _feed_forward(self, block: Any) -> dict[str, Any]:
+        dense: dict[str, Any] = {"router": None, "top_k": 1, "normalized": False, "shared": None, "shared_gate": None}
+        if self._kind.has(block, "MLP"):
+            return dense | dict(zip(("gate", "up", "down"), self._mlp(block), strict=True))
+        _require(self._kind.has(block, "SparseMoeBlock"), type(block).__name__)
+        beside = {"shared_expert", "shared_expert_gate"} if self._kind.shared else set()
+        _require_children(block, {"gate", "experts"} | beside)
+        experts, router = block.experts, block.gate
+        _require(type(experts) is PackedExperts and is_silu(experts.act_fn), "the experts")
+        _require(self._kind.has(router, "TopKRouter"), type(router).__name__)
+        _require_children(router, set())
+        described = dense | {name[:-5]: self._packed(experts, name) for name in experts.projections}
+        described["router"] = self._dense(router)
+        described["top_k"] = int(router.top_k)
+        always = self._kind.normalized
+        described["normalized"] = bool(router.norm_topk_prob if always is None else always)
+        if self._kind.shared:
+            described["shared"] = self._mlp(block.shared_expert)
+            described["shared_gate"] = self._matrix(block.shared_expert_gate)
+            _require(block.shared_expert_gate.bias is None, "a gate with a bias")
+        return described
+
+    def _mlp(self, module: Any) -> tuple[Any, Any, Any]:
+        _require(self._kind.has(module, "MLP"), type(module).__name__)
+        parts = module.gate_proj, module.up_proj, module.down_proj
+        named = {"gate_proj", "up_proj", "down_proj"}
+        _require(named <= set(module._modules) <= named | {"act_fn"}, f"the children of {type(module).__name__}")
+        _require(is_silu(module.act_fn) and all(part.bias is None for part in parts), "the experts' arithmetic")
+        gate, up, down = (self._matrix(part) for part in parts)
+        return gate, up, down
+
+    def _norm(self, module: Any) -> tuple[NDArray[Any], float]:
+        _require(self._kind.has(module, "RMSNorm"), type(module).__name__)
+        return self._vector(module, "weight"), float(module.variance_epsilon)
+
+    def _rotary(self, module: Any) -> tuple[NDArray[np.float32], float]:
+        _require(self._kind.has(module, "RotaryEmbedding"), type(module).__name__)
+        _require(module.rope_type in _ROTARY_TYPES, f"rotary positions of the type {module.rope_type}")
+        self._read(module, "inv_freq", module._buffers)
+        return module.inv_freq.float().contiguous().numpy(), float(module.attention_scaling)
+
+    def _matrix(self, module: nn.Module) -> tuple[Any, str | None]:
+        if type(module) is PackedLinear:
+            return self._packed(module, "packed")
+        _require(type(module) is nn.Linear, type(module).__name__)
+        return self._dense(module)
+
+    def _packed(self, module: PackedModule, projection: str) -> tuple[Any, str | None]:
+        matrix = module.matrix(projection)
+        blob = core_blob(matrix)
+        _require(blob is not None, f"the format {matrix.format}")
+        self._guard.tensors.append((module._buffers, projection, module._buffers[projection].data_ptr()))  # type: ignore[union-attr]
+        self._guard.matrices.append((matrix, getattr(matrix, "mode", None)))
+        return blob, matrix.product_mode()  # type: ignore[attr-defined]
+
+    def _dense(self, module: nn.Module) -> tuple[Any, None]:
+        self._read(module, "weight", module._parameters)
+        return dense_matrix(module.weight), None  # type: ignore[arg-type]
+
+    def _vector(self, module: nn.Module, name: str) -> NDArray[Any]:
+        tensor = self._read(module, name, module._parameters)
+        return tensor.detach().view(_DTYPES[tensor.dtype]).numpy()
+
+    def _read(self, module: nn.Module, name: str, tensors: Mapping[str, Any]) -> torch.Tensor:
+        tensor: torch.Tensor | None = tensors.get(name)
+        _require(tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(), f"the memory of {name}")
+        assert tensor is not None
+        _require(tensors is module._buffers or tensor.dtype == self.dtype, f"the dtype of {name}")
+        self._guard.tensors.append((tensors, name, tensor.data_ptr()))
+        return tensor
+
+
+def dense_matrix(weight: torch.Tensor) -> _core.DenseMatrix:
+    """A contiguous matrix on the CPU, float32 or bfloat16, as the core takes it; it shares the memory."""
+    data = weight.detach().view(torch.uint8).numpy().reshape(-1)
+    return _core.DenseMatrix(data, str(weight.dtype).removeprefix("torch."), *weight.shape)
+
+
+def _require(known: bool, what: str) -> None:
+    if not known:
+        raise Unknown(what)
+
+
+def _require_children(module: nn.Module, names: set[str]) -> None:
+    _require(set(module._modules) == names, f"the children of {type(module).__name__}")
+
+
+def _require_config(config: Any) -> None:
+    """Refuse settings that change what the modules of known classes compute."""
+    _require(getattr(config, "clip_qkv", None) is None, "clipped heads")
+    kinds = getattr(config, "layer_types", None)
+    whole = getattr(config, "sliding_window", None) is None if kinds is None else set(kinds) == {"full_attention"}
+    _require(whole, "sliding windows")

@@ -1,0 +1,411 @@
+//! Decoding steps: a description of a decoder whose tensors are read in place.
+
+use moepack_core::decoder::{
+    Attention, Block, Decoder as Core, Experts, FeedForward, Lane, Linear, Norm, Past, Rotary, Router,
+    Shared, Weights,
+};
+use moepack_core::gemm::ternary as gemm;
+use moepack_core::simd::Isa;
+use moepack_core::{Result, pool};
+use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray3};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::arrays::{Activations, chosen_isa, contiguous, products};
+use crate::error::raise;
+use crate::layer::{Packed, packed};
+
+/// A packed or dense tensor, and the mode of its products.
+#[derive(FromPyObject)]
+struct Matrix(Py<PyAny>, Option<String>);
+
+/// Values that are read in place: float32, or bfloat16 as its bits.
+enum Vector {
+    F32(Py<PyArray1<f32>>),
+    Bf16(Py<PyArray1<u16>>),
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Vector {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(array) = object.cast::<PyArray1<u16>>() {
+            return Ok(Vector::Bf16(array.to_owned().unbind()));
+        }
+        if let Ok(array) = object.cast::<PyArray1<f32>>() {
+            return Ok(Vector::F32(array.to_owned().unbind()));
+        }
+        let message = "a vector must be a NumPy array [n] of float32, or of uint16 (the bits of bfloat16)";
+        Err(PyTypeError::new_err(message))
+    }
+}
+
+const MATRICES: usize = 12;
+const VECTORS: usize = 8;
+
+/// A layer, as `Decoder` describes it.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Layer {
+    input_norm: Vector,
+    query: Matrix,
+    query_bias: Option<Vector>,
+    query_norm: Option<Vector>,
+    key: Matrix,
+    key_bias: Option<Vector>,
+    key_norm: Option<Vector>,
+    value: Matrix,
+    value_bias: Option<Vector>,
+    output: Matrix,
+    output_bias: Option<Vector>,
+    width: usize,
+    scale: f32,
+    middle_norm: Vector,
+    epsilon: f32,
+    router: Option<Matrix>,
+    top_k: usize,
+    normalized: bool,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    shared: Option<(Matrix, Matrix, Matrix)>,
+    shared_gate: Option<Matrix>,
+}
+
+impl Layer {
+    /// In the order in which `block` takes them.
+    fn matrices(&self) -> [Option<&Matrix>; MATRICES] {
+        let shared = self.shared.as_ref();
+        [
+            Some(&self.query),
+            Some(&self.key),
+            Some(&self.value),
+            Some(&self.output),
+            self.router.as_ref(),
+            Some(&self.gate),
+            Some(&self.up),
+            Some(&self.down),
+            shared.map(|shared| &shared.0),
+            shared.map(|shared| &shared.1),
+            shared.map(|shared| &shared.2),
+            self.shared_gate.as_ref(),
+        ]
+    }
+
+    /// In the order in which `block` takes them.
+    fn vectors(&self) -> [Option<&Vector>; VECTORS] {
+        [
+            Some(&self.input_norm),
+            self.query_bias.as_ref(),
+            self.query_norm.as_ref(),
+            self.key_bias.as_ref(),
+            self.key_norm.as_ref(),
+            self.value_bias.as_ref(),
+            self.output_bias.as_ref(),
+            Some(&self.middle_norm),
+        ]
+    }
+
+    fn block<'a>(&self, values: &'a Values<'a>, isa: Isa) -> Result<Block<'a>> {
+        let mut matrices = [const { None }; MATRICES];
+        for (slot, matrix) in matrices.iter_mut().zip(&values.matrices) {
+            *slot = matrix.map(|matrix| matrix.projection(isa)).transpose()?;
+        }
+        let [
+            query,
+            key,
+            value,
+            output,
+            router,
+            gate,
+            up,
+            down,
+            first,
+            second,
+            third,
+            shared_gate,
+        ] = matrices;
+        let [
+            input,
+            query_bias,
+            query_norm,
+            key_bias,
+            key_norm,
+            value_bias,
+            output_bias,
+            middle,
+        ] = values.vectors;
+        let norm = |weight: Option<gemm::Activations<'a>>| {
+            weight.map(|weight| Norm {
+                weight,
+                epsilon: self.epsilon,
+            })
+        };
+        let linear = |weights: Option<Weights<'a>>, bias| Linear {
+            weights: weights.expect("a layer has it"),
+            bias,
+        };
+        let experts = |[gate, up, down]: [Option<Weights<'a>>; 3]| {
+            Some(Experts {
+                gate: gate?,
+                up: up?,
+                down: down?,
+            })
+        };
+        Ok(Block {
+            attention: Attention {
+                norm: norm(input).expect("a layer has it"),
+                query: linear(query, query_bias),
+                key: linear(key, key_bias),
+                value: linear(value, value_bias),
+                output: linear(output, output_bias),
+                query_norm: norm(query_norm),
+                key_norm: norm(key_norm),
+                width: self.width,
+                scale: self.scale,
+            },
+            feed_forward: FeedForward {
+                norm: norm(middle).expect("a layer has it"),
+                router: router.map(|weights| Router {
+                    weights,
+                    top_k: self.top_k,
+                    normalized: self.normalized,
+                }),
+                experts: experts([gate, up, down]).expect("a layer has them"),
+                shared: experts([first, second, third]).map(|experts| Shared {
+                    experts,
+                    gate: shared_gate,
+                }),
+            },
+        })
+    }
+}
+
+/// A matrix and its bytes.
+#[derive(Clone, Copy)]
+struct Bytes<'a> {
+    tensor: &'a dyn Packed,
+    mode: Option<&'a str>,
+    data: &'a [u8],
+}
+
+impl<'a> Bytes<'a> {
+    fn projection(self, isa: Isa) -> Result<Weights<'a>> {
+        self.tensor.projection(self.data, self.mode, isa)
+    }
+}
+
+/// What a layer's tensors hold.
+struct Values<'a> {
+    matrices: [Option<Bytes<'a>>; MATRICES],
+    vectors: [Option<gemm::Activations<'a>>; VECTORS],
+}
+
+/// A vector that is borrowed from Python.
+enum Held<'py> {
+    F32(PyReadonlyArray1<'py, f32>),
+    Bf16(PyReadonlyArray1<'py, u16>),
+}
+
+impl Vector {
+    fn hold<'py>(&self, py: Python<'py>) -> PyResult<Held<'py>> {
+        Ok(match self {
+            Vector::F32(array) => Held::F32(array.bind(py).try_readonly()?),
+            Vector::Bf16(array) => Held::Bf16(array.bind(py).try_readonly()?),
+        })
+    }
+}
+
+impl Held<'_> {
+    fn values(&self) -> PyResult<gemm::Activations<'_>> {
+        Ok(match self {
+            Held::F32(array) => contiguous(array.as_slice(), "a vector")?.into(),
+            Held::Bf16(array) => contiguous(array.as_slice(), "a vector")?.into(),
+        })
+    }
+}
+
+/// A cache's keys or values.
+enum Cache<'py> {
+    F32(PyReadwriteArray3<'py, f32>),
+    Bf16(PyReadwriteArray3<'py, u16>),
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Cache<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(array) = object.cast::<PyArray3<u16>>() {
+            return Ok(Cache::Bf16(array.try_readwrite()?));
+        }
+        if let Ok(array) = object.cast::<PyArray3<f32>>() {
+            return Ok(Cache::F32(array.try_readwrite()?));
+        }
+        let message =
+            "a cache must be NumPy arrays [groups, capacity, width] of float32, or of uint16 (bfloat16)";
+        Err(PyTypeError::new_err(message))
+    }
+}
+
+impl Cache<'_> {
+    fn lane(&mut self) -> PyResult<Lane<'_>> {
+        Ok(match self {
+            Cache::F32(array) => Lane::F32(contiguous(array.as_slice_mut(), "a cache")?),
+            Cache::Bf16(array) => Lane::Bf16(contiguous(array.as_slice_mut(), "a cache")?),
+        })
+    }
+}
+
+/// A decoder of packed and dense tensors, without embedding and head, that takes one token at a time through all layers.
+///
+/// A layer is h = x + attention(norm x), y = h + experts(norm h). Tensors are kept, not copied; vectors are float32, or
+/// bfloat16 as its bits in uint16; a matrix is a pair of a packed tensor or `DenseMatrix` and its products' mode or None.
+///
+/// Args:
+///     layers: for each layer a mapping (`moepack.runtime.decoder` writes them).
+///     frequencies: float32 [head width / 2], the angle of each pair of a head's values at position 1.
+///     rotary_scale: what turned values are multiplied by.
+///     norm: of the output.
+///     epsilon: of that norm.
+///
+/// Raises:
+///     TypeError, KeyError: a layer is described in another way.
+#[pyclass(frozen, module = "moepack._core")]
+pub struct Decoder {
+    layers: Vec<Layer>,
+    frequencies: Vec<f32>,
+    rotary_scale: f32,
+    norm: Vector,
+    epsilon: f32,
+}
+
+#[pymethods]
+impl Decoder {
+    #[new]
+    fn new(
+        layers: Vec<Layer>,
+        frequencies: PyReadonlyArray1<'_, f32>,
+        rotary_scale: f32,
+        norm: Vector,
+        epsilon: f32,
+    ) -> PyResult<Decoder> {
+        Ok(Decoder {
+            layers,
+            frequencies: contiguous(frequencies.as_slice(), "frequencies")?.to_vec(),
+            rotary_scale,
+            norm,
+            epsilon,
+        })
+    }
+
+    /// Takes a token through all layers: float32 [1, hidden], normed.
+    ///
+    /// Args:
+    ///     x: its hidden state, float32, or bfloat16 as its bits in uint16; [1, hidden], C-contiguous.
+    ///     position: of the token.
+    ///     caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as its bits,
+    ///         C-contiguous; the token's are written at `length`.
+    ///     length: tokens that are in the caches, all of which the token sees.
+    ///     isa: the instruction set, by default the active one.
+    ///
+    /// Raises:
+    ///     TypeError: a matrix is no tensor.
+    ///     ValueError: sizes do not match, a cache is full, there is no such mode, or the processor lacks the set.
+    #[pyo3(signature = (x, position, caches, length, isa=None))]
+    fn step<'py>(
+        &self,
+        py: Python<'py>,
+        x: Activations<'py>,
+        position: usize,
+        mut caches: Vec<(Cache<'py>, Cache<'py>)>,
+        length: usize,
+        isa: Option<&str>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let isa = chosen_isa(isa)?;
+        if x.shape()[0] != 1 {
+            return Err(PyValueError::new_err("a step takes one token"));
+        }
+        let hidden = x.shape()[1];
+        let lanes = caches.iter_mut().map(|(keys, values)| {
+            Ok(Past {
+                keys: keys.lane()?,
+                values: values.lane()?,
+                length,
+            })
+        });
+        let mut past = lanes.collect::<PyResult<Vec<_>>>()?;
+        self.with_core(py, isa, |core| {
+            products(py, &x, hidden, hidden, |x, y| {
+                let step = || core.step(x, position, &mut past, y, isa, &*pool::current()?);
+                py.detach(step).map_err(raise)
+            })
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Decoder({} layers)", self.layers.len())
+    }
+}
+
+impl Decoder {
+    /// Runs `work` on the core's decoder, whose tensors are borrowed as long.
+    fn with_core<T>(&self, py: Python<'_>, isa: Isa, work: impl FnOnce(&Core) -> PyResult<T>) -> PyResult<T> {
+        let norm = self.norm.hold(py)?;
+        let mut arrays = Vec::with_capacity(self.layers.len());
+        let mut vectors = Vec::with_capacity(self.layers.len());
+        for layer in &self.layers {
+            let mut of_layer = [const { None }; MATRICES];
+            for (slot, matrix) in of_layer.iter_mut().zip(layer.matrices()) {
+                let Some(Matrix(object, mode)) = matrix else {
+                    continue;
+                };
+                let tensor = packed(object.bind(py))?;
+                *slot = Some((tensor, mode.as_deref(), tensor.array().bind(py).try_readonly()?));
+            }
+            arrays.push(of_layer);
+            let held = layer
+                .vectors()
+                .map(|vector| vector.map(|vector| vector.hold(py)).transpose());
+            vectors.push(held);
+        }
+        let mut values = Vec::with_capacity(self.layers.len());
+        for (arrays, vectors) in arrays.iter().zip(&vectors) {
+            let mut of_layer = Values {
+                matrices: [None; MATRICES],
+                vectors: [None; VECTORS],
+            };
+            for (slot, array) in of_layer.matrices.iter_mut().zip(arrays) {
+                let Some((tensor, mode, array)) = array else {
+                    continue;
+                };
+                *slot = Some(Bytes {
+                    tensor: *tensor,
+                    mode: *mode,
+                    data: contiguous(array.as_slice(), "data")?,
+                });
+            }
+            for (slot, vector) in of_layer.vectors.iter_mut().zip(vectors) {
+                let vector = vector.as_ref().map_err(|error| error.clone_ref(py))?;
+                *slot = vector.as_ref().map(Held::values).transpose()?;
+            }
+            values.push(of_layer);
+        }
+        let blocks = self
+            .layers
+            .iter()
+            .zip(&values)
+            .map(|(layer, values)| layer.block(values, isa));
+        let core = Core {
+            blocks: blocks.collect::<Result<_>>().map_err(raise)?,
+            rotary: Rotary {
+                frequencies: &self.frequencies,
+                scale: self.rotary_scale,
+            },
+            norm: Norm {
+                weight: norm.values()?,
+                epsilon: self.epsilon,
+            },
+        };
+        work(&core)
+    }
+}
