@@ -5,13 +5,14 @@
 //! loaded once for 16 rows, the rows' sums are independent chains, and a panel is one ascending stream of bytes.
 //!
 //! AVX-512, for 16 columns of 16 rows of 4 bits, beside the loads: 6 operations for indices, 4 shuffles a plane and
-//! 4 dot products a plane and token. Four tokens are bound by dot products, so looking codes up again for each tile of
-//! tokens costs little; the sums of six would not fit the registers beside tables and weights.
+//! 4 dot products a plane and token. The sums of more than four tokens would not fit the registers beside tables and
+//! weights; [`super::pieces`] is for those.
 
 // A closure that an iterator calls would be compiled without the instructions.
 #![allow(clippy::needless_range_loop)]
 
 use super::lanes::{AT_ONCE, Lanes};
+use super::pieces::{self, Pieces};
 use super::tokens::Prepared;
 use super::{Epilogue, Rows};
 use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
@@ -137,8 +138,13 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
     first: usize,
     prepared: &Prepared,
     list: &[usize],
+    pieces: &mut Pieces,
     out: &mut Rows,
 ) {
+    if list.len() >= pieces::FEWEST {
+        // SAFETY: the caller's.
+        return unsafe { pieces::multiply::<V, BITS, PLANES>(block, first, pieces, out) };
+    }
     for line in (0..block.parameter_bytes()).step_by(REGISTER) {
         // SAFETY: a prefetch may name any address.
         unsafe { V::prefetch(block.start().wrapping_add(AHEAD + line)) }
@@ -182,17 +188,18 @@ pub(super) unsafe fn compute<V: Lanes>(
     first: usize,
     prepared: &Prepared,
     list: &[usize],
+    pieces: &mut Pieces,
     out: &mut Rows,
 ) {
     // SAFETY: the caller's; the bits are the block's.
     unsafe {
         match (block.bits(), planes) {
-            (2, 1) => multiply::<V, 2, 1>(block, first, prepared, list, out),
-            (3, 1) => multiply::<V, 3, 1>(block, first, prepared, list, out),
-            (_, 1) => multiply::<V, 4, 1>(block, first, prepared, list, out),
-            (2, _) => multiply::<V, 2, 2>(block, first, prepared, list, out),
-            (3, _) => multiply::<V, 3, 2>(block, first, prepared, list, out),
-            _ => multiply::<V, 4, 2>(block, first, prepared, list, out),
+            (2, 1) => multiply::<V, 2, 1>(block, first, prepared, list, pieces, out),
+            (3, 1) => multiply::<V, 3, 1>(block, first, prepared, list, pieces, out),
+            (_, 1) => multiply::<V, 4, 1>(block, first, prepared, list, pieces, out),
+            (2, _) => multiply::<V, 2, 2>(block, first, prepared, list, pieces, out),
+            (3, _) => multiply::<V, 3, 2>(block, first, prepared, list, pieces, out),
+            _ => multiply::<V, 4, 2>(block, first, prepared, list, pieces, out),
         }
     }
 }

@@ -10,6 +10,8 @@ pub(super) trait Lanes {
     const HALVES: usize;
     /// Most tokens whose sums, of one plane, fit the registers.
     const WIDEST: usize;
+    /// Most tokens whose sums fit the registers beside centroids that are looked up already, at most 6.
+    const MOST: usize;
     /// A register of bytes or of their sums.
     type Int: Copy;
     /// 16 activations for every row of a register.
@@ -19,6 +21,8 @@ pub(super) trait Lanes {
     unsafe fn zero() -> Self::Int;
     /// A register of rows.
     unsafe fn load(from: *const u8) -> Self::Int;
+    /// Writes a register of rows.
+    unsafe fn store(bytes: Self::Int, to: *mut u8);
     /// Bits of bytes.
     unsafe fn mask(bytes: Self::Int, mask: u8) -> Self::Int;
     /// 16-bit words to the right: bits of the neighbour enter the low byte.
@@ -35,4 +39,6 @@ pub(super) trait Lanes {
     unsafe fn row_sums(sums: [Self::Int; AT_ONCE], to: *mut i32);
     /// Asks for the cache line at an address, which need not be one.
     unsafe fn prefetch(at: *const u8);
+    /// As [`Lanes::prefetch`], into the second-level cache.
+    unsafe fn prefetch_near(at: *const u8);
 }

@@ -8,10 +8,15 @@ use crate::codebook::{Block, PANEL};
 
 /// A row of codes, and what they stand for.
 #[derive(Default)]
-pub(crate) struct Buffers {
+pub(crate) struct Buffers<'a> {
     codes: Vec<u8>,
     bytes: Vec<i8>,
     values: Vec<f32>,
+    /// Of the kernels for many tokens.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) pieces: super::pieces::Pieces<'a>,
+    #[cfg(not(target_arch = "x86_64"))]
+    pieces: std::marker::PhantomData<&'a ()>,
 }
 
 /// How codes become values. Codes are below 16; lengths are multiples of 16.

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 #[cfg(target_arch = "x86_64")]
 use super::panels::{self, Panels};
+#[cfg(target_arch = "x86_64")]
+use super::pieces;
 use super::tokens::{Form, Prepared};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
@@ -122,15 +124,20 @@ impl Products for Multiplication<'_> {
 
 struct Thread<'a> {
     products: &'a Multiplication<'a>,
-    buffers: portable::Buffers,
+    buffers: portable::Buffers<'a>,
 }
 
 impl Worker for Thread<'_> {
     fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
-        let (weights, job) = (self.products.weights, &self.products.job);
+        let products = self.products;
+        let (weights, job) = (products.weights, &products.job);
         let (expert, places) = (job.tasks[task].expert, job.tasks[task].places.clone());
         let (layout, list) = (weights.view.layout(), &job.list[places]);
-        let prepared = &self.products.prepared;
+        let prepared: &Prepared = &products.prepared;
+        #[cfg(target_arch = "x86_64")]
+        if weights.mode != Mode::Exact && list.len() >= pieces::FEWEST {
+            self.buffers.pieces.take(prepared, list);
+        }
         out.fill(0.0);
         for start in rows.clone().step_by(PANEL) {
             let mut out = Rows::new(out, rows.len(), start - rows.start);
@@ -139,7 +146,10 @@ impl Worker for Thread<'_> {
                 let first = index * layout.block_size();
                 match weights.isa {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => x86::avx512(&block, weights.mode, first, prepared, list, &mut out),
+                    Isa::Avx512 => {
+                        let buffers = &mut self.buffers;
+                        x86::avx512(&block, weights.mode, first, prepared, list, buffers, &mut out);
+                    }
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => {
                         let buffers = &mut self.buffers;

@@ -171,6 +171,25 @@ fn integer_modes_give_the_naive_sums_and_the_same_bits_on_every_set() {
     }
 }
 
+/// Many tokens, by pieces of a row and of blocks, in tiles of every size.
+#[test]
+fn pieces_give_the_same_bits_for_any_number_of_tokens() {
+    for (bits, block) in [(2, 4096), (3, 1152), (4, 4096), (4, 1280), (4, 128)] {
+        let [two, one] = Case::both(bits, [1, 20, 2100], block).map(|case| case.blob());
+        for (blob, mode) in [(&two, INTEGERS[2]), (&one, INTEGERS[0])] {
+            let view = View::parse(blob).unwrap();
+            for tokens in (5..=18).chain([33]) {
+                let x = activations(tokens * 2100);
+                let expected = product(&view, &x, &[0, tokens], mode, Isa::Scalar);
+                for isa in sets() {
+                    let y = product(&view, &x, &[0, tokens], mode, isa);
+                    assert_eq!(y, expected, "{isa:?} {mode:?} {bits} {block} {tokens}");
+                }
+            }
+        }
+    }
+}
+
 /// Panels of bytes, multiplied by loops that do what matrix registers do, against the vectors.
 #[test]
 #[cfg(target_arch = "x86_64")]

@@ -10,6 +10,16 @@ use crate::simd::Isa;
 
 /// Activations that are worth a unit of work.
 const UNIT: usize = 1 << 14;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// At least so many columns that neighbouring tokens do not share the sets of a first-level cache of 64 lines a way, which
+/// six tokens beside a piece of centroids would overflow: lines odd in number, and not about as many as a way's.
+fn spread(columns: usize) -> usize {
+    let lines = columns.div_ceil(LINE) | 1;
+    let near = matches!(lines % 64, ..8 | 57..) && lines > 8;
+    LINE * (lines + if near { 16 } else { 0 })
+}
 
 /// Some neighbouring tokens.
 #[derive(Default)]
@@ -40,7 +50,7 @@ impl Form {
     pub fn of(layout: &Layout, mode: Mode, isa: Isa) -> Form {
         Form {
             columns: layout.shape().columns,
-            stride: layout.padded_columns(),
+            stride: spread(layout.padded_columns()),
             turned: layout.hadamard(),
             bits: mode.activation_bits(),
             isa,
@@ -62,6 +72,15 @@ impl Form {
         let scale = quantize(self.isa, &values, bits, &mut codes[..self.columns]);
         (codes, scale)
     }
+}
+
+/// A token of a job in an integer mode.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Token<'a> {
+    pub codes: &'a [u8],
+    /// Step and zero.
+    pub scale: (f32, i32),
 }
 
 /// The tokens of a job, to be filled part by part.
@@ -139,6 +158,15 @@ impl Prepared {
     pub fn codes(&self, token: usize) -> &[u8] {
         let (part, token) = self.part(token);
         &part.codes[token * self.form.stride..][..self.form.stride]
+    }
+
+    /// A token's codes with step and zero, of a job in an integer mode.
+    #[cfg(target_arch = "x86_64")]
+    pub fn token(&self, token: usize) -> Token<'_> {
+        Token {
+            codes: self.codes(token),
+            scale: self.scale(token),
+        }
     }
 
     /// A token's step and zero, of a job in an integer mode.

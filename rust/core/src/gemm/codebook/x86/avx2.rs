@@ -10,6 +10,7 @@ pub(super) struct Avx2;
 impl Lanes for Avx2 {
     const HALVES: usize = 2;
     const WIDEST: usize = 2;
+    const MOST: usize = 2;
     type Int = __m256i;
     /// The low and the high four bits of activations: pairs of products of eight bits each would saturate.
     type X = [__m256i; 2];
@@ -23,6 +24,11 @@ impl Lanes for Avx2 {
     unsafe fn load(from: *const u8) -> __m256i {
         // SAFETY: see above.
         unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store(bytes: __m256i, to: *mut u8) {
+        // SAFETY: see above.
+        unsafe { _mm256_storeu_si256(to.cast(), bytes) }
     }
     #[inline(always)]
     unsafe fn mask(bytes: __m256i, mask: u8) -> __m256i {
@@ -79,5 +85,10 @@ impl Lanes for Avx2 {
     unsafe fn prefetch(at: *const u8) {
         // SAFETY: a prefetch never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch_near(at: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
 }

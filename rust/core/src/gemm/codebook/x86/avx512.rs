@@ -10,6 +10,7 @@ pub(in crate::gemm::codebook) struct Avx512;
 impl Lanes for Avx512 {
     const HALVES: usize = 1;
     const WIDEST: usize = 4;
+    const MOST: usize = 6;
     type Int = __m512i;
     type X = __m512i;
 
@@ -22,6 +23,11 @@ impl Lanes for Avx512 {
     unsafe fn load(from: *const u8) -> __m512i {
         // SAFETY: see above.
         unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store(bytes: __m512i, to: *mut u8) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_si512(to.cast(), bytes) }
     }
     #[inline(always)]
     unsafe fn mask(bytes: __m512i, mask: u8) -> __m512i {
@@ -69,5 +75,10 @@ impl Lanes for Avx512 {
     unsafe fn prefetch(at: *const u8) {
         // SAFETY: a prefetch never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch_near(at: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
 }

@@ -10,6 +10,7 @@
 
 use std::arch::x86_64::*;
 
+use super::pieces::Pieces;
 use super::portable::{self, Lookup};
 use super::tokens::Prepared;
 use super::{Mode, Rows, kernel};
@@ -77,17 +78,18 @@ pub(super) fn avx2(
         first: usize,
         prepared: &Prepared,
         list: &[usize],
+        pieces: &mut Pieces,
         out: &mut Rows,
     ) {
         // SAFETY: the function has the features of the lanes.
-        unsafe { kernel::compute::<avx2::Avx2>(block, planes, first, prepared, list, out) }
+        unsafe { kernel::compute::<avx2::Avx2>(block, planes, first, prepared, list, pieces, out) }
     }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs AVX2 and FMA.
     unsafe {
         match mode {
             Mode::Exact => exact(block, first, prepared, list, buffers, out),
-            Mode::Int16 { .. } => integer(block, 2, first, prepared, list, out),
-            Mode::Int8 { .. } => integer(block, 1, first, prepared, list, out),
+            Mode::Int16 { .. } => integer(block, 2, first, prepared, list, &mut buffers.pieces, out),
+            Mode::Int8 { .. } => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
         }
     }
 }
@@ -99,6 +101,7 @@ pub(super) fn avx512(
     first: usize,
     prepared: &Prepared,
     list: &[usize],
+    buffers: &mut portable::Buffers,
     out: &mut Rows,
 ) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
@@ -108,10 +111,11 @@ pub(super) fn avx512(
         first: usize,
         prepared: &Prepared,
         list: &[usize],
+        pieces: &mut Pieces,
         out: &mut Rows,
     ) {
         // SAFETY: the function has the features of the lanes.
-        unsafe { kernel::compute::<avx512::Avx512>(block, planes, first, prepared, list, out) }
+        unsafe { kernel::compute::<avx512::Avx512>(block, planes, first, prepared, list, pieces, out) }
     }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs every feature that these enable.
     unsafe {
@@ -119,8 +123,8 @@ pub(super) fn avx512(
             (Mode::Exact, 2) => exact::exact::<2>(block, first, prepared, list, out),
             (Mode::Exact, 3) => exact::exact::<3>(block, first, prepared, list, out),
             (Mode::Exact, _) => exact::exact::<4>(block, first, prepared, list, out),
-            (Mode::Int16 { .. }, _) => integer(block, 2, first, prepared, list, out),
-            (Mode::Int8 { .. }, _) => integer(block, 1, first, prepared, list, out),
+            (Mode::Int16 { .. }, _) => integer(block, 2, first, prepared, list, &mut buffers.pieces, out),
+            (Mode::Int8 { .. }, _) => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
         }
     }
 }

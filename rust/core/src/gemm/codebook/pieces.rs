@@ -1,0 +1,290 @@
+//! The integer kernel for many tokens: a piece of a panel's columns is looked up once, into the first-level cache, and
+//! multiplied from there by all tokens, over any [`Lanes`].
+//!
+//! Zen 4 starts one dot product of 64 bytes a cycle, on two pipes of which byte shuffles and shifts want one, too; so
+//! looking codes up again for each four tokens, as [`super::kernel`] does, costs a quarter of its products. Here the first
+//! tokens' products stand beside the look-ups, and those of all others beside loads alone: 24 products for ten loads.
+//!
+//! A piece is read from memory while the one before is multiplied, which prefetches it into the second-level cache.
+//! Sums are exact, so that outputs have the same bits as those of [`super::kernel`].
+
+// A closure that an iterator calls would be compiled without the instructions.
+#![allow(clippy::needless_range_loop)]
+
+use super::kernel::{Tables, indices};
+use super::lanes::{AT_ONCE, Lanes};
+use super::tokens::{Prepared, Token};
+use super::{Epilogue, Rows};
+use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
+use crate::codebook::{Block, PANEL};
+
+/// The tokens from which on this kernel is the faster one: those that [`super::kernel`] would look codes up for twice.
+pub(super) const FEWEST: usize = 6;
+/// Columns of a piece: 16 KB of centroids, half of a first-level cache.
+const COLUMNS: usize = 1024;
+
+/// 256 bytes: a byte of 16 columns of 16 rows each, row by row; partial sums of 16 rows; or first their sums.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Square([i32; PANEL * LANE / 4]);
+
+/// A thread's buffers.
+#[derive(Default)]
+pub(super) struct Pieces<'a> {
+    tokens: Vec<Token<'a>>,
+    centroids: Vec<Square>,
+    /// [planes, tokens].
+    sums: Vec<Square>,
+}
+
+impl<'a> Pieces<'a> {
+    /// Finds the tokens that the following blocks are multiplied by.
+    pub fn take(&mut self, prepared: &'a Prepared, list: &[usize]) {
+        self.tokens.clear();
+        self.tokens
+            .extend(list.iter().map(|&token| prepared.token(token)));
+    }
+}
+
+/// A piece's place in its block, and the codes that are asked for while it is multiplied by some tokens.
+#[derive(Clone, Copy)]
+struct Place {
+    first: bool,
+    last: bool,
+    ahead: *const u8,
+    /// Bytes of codes for each square.
+    bytes: usize,
+}
+
+/// Adds the products of a block, whose first column is `first`, to `out` for the tokens that were taken.
+///
+/// # Safety
+/// The processor runs the set of `V`, and the block is of `BITS` bits.
+#[inline(always)]
+pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
+    block: &Block,
+    first: usize,
+    pieces: &mut Pieces,
+    out: &mut Rows,
+) {
+    let tables = Tables::<PLANES>::new::<BITS>(block);
+    let Pieces {
+        tokens,
+        centroids,
+        sums,
+    } = pieces;
+    centroids.resize(COLUMNS / LANE, Square([0; _]));
+    sums.resize(PLANES * tokens.len(), Square([0; _]));
+    let codes = block.registers().as_ptr().cast::<u8>();
+    for (plane, sums) in sums.chunks_exact_mut(tokens.len()).enumerate() {
+        for start in (0..block.columns()).step_by(COLUMNS) {
+            let length = COLUMNS.min(block.columns() - start);
+            let (squares, columns) = (
+                &mut centroids[..length / LANE],
+                first + start..first + start + length,
+            );
+            let size = length * PANEL * usize::from(BITS) / 8;
+            let codes = codes.wrapping_add(start * PANEL * usize::from(BITS) / 8);
+            let tiles = 1 + tokens.len().saturating_sub(V::WIDEST).div_ceil(V::MOST);
+            let (mut tile, mut done) = (0, 0);
+            macro_rules! next {
+                ($tokens:literal, $kernel:path, $($more:expr),*) => {{
+                    let mut x = [std::ptr::null(); $tokens];
+                    for t in 0..$tokens {
+                        x[t] = tokens[done + t].codes[columns.clone()].as_ptr();
+                    }
+                    let place = Place {
+                        first: start == 0,
+                        last: columns.end == first + block.columns(),
+                        ahead: codes.wrapping_add(size + tile * (size / tiles)),
+                        bytes: size / tiles / squares.len(),
+                    };
+                    let sums = &mut sums[done..done + $tokens];
+                    // SAFETY: the caller's; the slices have the piece's columns, and the block has its codes.
+                    unsafe { $kernel($($more,)* squares, x, place, sums) };
+                    tile += 1;
+                    done += $tokens;
+                }};
+            }
+            let table = &tables.0[plane];
+            match tokens.len().min(V::WIDEST) {
+                4 => next!(4, look_up::<V, BITS, 4>, codes, table),
+                3 if V::WIDEST >= 3 => next!(3, look_up::<V, BITS, 3>, codes, table),
+                2 => next!(2, look_up::<V, BITS, 2>, codes, table),
+                _ => next!(1, look_up::<V, BITS, 1>, codes, table),
+            }
+            while tile < tiles {
+                // Tiles as even as can be: a tile of few tokens waits for its sums.
+                match (tokens.len() - done).div_ceil(tiles - tile) {
+                    6 if V::MOST >= 6 => next!(6, add::<V, 6>,),
+                    5 if V::MOST >= 5 => next!(5, add::<V, 5>,),
+                    4 if V::MOST >= 4 => next!(4, add::<V, 4>,),
+                    3 if V::MOST >= 3 => next!(3, add::<V, 3>,),
+                    2 => next!(2, add::<V, 2>,),
+                    _ => next!(1, add::<V, 1>,),
+                }
+            }
+        }
+    }
+    let epilogue = Epilogue::<PLANES>::new(block);
+    for (t, token) in tokens.iter().enumerate() {
+        let mut found = [[0; PANEL]; PLANES];
+        for (plane, found) in found.iter_mut().enumerate() {
+            found.copy_from_slice(&sums[plane * tokens.len() + t].0[..PANEL]);
+        }
+        out.add(t, &epilogue.products(&found, token.scale));
+    }
+}
+
+/// Looks a piece up into `squares` from its codes and a plane of tables, and adds its dot products with `N` tokens to
+/// their sums.
+///
+/// # Safety
+/// The processor runs the set of `V`; `codes` are those of all squares, which are whole steps, and each of `x` points to
+/// their columns.
+#[inline(always)]
+unsafe fn look_up<V: Lanes, const BITS: u8, const N: usize>(
+    codes: *const u8,
+    tables: &[[u8; LANE]; PANEL],
+    squares: &mut [Square],
+    x: [*const u8; N],
+    place: Place,
+    sums: &mut [Square],
+) {
+    let (quad, size) = (step_registers(BITS) * REGISTER, size_of::<V::Int>());
+    let groups = step_columns(BITS) / LANE;
+    for pass in 0..V::HALVES {
+        // SAFETY: a pass takes its share of the tables' rows, of each step's registers and of each square; the rest is the
+        // caller's promise. A prefetch may name any address.
+        unsafe {
+            let mut table = [V::zero(); AT_ONCE];
+            for i in 0..AT_ONCE {
+                table[i] = V::load(tables.as_ptr().cast::<u8>().add((pass * AT_ONCE + i) * size));
+            }
+            let mut totals = begin::<V, N>(pass, place, sums);
+            for step in 0..squares.len() / groups {
+                let at = codes.add(step * QUADS * quad + pass * QUADS / V::HALVES * quad);
+                for group in 0..groups {
+                    let square = step * groups + group;
+                    V::prefetch_near(place.ahead.wrapping_add(square * place.bytes));
+                    let to = squares.as_mut_ptr().add(square).cast::<u8>();
+                    let mut weights = [V::zero(); AT_ONCE];
+                    for i in 0..AT_ONCE {
+                        let half = i % V::HALVES * REGISTER / V::HALVES;
+                        let index = indices::<V, BITS>(at.add(i / V::HALVES * quad + half), group);
+                        weights[i] = V::look_up(table[i], index);
+                        V::store(weights[i], to.add((pass * AT_ONCE + i) * size));
+                    }
+                    dots::<V, N>(weights, x, square, &mut totals);
+                }
+            }
+            end::<V, N>(totals, pass, place, sums);
+        }
+    }
+}
+
+/// Adds the dot products of a piece that has been looked up with `N` tokens to their sums.
+///
+/// # Safety
+/// The processor runs the set of `V`, and each of `x` points to the columns of all squares.
+#[inline(always)]
+unsafe fn add<V: Lanes, const N: usize>(
+    squares: &mut [Square],
+    x: [*const u8; N],
+    place: Place,
+    sums: &mut [Square],
+) {
+    let size = size_of::<V::Int>();
+    for pass in 0..V::HALVES {
+        // SAFETY: a pass takes its share of a square, `AT_ONCE` registers; the rest as above.
+        unsafe {
+            let mut totals = begin::<V, N>(pass, place, sums);
+            for square in 0..squares.len() {
+                V::prefetch_near(place.ahead.wrapping_add(square * place.bytes));
+                let at = squares.as_ptr().add(square).cast::<u8>();
+                let mut weights = [V::zero(); AT_ONCE];
+                for i in 0..AT_ONCE {
+                    weights[i] = V::load(at.add((pass * AT_ONCE + i) * size));
+                }
+                dots::<V, N>(weights, x, square, &mut totals);
+            }
+            end::<V, N>(totals, pass, place, sums);
+        }
+    }
+}
+
+/// Adds the dot products of 16 columns.
+///
+/// # Safety
+/// The processor runs the set of `V`, and each of `x` points to the columns of the squares up to `square`.
+#[inline(always)]
+unsafe fn dots<V: Lanes, const N: usize>(
+    weights: [V::Int; AT_ONCE],
+    x: [*const u8; N],
+    square: usize,
+    totals: &mut [[V::Int; AT_ONCE]; N],
+) {
+    for t in 0..N {
+        // SAFETY: the caller's.
+        unsafe {
+            let x = V::activations(x[t].add(square * LANE));
+            for i in 0..AT_ONCE {
+                totals[t][i] = V::dot(totals[t][i], weights[i], x);
+            }
+        }
+    }
+}
+
+/// The partial sums of a pass before a piece.
+///
+/// # Safety
+/// The processor runs the set of `V`, and `sums` are those of `N` tokens.
+#[inline(always)]
+unsafe fn begin<V: Lanes, const N: usize>(
+    pass: usize,
+    place: Place,
+    sums: &[Square],
+) -> [[V::Int; AT_ONCE]; N] {
+    // SAFETY: a square holds `AT_ONCE` registers of each pass.
+    unsafe {
+        let mut totals = [[V::zero(); AT_ONCE]; N];
+        if !place.first {
+            for t in 0..N {
+                let from = sums[t].0.as_ptr().cast::<u8>();
+                for i in 0..AT_ONCE {
+                    totals[t][i] = V::load(from.add((pass * AT_ONCE + i) * size_of::<V::Int>()));
+                }
+            }
+        }
+        totals
+    }
+}
+
+/// Keeps the partial sums of a pass, or after the last piece their rows' sums, in the place of earlier passes' partial sums.
+///
+/// # Safety
+/// As [`begin`].
+#[inline(always)]
+unsafe fn end<V: Lanes, const N: usize>(
+    totals: [[V::Int; AT_ONCE]; N],
+    pass: usize,
+    place: Place,
+    sums: &mut [Square],
+) {
+    for t in 0..N {
+        let to = sums[t].0.as_mut_ptr();
+        // SAFETY: as above; the rows' sums take a quarter of a square.
+        unsafe {
+            if place.last {
+                V::row_sums(totals[t], to.add(pass * PANEL / V::HALVES));
+                continue;
+            }
+            for i in 0..AT_ONCE {
+                V::store(
+                    totals[t][i],
+                    to.cast::<u8>().add((pass * AT_ONCE + i) * size_of::<V::Int>()),
+                );
+            }
+        }
+    }
+}
