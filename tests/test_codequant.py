@@ -21,6 +21,7 @@ from moepack.methods import CodeQuant
 from moepack.methods.codequant.packing import packed_bytes
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
+from stream_support import last_states, record_streams
 
 DECODERS = ("mixtral", "qwen3_moe", "deepseek_v2")
 
@@ -80,23 +81,11 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
 def test_the_packed_model_computes_what_calibration_fed_on(tiny_checkpoint, settings, text, tmp_path):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
     source = tiny_checkpoint("deepseek_v2")
-    chosen, streams = method(text, **settings), []
-    begin = chosen.begin
-
-    def spying(checkpoint, model):
-        begin(checkpoint, model)
-        calibrator = chosen._steps.gi_frame.f_locals["self"]
-        make = calibrator._stream
-        calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
-
-    chosen.begin = spying
+    chosen = method(text, **settings)
+    streams = record_streams(chosen)
     compress(source, tmp_path / "out", method=chosen)
-    model, seen = moepack.load(tmp_path / "out", dtype=torch.float32), []
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    samples = load_samples(Checkpoint.open(source), text, 6, 64)
-    with torch.inference_mode():
-        model(input_ids=samples.inputs)
-    difference = (streams[0].hidden.tokens - seen[0].flatten(0, 1)).abs()
+    ids = load_samples(Checkpoint.open(source), text, 6, 64).inputs
+    difference = (streams[0].hidden.tokens - last_states(tmp_path / "out", ids)).abs()
     # A rounded activation may fall to either side, and moves the states of its token.
     assert (difference > 1e-3).float().mean() < (0.02 if "activation_bits" in settings else 1e-9)
 

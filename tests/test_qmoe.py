@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
 from moepack.methods import Qmoe, create
 from moepack.methods.qmoe import PUBLISHED
+from moepack.methods.qmoe.dense import SolvingLinears
 from moepack.methods.qmoe.forms import GroupwiseForm
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
@@ -33,6 +35,7 @@ from moepack.runtime.matrix import open_matrix
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import gptq
 from moepack.solvers.grids import TernaryGrid
+from stream_support import last_states, record_streams
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers")
 
@@ -68,23 +71,11 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
 @pytest.mark.parametrize("bits", ["ternary", "2"])
 def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, bits, text, tmp_path):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
-    chosen, streams = method(text, bits=bits, routing="compressed"), []
-    begin = chosen.begin
-
-    def spying(checkpoint, model):
-        begin(checkpoint, model)
-        calibrator = chosen._steps.gi_frame.f_locals["self"]
-        make = calibrator._stream
-        calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
-
-    chosen.begin = spying
+    chosen = method(text, bits=bits, routing="compressed")
+    streams = record_streams(chosen)
     compress(mixtral, tmp_path / "out", method=chosen)
-    model, seen = moepack.load(tmp_path / "out", dtype=torch.float32), []
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    samples = load_samples(Checkpoint.open(mixtral), text, 6, 64)
-    with torch.inference_mode():
-        model(input_ids=samples.inputs)
-    torch.testing.assert_close(streams[0].hidden.tokens, seen[0].flatten(0, 1), rtol=1e-3, atol=1e-3)
+    states = last_states(tmp_path / "out", load_samples(Checkpoint.open(mixtral), text, 6, 64).inputs)
+    torch.testing.assert_close(streams[0].hidden.tokens, states, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("bits", ["ternary", "2"])
@@ -389,22 +380,11 @@ def open_matrix_of(directory, name):
 
 def test_dense_layers_feed_what_follows_as_the_packed_model_computes_it(mixtral, text, tmp_path):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
-    chosen, streams = method(text, bits="2", dense_bits="attention=4", group_size=16), []
-    begin = chosen.begin
-
-    def spying(checkpoint, model):
-        begin(checkpoint, model)
-        calibrator = chosen._steps.gi_frame.f_locals["self"]
-        make = calibrator._stream
-        calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
-
-    chosen.begin = spying
+    chosen = method(text, bits="2", dense_bits="attention=4", group_size=16)
+    streams = record_streams(chosen)
     compress(mixtral, tmp_path / "out", method=chosen)
-    model, seen = moepack.load(tmp_path / "out", dtype=torch.float32), []
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    with torch.inference_mode():
-        model(input_ids=load_samples(Checkpoint.open(mixtral), text, 6, 64).inputs)
-    torch.testing.assert_close(streams[0].hidden.tokens, seen[0].flatten(0, 1), rtol=1e-3, atol=1e-3)
+    states = last_states(tmp_path / "out", load_samples(Checkpoint.open(mixtral), text, 6, 64).inputs)
+    torch.testing.assert_close(streams[0].hidden.tokens, states, rtol=1e-3, atol=1e-3)
 
 
 def test_calibrated_dense_layers_beat_rounded_ones_on_the_models_outputs(mixtral, text, tmp_path):
@@ -456,6 +436,23 @@ def test_dense_layers_that_cannot_be_packed_are_refused_by_name(mixtral, text, t
     with pytest.raises((InvalidTensorError, CalibrationError), match=r"layers\.1"):
         compress(tmp_path / "model", tmp_path / "out", method=method(text, dense_bits=8))
     assert not (tmp_path / "out").exists()
+
+
+def test_dense_layers_that_were_only_rounded_are_named(mixtral, text, tmp_path, monkeypatch):
+    """As where a layer's inputs overflow: its Hessian cannot be used."""
+    solve = SolvingLinears.solve
+
+    def solve_without_inputs(linears, stage):
+        given = stage.moments()
+        return solve(linears, replace(stage, moments=lambda: replace(given, hessians=given.hessians * torch.nan)))
+
+    monkeypatch.setattr(SolvingLinears, "solve", solve_without_inputs)
+    report = compress(mixtral, tmp_path / "out", method=method(text, bits="2", group_size=16, dense_bits="attention=8"))
+    packed = PackedDirectory.open(tmp_path / "out").manifest.packed()
+    rounded = [name for name, record in packed.items() if record.projection == "weight"]
+    reason = packed[rounded[0]].details["rounded"]
+    first = packed[min(rounded)].module
+    assert f"{first} and {len(rounded) - 1} more linear layers rounded to nearest: {reason}." in report.notes
 
 
 def test_dense_bits_from_the_command_line(mixtral, text, tmp_path):

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from moepack.pipeline.journal import ShardRecord, Workspace
 from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
-from moepack.pipeline.units import PackedLayer, Unit, units
+from moepack.pipeline.units import WEIGHT, PackedLayer, Unit, units
 from moepack.pipeline.units import compress as compress_units
 from moepack.progress import Progress, Silent
 
@@ -254,7 +254,8 @@ class Job:
             return ()
         records = manifest.packed()
         firsts = {layer.name: layer.projections[0].packed_name for layer in self.model.layers}
-        return self.method.notes({layer: records[name].details for layer, name in firsts.items()})
+        notes = self.method.notes({layer: records[name].details for layer, name in firsts.items()})
+        return *notes, *_rounded_notes(records.values())
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
@@ -318,3 +319,14 @@ def _read_copies(plan: Plan) -> Iterator[tuple[str, bytes]]:
             yield path.name, path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
+
+
+def _rounded_notes(records: Iterable[TensorRecord]) -> Iterator[str]:
+    """A sentence for each reason why linear layers were rounded without a look at their inputs."""
+    layers: dict[str, list[str]] = {}
+    for record in records:
+        if record.projection == WEIGHT and (reason := record.details.get("rounded")):
+            layers.setdefault(reason, []).append(record.module)
+    for reason, names in layers.items():
+        more = f" and {len(names) - 1} more linear layers" if len(names) > 1 else ""
+        yield f"{min(names)}{more} rounded to nearest: {reason}."
