@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,27 @@ def test_a_newer_directory_is_refused_in_one_line(
     support.rewrite_manifest(copy, lambda content: content.update(version=2))
     code, _, error = run(capsys, "inspect", copy)
     assert code == 1 and "version 2" in error and "up to 1" in error and MANIFEST in error
+
+
+def test_ctrl_c_before_anything_is_written_promises_nothing(
+    mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moepack.pipeline.compress", interrupt)
+    code, _, error = run(capsys, "compress", mixtral, tmp_path / "out")
+    assert code == 130 and "nothing was written" in error and "continues" not in error
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+@pytest.mark.parametrize("command", ["compress", "tune"])
+def test_a_device_that_is_not_there_is_wrong_usage(
+    command: str, device: str, mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [mixtral, tmp_path / "out"] if command == "compress" else [mixtral, mixtral, tmp_path / "out"]
+    code, _, error = run(capsys, command, *paths, "--calibration", "text", "--device", device)
+    assert code == 2 and f"'{device}' cannot be used here" in error
 
 
 def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: Path, tmp_path: Path) -> None:

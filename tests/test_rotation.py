@@ -13,7 +13,7 @@ from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.rewritten import RewrittenCheckpoint
 from moepack.codebook import split_blocks
-from moepack.errors import InvalidTensorError, ResumeError, UnsupportedModelError
+from moepack.errors import DiskError, InvalidTensorError, ResumeError, UnsupportedModelError
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.rotation import (
     Grouping,
@@ -192,6 +192,17 @@ def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_che
     assert report.resumed_weights > 0
     whole, pieces = (sorted((tmp_path / name).iterdir()) for name in ("whole", "pieces"))
     assert [f.read_bytes() for f in whole] == [f.read_bytes() for f in pieces]
+
+
+def test_the_place_is_tried_before_a_rotation_is_learned(tiny_checkpoint, text, tmp_path, monkeypatch):
+    source, rewrite = tiny_checkpoint("qwen3_moe"), CodeQuant.rewrite
+    monkeypatch.setattr(CodeQuant, "rewrite", lambda *arguments: pytest.fail("worked"))
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="file"):
+        compress(source, tmp_path / "file" / "out", method=method(text))
+    monkeypatch.setattr(CodeQuant, "rewrite", rewrite)
+    compress(source, tmp_path / "several" / "levels" / "out", method=method(text, rotation_steps=2))
+    assert [entry.name for entry in (tmp_path / "several" / "levels").iterdir()] == ["out"]
 
 
 def test_columns_are_grouped_as_algorithm_1_says():

@@ -10,7 +10,7 @@ import tiny_models
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
 from moepack.cli import app
-from moepack.errors import CalibrationError, OutputExistsError, UnsupportedModelError
+from moepack.errors import CalibrationError, DiskError, OutputExistsError, UnsupportedModelError
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.tuning import TuneSettings, listening, thaw, tune_model
@@ -113,6 +113,27 @@ def test_the_command(packed, text, tmp_path):
     assert done.exit_code == 0 and "predictions diverge" in done.output, done.output
     again = CliRunner().invoke(app, [*arguments[:3], str(tmp_path / "no"), *arguments[4:], "--rate", "0"])
     assert again.exit_code == 2
+
+
+def test_nothing_is_left_of_a_run_that_fails(packed, text, tmp_path, monkeypatch):
+    def fail(*arguments):
+        assert (tmp_path / "out.partial").is_dir(), "the place is claimed before the work"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moepack.pipeline.tune.tune_model", fail)
+    with pytest.raises(KeyboardInterrupt):
+        tune(*packed, tmp_path / "out", calibration=str(text), samples=3, sequence_length=32)
+    arguments = ["tune", *map(str, packed), str(tmp_path / "out"), "--calibration", str(text), "--samples", "3"]
+    done = CliRunner().invoke(app, [*arguments, "--sequence-length", "32"])
+    assert done.exit_code == 130 and "nothing was written" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_to_is_known_before_the_work(packed, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("moepack.pipeline.tune.tune_model", lambda *arguments: pytest.fail("worked"))
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="cannot create"):
+        tune(*packed, tmp_path / "file" / "out", calibration=str(text), samples=3, sequence_length=32)
 
 
 def test_what_cannot_be_tuned_is_refused(packed, mixtral, text, tmp_path):

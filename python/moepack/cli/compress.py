@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from moepack.cli.device import usable_device
 from moepack.cli.inspect import print_directory
 from moepack.errors import MoepackError
 from moepack.units import size, speed
@@ -92,7 +93,10 @@ def compress_command(
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="qmoe, codequant, milo: where the model or the solver runs; default cpu.")
+        str | None,
+        typer.Option(
+            callback=usable_device, help="qmoe, codequant, milo: where the model or the solver runs; default cpu."
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
     resume: Annotated[
@@ -148,9 +152,11 @@ def _number(text: str | None) -> int | str | None:
 def interrupted(console: Console, out: Path) -> typer.Exit:
     """Say how to go on after Ctrl-C; return the exit to raise."""
     from moepack.pipeline import PARTIAL
+    from moepack.pipeline.rewrite import STATE
 
-    partial = out.with_name(out.name + PARTIAL)
-    console.print(f"interrupted; the same command continues from {partial}", markup=False, soft_wrap=True)
+    kept = [file for suffix in (PARTIAL, STATE) if (file := out.with_name(out.name + suffix)).exists()]
+    rest = f"the same command continues from {kept[0]}" if kept else "nothing was written yet"
+    console.print(f"interrupted; {rest}", markup=False, soft_wrap=True)
     return typer.Exit(130)
 
 

@@ -1,10 +1,12 @@
 """`moepack tune`: fine-tune the codebooks of a packed directory against the model that it was made of."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moepack.cli.device import usable_device
 from moepack.errors import MoepackError
 
 
@@ -21,18 +23,25 @@ def tune_command(
     router_weight: Annotated[
         float, typer.Option(help="What the divergence of the routers counts beside that of the predictions.")
     ] = 1.0,
-    device: Annotated[str, typer.Option(help="Where both models run, in float32 and with gradients.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(callback=usable_device, help="Where both models run, in float32 and with gradients.")
+    ] = "cpu",
 ) -> None:
     """Fine-tune the centroids of PACKED towards the outputs of ORIGINAL; OUT has the same codes and the same size."""
+    from moepack.cli.evaluate import quiet_transformers
     from moepack.methods.codequant.tuning import TuneSettings
     from moepack.pipeline.tune import tune
 
+    quiet_transformers()
     try:
         settings = TuneSettings(steps=steps, rate=rate, router_weight=router_weight, batch=batch)
         tuned = tune(
             packed, original, out, calibration=calibration, samples=samples, sequence_length=sequence_length,
             settings=settings, device=device,
         )  # fmt: skip
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from None
     except ValueError as error:
         if isinstance(error, MoepackError):
             raise

@@ -63,40 +63,44 @@ def tune(
     if others := {record.kind for record in source.manifest.packed().values()} - {"codebook"}:
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
     windows = load_samples(Checkpoint.open(Path(original)), calibration, samples, sequence_length)
-    models = load(packed, torch.float32), open_model(original, torch.float32)
-    tuned = tune_model(*models, windows.inputs, settings, torch.device(device), advance)
-    _write(source, target, tuned, {**asdict(settings), "calibration_sha256": windows.fingerprint()})
+    # Before the work: a place that cannot be written to is to be known at once.
+    workspace = Workspace.open(target.with_name(target.name + PARTIAL), {"tune": str(target)}, resume=False)
+    try:
+        models = load(packed, torch.float32), open_model(original, torch.float32)
+        tuned = tune_model(*models, windows.inputs, settings, torch.device(device), advance)
+        _write(source, workspace, tuned, {**asdict(settings), "calibration_sha256": windows.fingerprint()})
+        workspace.publish(target)
+    except BaseException:
+        workspace.discard()
+        raise
+    finally:
+        workspace.close()
     return tuned
 
 
-def _write(source: PackedDirectory, target: Path, tuned: Tuned, settings: Mapping[str, str | int | float]) -> None:
+def _write(source: PackedDirectory, workspace: Workspace, tuned: Tuned, settings: Mapping[str, Any]) -> None:
     """Copy the directory with the tuned tensors in the places of the old ones."""
     manifest = source.manifest
-    workspace = Workspace.open(target.with_name(target.name + PARTIAL), {"tune": str(target)}, resume=False)
-    try:
-        tensors, files = dict(manifest.tensors), dict(manifest.files)
-        for file in manifest.files:
-            names = [name for name, record in manifest.tensors.items() if record.file == file]
-            if file == CONFIG:
-                continue
-            if not names:
-                write_file(workspace.path / file, (source.path / file).read_bytes())
-                continue
-            header = read_header(source.path / file, CorruptionError)
-            mapped = map_file(source.path / file)
-            entries = []
-            for name in names:
-                info, record = header.tensors[name], manifest.tensors[name]
-                data = mapped[info.offset : info.offset + info.nbytes]
-                entries.append(_entry(name, DTYPE_NAMES[info.dtype], info.shape, record, data, tuned.books))
-            written = write_shard(workspace.path / file, entries, {"format": "pt"})
-            files[file] = FileRecord(written.size, written.sha256)
-            tensors |= {name: replace(tensors[name], crc32=written.crc32[name]) for name in names}
-        tuning = {**settings, "before": list(tuned.before), "after": list(tuned.after)}
-        _write_manifest(workspace, source, tensors, files, {**manifest.settings, "tuning": tuning})
-        workspace.publish(target)
-    finally:
-        workspace.close()
+    tensors, files = dict(manifest.tensors), dict(manifest.files)
+    for file in manifest.files:
+        names = [name for name, record in manifest.tensors.items() if record.file == file]
+        if file == CONFIG:
+            continue
+        if not names:
+            write_file(workspace.path / file, (source.path / file).read_bytes())
+            continue
+        header = read_header(source.path / file, CorruptionError)
+        mapped = map_file(source.path / file)
+        entries = []
+        for name in names:
+            info, record = header.tensors[name], manifest.tensors[name]
+            data = mapped[info.offset : info.offset + info.nbytes]
+            entries.append(_entry(name, DTYPE_NAMES[info.dtype], info.shape, record, data, tuned.books))
+        written = write_shard(workspace.path / file, entries, {"format": "pt"})
+        files[file] = FileRecord(written.size, written.sha256)
+        tensors |= {name: replace(tensors[name], crc32=written.crc32[name]) for name in names}
+    tuning = {**settings, "before": list(tuned.before), "after": list(tuned.after)}
+    _write_manifest(workspace, source, tensors, files, {**manifest.settings, "tuning": tuning})
 
 
 def _write_manifest(
