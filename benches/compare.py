@@ -25,6 +25,7 @@ from moepack.export import export
 from moepack.methods import Method, create
 from moepack.pipeline import compress
 from moepack.runtime.loading import open_model, open_tokenizer
+from pictures import panels
 
 CALIBRATED = ("qmoe", "codequant")
 CPU = ("ternary", "finequant")
@@ -116,13 +117,8 @@ def table(figures: dict[str, Rows]) -> str:
 
 def draw(figures: dict[str, Rows], file: Path) -> None:
     """Loss increase on the first text over size, one panel a model, one line a method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(figures), figsize=(5 * len(figures), 4), squeeze=False)
-    for axis, (model, rows) in zip(axes[0], figures.items(), strict=True):
+    figure, axes = panels(len(figures))
+    for axis, (model, rows) in zip(axes, figures.items(), strict=True):
         for method in POINTS:
             points = sorted(
                 (100 * row["size"], max(next(iter(row["rise"].values())), 1e-4))
@@ -134,8 +130,8 @@ def draw(figures: dict[str, Rows], file: Path) -> None:
         axis.set(title=model, xlabel="size of the checkpoint, % of bf16", yscale="log")
         axis.grid(alpha=0.3, which="both")
     text = next(iter(next(iter(next(iter(figures.values())).values()))["rise"]))
-    axes[0][0].set_ylabel(f"loss over bf16 on {text}, nats a token")
-    axes[0][-1].legend(fontsize=8)
+    axes[0].set_ylabel(f"loss over bf16 on {text}, nats a token")
+    axes[-1].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
 

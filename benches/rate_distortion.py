@@ -24,6 +24,7 @@ from moepack.methods import Method, Qmoe
 from moepack.methods.qmoe import PUBLISHED
 from moepack.methods.qmoe.forms import TernaryForm
 from moepack.solvers.grids import TernaryGrid
+from pictures import panels
 from yardstick import Yardstick
 
 SCALES = (1.5, 1.2, 1.0, 0.85, 0.7, 0.55)
@@ -82,21 +83,16 @@ def table(figures: dict[str, Any]) -> str:
 
 def draw(figures: dict[str, Any], file: Path) -> None:
     """One picture a model: loss increase over bits, one colour a text."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(figures), figsize=(5 * len(figures), 4), squeeze=False)
-    for axis, (model, curves) in zip(axes[0], figures.items(), strict=True):
+    figure, axes = panels(len(figures))
+    for axis, (model, curves) in zip(axes, figures.items(), strict=True):
         for colour, text in zip(("C0", "C1", "C2", "C3"), curves["knob"][0]["rise"], strict=False):
             for name, style in (("frontier", "o--"), ("knob", "o-")):
                 points = sorted((p["bits_per_weight"], p["rise"][text]) for p in curves[name])
                 axis.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=f"{text}, {name}")
         axis.set(title=model, xlabel="bits a weight, all metadata counted", yscale="log", xlim=(0.5, 1.75))
         axis.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("loss over bf16, nats a token")
-    axes[0][0].legend(fontsize=8)
+    axes[0].set_ylabel("loss over bf16, nats a token")
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
 
