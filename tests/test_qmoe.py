@@ -28,9 +28,8 @@ from moepack.methods.qmoe.dense import SolvingLinears
 from moepack.methods.qmoe.forms import GroupwiseForm
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
-from moepack.pipeline.job import set_threads
 from moepack.pipeline.journal import Workspace
-from moepack.runtime.loading import open_model
+from moepack.runtime.loading import open_model, set_threads
 from moepack.runtime.matrix import open_matrix
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import gptq
@@ -113,7 +112,7 @@ KILLED = """
 import os, signal, sys
 from moepack.methods import Qmoe
 from moepack.pipeline import compress
-from moepack.pipeline.job import set_threads
+from moepack.runtime.loading import set_threads
 from moepack.pipeline.journal import Workspace
 append = Workspace.append
 def die(self, shard):

@@ -10,9 +10,10 @@ from moepack.checkpoint.published import PublishedCheckpoint
 from moepack.errors import OutputExistsError
 from moepack.memory import PeakMemory
 from moepack.methods.qmoe.published import Published
-from moepack.pipeline.job import Job, set_threads
+from moepack.pipeline.job import Job
 from moepack.pipeline.report import CompressReport
 from moepack.progress import Progress, Silent
+from moepack.runtime.loading import set_threads
 
 __all__ = ["convert"]
 
@@ -49,7 +50,8 @@ def convert(
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     if os.path.lexists(target):
         raise OutputExistsError("exists; choose another directory or remove it", file=target)
-    set_threads(threads)
+    if threads is not None:
+        set_threads(threads)
     checkpoint = PublishedCheckpoint.open_pair(published, original)
     job = Job(checkpoint, describe(checkpoint), Published(code), progress or Silent(), peak)
     return job.run(target, resume, started)

@@ -15,8 +15,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, describe
 from moepack.checkpoint.header import read_header
@@ -43,6 +41,7 @@ from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.units import WEIGHT, PackedLayer, Unit, units
 from moepack.pipeline.units import compress as compress_units
 from moepack.progress import Progress, Silent
+from moepack.runtime.loading import set_threads
 
 PARTIAL = ".partial"
 """Suffix of the directory in which the work happens."""
@@ -91,7 +90,8 @@ def compress(
     if os.path.lexists(target):
         raise OutputExistsError("exists; choose another directory or remove it", file=target)
     chosen = create(method, **({} if code is None else {"code": code})) if isinstance(method, str) else method
-    set_threads(threads)
+    if threads is not None:
+        set_threads(threads)
     checkpoint = Checkpoint.open(model)
     described = describe(checkpoint)
     state = target.with_name(target.name + STATE)
@@ -107,16 +107,6 @@ def compress(
         if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
             state.unlink()
     return report
-
-
-def set_threads(threads: int | None) -> None:
-    """Set the threads of the core and of torch; `None` leaves them alone."""
-    if threads is None:
-        return
-    if threads < 1:
-        raise ValueError(f"threads must be positive, not {threads}")
-    _core.set_threads(threads)
-    torch.set_num_threads(threads)
 
 
 class Job:
