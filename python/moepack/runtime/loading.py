@@ -38,8 +38,8 @@ def load(
         mode: how this model's packed integers are multiplied: "exact" (the precision of float32), "int8"
             (activations quantized for each token and group of columns), "bf16" (rounded to it), or None for the mode of
             the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE). Other formats have one way.
-        resident: copy the weights into the process's own memory, in huge pages, which are read faster than the pages of
-            a mapped file; loading then reads everything.
+        resident: copy the weights into the process's own memory, in huge pages; loading then reads everything. Decoding
+            gains where the page cache holds the files in small pages (docs/performance.md).
 
     Returns:
         The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
