@@ -1,6 +1,6 @@
 """Memory maps: a file's bytes read-only, and memory of the process's own, both in huge pages where that can be had.
 
-Reading experts here and there in a large map is slower in pages of 4 KB than in pages of 2 MB (`docs/performance.md`).
+Decoding reads experts here and there in a large map, which costs more in pages of 4 KB (`docs/performance.md`).
 Linux decides by advice (`madvise`): own memory advised huge gets such pages if
 `/sys/kernel/mm/transparent_hugepage/enabled` says `madvise` or `always`. A file advised huge and random is read in
 pieces of 2 MB, and where its file system keeps large folios (XFS, ext4 since Linux 6.16) those become huge pages; what
