@@ -188,7 +188,8 @@ fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) 
         .chunks_exact(width)
         .zip(scores.chunks_exact_mut(tokens.len()))
     {
-        for (token, score) in past.clone().zip(&mut *scores) {
+        for (at, score) in scores[..past.len()].iter_mut().enumerate() {
+            let token = past.start + at;
             *score = dot(mixing.keys.values, mixing.keys.at(group, token), query) * mixing.scale;
         }
         if tokens.end == mixing.tokens {
@@ -207,8 +208,8 @@ fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) 
         let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         scores.iter_mut().for_each(|score| *score = exp(*score - largest));
         part.heads.push((largest, scores.iter().sum()));
-        for (token, &weight) in past.clone().zip(&*scores) {
-            let start = mixing.values.at(group, token);
+        for (at, &weight) in scores[..past.len()].iter().enumerate() {
+            let start = mixing.values.at(group, past.start + at);
             match mixing.values.values {
                 Activations::F32(values) => add(sums, &values[start..][..width], weight, |value| value),
                 Activations::Bf16(values) => add(sums, &values[start..][..width], weight, from_bf16),

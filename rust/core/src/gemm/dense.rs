@@ -15,8 +15,10 @@ use crate::simd::{Isa, vectorized};
 use crate::ternary::Shape;
 use crate::{Error, Result};
 
-/// Sums that a product keeps side by side: four registers of 16, or eight of 8.
+/// Sums that a matrix's product keeps side by side: four registers of 16, or eight of 8.
 const LANES: usize = 64;
+/// The same of short products, a head's width: fewer to be added up at the end.
+const FEW_LANES: usize = 16;
 
 /// What a value is, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,8 +174,8 @@ vectorized! {
 fn products_loop(bytes: &[u8], kind: Kind, x: &[f32], out: &mut [f32]) {
     for (row, out) in bytes.chunks_exact((x.len() * kind.bytes()).max(1)).zip(out) {
         *out = match kind {
-            Kind::F32 => sum(row.as_chunks().0, x, f32::from_le_bytes),
-            Kind::Bf16 => sum(row.as_chunks().0, x, |bytes| from_bf16(u16::from_le_bytes(bytes))),
+            Kind::F32 => sum::<LANES, _>(row.as_chunks().0, x, f32::from_le_bytes),
+            Kind::Bf16 => sum::<LANES, _>(row.as_chunks().0, x, |bytes| from_bf16(u16::from_le_bytes(bytes))),
         };
     }
 }
@@ -182,13 +184,13 @@ fn products_loop(bytes: &[u8], kind: Kind, x: &[f32], out: &mut [f32]) {
 #[inline(always)]
 pub(crate) fn dot(values: Activations, start: usize, x: &[f32]) -> f32 {
     match values {
-        Activations::F32(values) => sum(&values[start..][..x.len()], x, |value| value),
-        Activations::Bf16(values) => sum(&values[start..][..x.len()], x, from_bf16),
+        Activations::F32(values) => sum::<FEW_LANES, _>(&values[start..][..x.len()], x, |value| value),
+        Activations::Bf16(values) => sum::<FEW_LANES, _>(&values[start..][..x.len()], x, from_bf16),
     }
 }
 
 #[inline(always)]
-fn sum<T: Copy>(values: &[T], x: &[f32], wide: impl Fn(T) -> f32) -> f32 {
+fn sum<const LANES: usize, T: Copy>(values: &[T], x: &[f32], wide: impl Fn(T) -> f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (runs, rest) = values.as_chunks::<LANES>();
     let (x_runs, x_rest) = x.as_chunks::<LANES>();

@@ -42,8 +42,8 @@ impl<'a> Output<'a> {
 
     /// An array of its own.
     pub fn owned(places: usize, rows: usize, units: usize) -> Output<'a> {
-        let cells = (0..places * rows).map(|_| Cell::new(0.0));
-        Output::of(Cells::Owned(cells.collect()), rows, units)
+        let cells = vec![Cell::new(0.0); places * rows];
+        Output::of(Cells::Owned(cells.into_boxed_slice()), rows, units)
     }
 
     fn of(cells: Cells<'a>, rows: usize, units: usize) -> Output<'a> {
