@@ -27,6 +27,7 @@ import torch
 
 import machine
 import moepack
+from codequant_tables import Tables
 from moepack.evaluation import _windows
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
@@ -51,7 +52,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "no Hessian weights": {"weighted": False},
     "no refinement": {"steps": 0},
     "equation 8": {"assignment": "diagonal"},
-    "drift": {"drift": 0.75},
+    "drift 0": {"drift": 0.0},
+    "drift 0.5": {"drift": 0.5},
+    "drift 0.75": {"drift": 0.75},
+    "drift 1": {"drift": 1.0},
+    "drift 0, no Hessian weights": {"drift": 0.0, "weighted": False},
+    "drift 0.75, no Hessian weights": {"drift": 0.75, "weighted": False},
     "permutation": {"permute": True},
     "tokens weighted equally": {"weigh_tokens": False},
 }
@@ -106,6 +112,8 @@ class Group:
         objectives = [record.details["objective"] for record in manifest.packed().values()]
         line = {"model": self.model.name, "bits": self.bits, "block": self.block, "row": row, "loss": loss}
         line |= {"routes_changed": changed, "bits_per_weight": report.bits_per_weight, "seconds": round(seconds, 1)}
+        if self.options.also:
+            line["also"] = losses(packed, self.model, self.options)
         line["objective"] = [sum(o[i] for o in objectives) / len(objectives) for i in (0, -1)]
         line["tuning"] = manifest.settings.get("tuning")
         if row == "CodeQuant" and self.options.device != "cpu" and self.bits == "4x4":
@@ -133,6 +141,13 @@ def measure(packed: Path, original: Path, options: argparse.Namespace, chars: in
             expected.clear()
             found.clear()
     return loss, sum(shares) / len(shares)
+
+
+def losses(packed: Path, original: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Loss on the further texts, by name, of the packed model as it runs."""
+    tokenizer = open_tokenizer(original)
+    model = moepack.load(packed, dtype=torch.float32)
+    return {t.stem: moepack.evaluate(model, t, options.chars, tokenizer=tokenizer).loss for t in options.also}
 
 
 def opened(original: Path, options: argparse.Namespace) -> Any:
@@ -200,37 +215,13 @@ def original(model: Path, options: argparse.Namespace) -> None:
     append(options, {"model": model.name, "bits": "16x16", "block": "row", "row": "original", "loss": loss})
 
 
-def table(found: list[dict[str, Any]], block: str, key: str = "loss") -> str:
-    """Nats a token above the original model (or shares of changed routes), a column for each pair of bits."""
-    text = []
-    order = {name: position for position, name in enumerate(ROWS)}
-    for model in dict.fromkeys(line["model"] for line in found):
-        mine = [line for line in found if line["model"] == model and line["block"] == block]
-        zero = next((line["loss"] for line in found if line["model"] == model and line["row"] == "original"), None)
-        cells = {(line["row"], line["bits"]): line for line in mine if line["row"] != "original"}
-        if zero is None or not cells:
-            continue
-        columns = sorted({bits for _, bits in cells}, reverse=True)
-        head = f"{model}, block {block}, +nats over {zero:.4f}" if key == "loss" else f"{model}, routes changed, %"
-        text += [f"| {head} | {' | '.join('W' + c.replace('x', ' A') for c in columns)} |"]
-        text += ["|---|" + "---|" * len(columns)]
-        for row in sorted({row for row, _ in cells}, key=lambda row: (order[base(row)], row)):
-            values = [cells.get((row, column)) for column in columns]
-            shown = ["" if value is None else _shown(value, zero, key) for value in values]
-            text.append(f"| {row} | {' | '.join(shown)} |")
-    return "\n".join(text)
-
-
-def _shown(line: dict[str, Any], zero: float, key: str) -> str:
-    return f"{line['loss'] - zero:+.4f}" if key == "loss" else f"{100 * line[key]:.1f}"
-
-
 def main() -> None:
     """Measure what is missing, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--also", nargs="*", type=Path, default=[], help="further texts to measure the loss on")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tune-samples", type=int, default=512)
     parser.add_argument("--tune-steps", type=int, default=200)
@@ -258,10 +249,7 @@ def main() -> None:
         with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
             for future in [pool.submit(group.run) for group in work]:
                 future.result()
-    found = lines(options)
-    for block in dict.fromkeys(line["block"] for line in found):
-        print(table(found, block))
-    print(table(found, "row", "routes_changed"))
+    print(Tables(lines(options)).text())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""The tables of docs/methods/codequant.md from measured cells; `benches/codequant.py` prints them.
+
+A cell is a line of the results: model, bits ("4x8": of weights and of activations), block, row, loss, and the share of
+changed routes. Losses are shown as nats a token above the original model's; what was not measured stays empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Cells = dict[tuple[str, str, str, str], dict[str, Any]]
+"""By model, bits, block and row."""
+
+WIDTHS = ("4x8", "4x4", "3x8", "3x4", "2x8", "2x4")
+PEERS = (
+    "RTN",
+    "RTN, random rotation",
+    "RTN, random rotation, online Hadamard",
+    "k-means, Hessian weights",
+    "CodeQuant",
+    "CodeQuant, tuned without KL",
+    "CodeQuant, tuned",
+)
+ABLATIONS = (
+    "CodeQuant",
+    "no online Hadamard",
+    "random rotation",
+    "no rotation",
+    "no Hessian weights",
+    "no refinement",
+    "equation 8",
+    "drift 0.75",
+    "tokens weighted equally",
+)
+BLOCKED = {
+    "RTN": "RTN",
+    "RTN, random rotation, online Hadamard": "RTN, rotated",
+    "k-means, Hessian weights": "k-means",
+    "CodeQuant": "CodeQuant",
+    "permutation": "CodeQuant with POG",
+}
+
+
+class Tables:
+    """The measured cells and the original models' losses."""
+
+    def __init__(self, found: Iterable[dict[str, Any]]) -> None:
+        lines = list(found)
+        self.originals = {line["model"]: line["loss"] for line in lines if line["row"] == "original"}
+        self.cells: Cells = {
+            (line["model"], line["bits"], line["block"], line["row"]): line
+            for line in lines
+            if line["row"] != "original"
+        }
+        self.models = list(self.originals)
+
+    def rise(self, model: str, bits: str, block: str, row: str) -> str:
+        """Nats a token above the original."""
+        cell = self.cells.get((model, bits, block, row))
+        return "" if cell is None else f"{cell['loss'] - self.originals[model]:+.4f}"
+
+    def text(self) -> str:
+        """All tables, in the order of the page."""
+        parts = [self.widths(model) for model in self.models]
+        return "\n\n".join([*parts, self.routes(), self.ablations(), self.blocks()])
+
+    def widths(self, model: str) -> str:
+        """Methods by bits of weights and activations, a codebook a row."""
+        columns = [f"W{bits.replace('x', ' A')}" for bits in WIDTHS]
+        body = [(row, *(self.rise(model, bits, "row", row) for bits in WIDTHS)) for row in PEERS]
+        return _table((f"{model}, over {self.originals[model]:.4f}", *columns), body)
+
+    def routes(self) -> str:
+        """Loss and changed routes with 4 bits each, a codebook a row."""
+        names = [(model, row) for model in self.models for row in PEERS]
+        body = []
+        for model, row in names:
+            if (cell := self.cells.get((model, "4x4", "row", row))) is not None:
+                share = f"{100 * cell['routes_changed']:.2f}%"
+                body.append((f"{model}, {row}", self.rise(model, "4x4", "row", row), share))
+        return _table(("W4 A4", "loss", "routes changed"), body)
+
+    def ablations(self) -> str:
+        """What each component is worth with 4 bits each, a codebook a row."""
+        body = [(row, *(self.rise(model, "4x4", "row", row) for model in self.models)) for row in ABLATIONS]
+        return _table(("W4 A4, a codebook a row", *self.models), body)
+
+    def blocks(self) -> str:
+        """Methods with codebooks of 128 columns; only the pairs of model and bits that were measured."""
+        body = []
+        for model in self.models:
+            for bits in WIDTHS:
+                shown = [self.rise(model, bits, "128", row) for row in BLOCKED]
+                if any(shown):
+                    body.append((f"{model}, W{bits.replace('x', ' A')}", *shown))
+        return _table(("block of 128 columns", *BLOCKED.values()), body)
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body if any(row[1:])])
