@@ -55,7 +55,7 @@ class ClusterSettings:
     assignment: Literal["columns", "diagonal"] = "columns"
     weighted: bool = True
     damping: float = 0.05
-    drift: float = 0.75
+    drift: float = 0.0
     centroid_bits: int = 16
     start: Literal["kmeans", "uniform"] = "kmeans"
 
