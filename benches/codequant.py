@@ -3,6 +3,7 @@
     python benches/codequant.py MODEL ... --calibration TEXT --text TEXT --rows-file FILE [--bits 4x8 4x4 ...]
         [--blocks row 128] [--rows NAME ...] [--jobs N] [--device cuda]
     python benches/codequant.py --cells FILE ...        # lines of "MODEL BITS BLOCK ROW"
+    python benches/codequant.py ... --also TEXT ...     # trials of settings, measured on further texts too
     python benches/codequant.py --rows-file FILE        # only the tables
 
 Every cell packs the model's experts and linear layers (attention, shared experts, dense feed-forward layers) and
@@ -52,11 +53,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "no Hessian weights": {"weighted": False},
     "no refinement": {"steps": 0},
     "equation 8": {"assignment": "diagonal"},
-    "drift 0": {"drift": 0.0},
     "drift 0.5": {"drift": 0.5},
     "drift 0.75": {"drift": 0.75},
     "drift 1": {"drift": 1.0},
-    "drift 0, no Hessian weights": {"drift": 0.0, "weighted": False},
     "drift 0.75, no Hessian weights": {"drift": 0.75, "weighted": False},
     "permutation": {"permute": True},
     "tokens weighted equally": {"weigh_tokens": False},

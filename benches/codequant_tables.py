@@ -1,7 +1,8 @@
 """The tables of docs/methods/codequant.md from measured cells; `benches/codequant.py` prints them.
 
 A cell is a line of the results: model, bits ("4x8": of weights and of activations), block, row, loss, and the share of
-changed routes. Losses are shown as nats a token above the original model's; what was not measured stays empty.
+changed routes. Losses are shown as nats a token above the original model's; what was not measured stays empty. Cells
+with losses on further texts ("also") are of trials that settings are chosen by; they are shown against the defaults.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Tables:
 
     def text(self) -> str:
         """All tables, in the order of the page."""
+        if any("also" in cell for cell in self.cells.values()):
+            return self.trials()
         parts = [self.widths(model) for model in self.models]
         return "\n\n".join([*parts, self.routes(), self.ablations(), self.blocks()])
 
@@ -70,6 +73,23 @@ class Tables:
         columns = [f"W{bits.replace('x', ' A')}" for bits in WIDTHS]
         body = [(row, *(self.rise(model, bits, "row", row) for bits in WIDTHS)) for row in PEERS]
         return _table((f"{model}, over {self.originals[model]:.4f}", *columns), body)
+
+    def trials(self) -> str:
+        """Settings against the defaults by bits, a codebook a row; for each model its text and the further ones."""
+        further = list(dict.fromkeys(text for cell in self.cells.values() for text in cell["also"]))
+        head = [f"{model}, {text}" for model in self.models for text in ("text", *further)]
+        body = []
+        for bits, row in dict.fromkeys((bits, row) for _, bits, _, row in self.cells if row != "CodeQuant"):
+            shown = [self._against(model, bits, row, text) for model in self.models for text in (None, *further)]
+            body.append((f"W{bits.replace('x', ' A')}, {row}", *shown))
+        return _table(("against the defaults", *head), body)
+
+    def _against(self, model: str, bits: str, row: str, text: str | None) -> str:
+        pair = [self.cells.get((model, bits, "row", name)) for name in (row, "CodeQuant")]
+        if pair[0] is None or pair[1] is None:
+            return ""
+        found, default = (cell["loss"] if text is None else cell["also"][text] for cell in pair if cell)
+        return f"{found - default:+.4f}"
 
     def routes(self) -> str:
         """Loss and changed routes with 4 bits each, a codebook a row."""

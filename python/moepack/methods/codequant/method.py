@@ -72,7 +72,7 @@ class CodeQuant:
             bits.
         permute: with blocks, order the inner dimension of feed-forward layers so that codebooks serve columns that
             belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated).
-            Off, for it was measured not to help.
+            Off: it helped one model of two.
         dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
         group: experts solved together.
         minimum_tokens: experts with fewer are named in the notes.
