@@ -80,8 +80,21 @@ def panel(tensor: Tensor, expert: int, first: int) -> bytes:
         out += scales.tobytes() + sums[:planes].tobytes()
         for step in range(0, codes.shape[1], STEP[tensor.bits]):
             rows = codes[:, step : step + STEP[tensor.bits]]
-            out += b"".join(quad(tensor.bits, rows[QUAD * q : QUAD * q + QUAD]) for q in range(PANEL // QUAD))
+            if tensor.bits == 2:
+                out += b"".join(line(rows[:, at : at + GROUP]) for at in range(0, rows.shape[1], GROUP))
+            else:
+                out += b"".join(quad(tensor.bits, rows[QUAD * q : QUAD * q + QUAD]) for q in range(PANEL // QUAD))
     return out
+
+
+def line(codes: NDArray[np.int64]) -> bytes:
+    """The 64 bytes of codes [16, 16] of 2 bits."""
+    out = np.zeros((4, PANEL), np.uint8)
+    for row in range(PANEL):
+        for column in range(GROUP):
+            for bit in range(2):
+                out[column % 4, row] |= (codes[row, column] >> bit & 1) << 4 * bit + column // 4
+    return out.tobytes()
 
 
 def quad(bits: int, codes: NDArray[np.int64]) -> bytes:

@@ -1,5 +1,6 @@
-//! Measures table look-up over bit planes (T-MAC) for codebook weights beside the product's kernels, which look
-//! centroids up by byte shuffles: one token, one thread, a codebook a row.
+//! Measures table look-up over bit planes (T-MAC) of any width for codebook weights beside the product's kernels, which
+//! look centroids up by byte shuffles, but for 2 bits with AVX2, where they look activations up as well, in tiles of 16
+//! rows instead of 32: one token, one thread, a codebook a row.
 //!
 //! ```text
 //! cargo run --release -p moepack-core --example bit_planes [RESULTS.json]
@@ -38,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pool = pool::current()?;
     let mut figures = Vec::new();
     println!(
-        "rows x columns, bits, set: microseconds (10^9 weights/s) of planes, shuffle int16, shuffle int8"
+        "rows x columns, bits, set: microseconds (10^9 weights/s) of planes, product int16, product int8"
     );
     for (rows, columns, resident) in CASES {
         for bits in [2, 3, 4] {
@@ -154,7 +155,7 @@ fn report(source: &Rows, isa: Isa, bytes: [usize; 2], micros: [f64; 3]) -> Value
         |i: usize| json!({"microseconds": micros[i], "weights_per_ns": speeds[i], "bytes": bytes[i.min(1)]});
     json!({
         "rows": rows, "columns": columns, "bits": bits, "isa": isa.name(),
-        "planes": figure(0), "shuffle int16": figure(1), "shuffle int8": figure(2),
+        "planes": figure(0), "product int16": figure(1), "product int8": figure(2),
     })
 }
 

@@ -3,7 +3,7 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::bits::{LANE, QUAD, QUADS, REGISTER, pack, step_columns, step_registers};
+use super::bits::{QUADS, pack, step_columns, step_registers};
 use super::{BLOCK_UNIT, HEADER_BYTES, Layout, MAX_CENTROID, PANEL, invalid, split};
 use crate::Result;
 use crate::ternary::Shape;
@@ -155,19 +155,15 @@ fn write_parameters(
 }
 
 fn write_codes(bits: u8, row: usize, codes: &[u8], out: &mut [u8]) {
-    let registers = step_registers(bits);
-    let quad = registers * REGISTER;
     let mut padded = [0; 128];
     let padded = &mut padded[..step_columns(bits)];
-    for (codes, out) in codes
-        .chunks(step_columns(bits))
-        .zip(out.chunks_exact_mut(QUADS * quad))
-    {
+    let steps = out
+        .as_chunks_mut()
+        .0
+        .chunks_exact_mut(QUADS * step_registers(bits));
+    for (codes, step) in codes.chunks(step_columns(bits)).zip(steps) {
         padded.fill(0);
         padded[..codes.len()].copy_from_slice(codes);
-        for (register, bytes) in pack(bits, padded)[..registers].iter().enumerate() {
-            let at = row / QUAD * quad + register * REGISTER + row % QUAD * LANE;
-            out[at..][..LANE].copy_from_slice(bytes);
-        }
+        pack(bits, padded, row, step);
     }
 }

@@ -5,9 +5,10 @@
 //! to 8 bits, both planes together are exact in integers, and floating point sees 16 bits relative to the row's largest.
 //! Tensors whose products round activations want no more than 8 bits: their low bytes are zeros, and are not stored.
 //!
-//! The layout is what byte shuffles want. A 64-byte register holds 4 rows of 16 columns: each of its four lanes of 16
-//! bytes belongs to one row, so the row's codebook is the lane's shuffle table, and codes become centroids in one
-//! instruction. 16 rows are a panel; a panel holds, for each block of columns, parameters and then codes:
+//! The layout is what byte shuffles want. Of 3 or 4 bits a 64-byte register holds 4 rows of 16 columns: each of its four
+//! lanes of 16 bytes belongs to one row, so the row's codebook is the lane's shuffle table, and codes become centroids in
+//! one instruction. Of 2 bits it holds 16 rows of 16 columns, whose codebooks are 64 bytes together: one table of a
+//! permutation. 16 rows are a panel; a panel holds, for each block of columns, parameters and then codes:
 //!
 //! ```text
 //!  0 8s magic "MOEPCODE"      11 u8 activation bits: 0 none, 4, 8     24 u64 rows R       48 80 zeros
@@ -17,8 +18,8 @@
 //! then for each expert, for each panel of 16 rows, for each block of columns, with K = 2^bits:
 //! 16*K i8   high bytes of the rows' centroids          16 i32  for each row the sum of high over the block's columns
 //! 16*K i8   low bytes (if 11 is 0)                     16 i32  the same sum of whole centroids (if 11 is 0)
-//! 16 f32    scales                                     for each step of columns the codes of 4 quads of rows
-//! a step    32 (4 bits), 128 (3) or 64 (2) columns; of a quad 64, 192 or 64 bytes, see `bits`
+//! 16 f32    scales                                     for each step of columns the codes of its rows
+//! a step    32 (4 bits), 128 (3) or 64 (2) columns in 256, 768 or 256 bytes, see `bits`
 //! ```
 //!
 //! Sizes of parameters and steps are multiples of 64. The sums correct for the zero-point of unsigned activations. Rows

@@ -1,6 +1,6 @@
 //! A tensor read in place.
 
-use super::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_registers, unpack};
+use super::bits::{LANE, QUADS, REGISTER, step_columns, step_registers, unpack};
 use super::{HEADER_BYTES, Layout, PANEL, corrupt, join};
 use crate::Result;
 use crate::gemm::hadamard::rotate;
@@ -190,7 +190,7 @@ impl<'a> Block<'a> {
         self.parameters.len()
     }
 
-    /// The codes: for each step of columns the registers of each quad.
+    /// The codes: for each step of columns the registers of each quad, or lines ([`super::bits`]).
     #[inline(always)]
     pub fn registers(&self) -> &'a [[u8; REGISTER]] {
         self.codes.as_chunks().0
@@ -199,12 +199,9 @@ impl<'a> Block<'a> {
     /// The codes of a row, padded to whole steps.
     #[inline(always)]
     pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
-        let quad = step_registers(self.bits);
-        let steps = self.registers().chunks_exact(QUADS * quad);
+        let steps = self.registers().chunks_exact(QUADS * step_registers(self.bits));
         for (registers, codes) in steps.zip(codes.chunks_exact_mut(step_columns(self.bits))) {
-            let registers = &registers[row / QUAD * quad..];
-            let lane = |register: usize| &registers[register].as_chunks::<LANE>().0[row % QUAD];
-            unpack(self.bits, lane, codes);
+            unpack(self.bits, registers, row, codes);
         }
     }
 

@@ -1,4 +1,4 @@
-//! The integer kernel: a block of a panel by N tokens, over any [`Lanes`].
+//! The integer kernel for 3 and 4 bits: a block of a panel by N tokens, over any [`Lanes`].
 //!
 //! Codes become centroids by one byte shuffle a register (the row's codebook is its lane's table), and dot products
 //! multiply them by activations that all rows share. A step's codes of all quads lie side by side, so 16 activations are
@@ -21,7 +21,7 @@ use crate::codebook::{Block, PANEL};
 /// How far ahead of the codes in use memory is asked for, in bytes. Measured best between 1 and 2 KB.
 pub(super) const AHEAD: usize = 1536;
 
-/// The rows' codebooks, 16 bytes each.
+/// The rows' codebooks, 16 bytes each; of 2 bits as they are stored, 64 bytes together.
 #[repr(align(64))]
 pub(super) struct Tables<const PLANES: usize>(pub [[[u8; LANE]; PANEL]; PLANES]);
 
@@ -32,6 +32,10 @@ impl<const PLANES: usize> Tables<PLANES> {
         let mut tables = [[[0; LANE]; PANEL]; PLANES];
         for (plane, tables) in tables.iter_mut().enumerate() {
             let clusters = 1 << BITS;
+            if BITS == 2 {
+                tables.as_flattened_mut()[..REGISTER].copy_from_slice(block.plane(plane));
+                continue;
+            }
             for (table, centroids) in tables.iter_mut().zip(block.plane(plane).chunks_exact(clusters)) {
                 table[..clusters].copy_from_slice(centroids);
             }
@@ -177,7 +181,7 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
     }
 }
 
-/// As [`multiply`], for a block of any bits; `planes` are 1 or 2.
+/// As [`multiply`], for a block of 3 or 4 bits ([`super::planes`] has those of 2); `planes` are 1 or 2.
 ///
 /// # Safety
 /// The processor runs the set of `V`.
@@ -194,10 +198,8 @@ pub(super) unsafe fn compute<V: Lanes>(
     // SAFETY: the caller's; the bits are the block's.
     unsafe {
         match (block.bits(), planes) {
-            (2, 1) => multiply::<V, 2, 1>(block, first, prepared, list, pieces, out),
             (3, 1) => multiply::<V, 3, 1>(block, first, prepared, list, pieces, out),
             (_, 1) => multiply::<V, 4, 1>(block, first, prepared, list, pieces, out),
-            (2, _) => multiply::<V, 2, 2>(block, first, prepared, list, pieces, out),
             (3, _) => multiply::<V, 3, 2>(block, first, prepared, list, pieces, out),
             _ => multiply::<V, 4, 2>(block, first, prepared, list, pieces, out),
         }

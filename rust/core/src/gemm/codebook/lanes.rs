@@ -31,6 +31,9 @@ pub(super) trait Lanes {
     unsafe fn blend(low: Self::Int, high: Self::Int, mask: u8) -> Self::Int;
     /// For each row `table[index]`, indices below 16.
     unsafe fn look_up(table: Self::Int, index: Self::Int) -> Self::Int;
+    /// The centroids of a line of 2-bit codes, from those of 16 rows, four a row. Both are 64 bytes. Only of sets that
+    /// look such centroids up ([`super::planes`]).
+    unsafe fn line(line: *const u8, centroids: *const u8) -> [Self::Int; AT_ONCE];
     /// Unsigned bytes of 16 columns.
     unsafe fn activations(from: *const u8) -> Self::X;
     /// Adds products of signed bytes and activations.

@@ -32,6 +32,7 @@ mod lanes;
 mod panels;
 #[cfg(target_arch = "x86_64")]
 mod pieces;
+mod planes;
 mod portable;
 mod projection;
 mod tokens;

@@ -9,6 +9,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::kernel::{self, Tables};
+use super::planes::shuffles;
 use super::tokens::Form;
 use super::x86::Avx512;
 use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
@@ -82,7 +83,7 @@ impl Source for Panels<'_> {
             // SAFETY: the processor has AVX-512 (`new`).
             unsafe {
                 match source.bits() {
-                    2 => look_up::<2>(&source, first, lines),
+                    2 => shuffles::look_up(&source, first, lines),
                     3 => look_up::<3>(&source, first, lines),
                     _ => look_up::<4>(&source, first, lines),
                 }
@@ -142,7 +143,7 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
 /// Word w of each lane of each register, for each w: lane l holds word w of lane l of the four registers.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transposed([a, b, c, d]: [__m512i; QUADS]) -> [__m512i; QUADS] {
+pub(super) fn transposed([a, b, c, d]: [__m512i; QUADS]) -> [__m512i; QUADS] {
     let (ab, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let (cd, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
     [

@@ -169,10 +169,15 @@ unsafe fn look_up<V: Lanes, const BITS: u8, const N: usize>(
                     V::prefetch_near(place.ahead.wrapping_add(square * place.bytes));
                     let to = squares.as_mut_ptr().add(square).cast::<u8>();
                     let mut weights = [V::zero(); AT_ONCE];
+                    if BITS == 2 {
+                        weights = V::line(codes.add(square * REGISTER), tables.as_ptr().cast());
+                    }
                     for i in 0..AT_ONCE {
-                        let half = i % V::HALVES * REGISTER / V::HALVES;
-                        let index = indices::<V, BITS>(at.add(i / V::HALVES * quad + half), group);
-                        weights[i] = V::look_up(table[i], index);
+                        if BITS != 2 {
+                            let half = i % V::HALVES * REGISTER / V::HALVES;
+                            let index = indices::<V, BITS>(at.add(i / V::HALVES * quad + half), group);
+                            weights[i] = V::look_up(table[i], index);
+                        }
                         V::store(weights[i], to.add((pass * AT_ONCE + i) * size));
                     }
                     dots::<V, N>(weights, x, square, &mut totals);

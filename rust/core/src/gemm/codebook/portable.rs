@@ -17,6 +17,9 @@ pub(crate) struct Buffers<'a> {
     pub(super) pieces: super::pieces::Pieces<'a>,
     #[cfg(not(target_arch = "x86_64"))]
     pieces: std::marker::PhantomData<&'a ()>,
+    /// Codes of 2 bits in words of 16 columns, 16 rows each.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) words: Vec<[u32; PANEL]>,
 }
 
 /// How codes become values. Codes are below 16; lengths are multiples of 16.

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use super::panels::{self, Panels};
 #[cfg(target_arch = "x86_64")]
 use super::pieces;
+#[cfg(target_arch = "x86_64")]
+use super::planes::lookups::Lookups;
 use super::tokens::{Form, Prepared};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
@@ -134,11 +136,26 @@ impl Worker for Thread<'_> {
         let (expert, places) = (job.tasks[task].expert, job.tasks[task].places.clone());
         let (layout, list) = (weights.view.layout(), &job.list[places]);
         let prepared: &Prepared = &products.prepared;
+        out.fill(0.0);
+        #[cfg(target_arch = "x86_64")]
+        if let (true, Some(activation_bits)) = (prepared.form().tables(), weights.mode.activation_bits()) {
+            let lookups = Lookups {
+                view: weights.view,
+                prepared,
+                activation_bits,
+                planes: if matches!(weights.mode, Mode::Int8 { .. }) {
+                    1
+                } else {
+                    2
+                },
+            };
+            // SAFETY: tables are made for AVX2, which `isa.require()` in `Codebook::new` has found.
+            return unsafe { lookups.multiply(expert, rows, list, out) };
+        }
         #[cfg(target_arch = "x86_64")]
         if weights.mode != Mode::Exact && list.len() >= pieces::FEWEST {
             self.buffers.pieces.take(prepared, list);
         }
-        out.fill(0.0);
         for start in rows.clone().step_by(PANEL) {
             let mut out = Rows::new(out, rows.len(), start - rows.start);
             for index in 0..layout.blocks() {

@@ -83,11 +83,12 @@ fn ascending(counts: &[usize]) -> Vec<usize> {
 }
 
 /// (experts, rows, columns), block.
-const SHAPES: [([usize; 3], usize); 4] = [
+const SHAPES: [([usize; 3], usize); 5] = [
     ([3, 5, 130], 128),
     ([2, 40, 256], 1024),
     ([1, 17, 520], 256),
     ([2, 1, 7], 128),
+    ([1, 35, 1300], 1280),
 ];
 
 #[test]
@@ -267,14 +268,15 @@ fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Mode) -> Vec<f64> {
 fn the_largest_sums_fit_their_integers() {
     let columns = 1 << 16;
     let mut case = Case::new(2, [1, 1, columns], 1 << 16);
-    case.codes.fill(0);
-    case.centroids.fill(crate::codebook::MAX_CENTROID);
     case.scales.fill(1.0);
-    let blob = case.blob();
-    let view = View::parse(&blob).unwrap();
-    view.verify().unwrap();
     let x = vec![255.0; columns];
-    for isa in sets() {
+    for (code, isa) in (0..4).flat_map(|code| sets().map(move |isa| (code, isa))) {
+        case.codes.fill(code);
+        case.centroids.fill(-crate::codebook::MAX_CENTROID);
+        case.centroids[usize::from(code)] = crate::codebook::MAX_CENTROID;
+        let blob = case.blob();
+        let view = View::parse(&blob).unwrap();
+        view.verify().unwrap();
         for mode in [
             Mode::Int8 { activation_bits: 8 },
             Mode::Int16 { activation_bits: 8 },

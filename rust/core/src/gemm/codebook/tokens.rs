@@ -3,6 +3,8 @@
 use std::sync::OnceLock;
 
 use super::Mode;
+use super::planes::by_tables;
+use super::planes::tables::Tables;
 use crate::codebook::Layout;
 use crate::gemm::hadamard::rotate;
 use crate::gemm::ternary::Activations;
@@ -30,18 +32,24 @@ struct Part {
     codes: Vec<u8>,
     /// In the integer modes step and zero point of each token; the step is NaN where a value is no number.
     scales: Vec<(f32, i32)>,
+    /// Tables of each token, where products look activations up.
+    tables: Vec<Tables>,
 }
 
 /// What activations become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Form {
     columns: usize,
+    /// Those of whole steps.
+    padded: usize,
     /// Columns of a token here; those behind the last are zeros.
     stride: usize,
     /// Columns that are turned together; none if less than two.
     turned: usize,
     /// To how many bits they are rounded.
     bits: Option<u8>,
+    /// They become tables, too.
+    tables: bool,
     isa: Isa,
 }
 
@@ -50,11 +58,19 @@ impl Form {
     pub fn of(layout: &Layout, mode: Mode, isa: Isa) -> Form {
         Form {
             columns: layout.shape().columns,
+            padded: layout.padded_columns(),
             stride: spread(layout.padded_columns()),
             turned: layout.hadamard(),
             bits: mode.activation_bits(),
+            tables: by_tables(layout.bits(), mode, isa),
             isa,
         }
+    }
+
+    /// Whether tokens become tables.
+    #[cfg(target_arch = "x86_64")]
+    pub fn tables(&self) -> bool {
+        self.tables
     }
 
     /// A number that tells forms of tokens of the same length apart.
@@ -133,6 +149,9 @@ impl Prepared {
                         read(x, token, &mut values, form);
                         let scale = quantize(form.isa, &values, bits, &mut codes[..form.columns]);
                         part.scales.push(scale);
+                        if form.tables {
+                            part.tables.push(Tables::new(&codes[..form.padded], bits));
+                        }
                     }
                 }
             }
@@ -167,6 +186,14 @@ impl Prepared {
             codes: self.codes(token),
             scale: self.scale(token),
         }
+    }
+
+    /// A token's tables, of a job that looks activations up.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub fn tables(&self, token: usize) -> &Tables {
+        let (part, token) = self.part(token);
+        &part.tables[token]
     }
 
     /// A token's step and zero, of a job in an integer mode.

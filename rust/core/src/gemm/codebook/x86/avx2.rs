@@ -53,6 +53,9 @@ impl Lanes for Avx2 {
         // SAFETY: see above.
         unsafe { _mm256_shuffle_epi8(table, index) }
     }
+    unsafe fn line(_: *const u8, _: *const u8) -> [__m256i; AT_ONCE] {
+        unreachable!("2-bit codes look activations up")
+    }
     #[inline(always)]
     unsafe fn activations(from: *const u8) -> [__m256i; 2] {
         // SAFETY: see above.

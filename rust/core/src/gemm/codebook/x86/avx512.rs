@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
+use crate::gemm::codebook::planes::shuffles;
 
 pub(in crate::gemm::codebook) struct Avx512;
 
@@ -48,6 +49,11 @@ impl Lanes for Avx512 {
     unsafe fn look_up(table: __m512i, index: __m512i) -> __m512i {
         // SAFETY: see above.
         unsafe { _mm512_shuffle_epi8(table, index) }
+    }
+    #[inline(always)]
+    unsafe fn line(line: *const u8, centroids: *const u8) -> [__m512i; AT_ONCE] {
+        // SAFETY: see above.
+        unsafe { shuffles::quads(line, centroids) }
     }
     #[inline(always)]
     unsafe fn activations(from: *const u8) -> __m512i {

@@ -7,6 +7,7 @@ use crate::codebook::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_regi
 use crate::codebook::{Block, PANEL};
 use crate::gemm::codebook::Rows;
 use crate::gemm::codebook::kernel::AHEAD;
+use crate::gemm::codebook::planes::lines::{column_shifts, row_words};
 use crate::gemm::codebook::portable::{tree_sum, value_table};
 use crate::gemm::codebook::tokens::Prepared;
 
@@ -17,8 +18,12 @@ pub(super) fn exact<const BITS: u8>(
     first: usize,
     prepared: &Prepared,
     list: &[usize],
+    words: &mut Vec<[u32; PANEL]>,
     out: &mut Rows,
 ) {
+    if BITS == 2 {
+        row_words(block, words);
+    }
     let mut tables = [[0f32; LANE]; PANEL];
     for (row, table) in tables.iter_mut().enumerate() {
         *table = value_table(block, row);
@@ -32,7 +37,7 @@ pub(super) fn exact<const BITS: u8>(
                 x[t] = prepared.values(list[done + t])[columns.clone()].as_ptr();
             }
             // SAFETY: the slices have the block's columns.
-            let products = unsafe { products::<BITS, $rows, $tokens>(block, &tables, x) };
+            let products = unsafe { products::<BITS, $rows, $tokens>(block, words, &tables, x) };
             for t in 0..$tokens {
                 out.add(done + t, &products[t]);
             }
@@ -49,7 +54,7 @@ pub(super) fn exact<const BITS: u8>(
     }
 }
 
-/// The products of 16 rows with `N` tokens, `ROWS` rows at a time.
+/// The products of 16 rows with `N` tokens, `ROWS` rows at a time. `words` are the block's codes, of 2 bits.
 ///
 /// # Safety
 /// Each of `x` points to as many values as `block` has columns.
@@ -57,6 +62,7 @@ pub(super) fn exact<const BITS: u8>(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn products<const BITS: u8, const ROWS: usize, const N: usize>(
     block: &Block,
+    words: &[[u32; PANEL]],
     tables: &[[f32; LANE]; PANEL],
     x: [*const f32; N],
 ) -> [[f32; PANEL]; N] {
@@ -67,7 +73,12 @@ unsafe fn products<const BITS: u8, const ROWS: usize, const N: usize>(
             table[r] = load_values(&tables[first + r]);
         }
         // SAFETY: the caller's promise.
-        let sums = unsafe { row_values::<BITS, ROWS, N>(block.registers(), first, table, x) };
+        let sums = unsafe {
+            match BITS {
+                2 => word_values::<ROWS, N>(words, first, table, x),
+                _ => row_values::<BITS, ROWS, N>(block.registers(), first, table, x),
+            }
+        };
         for r in 0..ROWS {
             for t in 0..N {
                 let mut lanes = [0f32; LANE];
@@ -120,6 +131,34 @@ unsafe fn row_values<const BITS: u8, const ROWS: usize, const N: usize>(
     sums
 }
 
+/// As [`row_values`], of codes of 2 bits in words of 16 columns.
+///
+/// # Safety
+/// Each of `x` points to as many values as `words` have columns.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+unsafe fn word_values<const ROWS: usize, const N: usize>(
+    words: &[[u32; PANEL]],
+    first: usize,
+    table: [__m512; ROWS],
+    x: [*const f32; N],
+) -> [[__m512; N]; ROWS] {
+    let mut sums = [[_mm512_setzero_ps(); N]; ROWS];
+    let shifts = column_shifts();
+    for (number, words) in words.iter().enumerate() {
+        for r in 0..ROWS {
+            let index = _mm512_srlv_epi32(_mm512_set1_epi32(words[first + r] as i32), shifts);
+            let weights = _mm512_permutexvar_ps(index, table[r]);
+            for t in 0..N {
+                // SAFETY: there are 16 columns a word, which x has by the caller's promise.
+                let x = unsafe { _mm512_loadu_ps(x[t].add(number * LANE)) };
+                sums[r][t] = _mm512_fmadd_ps(weights, x, sums[r][t]);
+            }
+        }
+    }
+    sums
+}
+
 /// Indices of a group from widened registers; permutations look at the low four bits, and tables of fewer entries are
 /// repeated, so bits above a code do no harm.
 #[inline]
@@ -127,9 +166,6 @@ unsafe fn row_values<const BITS: u8, const ROWS: usize, const N: usize>(
 fn wide_index<const BITS: u8>([a, b, c]: [__m512i; 3], group: usize) -> __m512i {
     let four = _mm512_set1_epi32(4);
     match (BITS, group) {
-        (2, 1) => _mm512_srli_epi32::<2>(a),
-        (2, 2) => _mm512_srli_epi32::<4>(a),
-        (2, 3) => _mm512_srli_epi32::<6>(a),
         (4, 1) => _mm512_srli_epi32::<4>(a),
         (3, 1) => _mm512_srli_epi32::<3>(a),
         (3, 2) => b,

@@ -1,6 +1,6 @@
 //! Kernels for x86-64.
 //!
-//! Integer modes: [`super::kernel`] over registers of four or two rows. Exact mode, AVX-512: 16 codes of a row are
+//! Integer modes: [`super::kernel`] over registers of four or two rows, of 2 bits [`super::planes`]. Exact mode, AVX-512: 16 codes of a row are
 //! widened to lanes and permute the row's 16 values. Exact mode, AVX2: the portable kernel with permutations for look-ups.
 //!
 //! Loops index arrays on purpose: a closure that an iterator or `array::map` calls is compiled outside the function that
@@ -10,7 +10,8 @@
 
 use std::arch::x86_64::*;
 
-use super::pieces::Pieces;
+use super::pieces::{self, Pieces};
+use super::planes::shuffles;
 use super::portable::{self, Lookup};
 use super::tokens::Prepared;
 use super::{Mode, Rows, kernel};
@@ -104,6 +105,7 @@ pub(super) fn avx512(
     buffers: &mut portable::Buffers,
     out: &mut Rows,
 ) {
+    let many = list.len() >= pieces::FEWEST;
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn integer(
         block: &Block,
@@ -117,12 +119,21 @@ pub(super) fn avx512(
         // SAFETY: the function has the features of the lanes.
         unsafe { kernel::compute::<avx512::Avx512>(block, planes, first, prepared, list, pieces, out) }
     }
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    fn lines<const PLANES: usize>(block: &Block, first: usize, pieces: &mut Pieces, out: &mut Rows) {
+        // SAFETY: the function has the features of the lanes; it is called for blocks of 2 bits.
+        unsafe { pieces::multiply::<avx512::Avx512, 2, PLANES>(block, first, pieces, out) }
+    }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs every feature that these enable.
     unsafe {
         match (mode, block.bits()) {
-            (Mode::Exact, 2) => exact::exact::<2>(block, first, prepared, list, out),
-            (Mode::Exact, 3) => exact::exact::<3>(block, first, prepared, list, out),
-            (Mode::Exact, _) => exact::exact::<4>(block, first, prepared, list, out),
+            (Mode::Exact, 2) => exact::exact::<2>(block, first, prepared, list, &mut buffers.words, out),
+            (Mode::Exact, 3) => exact::exact::<3>(block, first, prepared, list, &mut buffers.words, out),
+            (Mode::Exact, _) => exact::exact::<4>(block, first, prepared, list, &mut buffers.words, out),
+            (Mode::Int16 { .. }, 2) if many => lines::<2>(block, first, &mut buffers.pieces, out),
+            (Mode::Int8 { .. }, 2) if many => lines::<1>(block, first, &mut buffers.pieces, out),
+            (Mode::Int16 { .. }, 2) => shuffles::multiply::<2>(block, first, prepared, list, out),
+            (Mode::Int8 { .. }, 2) => shuffles::multiply::<1>(block, first, prepared, list, out),
             (Mode::Int16 { .. }, _) => integer(block, 2, first, prepared, list, &mut buffers.pieces, out),
             (Mode::Int8 { .. }, _) => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
         }

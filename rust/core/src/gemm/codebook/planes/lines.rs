@@ -1,0 +1,186 @@
+//! Lines of 2-bit codes in registers: AVX-512.
+//!
+//! A line's bytes are brought into words, one a row: byte k of row r's word holds the codes of columns k, 4 + k, 8 + k and
+//! 12 + k, low bits in its low half. So bits c and 4 + c of all bytes are the codes of four neighbouring columns, and
+//! with four bits that say which row a byte belongs to they are an index into the 64 centroids of 16 rows.
+//!
+//! Of the six bits of an index that a permutation reads, the codes of columns 0 to 3 (and, shifted by 2, those of columns
+//! 8 to 11) are bits 0 and 4, those of columns 4 to 7 (12 to 15) bits 1 and 5. So there are two orders of the table, and
+//! a line of 256 codes takes one shift, five permutations and four selections of bits.
+
+use std::arch::x86_64::*;
+
+use crate::codebook::bits::{LANE, REGISTER};
+use crate::codebook::{Block, PANEL};
+
+/// Bits of a code in a byte of a line, and the bits that hold its row, in either order of the table.
+const CODES: [u8; 2] = [0x11, 0x22];
+
+/// A register's bytes.
+#[repr(align(64))]
+pub(super) struct Bytes(pub [u8; REGISTER]);
+
+/// The row's number in the bits of an index that are free in order `which` of the table.
+const fn selector(which: usize, row: u8) -> u8 {
+    match which {
+        0 => (row & 7) << 1 | (row >> 3) << 5,
+        _ => row & 1 | (row >> 1) << 2,
+    }
+}
+
+/// Which bytes of a line make words of rows, row `4 (i % 4) + i / 4` in word i if `turned`, otherwise row i.
+const fn gather(turned: bool) -> Bytes {
+    let mut bytes = [0; REGISTER];
+    let mut i = 0;
+    while i < REGISTER {
+        bytes[i] = (i % 4 * LANE + row(turned, i / 4)) as u8;
+        i += 1;
+    }
+    Bytes(bytes)
+}
+
+/// The row of a word.
+const fn row(turned: bool, word: usize) -> usize {
+    if turned { word % 4 * 4 + word / 4 } else { word }
+}
+
+/// The rows' bits of indices in order `which`.
+const fn selectors(turned: bool, which: usize) -> Bytes {
+    let mut bytes = [0; REGISTER];
+    let mut i = 0;
+    while i < REGISTER {
+        bytes[i] = selector(which, row(turned, i / 4) as u8);
+        i += 1;
+    }
+    Bytes(bytes)
+}
+
+/// Where the entries of order `which` are among the rows' centroids as they are stored, four a row.
+const fn entries(which: usize) -> Bytes {
+    let mut bytes = [0; REGISTER];
+    let (mut row, mut code) = (0, 0);
+    while row < PANEL as u8 {
+        let entry = selector(which, row) | (code & 1 | (code >> 1) << 4) << which;
+        bytes[entry as usize] = 4 * row + code;
+        code = (code + 1) % 4;
+        if code == 0 {
+            row += 1;
+        }
+    }
+    Bytes(bytes)
+}
+
+static GATHER: [Bytes; 2] = [gather(false), gather(true)];
+static SELECTORS: [[Bytes; 2]; 2] = [
+    [selectors(false, 0), selectors(false, 1)],
+    [selectors(true, 0), selectors(true, 1)],
+];
+static ENTRIES: [Bytes; 2] = [entries(0), entries(1)];
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(bytes: &[u8; REGISTER]) -> __m512i {
+    // SAFETY: the array has the 64 bytes; the load needs no alignment.
+    unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+}
+
+/// How lines become indices.
+#[derive(Clone, Copy)]
+pub(super) struct Order {
+    gather: __m512i,
+    selectors: [__m512i; 2],
+}
+
+impl Order {
+    /// Words of rows 0 to 15 or, if `turned`, of rows 0, 4, 8, 12, 1, 5, ...
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub fn new(turned: bool) -> Order {
+        let selectors = &SELECTORS[usize::from(turned)];
+        Order {
+            gather: load(&GATHER[usize::from(turned)].0),
+            selectors: [load(&selectors[0].0), load(&selectors[1].0)],
+        }
+    }
+
+    /// The words of a line.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    pub fn words(&self, line: &[u8; REGISTER]) -> __m512i {
+        _mm512_permutexvar_epi8(self.gather, load(line))
+    }
+
+    /// The indices of four columns from 4c on, c from 0, from the words of a line.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    pub fn indices(&self, words: __m512i) -> [__m512i; 4] {
+        let later = _mm512_srli_epi16::<2>(words);
+        let (even, odd) = (_mm512_set1_epi8(CODES[0] as i8), _mm512_set1_epi8(CODES[1] as i8));
+        // Codes' bits from the words, or the row's.
+        [
+            _mm512_ternarylogic_epi32::<0xEA>(words, even, self.selectors[0]),
+            _mm512_ternarylogic_epi32::<0xEA>(words, odd, self.selectors[1]),
+            _mm512_ternarylogic_epi32::<0xEA>(later, even, self.selectors[0]),
+            _mm512_ternarylogic_epi32::<0xEA>(later, odd, self.selectors[1]),
+        ]
+    }
+}
+
+/// The centroids' bytes of a plane of a block.
+#[derive(Clone, Copy)]
+pub(super) struct Table([__m512i; 2]);
+
+impl Table {
+    /// Those of the high bytes (plane 0) or the low ones (1) of a block of 2 bits.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    pub fn new(block: &Block, plane: usize) -> Table {
+        Table::of(block.plane(plane).first_chunk().unwrap_or(&[0; REGISTER]))
+    }
+
+    /// Those of 16 rows, four a row.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    pub fn of(centroids: &[u8; REGISTER]) -> Table {
+        let centroids = load(centroids);
+        Table([
+            _mm512_permutexvar_epi8(load(&ENTRIES[0].0), centroids),
+            _mm512_permutexvar_epi8(load(&ENTRIES[1].0), centroids),
+        ])
+    }
+
+    /// The centroids of four columns: four signed bytes in each row's word. `c` is the number of their indices.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    pub fn look_up(&self, indices: &[__m512i; 4], c: usize) -> __m512i {
+        _mm512_permutexvar_epi8(indices[c], self.0[c % 2])
+    }
+}
+
+/// Brings a block's codes into words of 16 columns, 16 rows a line: the code of column j is bits `2 (j / 4) + 8 (j % 4)`
+/// and the next one.
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+pub(in crate::gemm::codebook) fn row_words(block: &Block, out: &mut Vec<[u32; PANEL]>) {
+    // Half a byte's four bits, spread over the even bits of a byte.
+    let spread: [u8; LANE] = [0, 1, 4, 5, 16, 17, 20, 21, 64, 65, 68, 69, 80, 81, 84, 85];
+    // SAFETY: the array has the 16 bytes.
+    let low = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(spread.as_ptr().cast()) });
+    let (high, order) = (_mm512_add_epi8(low, low), Order::new(false));
+    let half = _mm512_set1_epi8(15);
+    out.clear();
+    out.resize(block.registers().len(), [0; PANEL]);
+    for (line, out) in block.registers().iter().zip(out) {
+        let words = order.words(line);
+        let lows = _mm512_shuffle_epi8(low, _mm512_and_si512(words, half));
+        let highs = _mm512_shuffle_epi8(high, _mm512_and_si512(_mm512_srli_epi16::<4>(words), half));
+        // SAFETY: 16 words are 64 bytes.
+        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), _mm512_or_si512(lows, highs)) };
+    }
+}
+
+/// How far a row's word is shifted to the right for the code of each of 16 columns.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(in crate::gemm::codebook) fn column_shifts() -> __m512i {
+    _mm512_setr_epi32(0, 8, 16, 24, 2, 10, 18, 26, 4, 12, 20, 28, 6, 14, 22, 30)
+}

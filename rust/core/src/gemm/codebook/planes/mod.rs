@@ -1,0 +1,37 @@
+//! 2-bit codes, which are stored as bit planes ([`crate::codebook::bits`]).
+//!
+//! Two designs multiply by them, and one order of the codes serves both: centroids permuted into registers and dot
+//! products ([`shuffles`], AVX-512), and table look-up over bit planes, T-MAC's ([`lookups`], AVX2). [`by_tables`] says
+//! where which is used.
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod lines;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod lookups;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod shuffles;
+pub(super) mod tables;
+
+use super::Mode;
+use crate::simd::Isa;
+
+/// Whether products with codes of so many bits look activations up in tables, and do not look up centroids.
+///
+/// Microseconds on Zen 4, one thread, activations of 8 bits, by AVX2 shuffles of centroids (codes in the order of 4 bits),
+/// by AVX2 tables, and by AVX-512 permutations, all without [`super::pieces`]; tables take as long in the mode int16 as in int8:
+///
+/// | rows x columns | tokens | shuffles, int8 | int16 | tables | permutations, int8 | int16 |
+/// |---|---|---|---|---|---|---|
+/// | 14336 x 4096, from memory | 1 | 2579 | 3879 | 1705 | 859 | 1151 |
+/// | 14336 x 4096, from memory | 16 | 27551 | 57858 | 19059 | 5491 | 9793 |
+/// | 768 x 2048, in the cache | 1 | 53 | 85 | 35 | 20 | 30 |
+/// | 768 x 2048, in the cache | 4 | 215 | 421 | 160 | 50 | 75 |
+/// | 768 x 2048, in the cache | 16 | 828 | 1633 | 624 | 183 | 283 |
+/// | 768 x 2048, in the cache | 256 | 10758 | 21602 | 8384 | 2515 | 4183 |
+///
+/// So neither shape nor tokens decide, but the set: with AVX2 tables are 1.3 to 1.5 times as fast as shuffles in the mode
+/// int8 and 2.3 to 2.6 times in int16, with AVX-512 permutations are faster than either. Of 3 bits a product takes seven
+/// rows of bits instead of three: tables gain 1.3 times on int16 and lose to int8, so that these keep shuffles.
+pub(super) fn by_tables(bits: u8, mode: Mode, isa: Isa) -> bool {
+    bits == 2 && isa == Isa::Avx2 && mode != Mode::Exact
+}

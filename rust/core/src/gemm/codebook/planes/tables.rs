@@ -1,0 +1,96 @@
+//! A token as tables of partial sums.
+//!
+//! Four activations have 16 partial sums, one for each choice among them. A lane of a line of codes holds in each half of
+//! a byte a choice among the columns k, 4 + k, 8 + k and 12 + k, so a token has a table for each lane. Activations of 8
+//! bits have two, of their low and of their high halves: then a sum is at most 60 and a byte holds four of them.
+
+use crate::codebook::BLOCK_UNIT;
+use crate::codebook::bits::LANE;
+
+/// The tables and sums of a token.
+#[derive(Default)]
+pub(in crate::gemm::codebook) struct Tables {
+    /// For each 16 columns, for each pair of lanes (0 and 1, 2 and 3), for each part of an activation 2 tables of 16.
+    pub bytes: Vec<[u8; 2 * LANE]>,
+    /// The sums of the activations of each [`BLOCK_UNIT`] of columns.
+    pub totals: Vec<u32>,
+}
+
+/// How many parts an activation of so many bits has.
+pub(in crate::gemm::codebook) const fn parts(activation_bits: u8) -> usize {
+    if activation_bits == 8 { 2 } else { 1 }
+}
+
+impl Tables {
+    /// Those of a token's codes, a multiple of 16, of 4 or 8 bits. The processor must have AVX2.
+    pub fn new(codes: &[u8], activation_bits: u8) -> Tables {
+        let totals = codes.chunks(BLOCK_UNIT);
+        let totals = totals.map(|codes| codes.iter().map(|&code| u32::from(code)).sum());
+        let mut bytes = vec![[0; 2 * LANE]; codes.len() / LANE * 2 * parts(activation_bits)];
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's promise.
+        unsafe {
+            match activation_bits {
+                8 => x86::fill::<2>(codes, &mut bytes),
+                _ => x86::fill::<1>(codes, &mut bytes),
+            }
+        }
+        Tables {
+            bytes,
+            totals: totals.collect(),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::LANE;
+
+    /// Bytes of column 4c + k, 2 lanes from `k`, in the places of a table that choose it; others become zeros.
+    const fn choices(k: usize, c: usize) -> [u8; 2 * LANE] {
+        let mut places = [0x80; 2 * LANE];
+        let mut i = 0;
+        while i < 2 * LANE {
+            if (i % LANE) >> c & 1 == 1 {
+                places[i] = (4 * c + k + i / LANE) as u8;
+            }
+            i += 1;
+        }
+        places
+    }
+
+    static CHOICES: [[[u8; 2 * LANE]; 4]; 2] = [
+        [choices(0, 0), choices(0, 1), choices(0, 2), choices(0, 3)],
+        [choices(2, 0), choices(2, 1), choices(2, 2), choices(2, 3)],
+    ];
+
+    /// Fills the tables of a token whose activations have `PARTS` halves.
+    #[target_feature(enable = "avx2")]
+    pub fn fill<const PARTS: usize>(codes: &[u8], out: &mut [[u8; 2 * LANE]]) {
+        let half = _mm256_set1_epi8(15);
+        let lines = codes.as_chunks::<LANE>().0.iter();
+        for (codes, out) in lines.zip(out.chunks_exact_mut(2 * PARTS)) {
+            // SAFETY: the array has the 16 bytes.
+            let codes = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(codes.as_ptr().cast()) });
+            for part in 0..PARTS {
+                let part_codes = match part {
+                    0 => _mm256_and_si256(codes, half),
+                    _ => _mm256_and_si256(_mm256_srli_epi16::<4>(codes), half),
+                };
+                for (pair, choices) in CHOICES.iter().enumerate() {
+                    let mut sums = _mm256_setzero_si256();
+                    for choices in choices {
+                        // SAFETY: the array has the 32 bytes.
+                        let places = unsafe { _mm256_loadu_si256(choices.as_ptr().cast()) };
+                        sums = _mm256_add_epi8(sums, _mm256_shuffle_epi8(part_codes, places));
+                    }
+                    let out = &mut out[pair * PARTS + part];
+                    // SAFETY: the array has the 32 bytes.
+                    unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), sums) };
+                }
+            }
+        }
+    }
+}
