@@ -1,5 +1,7 @@
 //! Which kernel computes what: the tokens of a tile, and the tile's product with a block.
 
+#[cfg(target_arch = "x86_64")]
+use super::kernel::PAIR_LINES;
 use super::kernel::Weights;
 #[cfg(target_arch = "x86_64")]
 use super::matrix::{self, Multiplier, Panel};
@@ -42,7 +44,7 @@ const FEWEST_ROWS: usize = 5;
 #[derive(Default)]
 pub(super) struct Scratch {
     #[cfg(target_arch = "x86_64")]
-    panel: Panel,
+    panels: [Panel; 2],
     #[cfg(target_arch = "x86_64")]
     multiplier: Option<Multiplier>,
 }
@@ -69,12 +71,13 @@ impl Engine {
         }
     }
 
-    /// The next tile of `left` tokens: how many it takes, how many it has with padding, and its form.
+    /// The next tile of `left` tokens, at least one: how many it takes, how many it has with padding, and its form.
     pub fn next_tile(&self, left: usize) -> (usize, usize, Form) {
         if self.matrix != Matrix::Off && left >= FEWEST_ROWS {
             return (left.min(ROW_TOKENS), ROW_TOKENS, Form::Rows);
         }
-        let tokens = left.min(self.widest());
+        // As even as can be: a token takes the longer the fewer share its weights.
+        let tokens = left.div_ceil(left.div_ceil(self.widest()));
         (tokens, tokens, Form::Words)
     }
 
@@ -101,27 +104,36 @@ impl Engine {
         }
     }
 
-    /// A block, number `block` of all experts', by a tile.
+    /// One or two neighbouring blocks, the first being number `block` of all experts', by a tile.
     #[inline]
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub fn compute(
         &self,
         scratch: &mut Scratch,
         block: usize,
-        weights: &Weights,
+        weights: &[Weights],
         steps: &Steps,
         tile: &Tile,
-        out: &mut Out,
+        out: &mut [Out; 2],
     ) {
         #[cfg(target_arch = "x86_64")]
         if let (Form::Rows, Some(multiplier)) = (tile.form, &scratch.multiplier) {
-            scratch.panel.expand(weights, steps, block);
-            return matrix::compute(weights, steps, tile, &scratch.panel, multiplier, out);
+            for (i, (weights, out)) in weights.iter().zip(out).enumerate() {
+                scratch.panels[i].expand(weights, steps, block + i);
+                matrix::compute(weights, steps, tile, &scratch.panels[i], multiplier, out);
+            }
+            return;
         }
-        match self.isa {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 | Isa::Avx512 => x86::compute(weights, steps, tile, self.isa, out),
-            _ => scalar::compute(weights, steps, tile, out),
+        #[cfg(target_arch = "x86_64")]
+        if let (Isa::Avx512, Ok(pair), true) = (self.isa, weights.try_into(), tile.lines() >= PAIR_LINES) {
+            return x86::compute_pair(pair, steps, tile, out);
+        }
+        for (weights, out) in weights.as_chunks().0.iter().zip(out.as_chunks_mut().0) {
+            match self.isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 | Isa::Avx512 => x86::compute(weights, steps, tile, self.isa, out),
+                _ => scalar::compute(weights, steps, tile, out),
+            }
         }
     }
 

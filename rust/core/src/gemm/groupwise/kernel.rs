@@ -7,6 +7,13 @@
 //! and 8, 8 bits none, and 8 dot products a line.
 //!
 //! A sum is a chain of dependent operations of four or five cycles each. So few lines add up in several chains.
+//!
+//! With many lines the loads of their words take as long as the dot products, so that sets with registers enough take two
+//! blocks at a time, and each word serves both. Zen 4 starts one operation of 512 bits a cycle that multiplies, be it
+//! of bytes or floats: with groups of 64 columns 19 cycles a line and block are the least (16 dot products, and three
+//! multiplications that scale), while extracting codes goes beside them on other units.
+
+#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
 
 use super::lanes::Lanes;
 use super::tile::{DIGIT, Steps, Tile};
@@ -24,6 +31,7 @@ const QUADS: usize = UNIT / 4;
 const AHEAD: usize = 1536;
 
 /// Where a kernel reads weights.
+#[derive(Clone, Copy)]
 pub(super) struct Weights<'a> {
     /// The bytes of the rows, as many as `layout` says.
     pub block: &'a [u8],
@@ -31,6 +39,7 @@ pub(super) struct Weights<'a> {
 }
 
 /// Places of one half (or the whole) of a block while a kernel walks through it, step by step.
+#[derive(Clone, Copy)]
 pub(super) struct Cursor<V: Lanes> {
     codes: *const u8,
     parameters: *const u8,
@@ -56,6 +65,17 @@ impl<V: Lanes> Cursor<V> {
     /// `first_lane` is 0, or 8 for lanes of half a block; the block is as long as the layout says.
     #[inline(always)]
     pub unsafe fn new(weights: &Weights, first_lane: usize) -> Self {
+        let ahead = if simd::reads_ahead() { 0 } else { AHEAD };
+        // SAFETY: the caller's.
+        unsafe { Cursor::with(weights, first_lane, ahead) }
+    }
+
+    /// As [`Cursor::new`], memory being asked for `ahead` bytes ahead, or not at all.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn with(weights: &Weights, first_lane: usize, ahead: usize) -> Self {
         let (spec, record) = (weights.layout.spec(), weights.layout.record());
         // All steps of a whole row are of its only record and share its parameters; two groups of 16 share a unit.
         let (shift, mask, columns) = match spec.group {
@@ -76,7 +96,7 @@ impl<V: Lanes> Cursor<V> {
                 parameters,
                 columns / UNIT * weights.layout.bits() * REGISTER_BYTES,
             ],
-            ahead: if simd::reads_ahead() { 0 } else { AHEAD },
+            ahead,
             symmetric: spec.symmetric,
             half_range: -((1u32 << (spec.bits - 1)) as f32),
             bf16: spec.parameters == ParameterType::Bf16,
@@ -134,44 +154,47 @@ impl<V: Lanes> Cursor<V> {
         }
     }
 
-    /// The registers of a unit, which start at `at`, the memory ahead of them being asked for.
+    /// Where a unit of `BITS` bits of a step starts, the memory ahead of its registers being asked for.
     ///
     /// # Safety
-    /// The unit is one of the block, and the processor runs the set of `V`.
+    /// The unit is one of the step's, and the processor runs the set of `V`.
     #[inline(always)]
-    unsafe fn registers<const BITS: usize>(&self, at: *const u8) -> [V::Int; BITS] {
+    unsafe fn unit<const BITS: usize>(&self, step: usize, unit: usize) -> *const u8 {
         // SAFETY: the caller's unit exists; a prefetch may name any address.
         unsafe {
-            let mut registers = [V::int_zero(); BITS];
-            for (i, register) in registers.iter_mut().enumerate() {
-                if self.ahead > 0 {
+            let at = self.codes(step).add(unit * BITS * REGISTER_BYTES);
+            if self.ahead > 0 {
+                for i in 0..BITS {
                     V::prefetch(at.wrapping_add(self.ahead + i * REGISTER_BYTES));
                 }
-                *register = V::load(at.add(i * REGISTER_BYTES));
             }
-            registers
+            at
         }
     }
 }
 
-/// Four codes a lane, a byte each.
+/// Four codes a lane, a byte each, of a unit whose registers start at `unit`.
+///
+/// # Safety
+/// The unit exists, and the processor runs the set of `V`.
 #[inline(always)]
-unsafe fn quad<V: Lanes, const BITS: usize>(registers: &[V::Int; BITS], quad: usize) -> V::Int {
+unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::Int {
     let (word, shift) = bits::place(BITS, quad);
-    // SAFETY: the caller has the trait's set.
+    // SAFETY: the caller's; a unit has as many registers as a code has bits.
     unsafe {
+        let register = |word: usize| V::load(unit.add(word * REGISTER_BYTES));
         match (BITS, quad) {
             (3, 6 | 7) => {
                 // The bits above the two low ones, then those below the high one, are masked away.
-                let high = V::shift(registers[2], quad as u32 - 2);
+                let high = V::shift(register(2), quad as u32 - 2);
                 V::mask(
-                    V::blend(V::shift(registers[word], 6), high, 0x0303_0303),
+                    V::blend(V::shift(register(word), 6), high, 0x0303_0303),
                     0x0707_0707,
                 )
             }
-            (8, _) => registers[word],
-            _ if shift == 0 => V::mask(registers[word], 0x0101_0101 * ((1 << BITS) - 1)),
-            _ => V::mask(V::shift(registers[word], shift), 0x0101_0101 * ((1 << BITS) - 1)),
+            (8, _) => register(word),
+            _ if shift == 0 => V::mask(register(word), 0x0101_0101 * ((1 << BITS) - 1)),
+            _ => V::mask(V::shift(register(word), shift), 0x0101_0101 * ((1 << BITS) - 1)),
         }
     }
 }
@@ -187,10 +210,10 @@ unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &St
         let cursor = Cursor::<V>::new(weights, 0);
         for step in 0..steps.count {
             for (i, unit) in units_of(steps, step).enumerate() {
-                let registers = cursor.registers::<BITS>(cursor.codes(step).add(i * BITS * REGISTER_BYTES));
+                let codes = cursor.unit::<BITS>(step, i);
                 for number in 0..QUADS {
                     let at = to.add((unit * QUADS + number) * REGISTER_BYTES);
-                    V::store_int(quad::<V, BITS>(&registers, number), at);
+                    V::store_int(quad::<V, BITS>(codes, number), at);
                 }
             }
         }
@@ -223,24 +246,45 @@ fn units_of(steps: &Steps, step: usize) -> std::ops::Range<usize> {
     first(step)..first(step + 1).min(steps.units)
 }
 
-/// Adds the dot products of quads `FIRST..LAST` of a unit.
+/// Units that a step reads: two steps of 16 columns share one.
+#[inline(always)]
+fn units_in(steps: &Steps, step: usize) -> std::ops::Range<usize> {
+    match steps.columns < UNIT {
+        true => step / 2..step / 2 + 1,
+        false => units_of(steps, step),
+    }
+}
+
+/// The sums of a step for R blocks and M lines, each in C chains.
+type Sums<V, const R: usize, const M: usize, const C: usize> = [[[<V as Lanes>::Int; C]; M]; R];
+
+/// Adds the dot products of quad `QUAD` of a unit of each block.
 ///
 /// # Safety
-/// As [`multiply`]; `words` are the tile's of this unit.
+/// As [`multiply`]; `units` are the blocks' registers of the unit, and `words` the tile's.
 #[inline(always)]
-unsafe fn dots<V: Lanes, const BITS: usize, const M: usize, const FIRST: usize, const LAST: usize>(
-    registers: &[V::Int; BITS],
+unsafe fn dots<
+    V: Lanes,
+    const BITS: usize,
+    const R: usize,
+    const M: usize,
+    const C: usize,
+    const QUAD: usize,
+>(
+    units: &[*const u8; R],
     words: *const i32,
-    sums: &mut [[V::Int; 4]; M],
+    sums: &mut Sums<V, R, M, C>,
 ) {
-    let chains = if M > 3 { 1 } else { 4 / M.next_power_of_two() };
-    for number in FIRST..LAST {
-        // SAFETY: a unit has QUADS * M words.
-        unsafe {
-            let codes = quad::<V, BITS>(registers, number);
-            for (line, sums) in sums.iter_mut().enumerate() {
-                let sum = &mut sums[number % chains];
-                *sum = V::dot::<BITS>(*sum, codes, words.add(number * M + line));
+    // SAFETY: a unit has QUADS * M words.
+    unsafe {
+        let mut codes = [V::int_zero(); R];
+        for r in 0..R {
+            codes[r] = quad::<V, BITS>(units[r], QUAD);
+        }
+        for line in 0..M {
+            for r in 0..R {
+                let sum = &mut sums[r][line][QUAD % C];
+                *sum = V::dot::<BITS>(*sum, codes[r], words.add(QUAD * M + line));
             }
         }
     }
@@ -251,63 +295,99 @@ unsafe fn dots<V: Lanes, const BITS: usize, const M: usize, const FIRST: usize, 
 /// # Safety
 /// As [`multiply`]; `sums` has at least one plane.
 #[inline(always)]
-unsafe fn combine<V: Lanes>(sums: &[[V::Int; 4]]) -> V::Float {
+unsafe fn combine<V: Lanes, const C: usize>(sums: &[[V::Int; C]]) -> V::Float {
     // SAFETY: the caller has the trait's set.
     unsafe {
-        let digit = |[a, b, c, d]: [V::Int; 4]| V::to_float(V::int_add(V::int_add(a, b), V::int_add(c, d)));
-        let mut total = digit(sums[0]);
-        for &plane in &sums[1..] {
+        let digit = |chains: &[V::Int; C]| {
+            let mut sum = chains[0];
+            for chain in 1..C {
+                sum = V::int_add(sum, chains[chain]);
+            }
+            V::to_float(sum)
+        };
+        let mut total = digit(&sums[0]);
+        for plane in &sums[1..] {
             total = V::add_product(digit(plane), total, V::broadcast(&DIGIT));
         }
         total
     }
 }
 
-/// Multiplies a block by a tile of N tokens of M / N planes each; `out` gets N x 16 outputs.
+/// Multiplies R blocks by a tile of N tokens of M / N planes each; each of `out` gets N x 16 outputs.
 ///
 /// # Safety
-/// The processor runs the set of `V`. The block, the steps and the tile belong to `weights.layout`, `BITS` is its, and
+/// The processor runs the set of `V`. The blocks, the steps and the tile belong to `weights.layout`, `BITS` is its, and
 /// the tile holds N tokens in M lines.
 #[inline(always)]
-unsafe fn multiply<V: Lanes, const BITS: usize, const N: usize, const M: usize>(
-    weights: &Weights,
+unsafe fn multiply<
+    V: Lanes,
+    const BITS: usize,
+    const R: usize,
+    const N: usize,
+    const M: usize,
+    const C: usize,
+>(
+    weights: &[Weights; R],
     steps: &Steps,
     tile: &Tile,
-    out: &mut [[f32; BLOCK_ROWS]],
+    out: &mut [Out; R],
 ) {
-    debug_assert_eq!((weights.layout.bits(), tile.tokens, out.len()), (BITS, N, N));
+    debug_assert_eq!((weights[0].layout.bits(), tile.tokens), (BITS, N));
     for first_lane in (0..BLOCK_ROWS).step_by(V::LANES) {
-        // SAFETY: units and steps stay below those of the layout, to which block and tile belong: a tile has QUADS * M
-        // words a unit and N scales and sums a step, and `out` 16 floats a token.
+        // SAFETY: units and steps stay below those of the layout, to which blocks and tile belong: a tile has QUADS * M
+        // words a unit and N scales and sums a step, and each of `out` 16 floats a token.
         unsafe {
-            let cursor = Cursor::<V>::new(weights, first_lane);
-            let mut totals = [V::zero(); N];
-            for step in 0..steps.count {
-                let mut sums = [[V::int_zero(); 4]; M];
-                let codes = cursor.codes(step);
-                if steps.columns < UNIT {
-                    let words = tile.words.as_ptr().cast::<i32>().add(step / 2 * QUADS * M);
-                    let registers = cursor.registers::<BITS>(codes);
-                    match step % 2 {
-                        0 => dots::<V, BITS, M, 0, 4>(&registers, words, &mut sums),
-                        _ => dots::<V, BITS, M, 4, QUADS>(&registers, words, &mut sums),
-                    }
-                } else {
-                    for (i, unit) in units_of(steps, step).enumerate() {
-                        let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * M);
-                        let registers = cursor.registers::<BITS>(codes.add(i * BITS * REGISTER_BYTES));
-                        dots::<V, BITS, M, 0, QUADS>(&registers, words, &mut sums);
-                    }
-                }
-                let (scale, offset) = cursor.scales(step);
-                for token in 0..N {
-                    let sum = combine::<V>(&sums[token * (M / N)..(token + 1) * (M / N)]);
-                    totals[token] =
-                        add_step::<V>(totals[token], sum, (scale, offset), tile, step * N + token);
+            let mut cursors = [Cursor::<V>::new(&weights[0], first_lane); R];
+            if R > 1 {
+                // The next blocks: with few tokens an expert the processor's own reading ahead is too late. A layer
+                // of 128 experts with 16 tokens each took about a seventh less with it (one thread of Zen 4).
+                let bytes = R * weights[0].layout.block_bytes();
+                for r in 0..R {
+                    cursors[r] = Cursor::with(&weights[r], first_lane, bytes);
                 }
             }
-            for token in 0..N {
-                V::store(totals[token], out[token].as_mut_ptr().add(first_lane));
+            let mut totals = [[V::zero(); N]; R];
+            for step in 0..steps.count {
+                let mut sums: Sums<V, R, M, C> = [[[V::int_zero(); C]; M]; R];
+                for (i, unit) in units_in(steps, step).enumerate() {
+                    let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * M);
+                    let mut units = [std::ptr::null(); R];
+                    for r in 0..R {
+                        units[r] = cursors[r].unit::<BITS>(step, i);
+                    }
+                    // Of the steps of 16 columns, those of odd number have the second half of their unit.
+                    let halves = [
+                        steps.columns >= UNIT || step % 2 == 0,
+                        steps.columns >= UNIT || step % 2 == 1,
+                    ];
+                    macro_rules! quads {
+                        ($($quad:literal)*) => {
+                            $(dots::<V, BITS, R, M, C, $quad>(&units, words, &mut sums);)*
+                        };
+                    }
+                    if halves[0] {
+                        quads!(0 1 2 3);
+                    }
+                    if halves[1] {
+                        quads!(4 5 6 7);
+                    }
+                }
+                let mut scales = [(V::zero(), V::zero()); R];
+                for r in 0..R {
+                    scales[r] = cursors[r].scales(step);
+                }
+                for token in 0..N {
+                    for r in 0..R {
+                        let sum = combine::<V, C>(&sums[r][token * (M / N)..(token + 1) * (M / N)]);
+                        let at = step * N + token;
+                        totals[r][token] = add_step::<V>(totals[r][token], sum, scales[r], tile, at);
+                    }
+                }
+            }
+            for r in 0..R {
+                for token in 0..N {
+                    V::store(totals[r][token], out[r][token].as_mut_ptr().add(first_lane));
+                }
             }
         }
     }
@@ -333,23 +413,52 @@ pub(super) unsafe fn add_step<V: Lanes>(
     }
 }
 
-/// Computes a block by a tile: the kernel of the layout's bits and the tile's tokens and planes.
+/// The kernel of the layout's bits and the tile's tokens and lines, of those that are listed with the chains of a sum.
+macro_rules! choose {
+    ($lanes:ty, $blocks:literal, $weights:expr, $steps:expr, $tile:expr, $out:expr, $tiles:tt) => {
+        choose!(@ $lanes, $blocks, $weights, $steps, $tile, $out, 2 $tiles, 3 $tiles, 4 $tiles, 8 $tiles)
+    };
+    (@ $lanes:ty, $blocks:literal, $weights:expr, $steps:expr, $tile:expr, $out:expr,
+        $($bits:literal [$(($tokens:literal $lines:literal $chains:literal))*]),*) => {
+        match ($weights[0].layout.bits(), $tile.tokens, $tile.lines()) {
+            // SAFETY: the caller's; the parameters are those of layout and tile.
+            $($(($bits, $tokens, $lines) => unsafe {
+                multiply::<$lanes, $bits, $blocks, $tokens, $lines, $chains>($weights, $steps, $tile, $out)
+            },)*)*
+            other => unreachable!("no layout and tile have (bits, tokens, lines) {other:?}"),
+        }
+    };
+}
+
+/// Computes a block by a tile.
 ///
 /// # Safety
 /// The processor runs the set of `V`, and block, steps and tile belong to `weights.layout`.
 #[inline(always)]
-pub(super) unsafe fn compute<V: Lanes>(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
-    macro_rules! choose {
-        ($($bits:literal)*) => { choose!(@ $($bits: (1 1) (2 2) (3 3) (4 4) (5 5) (6 6) (7 7) (8 8) (1 3) (2 6) (3 9) (4 12)),*) };
-        (@ $($bits:literal: $(($tokens:literal $lines:literal))*),*) => {
-            match (weights.layout.bits(), tile.tokens, tile.lines()) {
-                // SAFETY: the caller's; the parameters are those of layout and tile.
-                $($(($bits, $tokens, $lines) => unsafe {
-                    multiply::<V, $bits, $tokens, $lines>(weights, steps, tile, &mut out[..$tokens])
-                },)*)*
-                other => unreachable!("no layout and tile have (bits, tokens, lines) {other:?}"),
-            }
-        };
-    }
-    choose!(2 3 4 8)
+pub(super) unsafe fn compute<V: Lanes>(
+    weights: &[Weights; 1],
+    steps: &Steps,
+    tile: &Tile,
+    out: &mut [Out; 1],
+) {
+    choose!(V, 1, weights, steps, tile, out,
+        [(1 1 4) (2 2 2) (3 3 1) (4 4 1) (5 5 1) (6 6 1) (7 7 1) (8 8 1) (1 3 1) (2 6 1) (3 9 1) (4 12 1)]);
+}
+
+/// Fewer lines than this go block by block.
+pub(super) const PAIR_LINES: usize = 4;
+
+/// Computes two blocks by a tile of at least [`PAIR_LINES`] lines.
+///
+/// # Safety
+/// As [`compute`].
+#[inline(always)]
+pub(super) unsafe fn compute_pair<V: Lanes>(
+    weights: &[Weights; 2],
+    steps: &Steps,
+    tile: &Tile,
+    out: &mut [Out; 2],
+) {
+    choose!(V, 2, weights, steps, tile, out,
+        [(4 4 1) (5 5 1) (6 6 1) (7 7 1) (8 8 1) (2 6 1) (3 9 1) (4 12 1)]);
 }

@@ -44,8 +44,9 @@ impl<B: Blocks> Projection for Groupwise<B> {
         self.view.layout().block_bytes() / BLOCK_ROWS
     }
 
+    /// What kernels of many tokens take at a time.
     fn granule(&self) -> usize {
-        BLOCK_ROWS
+        2 * BLOCK_ROWS
     }
 
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
@@ -198,7 +199,7 @@ impl<B: Blocks> Products for Multiplication<'_, B> {
             weights: self.weights,
             prepared: &self.prepared,
             scratch: Scratch::default(),
-            buffer: Vec::new(),
+            buffers: [Vec::new(), Vec::new()],
         })
     }
 }
@@ -207,7 +208,7 @@ struct Thread<'a, B> {
     weights: &'a Groupwise<B>,
     prepared: &'a Prepared,
     scratch: Scratch,
-    buffer: Vec<u8>,
+    buffers: [Vec<u8>; 2],
 }
 
 impl<B: Blocks> Worker for Thread<'_, B> {
@@ -219,26 +220,36 @@ impl<B: Blocks> Worker for Thread<'_, B> {
         let tiles: Vec<&Tile> = slots.iter().map(|slot| prepared.tile(slot)).collect();
         let first = slots[0].places.start;
         engine.start(&mut self.scratch, &prepared.steps, &tiles);
-        for start in rows.clone().step_by(BLOCK_ROWS) {
+        let mut sums: [Out; 2] = [[[0.0; BLOCK_ROWS]; ROW_TOKENS]; 2];
+        for start in rows.clone().step_by(2 * BLOCK_ROWS) {
+            let end = (start + 2 * BLOCK_ROWS).min(rows.end);
             let block = expert * layout.blocks() + start / BLOCK_ROWS;
-            let at = start - rows.start..(start + BLOCK_ROWS).min(rows.end) - rows.start;
-            let weights = Weights {
-                block: view.fetch(block, &mut self.buffer),
-                layout,
+            let [first_buffer, second_buffer] = &mut self.buffers;
+            let one = view.fetch(block, first_buffer);
+            // The last rows may be those of one block.
+            let count = (end - start).div_ceil(BLOCK_ROWS);
+            let two = if count == 2 {
+                view.fetch(block + 1, second_buffer)
+            } else {
+                one
             };
+            let weights = [one, two].map(|block| Weights { block, layout });
             for (slot, tile) in slots.iter().zip(&tiles) {
-                let mut sums: Out = [[0.0; BLOCK_ROWS]; ROW_TOKENS];
                 engine.compute(
                     &mut self.scratch,
                     block,
-                    &weights,
+                    &weights[..count],
                     &prepared.steps,
                     tile,
                     &mut sums,
                 );
-                for (place, values) in slot.places.clone().zip(&sums) {
-                    let out = &mut out[(place - first) * rows.len()..][at.clone()];
-                    out.copy_from_slice(&values[..at.len()]);
+                for (i, sums) in sums[..count].iter().enumerate() {
+                    let at = start + i * BLOCK_ROWS;
+                    let at = at - rows.start..(at + BLOCK_ROWS).min(rows.end) - rows.start;
+                    for (place, values) in slot.places.clone().zip(sums) {
+                        let out = &mut out[(place - first) * rows.len()..][at.clone()];
+                        out.copy_from_slice(&values[..at.len()]);
+                    }
                 }
             }
         }

@@ -6,7 +6,7 @@ use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 
 /// Computes a block by a tile.
-pub(super) fn compute(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
+pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
     // SAFETY: portable code needs no instruction set; the drive passes what belongs together.
     unsafe { kernel::compute::<Portable>(weights, steps, tile, out) }
 }

@@ -180,7 +180,13 @@ fn any_number_of_tokens_gives_each_token_the_same() {
             .into_iter()
             .flat_map(|mode| sets().map(move |isa| (mode, isa)))
         {
-            for offsets in [[0, 0, 13, 14], [0, 3, 9, 9], [0, 5, 5, 22], [0, 0, 0, 0]] {
+            for offsets in [
+                [0, 0, 13, 14],
+                [0, 3, 9, 9],
+                [0, 5, 5, 22],
+                [0, 8, 12, 28],
+                [0, 0, 0, 0],
+            ] {
                 let x = activations(offsets[3] * columns);
                 let y = products(&view, &x, &offsets, mode, isa);
                 hold(&view, &x, &offsets, &y, mode);

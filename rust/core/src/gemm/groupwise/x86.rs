@@ -37,7 +37,7 @@ pub(super) fn has_avx_vnni() -> bool {
 }
 
 /// Computes a block by a tile with AVX2 or AVX-512; the processor has it.
-pub(super) fn compute(weights: &Weights, steps: &Steps, tile: &Tile, isa: Isa, out: &mut Out) {
+pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, isa: Isa, out: &mut [Out; 1]) {
     // SAFETY: `Isa::require` has checked the sets; the drive passes what belongs together.
     unsafe {
         match isa {
@@ -48,25 +48,40 @@ pub(super) fn compute(weights: &Weights, steps: &Steps, tile: &Tile, isa: Isa, o
     }
 }
 
+/// Computes two blocks by a tile of at least [`kernel::PAIR_LINES`] lines with AVX-512; the processor has it.
+pub(super) fn compute_pair(weights: &[Weights; 2], steps: &Steps, tile: &Tile, out: &mut [Out; 2]) {
+    // SAFETY: as in `compute`.
+    unsafe { pair_avx512(weights, steps, tile, out) }
+}
+
 macro_rules! entry {
-    ($name:ident, $lanes:ty, $features:literal) => {
+    ($name:ident, $kernel:ident, $blocks:literal, $lanes:ty, $features:literal) => {
         /// # Safety
-        /// As [`kernel::compute`].
+        /// As that of the kernel.
         #[target_feature(enable = $features)]
-        unsafe fn $name(weights: &Weights, steps: &Steps, tile: &Tile, out: &mut Out) {
+        unsafe fn $name(weights: &[Weights; $blocks], steps: &Steps, tile: &Tile, out: &mut [Out; $blocks]) {
             // SAFETY: the features are those of the lanes; the rest is the caller's promise.
-            unsafe { kernel::compute::<$lanes>(weights, steps, tile, out) }
+            unsafe { kernel::$kernel::<$lanes>(weights, steps, tile, out) }
         }
     };
 }
 
 entry!(
     compute_avx512,
+    compute,
+    1,
     Avx512,
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
 );
-entry!(compute_avx2, Avx2<false>, "avx2,fma,f16c");
-entry!(compute_avx_vnni, Avx2<true>, "avx2,fma,f16c,avxvnni");
+entry!(
+    pair_avx512,
+    compute_pair,
+    2,
+    Avx512,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
+);
+entry!(compute_avx2, compute, 1, Avx2<false>, "avx2,fma,f16c");
+entry!(compute_avx_vnni, compute, 1, Avx2<true>, "avx2,fma,f16c,avxvnni");
 
 /// A whole block.
 #[derive(Clone, Copy)]
