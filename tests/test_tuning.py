@@ -1,5 +1,11 @@
 """Fine-tuned centroids: gradients, the objective, and what is written."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional
@@ -9,12 +15,13 @@ import moepack
 import tiny_models
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
-from moepack.cli import app
-from moepack.errors import CalibrationError, DiskError, OutputExistsError, UnsupportedModelError
+from moepack.cli import app, main
+from moepack.errors import CalibrationError, DiskError, OutputExistsError, ResumeError, UnsupportedModelError
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.tuning import TuneSettings, listening, thaw, tune_model
 from moepack.pipeline import compress
+from moepack.pipeline.journal import Workspace
 from moepack.pipeline.tune import tune
 from moepack.runtime.loading import open_model
 
@@ -113,6 +120,58 @@ def test_the_command(packed, text, tmp_path):
     assert done.exit_code == 0 and "predictions diverge" in done.output, done.output
     again = CliRunner().invoke(app, [*arguments[:3], str(tmp_path / "no"), *arguments[4:], "--rate", "0"])
     assert again.exit_code == 2
+
+
+def test_progress_is_shown_in_tokens_and_a_short_text_is_told(packed, text, tmp_path, capsys):
+    arguments = ["tune", *map(str, packed), str(tmp_path / "out"), "--calibration", str(text), "--samples", "5000"]
+    arguments += ["--sequence-length", "32", "--steps", "2", "--batch", "3"]
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 0, lines
+    assert re.fullmatch(r"warning: .*text.txt: the text holds \d+ samples of 32 tokens, 5000 were asked for", lines[0])
+    assert lines[1:] == ["192 tokens", "  0%  loading both models", "  0%  fine-tuning"], lines
+
+
+def test_the_place_is_only_taken_from_another_run_of_tune(packed, text, tmp_path):
+    partial = tmp_path / "out.partial"
+    few = {"calibration": str(text), "samples": 3, "sequence_length": 32}
+    Workspace.open(partial, {"method": "ternary"}, resume=True).close()
+    (partial / "shard").write_text("hours of work")
+    with pytest.raises(ResumeError, match="method was ternary, is tune"):
+        tune(*packed, tmp_path / "out", **few)
+    assert (partial / "shard").exists()
+    shutil.rmtree(partial)
+    Workspace.open(partial, {"method": "tune"}, resume=True).close()
+    (partial / "shard").write_text("of a killed run")
+    tune(*packed, tmp_path / "out", **few, settings=TuneSettings(steps=1, batch=1))
+    assert not partial.exists() and moepack.verify(tmp_path / "out").ok
+
+
+def test_too_little_space_is_said_before_the_work(packed, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("moepack.pipeline.tune.tune_model", lambda *arguments: pytest.fail("worked"))
+    usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DiskError, match=r"needs up to [\d,]+ bytes, 1,000 are free"):
+        tune(*packed, tmp_path / "out", calibration=str(text), samples=3, sequence_length=32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_leaves_nothing(packed, text, tmp_path):
+    """A real Ctrl-C in the middle of the steps."""
+    script = (
+        "import os, signal, sys\n"
+        "from moepack.cli import main\n"
+        "from moepack.progress import Lines\n"
+        "Lines.advance = lambda self, count, memory: os.kill(os.getpid(), signal.SIGINT)\n"
+        "main(['tune', *sys.argv[1:]])\n"
+    )
+    arguments = [*map(str, packed), str(tmp_path / "out"), "--calibration", str(text), "--samples", "3"]
+    command = [sys.executable, "-c", script, *arguments, "--sequence-length", "32"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 130 and "interrupted; nothing was written" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_of_a_run_that_fails(packed, text, tmp_path, monkeypatch):

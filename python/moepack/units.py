@@ -10,10 +10,10 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def speed(weights: float) -> str:
-    """Return weights a second: `speed(2.5e8)` is `250M weights/s`."""
-    for unit in ("", "k", "M"):
-        if weights < 999.5:
-            return f"{weights:.3g}{unit} weights/s"
-        weights /= 1000
-    return f"{weights:.3g}G weights/s"
+def speed(rate: float, unit: str = "weights") -> str:
+    """Return how many a second: `speed(2.5e8)` is `250M weights/s`."""
+    for prefix in ("", "k", "M"):
+        if rate < 999.5:
+            return f"{rate:.3g}{prefix} {unit}/s"
+        rate /= 1000
+    return f"{rate:.3g}G {unit}/s"

@@ -1,10 +1,10 @@
 """`moepack tune`: fine-tune the codebooks of a packed directory against the model that it was made of."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from moepack.cli.device import usable_device
 from moepack.errors import MoepackError
@@ -26,21 +26,27 @@ def tune_command(
     device: Annotated[
         str, typer.Option(callback=usable_device, help="Where both models run, in float32 and with gradients.")
     ] = "cpu",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Fine-tune the centroids of PACKED towards the outputs of ORIGINAL; OUT has the same codes and the same size."""
+    """Fine-tune the centroids of PACKED towards the outputs of ORIGINAL; OUT has the same codes and the same size.
+
+    An interrupted run leaves nothing behind and cannot be continued.
+    """
     from moepack.cli.evaluate import quiet_transformers
     from moepack.methods.codequant.tuning import TuneSettings
     from moepack.pipeline.tune import tune
+    from moepack.progress import Silent, terminal_progress
 
     quiet_transformers()
+    console = Console(stderr=True)
     try:
         settings = TuneSettings(steps=steps, rate=rate, router_weight=router_weight, batch=batch)
         tuned = tune(
             packed, original, out, calibration=calibration, samples=samples, sequence_length=sequence_length,
-            settings=settings, device=device,
+            settings=settings, device=device, progress=Silent() if quiet else terminal_progress(console),
         )  # fmt: skip
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        console.print("interrupted; nothing was written, and the same command begins anew", soft_wrap=True)
         raise typer.Exit(130) from None
     except ValueError as error:
         if isinstance(error, MoepackError):

@@ -8,7 +8,6 @@ point, the blobs of one layer.
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
@@ -18,7 +17,7 @@ from typing import Any
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, describe
 from moepack.checkpoint.header import read_header
-from moepack.errors import CheckpointError, DiskError, InvalidTensorError, OutputExistsError
+from moepack.errors import CheckpointError, InvalidTensorError, OutputExistsError
 from moepack.format.atomic import write_file
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
@@ -154,7 +153,7 @@ class Job:
         return sum(_weights(shard) for shard in layers if workspace.complete or shard.file in workspace.done)
 
     def _write(self, workspace: Workspace) -> None:
-        self._check_space(workspace)
+        workspace.reserve(space_bound(self.plan, self.checkpoint, self.method, workspace.done))
         self.progress.start(sum(map(_weights, self.plan.shards)), self._done_weights(workspace))
         try:
             for shard in self.plan.shards:
@@ -183,15 +182,6 @@ class Job:
             self.method.restore(layer, packed)
         elif isinstance(self.method, CalibratedDenseMethod):
             self.method.restore_dense(layer, packed)
-
-    def _check_space(self, workspace: Workspace) -> None:
-        """Refuse to begin what may not fit: a full disk after hours of work helps nobody."""
-        need = space_bound(self.plan, self.checkpoint, self.method, workspace.done)
-        free = shutil.disk_usage(workspace.path).free
-        if need > free:
-            if not workspace.done:
-                workspace.discard()
-            raise DiskError(f"needs up to {need:,} bytes, {free:,} are free", file=workspace.path.parent)
 
     def _write_shard(self, shard: Shard, directory: Path) -> ShardRecord:
         path = directory / shard.file

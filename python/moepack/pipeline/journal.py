@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moepack.errors import CorruptionError, ResumeError
+from moepack.errors import CorruptionError, DiskError, ResumeError
 from moepack.format.atomic import disk_errors, is_temporary, sync_directory, write_file
 from moepack.format.directory import read_manifest
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
@@ -109,6 +109,18 @@ class Workspace:
     def discard(self) -> None:
         """Remove the directory and what is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def reserve(self, need: int) -> None:
+        """Refuse to begin what may not fit into `need` bytes: a full disk after hours of work helps nobody.
+
+        Raises:
+            DiskError: fewer bytes are free. Where nothing was done yet, the directory is removed.
+        """
+        free = shutil.disk_usage(self.path).free
+        if need > free:
+            if not self.done:
+                self.discard()
+            raise DiskError(f"needs up to {need:,} bytes, {free:,} are free", file=self.path.parent)
 
     def sweep(self, keep: Collection[str]) -> None:
         """Remove what is neither in `keep` nor the journal: copies of what the source lost since an earlier run."""

@@ -1,7 +1,7 @@
 """`tune`: fine-tunes the centroids of a packed directory against the model it was made of; codes and sizes stay."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
@@ -19,9 +19,12 @@ from moepack.format.hub import CONFIG, config_bytes, quantization_config
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.mapping import map_file
+from moepack.memory import PeakMemory
 from moepack.methods.codequant.tuning import Books, Tuned, TuneSettings, tune_model
 from moepack.pipeline.job import PARTIAL
 from moepack.pipeline.journal import Workspace
+from moepack.pipeline.report import directory_bytes
+from moepack.progress import Progress, Silent
 from moepack.runtime.loading import load, open_model
 
 __all__ = ["tune"]
@@ -37,7 +40,7 @@ def tune(
     sequence_length: int = 512,
     settings: TuneSettings | None = None,
     device: str = "cpu",
-    advance: Callable[[int], None] = lambda steps: None,
+    progress: Progress | None = None,
 ) -> Tuned:
     """Fine-tune a packed directory of codebooks into a new one of the same size.
 
@@ -49,12 +52,14 @@ def tune(
         samples, sequence_length: windows, at most, and tokens of each.
         settings: see `TuneSettings`.
         device: where both models run, in float32, with gradients.
-        advance: is told the steps that are done.
+        progress: where progress is shown, in tokens; None shows nothing.
 
     Raises:
         UnsupportedModelError: the directory holds something but codebooks, or experts without a gate.
         CalibrationError: the text is unusable, or the loss is not finite.
-        OutputExistsError, DiskError, LoadError, CorruptionError: as for `compress` and `load`.
+        OutputExistsError, DiskError, LoadError, CorruptionError: as for `compress` and `load`. Whatever is raised,
+            KeyboardInterrupt too, nothing is left behind: a run cannot be resumed.
+        ResumeError: `out`.partial is the unfinished work of `compress`.
     """
     target, settings = Path(os.path.abspath(out)), settings or TuneSettings()
     if os.path.lexists(target):
@@ -64,10 +69,11 @@ def tune(
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
     windows = load_samples(Checkpoint.open(Path(original)), calibration, samples, sequence_length)
     # Before the work: a place that cannot be written to is to be known at once.
-    workspace = Workspace.open(target.with_name(target.name + PARTIAL), {"tune": str(target)}, resume=False)
+    workspace = Workspace.open(target.with_name(target.name + PARTIAL), {"method": "tune"}, resume=True)
     try:
-        models = load(packed, torch.float32), open_model(original, torch.float32)
-        tuned = tune_model(*models, windows.inputs, settings, torch.device(device), advance)
+        workspace.sweep(())
+        workspace.reserve(_space(source))
+        tuned = _tuned(packed, original, windows.inputs, settings, torch.device(device), progress or Silent())
         _write(source, workspace, tuned, {**asdict(settings), "calibration_sha256": windows.fingerprint()})
         workspace.publish(target)
     except BaseException:
@@ -76,6 +82,33 @@ def tune(
     finally:
         workspace.close()
     return tuned
+
+
+def _space(source: PackedDirectory) -> int:
+    """The most bytes of what will be written: tensors keep their sizes, config and manifest gain the settings."""
+    return directory_bytes(source.manifest) + (1 << 20)
+
+
+def _tuned(
+    packed: str | PathLike[str],
+    original: str | PathLike[str],
+    samples: torch.Tensor,
+    settings: TuneSettings,
+    device: torch.device,
+    progress: Progress,
+) -> Tuned:
+    """Load both models and fine-tune the packed one."""
+    peak, tokens = PeakMemory(), settings.batch * samples.shape[1]
+    progress.start(settings.steps * tokens, 0, "tokens")
+    try:
+        progress.stage("loading both models")
+        models = load(packed, torch.float32), open_model(original, torch.float32)
+        progress.stage("fine-tuning")
+        return tune_model(
+            *models, samples, settings, device, lambda steps: progress.advance(steps * tokens, peak.sample())
+        )
+    finally:
+        progress.finish()
 
 
 def _write(source: PackedDirectory, workspace: Workspace, tuned: Tuned, settings: Mapping[str, Any]) -> None:

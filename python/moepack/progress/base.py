@@ -9,16 +9,16 @@ class Progress(Protocol):
     `finish` is called however the job ends, so a display can give the terminal back.
     """
 
-    def start(self, weights: int, done: int) -> None:
-        """Begin a job of `weights` weights, of which `done` were finished by an earlier run."""
+    def start(self, total: int, done: int, unit: str = "weights") -> None:
+        """Begin a job of `total` weights, or what `unit` names, of which `done` were finished by an earlier run."""
         ...
 
     def stage(self, name: str) -> None:
         """Say what is being worked on now, for example a layer's name."""
         ...
 
-    def advance(self, weights: int, memory: int) -> None:
-        """Count `weights` more weights as done; `memory` is the peak of anonymous memory so far, in bytes."""
+    def advance(self, count: int, memory: int) -> None:
+        """Count so many more as done; `memory` is the peak of anonymous memory so far, in bytes."""
         ...
 
     def finish(self) -> None:
@@ -29,13 +29,13 @@ class Progress(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def start(self, weights: int, done: int) -> None:
+    def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Ignore the beginning."""
 
     def stage(self, name: str) -> None:
         """Ignore the stage."""
 
-    def advance(self, weights: int, memory: int) -> None:
+    def advance(self, count: int, memory: int) -> None:
         """Ignore the advance."""
 
     def finish(self) -> None:

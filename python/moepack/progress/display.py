@@ -13,21 +13,24 @@ LINE_INTERVAL = 5.0
 
 
 class _Clock:
-    """Counts weights and seconds since `start`; weights done by an earlier run do not count for the speed."""
+    """Counts what is done and seconds since `start`; what an earlier run did does not count for the speed."""
 
-    def start(self, weights: int, done: int) -> None:
-        self.total, self.done, self.fresh = weights, done, 0
+    def start(self, total: int, done: int, unit: str) -> None:
+        self.total, self.done, self.fresh, self.unit = total, done, 0, unit
         self.began = time.perf_counter()
 
-    def advance(self, weights: int) -> None:
-        self.done += weights
-        self.fresh += weights
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.fresh += count
 
-    def speed(self) -> float:
+    def rate(self) -> float:
         return self.fresh / max(time.perf_counter() - self.began, 1e-9)
 
+    def speed(self) -> str:
+        return speed(self.rate(), self.unit)
+
     def remaining(self) -> float | None:
-        return (self.total - self.done) / self.speed() if self.fresh else None
+        return (self.total - self.done) / self.rate() if self.fresh else None
 
 
 class Bar:
@@ -46,20 +49,20 @@ class Bar:
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = TaskID(0)
 
-    def start(self, weights: int, done: int) -> None:
+    def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Draw the bar."""
-        self._clock.start(weights, done)
-        self._task = self._progress.add_task("", total=weights, completed=done, speed="", memory="")
+        self._clock.start(total, done, unit)
+        self._task = self._progress.add_task("", total=total, completed=done, speed="", memory="")
         self._progress.start()
 
     def stage(self, name: str) -> None:
         """Show the stage's name before the bar."""
         self._progress.update(self._task, description=name)
 
-    def advance(self, weights: int, memory: int) -> None:
+    def advance(self, count: int, memory: int) -> None:
         """Move the bar."""
-        self._clock.advance(weights)
-        self._progress.update(self._task, advance=weights, speed=speed(self._clock.speed()), memory=size(memory))
+        self._clock.advance(count)
+        self._progress.update(self._task, advance=count, speed=self._clock.speed(), memory=size(memory))
 
     def finish(self) -> None:
         """Remove the bar."""
@@ -73,20 +76,20 @@ class Lines:
         self._console, self._interval = console, interval
         self._clock, self._stage, self._memory, self._last = _Clock(), "", 0, 0.0
 
-    def start(self, weights: int, done: int) -> None:
+    def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Say how much there is to do."""
-        self._clock.start(weights, done)
-        resumed = f", {done / weights:.0%} done by an earlier run" if done else ""
-        self._print(f"{weights:,} expert weights{resumed}")
+        self._clock.start(total, done, unit)
+        resumed = f", {done / total:.0%} done by an earlier run" if done else ""
+        self._print(f"{total:,} {unit}{resumed}")
 
     def stage(self, name: str) -> None:
         """Print where the job is."""
         self._stage = name
         self._line()
 
-    def advance(self, weights: int, memory: int) -> None:
+    def advance(self, count: int, memory: int) -> None:
         """Print a line if the last one is old."""
-        self._clock.advance(weights)
+        self._clock.advance(count)
         self._memory = memory
         if time.perf_counter() - self._last >= self._interval:
             self._line()
@@ -99,7 +102,7 @@ class Lines:
         parts = [f"{clock.done / max(clock.total, 1):4.0%}", self._stage]
         left = clock.remaining()
         if left is not None:
-            parts += [speed(clock.speed()), f"{left:.0f} s left", f"peak {size(self._memory)}"]
+            parts += [clock.speed(), f"{left:.0f} s left", f"peak {size(self._memory)}"]
         self._print("  ".join(parts))
         self._last = time.perf_counter()
 
