@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.errors import (
     CalibrationError,
+    CalibrationWarning,
     CheckpointError,
     CorruptionError,
     DeviceMemoryError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CalibrationError",
+    "CalibrationWarning",
     "Checkpoint",
     "CheckpointError",
     "CodebookTensor",

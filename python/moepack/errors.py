@@ -11,6 +11,7 @@ from os import PathLike, fspath
 
 __all__ = [
     "CalibrationError",
+    "CalibrationWarning",
     "CheckpointError",
     "CorruptionError",
     "DeviceMemoryError",
@@ -74,6 +75,10 @@ class OutputExistsError(MoepackError, FileExistsError):
 
 class CalibrationError(MoepackError, ValueError):
     """The calibration text or the model's answer to it is unusable: empty, binary, out of the vocabulary, NaN."""
+
+
+class CalibrationWarning(UserWarning):
+    """A calibration set is smaller than what was asked for."""
 
 
 class DeviceMemoryError(MoepackError, MemoryError):

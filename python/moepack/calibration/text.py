@@ -8,6 +8,7 @@ short calibration run still sees the whole text. Nothing here is random.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moepack.errors import CalibrationError
+from moepack.errors import CalibrationError, CalibrationWarning
 
 __all__ = ["Tokenizer", "read_texts", "token_windows"]
 
@@ -61,7 +62,7 @@ def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iter
 def token_windows(
     tokenizer: Tokenizer, source: str | PathLike[str], samples: int, length: int, vocabulary: int
 ) -> Tensor:
-    """Token windows [N, length] int64 with N <= samples; fewer where the text is shorter, one at least.
+    """Token windows [N, length] int64 with N <= samples; fewer, with a `CalibrationWarning`, where the text is shorter.
 
     Args:
         tokenizer: of the model to be calibrated.
@@ -88,6 +89,9 @@ def token_windows(
             file=source,
         )
     count = min(samples, len(ids) // length)
+    if count < samples:
+        message = f"{source}: the text holds {count} samples of {length} tokens, {samples} were asked for"
+        warnings.warn(message, CalibrationWarning, stacklevel=2)
     slack = len(ids) - count * length
     starts = [i * length + (slack * i // (count - 1) if count > 1 else 0) for i in range(count)]
     return torch.stack([tokens[start : start + length] for start in starts])

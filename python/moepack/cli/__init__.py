@@ -8,12 +8,15 @@ Exit codes: 0 success, 1 a foreseen failure (one line on standard error) or dama
 
 import os
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from moepack.errors import MoepackError
+from moepack.errors import CalibrationWarning, MoepackError
 
 COMMANDS = {
     "compress": "compress",
@@ -55,12 +58,22 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     _share_cores()
     try:
-        app(given)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show, warnings.showwarning)
+            app(given)
     except MoepackError as error:
         if "--debug" in given:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _show(others: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
+    """Print a warning of moepack's own in one line; leave `others` to Python, which tells the line of code."""
+    if issubclass(category, CalibrationWarning):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        others(message, category, *place)
 
 
 def _share_cores() -> None:
