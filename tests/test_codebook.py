@@ -144,6 +144,13 @@ def test_lut_matmul_looks_up_and_multiplies() -> None:
     np.testing.assert_allclose(one.numpy(), expected[0], atol=0.5)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0), (0, 4), (2, 0, 4), (0, 3, 4)])
+def test_lut_matmul_of_nothing_is_zeros(shape: tuple[int, ...]) -> None:
+    codes, codebook = np.zeros(shape, np.uint8), np.ones((*shape[:-1], 4), np.float32)
+    y = lut_matmul(codes, codebook, np.ones((*shape[:-2], 5, shape[-1]), np.float32))
+    np.testing.assert_array_equal(y, np.full((*shape[:-2], 5, shape[-2]), shape[-1], np.float32))
+
+
 def test_the_runtime_multiplies_as_the_tensor_asks() -> None:
     for activation_bits, name in ((0, "codebook-4bit"), (8, "codebook-4bit-a8"), (4, "codebook-4bit-a4")):
         tensor = CodebookTensor.quantize(weight(2, 6, 40), activation_bits=activation_bits)
@@ -171,11 +178,15 @@ def test_what_makes_no_sense_is_refused(tmp_path: pathlib.Path) -> None:
         CodebookTensor.quantize(torch.full((2, 4), torch.nan))
     with pytest.raises(InvalidTensorError, match="columns"):
         CodebookTensor.quantize(torch.zeros(2, 0))
-    with pytest.raises(InvalidTensorError, match="neither 4, 8 nor 16"):
+    with pytest.raises(InvalidTensorError, match="K of 4, 8 or 16, got \\[2, 5\\]"):
         encode_codebook(np.zeros((2, 4), np.uint8), np.zeros((2, 5), np.float32))
+    with pytest.raises(InvalidTensorError, match=r"shape \[3, 1, 4\], codes \[2, 4\] .* need \[2, 1, 4\]"):
+        encode_codebook(np.zeros((2, 4), np.uint8), np.zeros((3, 4), np.float32))
+    with pytest.raises(InvalidTensorError, match="floating-point"):
+        encode_codebook(np.zeros((2, 4), np.uint8), np.zeros((2, 4), np.int32))
     with pytest.raises(InvalidTensorError, match="code 7"):
         encode_codebook(np.full((2, 4), 7, np.uint8), np.zeros((2, 4), np.float32))
-    with pytest.raises(InvalidTensorError, match="finite"):
+    with pytest.raises(InvalidTensorError, match="infinite"):
         encode_codebook(np.zeros((2, 4), np.uint8), np.full((2, 4), np.inf, np.float32))
     with pytest.raises(ValueError, match="unknown mode"):
         good.matmul(torch.zeros(1, 40), "fast")  # type: ignore[arg-type]

@@ -208,15 +208,21 @@ def encode_codebook(
     given, books = as_tensor(codes, "codes").cpu(), as_tensor(codebooks, "codebooks").cpu()
     if given.dtype != torch.uint8 or given.ndim not in (2, 3):
         raise InvalidTensorError(f"codes must be uint8 [R, C] or [E, R, C], got {given.dtype} {list(given.shape)}")
-    if books.ndim == given.ndim:
-        books = books.unsqueeze(-2)
-    blocks = -(-given.shape[-1] // block) if block else min(given.shape[-1], 1)
     sizes = {4: 2, 8: 3, 16: 4}
-    if books.shape[:-1] != (*given.shape[:-1], blocks) or books.shape[-1] not in sizes:
-        message = f"codebooks {list(books.shape)} do not fit codes {list(given.shape)} in {blocks} blocks"
-        raise InvalidTensorError(f"{message}, or have neither 4, 8 nor 16 centroids")
-    if books.dtype not in FLOATS or not bool(books.isfinite().all()):
-        raise InvalidTensorError("centroids are not floating-point, or not finite")
+    if books.ndim < given.ndim or books.shape[-1] not in sizes:
+        raise InvalidTensorError(f"codebooks must be [..., K] with K of 4, 8 or 16, got {list(books.shape)}")
+    if books.ndim == given.ndim:
+        # The codebook of a row; one without columns has no block, so it stores none.
+        books = books.unsqueeze(-2)[..., : given.shape[-1], :]
+    blocks = -(-given.shape[-1] // block) if block else min(given.shape[-1], 1)
+    expected = [*given.shape[:-1], blocks, books.shape[-1]]
+    if list(books.shape) != expected:
+        message = f"codebooks have shape {list(books.shape)}, codes {list(given.shape)} with block {block}"
+        raise InvalidTensorError(f"{message} need {expected}")
+    if books.dtype not in FLOATS:
+        raise InvalidTensorError(f"centroids must be floating-point, got {books.dtype}")
+    if not bool(books.isfinite().all()):
+        raise InvalidTensorError("centroids hold NaN or infinite values")
     bits = sizes[books.shape[-1]]
     _check(bits, block, activation_bits)
     return CodebookTensor(_encode(given, books, bits, block, activation_bits))
@@ -252,8 +258,10 @@ def lut_matmul(
 
 
 def _check(bits: int, block: int | None, activation_bits: int) -> None:
-    if bits not in (2, 3, 4) or activation_bits not in (0, 4, 8):
-        raise ValueError(f"bits must be 2, 3 or 4, not {bits}; activation_bits 0, 4 or 8, not {activation_bits}")
+    if bits not in (2, 3, 4):
+        raise ValueError(f"bits must be 2, 3 or 4, not {bits}")
+    if activation_bits not in (0, 4, 8):
+        raise ValueError(f"activation_bits must be 0, 4 or 8, not {activation_bits}")
     if block is not None and (block < BLOCK_UNIT or block % BLOCK_UNIT):
         raise ValueError(f"block must be a multiple of {BLOCK_UNIT}, not {block}")
 

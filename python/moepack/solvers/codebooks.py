@@ -60,16 +60,20 @@ class ClusterSettings:
     start: Literal["kmeans", "uniform"] = "kmeans"
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 3, 4) or self.steps < 0:
-            raise ValueError(f"bits must be 2, 3 or 4, not {self.bits}; steps not negative, not {self.steps}")
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"bits must be 2, 3 or 4, not {self.bits}")
+        if self.steps < 0:
+            raise ValueError(f"steps must be 0 or more, not {self.steps}")
         if self.block is not None and self.block < 1:
             raise ValueError(f"a block must have at least one column, not {self.block}")
         if self.start not in ("kmeans", "uniform"):
             raise ValueError(f"start must be kmeans or uniform, not '{self.start}'")
         if self.assignment not in ("columns", "diagonal"):
             raise ValueError(f"assignment must be columns or diagonal, not '{self.assignment}'")
-        if not (math.isfinite(self.damping) and self.damping > 0 and 0 <= self.drift <= 1):
-            raise ValueError(f"damping must be positive and drift 0 to 1, not {self.damping} and {self.drift}")
+        if not (math.isfinite(self.damping) and self.damping > 0):
+            raise ValueError(f"damping must be positive, not {self.damping}")
+        if not 0 <= self.drift <= 1:
+            raise ValueError(f"drift must be 0 to 1, not {self.drift}")
 
 
 class Clustered(NamedTuple):

@@ -108,10 +108,10 @@ class CodeQuant:
     def __post_init__(self) -> None:
         if self.activation_bits not in (4, 8, 16):
             raise ValueError(f"activation_bits must be 4, 8 or 16, not {self.activation_bits}")
-        if self.rotation not in ROTATIONS or self.rotation_steps < 0:
-            raise ValueError(
-                f"rotation must be one of {', '.join(ROTATIONS)}, not '{self.rotation}', for 0 or more steps"
-            )
+        if self.rotation not in ROTATIONS:
+            raise ValueError(f"rotation must be one of {', '.join(ROTATIONS)}, not '{self.rotation}'")
+        if self.rotation_steps < 0:
+            raise ValueError(f"rotation_steps must be 0 or more, not {self.rotation_steps}")
         if self.hadamard is None:
             self.hadamard = self.activation_bits == 4
         if self.hadamard and self.activation_bits == 16:

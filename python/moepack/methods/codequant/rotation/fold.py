@@ -106,12 +106,12 @@ def check(checkpoint: Checkpoint) -> None:
     """
     kind = checkpoint.config["model_type"]
     if kind not in FAMILIES:
-        message = f"do not know how to rotate '{kind}' (known: {', '.join(FAMILIES)}); use --rotation none"
+        message = f"only models of {', '.join(FAMILIES)} can be rotated, not of {kind}; use --rotation none"
         raise UnsupportedModelError(message, file=checkpoint.path)
     known = (_NORMS, _ATTENTION_READS, _MLP_READS, _WRITES, _WRITTEN_BIAS, _STAYS)
     for name in checkpoint.names():
         if name not in (EMBEDDINGS, HEAD, LAST_NORM) and not any(pattern.fullmatch(name) for pattern in known):
-            message = "do not know what a rotation makes of this tensor; use --rotation none"
+            message = "is unknown in a model that is to be rotated; use --rotation none"
             raise UnsupportedModelError(message, file=checkpoint.info(name).file, tensor=name)
 
 
