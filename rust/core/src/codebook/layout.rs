@@ -143,6 +143,17 @@ impl Layout {
         self.total
     }
 
+    /// The size of the tensor with low bytes and second sums, which were once stored wherever activations are rounded.
+    fn with_low_bytes(&self) -> Option<usize> {
+        if self.activation_bits == 0 {
+            return None;
+        }
+        let blocks = self.shape.experts * self.panels() * self.blocks();
+        blocks
+            .checked_mul(PANEL * (self.clusters() + 4))?
+            .checked_add(self.total)
+    }
+
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
         let Some(header) = data.get(..HEADER_BYTES) else {
             let message = format!("codebook tensor: {} bytes hold no header", data.len());
@@ -171,6 +182,9 @@ impl Layout {
         let hadamard = 1usize.checked_shl(header[13].into()).unwrap_or(0);
         match Layout::of(shape, header[10], header[11], size(40), hadamard) {
             Some(layout) if layout.total == data.len() => Ok(layout),
+            Some(layout) if layout.with_low_bytes() == Some(data.len()) => corrupt(
+                "written by an older version of moepack, which stored low bytes that are zeros; pack the model again",
+            ),
             Some(layout) if layout.total > data.len() => {
                 let message = format!(
                     "codebook tensor: {} bytes instead of {}",

@@ -151,6 +151,19 @@ fn every_truncation_and_extension_is_refused() {
 }
 
 #[test]
+fn what_an_older_version_wrote_is_refused_as_such() {
+    let refusal = |blob: &[u8]| View::parse(blob).unwrap_err().to_string();
+    for bits in 2..=4 {
+        let [mut old, new] = Case::both(bits, [2, 17, 130], 128).map(|case| case.blob());
+        old[11] = 8;
+        assert!(refusal(&old).contains("older version"));
+        for other in [&old[1..], &[&old[..], &[0]].concat(), &new[1..]] {
+            assert!(!refusal(other).contains("older version"));
+        }
+    }
+}
+
+#[test]
 fn one_byte_a_centroid_saves_16_clusters_and_a_sum_a_block() {
     for bits in 2..=4 {
         let [two, one] = Case::both(bits, [1, 16, 256], 128).map(|case| case.blob().len());
