@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moepack.errors import MoepackError
+from moepack.cli.usage import wrong_usage
 
 
 def convert_command(
@@ -29,18 +29,15 @@ def convert_command(
     """
     from moepack.cli.compress import interrupted, print_report
     from moepack.pipeline import convert
-    from moepack.progress import Silent, terminal_progress
+    from moepack.progress import terminal_progress
 
     console = Console(stderr=True)
-    progress = Silent() if quiet else terminal_progress(console)
+    progress = terminal_progress(console, quiet)
     try:
-        report = convert(
-            published, out, original=original, code=code, threads=threads, resume=resume, progress=progress
-        )
+        with wrong_usage():
+            report = convert(
+                published, out, original=original, code=code, threads=threads, resume=resume, progress=progress
+            )
     except KeyboardInterrupt:
         raise interrupted(console, out) from None
-    except ValueError as error:
-        if isinstance(error, MoepackError):
-            raise
-        raise typer.BadParameter(str(error)) from error
     print_report(report)

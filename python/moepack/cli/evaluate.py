@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moepack.errors import MoepackError
+from moepack.cli.usage import wrong_usage
 
 __all__ = ["eval_command", "quiet_transformers"]
 
@@ -37,13 +37,8 @@ def eval_command(
     quiet_transformers()
     if threads is not None:
         set_threads(threads)
-    with _bar() as progress:
-        try:
-            report = evaluate(directory, text, chars, reference, dtype=dtype, mode=mode, progress=progress)
-        except MoepackError:
-            raise
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+    with _bar() as progress, wrong_usage():
+        report = evaluate(directory, text, chars, reference, dtype=dtype, mode=mode, progress=progress)
     if as_json:
         print(json.dumps({"model": str(directory), "text": str(text), **report.to_json()}))
     else:

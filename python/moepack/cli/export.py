@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from moepack.errors import MoepackError
+from moepack.cli.usage import wrong_usage
 from moepack.units import size
 
 
@@ -17,10 +17,6 @@ def export_command(
     """Write DIRECTORY as an ordinary checkpoint (bf16), or its integers for compressed-tensors or GGUF."""
     from moepack.export import export
 
-    try:
+    with wrong_usage():
         written = export(directory, out, to)
-    except MoepackError:
-        raise
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     print(f"wrote      {out} ({size(written)})")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moepack.errors import MoepackError
+from moepack.cli.usage import wrong_usage
 
 __all__ = ["generate_command"]
 
@@ -30,7 +30,7 @@ def generate_command(
     from moepack.runtime.loading import open_model, open_tokenizer
 
     quiet_transformers()
-    try:
+    with wrong_usage():
         model = open_model(directory, dtype, threads, mode, resident)
         tokenizer = open_tokenizer(directory)
         if not model.config.is_encoder_decoder:
@@ -42,10 +42,6 @@ def generate_command(
             seed=seed,
             on_text=_write,
         )
-    except MoepackError:
-        raise
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     _write("\n")
     memory = process_memory()
     Console(stderr=True, highlight=False).print(

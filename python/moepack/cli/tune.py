@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from moepack.cli.device import usable_device
-from moepack.errors import MoepackError
+from moepack.cli.usage import wrong_usage
 
 
 def tune_command(
@@ -35,23 +35,20 @@ def tune_command(
     from moepack.cli.evaluate import quiet_transformers
     from moepack.methods.codequant.tuning import TuneSettings
     from moepack.pipeline.tune import tune
-    from moepack.progress import Silent, terminal_progress
+    from moepack.progress import terminal_progress
 
     quiet_transformers()
     console = Console(stderr=True)
     try:
-        settings = TuneSettings(steps=steps, rate=rate, router_weight=router_weight, batch=batch)
-        tuned = tune(
-            packed, original, out, calibration=calibration, samples=samples, sequence_length=sequence_length,
-            settings=settings, device=device, progress=Silent() if quiet else terminal_progress(console),
-        )  # fmt: skip
+        with wrong_usage():
+            settings = TuneSettings(steps=steps, rate=rate, router_weight=router_weight, batch=batch)
+            tuned = tune(
+                packed, original, out, calibration=calibration, samples=samples, sequence_length=sequence_length,
+                settings=settings, device=device, progress=terminal_progress(console, quiet),
+            )  # fmt: skip
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written, and the same command begins anew", soft_wrap=True)
         raise typer.Exit(130) from None
-    except ValueError as error:
-        if isinstance(error, MoepackError):
-            raise
-        raise typer.BadParameter(str(error)) from error
     for label, found in (("before", tuned.before), ("after", tuned.after)):
         print(f"{label:<7} predictions diverge by {found.logits:.5f} nats a token, routers by {found.routers:.5f}")
     print(f"wrote   {out}")

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from moepack.progress.base import Progress as Target
+from moepack.progress.base import Silent
 from moepack.units import size, speed
 
 LINE_INTERVAL = 5.0
@@ -110,6 +111,8 @@ class Lines:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def terminal_progress(console: Console) -> Target:
-    """Return a bar if `console` is a terminal, plain lines if it is not."""
+def terminal_progress(console: Console, quiet: bool = False) -> Target:
+    """Return a bar if `console` is a terminal, plain lines if it is not, and neither if it is to be `quiet`."""
+    if quiet:
+        return Silent()
     return Bar(console) if console.is_terminal else Lines(console)
