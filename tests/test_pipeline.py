@@ -23,6 +23,7 @@ import tiny_models
 from moepack import DiskError, InvalidTensorError, MoepackError, OutputExistsError, ResumeError
 from moepack.checkpoint import Checkpoint
 from moepack.format import PackedDirectory, atomic, shard
+from moepack.methods import Milo
 from moepack.pipeline import journal, plan
 from moepack.progress import Silent
 
@@ -307,10 +308,15 @@ def test_too_little_space_is_said_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_a_disk_error(mixtral: Path, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_known_before_the_work(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Milo, "begin", lambda *arguments: pytest.fail("worked"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match="cannot create"):
-        moepack.compress(mixtral, tmp_path / "file" / "out")
+    for method in ("ternary", Milo()):
+        with pytest.raises(DiskError, match="out: cannot create: Not a directory"):
+            moepack.compress(mixtral, tmp_path / "file" / "out", method=method)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])

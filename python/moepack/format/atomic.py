@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from moepack.errors import DiskError, MoepackError
 
@@ -33,6 +34,17 @@ def disk_errors(path: Path, action: str = "write") -> Iterator[None]:
         failure = DiskError(f"cannot {action}: {error.strerror or error}", file=path)
         failure.errno = error.errno
         raise failure from error
+
+
+def try_creating(path: Path) -> None:
+    """Find out whether `path` could be created, before hours of work for it. Nothing is left behind.
+
+    Raises:
+        DiskError: the nearest directory above it that exists refuses.
+    """
+    nearest = next(above for above in path.absolute().parents if os.path.lexists(above))
+    with disk_errors(path, "create"), TemporaryFile(dir=nearest) as file:
+        file.write(b"0")
 
 
 def sync_directory(path: Path) -> None:

@@ -18,7 +18,7 @@ from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, describe
 from moepack.checkpoint.header import read_header
 from moepack.errors import CheckpointError, InvalidTensorError, OutputExistsError
-from moepack.format.atomic import write_file
+from moepack.format.atomic import try_creating, write_file
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
@@ -93,6 +93,7 @@ def compress(
         set_threads(threads)
     checkpoint = Checkpoint.open(model)
     described = describe(checkpoint)
+    try_creating(target)  # before the methods below look at the whole model
     state = target.with_name(target.name + STATE)
     if isinstance(chosen, RewritingMethod):
         checkpoint = rewritten(checkpoint, described, chosen, state, resume)

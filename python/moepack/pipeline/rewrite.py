@@ -7,7 +7,6 @@ kept in `OUT.state` until the job is done: the bytes of a resumed job do not dep
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import safetensors
 import safetensors.torch
@@ -32,22 +31,15 @@ def rewritten(checkpoint: Checkpoint, model: MoeModel, method: RewritingMethod, 
         ResumeError: what an earlier run left there cannot be used.
         DiskError: the disk refuses.
     """
-    _try_writing(file.parent)
     kept = _kept(file) if resume and file.exists() else None
     rewriting = method.rewrite(checkpoint, model, kept)
     if rewriting is None:
         return checkpoint
     if rewriting.state is not kept:
+        with disk_errors(file.parent, "create"):
+            file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, safetensors.torch.save({name: t.contiguous() for name, t in rewriting.state.items()}))
     return RewrittenCheckpoint(checkpoint, rewriting)
-
-
-def _try_writing(directory: Path) -> None:
-    """Make the directory and write to it, so that a place that refuses is known before the work; or `DiskError`."""
-    with disk_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=directory) as file:
-            file.write(b"0")
 
 
 def _kept(file: Path) -> dict[str, Tensor]:
