@@ -1,6 +1,7 @@
 """What `moepack export` writes, read back by the programs that it is written for."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformers
 from safetensors import safe_open
 
 import moepack
-from moepack import GroupwiseTensor, OutputExistsError, UnsupportedModelError
+from moepack import GroupwiseTensor, OutputExistsError, ResumeError, UnsupportedModelError
 from moepack.cli import main
 from moepack.export import export
 from moepack.export.compressed_tensors import pack_words
@@ -20,6 +21,7 @@ from moepack.format import PackedDirectory
 from moepack.methods import Method, create
 from moepack.methods.finequant import FineQuant
 from moepack.methods.ternary import Ternary
+from moepack.pipeline.journal import Workspace
 from runtime_support import ARCHITECTURES, SWITCH, logits, tiny_model, write_packed
 
 
@@ -56,6 +58,21 @@ def test_bf16_loads_in_stock_transformers_with_the_same_logits(
     again = tmp_path / "again"
     moepack.compress(tmp_path / "out", again, method=Ternary())  # and moepack reads its own export
     assert moepack.verify(again).ok
+
+
+def test_the_place_is_not_taken_from_an_unfinished_compress(tmp_path: Path) -> None:
+    directory = write_packed(tiny_model("mixtral").bfloat16(), tmp_path / "packed", Ternary())
+    partial = tmp_path / "out.partial"
+    Workspace.open(partial, {"method": "ternary"}, resume=True).close()
+    (partial / "shard").write_text("hours of work")
+    with pytest.raises(ResumeError, match="method was ternary, is export"):
+        export(directory, tmp_path / "out")
+    assert (partial / "shard").exists()
+    shutil.rmtree(partial)
+    Workspace.open(partial, {"method": "export"}, resume=True).close()
+    (partial / "shard").write_text("of a killed run")
+    export(directory, tmp_path / "out")
+    assert not partial.exists() and not (tmp_path / "out" / "shard").exists()
 
 
 def test_bf16_keeps_what_was_not_packed_bit_for_bit(mixtral: Path, packed: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def export_bf16(directory: Path, out: Path) -> int:
     linears = _linears(source)
     dense = [*dense_entries(source)]
     shards = sum(len([*layer.files()]) for layer in layers) + len(linears) + len(dense)
-    with ModelWriter(source, out, "bf16", shards) as writer:
+    with ModelWriter(source, out, shards) as writer:
         for layer in layers:
             for projections in layer.files():
                 writer.shard([*_expert_entries(source, layer, projections)])

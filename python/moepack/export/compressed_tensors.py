@@ -31,7 +31,7 @@ def export_compressed_tensors(directory: Path, out: Path) -> int:
     modules = [*_modules(source)]
     groups = _groups(source, modules)
     dense = [*dense_entries(source)]
-    with ModelWriter(source, out, "compressed-tensors", len(modules) + len(dense)) as writer:
+    with ModelWriter(source, out, len(modules) + len(dense)) as writer:
         for name, paths, _ in modules:
             writer.shard([*_entries(source, name, paths)])
         for entries in dense:

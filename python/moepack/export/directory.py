@@ -26,18 +26,19 @@ __all__ = ["ModelWriter", "dense_entries", "tensor_entry"]
 class ModelWriter:
     """A model directory in the making; leaving the context without an error publishes it."""
 
-    def __init__(self, source: PackedDirectory, out: Path, to: str, shards: int) -> None:
+    def __init__(self, source: PackedDirectory, out: Path, shards: int) -> None:
         """Start `out`, which must not exist and gets `shards` shards.
 
         Raises:
-            DiskError, ResumeError: its place cannot be used.
+            DiskError: its place cannot be used.
+            ResumeError: it holds another command's unfinished work.
         """
         self.out = Path(os.path.abspath(out))
         self.source, self.shards, self.written = source, shards, 0
         self._weight_map: dict[str, str] = {}
         self._total = 0
         partial = self.out.with_name(self.out.name + PARTIAL)
-        self._workspace = Workspace.open(partial, {"export": to, **source.manifest.fingerprint}, resume=False)
+        self._workspace = Workspace.fresh(partial, "export")
 
     def __enter__(self) -> Self:
         return self

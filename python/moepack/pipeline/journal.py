@@ -93,6 +93,19 @@ class Workspace:
             raise
         return workspace
 
+    @classmethod
+    def fresh(cls, path: Path, command: str) -> "Workspace":
+        """Create `path` for work that is never continued.
+
+        What a killed run of the same command left there is removed; another job's unfinished work is not.
+
+        Raises:
+            ResumeError, DiskError: as for `open`.
+        """
+        workspace = cls.open(path, {"method": command}, resume=True)
+        workspace.sweep(())
+        return workspace
+
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
@@ -200,7 +213,7 @@ def _compare(found: Fingerprint, expected: Fingerprint, path: Path) -> None:
     differing = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
     if differing:
         changes = "; ".join(f"{key} was {found.get(key)}, is {expected.get(key)}" for key in differing)
-        raise ResumeError(f"is unfinished work of another job ({changes}); start over to discard it", file=path)
+        raise ResumeError(f"is unfinished work of another job ({changes}); remove it to start over", file=path)
 
 
 def _intact(file: Path, record: FileRecord) -> bool:

@@ -69,9 +69,8 @@ def tune(
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
     windows = load_samples(Checkpoint.open(Path(original)), calibration, samples, sequence_length)
     # Before the work: a place that cannot be written to is to be known at once.
-    workspace = Workspace.open(target.with_name(target.name + PARTIAL), {"method": "tune"}, resume=True)
+    workspace = Workspace.fresh(target.with_name(target.name + PARTIAL), "tune")
     try:
-        workspace.sweep(())
         workspace.reserve(_space(source))
         tuned = _tuned(packed, original, windows.inputs, settings, torch.device(device), progress or Silent())
         _write(source, workspace, tuned, {**asdict(settings), "calibration_sha256": windows.fingerprint()})
