@@ -283,7 +283,11 @@ def test_other_calls_are_transformers(model):
     assert steps_of(model) == 1
     with torch.inference_mode():
         hidden = attempt(output_hidden_states=True).hidden_states
-    assert len(hidden) == 3 and steps_of(model) == 1
+        assert len(hidden) == 3 and steps_of(model) == 1
+        # Transformers leaves its hooks on the layers; they look only while a call asks for it.
+        assert attempt().logits.isfinite().all() and steps_of(model) == 2
+        again = attempt(output_hidden_states=True).hidden_states
+    assert steps_of(model) == 2 and all(map(torch.equal, hidden, again))
 
 
 @pytest.mark.parametrize("change", ["hook", "forward", "child", "weight", "moved", "mode"])

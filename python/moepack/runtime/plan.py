@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from transformers.utils import output_capturing
 
 from moepack import _core
 from moepack.runtime.compute import compute_mode
@@ -87,7 +88,7 @@ class _Guard:
 
     def holds(self) -> bool:
         return (
-            not any(self.hooks)
+            not any(map(_watched, filter(None, self.hooks)))
             and not any("forward" in attributes for attributes in self.attributes)
             and all(parent.get(name) is child for parent, name, child in self.children)
             and all(_is_at(parent.get(name), pointer) for parent, name, pointer in self.tensors)
@@ -104,6 +105,13 @@ class _Guard:
             self.hooks += [module._forward_hooks, module._forward_pre_hooks]
             self.hooks += [module._backward_hooks, module._backward_pre_hooks]
             self.attributes.append(module.__dict__)
+
+
+def _watched(hooks: Mapping[Any, Any]) -> bool:
+    """Whether hooks look at a module. Those that transformers leaves behind, once it was asked for outputs of layers,
+    look only while it is asked."""
+    idle = output_capturing._active_collector.get() is None
+    return not idle or any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks.values())
 
 
 def _is_at(tensor: torch.Tensor | None, pointer: int) -> bool:
