@@ -94,13 +94,15 @@ def compress(
     checkpoint = Checkpoint.open(model)
     described = describe(checkpoint)
     try_creating(target)  # before the methods below look at the whole model
-    state = target.with_name(target.name + STATE)
+    state, progress = target.with_name(target.name + STATE), progress or Silent()
+    if isinstance(chosen, RewritingMethod | PlannedMethod):
+        progress.prepare(f"{chosen.name} looks at the whole model first")
     if isinstance(chosen, RewritingMethod):
         checkpoint = rewritten(checkpoint, described, chosen, state, resume)
         described = describe(checkpoint)
     if isinstance(chosen, PlannedMethod):
         chosen.begin(checkpoint, described)
-    job = Job(checkpoint, described, chosen, progress or Silent(), peak)
+    job = Job(checkpoint, described, chosen, progress, peak)
     try:
         report = job.run(target, resume, started)
     finally:

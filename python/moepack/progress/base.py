@@ -4,10 +4,14 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives a job's progress. Calls come from one thread: `start`, then any of the others, and `finish` at the end.
+    """Receives a job's progress. Calls come from one thread: `prepare`, `start`, then any of the others, and `finish`.
 
     `finish` is called however the job ends, so a display can give the terminal back.
     """
+
+    def prepare(self, what: str) -> None:
+        """Say what is done before it is known how much there is to do; may be left out."""
+        ...
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Begin a job of `total` weights, or what `unit` names, of which `done` were finished by an earlier run."""
@@ -28,6 +32,9 @@ class Progress(Protocol):
 
 class Silent:
     """Shows nothing."""
+
+    def prepare(self, what: str) -> None:
+        """Ignore the preparation."""
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Ignore the beginning."""

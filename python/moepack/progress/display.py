@@ -47,8 +47,13 @@ class Bar:
             TimeRemainingColumn(),
             TextColumn("peak {task.fields[memory]}"),
         )
+        self._console = console
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = TaskID(0)
+
+    def prepare(self, what: str) -> None:
+        """Print a line, which stays."""
+        self._console.print(what, highlight=False, markup=False)
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Draw the bar."""
@@ -76,6 +81,10 @@ class Lines:
     def __init__(self, console: Console, interval: float = LINE_INTERVAL) -> None:
         self._console, self._interval = console, interval
         self._clock, self._stage, self._memory, self._last = _Clock(), "", 0, 0.0
+
+    def prepare(self, what: str) -> None:
+        """Print a line."""
+        self._print(what)
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Say how much there is to do."""
