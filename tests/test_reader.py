@@ -212,6 +212,12 @@ def test_missing_shard(pair: Path) -> None:
         Checkpoint.open(pair)
 
 
+def test_a_clone_without_git_lfs(pair: Path) -> None:
+    (pair / "2.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7234440\n")
+    with pytest.raises(CheckpointError, match=r"2\.safetensors: is a pointer of git-lfs"):
+        Checkpoint.open(pair)
+
+
 def test_dangling_link(pair: Path) -> None:
     (pair / "2.safetensors").unlink()
     (pair / "2.safetensors").symlink_to("nowhere")

@@ -258,7 +258,8 @@ def _read_layer(checkpoint: Checkpoint, family: Family, block: str, rests: list[
         rows = _stacked_rows(checkpoint, f"{block}.{layout.gate_up}", experts)
         _stacked_rows(checkpoint, f"{block}.{layout.down}", experts)
     elif experts > len(rests):
-        raise CheckpointError(f"{experts} experts are configured, the block has {len(rests)} tensors", tensor=block)
+        message = f"{experts} experts are configured, the block has {len(rests)} tensors"
+        raise CheckpointError(message, file=checkpoint.path, tensor=block)
     module = f"{block.rpartition('.')[0]}.{family.module}.experts"
     projections = tuple(
         Projection(name, _shape(checkpoint, parts), f"{module}.{family.packed.format(name)}", parts, checkpoint)

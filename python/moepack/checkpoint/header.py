@@ -50,6 +50,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Names of dtypes in a header, and what torch calls them. Sub-byte dtypes are not accepted."""
 
 
+_LFS_POINTER = b"version "
+"""How the small text begins that a clone without git-lfs has in the place of a large file; as a length, too large."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where one tensor lies.
@@ -144,6 +148,8 @@ def _read_json_bytes(stream: BinaryIO, size: int, file: Path, error: type[Moepac
     prefix = stream.read(8)
     if len(prefix) < 8:
         raise error(f"truncated: {size} bytes, a safetensors file has at least 8", file=file)
+    if prefix == _LFS_POINTER:
+        raise error("is a pointer of git-lfs, not the file: `git lfs pull` fetches it", file=file)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER:
         raise error(f"the header claims {length} bytes, the limit is {MAX_HEADER}: not a safetensors file?", file=file)
