@@ -380,6 +380,7 @@ def test_stacks_of_a_wrong_shape(name: str, shape: tuple[int, ...], message: str
         ({"num_local_experts": "8"}, CheckpointError, "no number of experts"),
         ({"num_experts": 3}, CheckpointError, "contradictory numbers of experts"),
         ({"num_hidden_layers": None}, CheckpointError, "no number of layers"),
+        ({"num_hidden_layers": 10**12}, CheckpointError, r"\(num_hidden_layers\), model\.layers\.3 has no tensor"),
         ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModelError, "already quantized .*'fp8'"),
         ({"quantization_config": {"quant_method": "moepack"}}, UnsupportedModelError, "already packed by moepack"),
         ({"quantization_config": "int4"}, UnsupportedModelError, "already quantized"),

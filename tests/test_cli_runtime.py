@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -60,6 +61,23 @@ def test_eval_table(run, mixtral, text):
 @pytest.mark.parametrize("arguments", [["--chars", 0], ["--chars", 100], ["--dtype", "int3"], ["--threads", 0]])
 def test_eval_usage_errors(run, mixtral, text, arguments):
     assert run("eval", mixtral, "--text", text, *arguments).exit_code == 2
+
+
+def test_eval_of_a_text_that_is_none_names_it(run, mixtral, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    result = run("eval", mixtral, "--text", tmp_path / "binary")
+    assert result.exit_code == 2 and "UTF-8" in result.output
+
+
+@pytest.mark.parametrize("lost", ["weights", "tokenizer"])
+def test_a_model_without_weights_or_tokenizer_is_a_foreseen_failure(run, mixtral, tmp_path, lost):
+    shutil.copytree(mixtral, tmp_path / "model")
+    for file in (tmp_path / "model").iterdir():
+        if file.name != "config.json" and (lost == "weights") == (file.suffix == ".safetensors"):
+            file.unlink()
+    result = run("generate", tmp_path / "model", "--prompt", "a")
+    assert isinstance(result.exception, moepack.LoadError), result.exception
+    assert str(tmp_path / "model") in str(result.exception) and "\n" not in str(result.exception)
 
 
 def test_eval_without_a_text(run, mixtral, tmp_path):

@@ -261,6 +261,14 @@ def test_a_damaged_config(mixtral_copy, text):
         moepack.load(mixtral_copy)
 
 
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"weight_map": {"a": "b"}}'])
+def test_a_damaged_index(mixtral_copy, text):
+    (mixtral_copy / "model.safetensors.index.json").write_text(text)
+    with pytest.raises((LoadError, CorruptionError), match=str(mixtral_copy)) as caught:
+        moepack.load(mixtral_copy)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_newer_directory_asks_for_an_upgrade(mixtral_copy):
     edit_config(mixtral_copy, lambda config: config["quantization_config"].update(version=2))
     for load in (moepack.load, transformers.AutoModelForCausalLM.from_pretrained):

@@ -273,7 +273,13 @@ def test_a_model_that_computes_nan_is_refused(mixtral, text, tmp_path):
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CalibrationError, match=r"NaN or infinity in 'model\.layers\.1'"):
         compress(tmp_path / "model", tmp_path / "out", method=method(text))
-    assert not (tmp_path / "out").exists()
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith("out")] == ["out.partial"]
+    # In the first layer: nothing is kept, so that the same place can be used with other settings.
+    tensors["model.layers.0.self_attn.o_proj.weight"].view(-1)[0] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CalibrationError, match=r"NaN or infinity in 'model\.layers\.0'"):
+        compress(tmp_path / "model", tmp_path / "other", method=method(text))
+    assert not [file.name for file in tmp_path.iterdir() if file.name.startswith("other")]
 
 
 def test_tokens_out_of_the_vocabulary_are_refused(mixtral, text, tmp_path):

@@ -16,7 +16,14 @@ import tiny_models
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
 from moepack.cli import app, main
-from moepack.errors import CalibrationError, DiskError, OutputExistsError, ResumeError, UnsupportedModelError
+from moepack.errors import (
+    CalibrationError,
+    DiskError,
+    MoepackWarning,
+    OutputExistsError,
+    ResumeError,
+    UnsupportedModelError,
+)
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.tuning import TuneSettings, listening, thaw, tune_model
@@ -193,6 +200,17 @@ def test_a_place_that_cannot_be_written_to_is_known_before_the_work(packed, text
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="cannot create"):
         tune(*packed, tmp_path / "file" / "out", calibration=str(text), samples=3, sequence_length=32)
+
+
+def test_another_original_is_told(packed, text, tmp_path, recwarn):
+    few = {"calibration": str(text), "samples": 2, "sequence_length": 32, "settings": TuneSettings(steps=1, batch=1)}
+    tune(*packed, tmp_path / "out", **few)
+    assert not [warning for warning in recwarn if warning.category is MoepackWarning]
+    other = tmp_path / "other"
+    shutil.copytree(packed[1], other)
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
+    with pytest.warns(MoepackWarning, match=r"other: is not what .* was made of, or was changed since"):
+        tune(packed[0], other, tmp_path / "again", **few)
 
 
 def test_what_cannot_be_tuned_is_refused(packed, mixtral, text, tmp_path):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.errors import (
     CalibrationError,
-    CalibrationWarning,
     CheckpointError,
     CorruptionError,
     DeviceMemoryError,
@@ -17,6 +16,7 @@ from moepack.errors import (
     InvalidTensorError,
     LoadError,
     MoepackError,
+    MoepackWarning,
     OutputExistsError,
     ResumeError,
     SerializationError,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CalibrationError",
-    "CalibrationWarning",
     "Checkpoint",
     "CheckpointError",
     "CodebookTensor",
@@ -54,6 +53,7 @@ __all__ = [
     "InvalidTensorError",
     "LoadError",
     "MoepackError",
+    "MoepackWarning",
     "OutputExistsError",
     "PackedDirectory",
     "ResumeError",

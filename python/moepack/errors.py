@@ -11,7 +11,6 @@ from os import PathLike, fspath
 
 __all__ = [
     "CalibrationError",
-    "CalibrationWarning",
     "CheckpointError",
     "CorruptionError",
     "DeviceMemoryError",
@@ -19,6 +18,7 @@ __all__ = [
     "InvalidTensorError",
     "LoadError",
     "MoepackError",
+    "MoepackWarning",
     "OutputExistsError",
     "ResumeError",
     "SerializationError",
@@ -53,6 +53,10 @@ def _rebuild(kind: type[MoepackError], detail: str, file: str | None, tensor: st
     return kind(detail, file=file, tensor=tensor)
 
 
+class MoepackWarning(UserWarning):
+    """Something that the user should know of what was given, while the work goes on."""
+
+
 class CheckpointError(MoepackError):
     """The source checkpoint cannot be read: a missing or damaged shard, an index that points elsewhere, no config."""
 
@@ -75,10 +79,6 @@ class OutputExistsError(MoepackError, FileExistsError):
 
 class CalibrationError(MoepackError, ValueError):
     """The calibration text or the model's answer to it is unusable: empty, binary, out of the vocabulary, NaN."""
-
-
-class CalibrationWarning(UserWarning):
-    """A calibration set is smaller than what was asked for."""
 
 
 class DeviceMemoryError(MoepackError, MemoryError):

@@ -164,8 +164,11 @@ def _open(source: Source, tokenizer: Any, dtype: torch.dtype | str, mode: str | 
 
 def _windows(file: Path, chars: int, tokenizer: Any) -> NDArray[np.int64]:
     """Token ids in rows of one window, the rest left out."""
-    with open(file, encoding="utf-8") as stream:
-        text = stream.read(chars)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            text = stream.read(chars)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is not UTF-8 text ({error.reason})") from error
     ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, np.int64)
     if len(ids) < WINDOW:
         raise ValueError(f"{file}: {len(ids)} tokens are less than one window of {WINDOW}")

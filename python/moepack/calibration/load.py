@@ -44,7 +44,8 @@ def load_samples(
         config = AutoConfig.from_pretrained(checkpoint.path)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
     except (OSError, ValueError) as error:
-        raise CalibrationError(f"no tokenizer can be loaded: {error}", file=checkpoint.path) from error
+        reason = " ".join(str(error).split())
+        raise CalibrationError(f"no tokenizer can be loaded: {reason}", file=checkpoint.path) from error
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise CalibrationError(f"samples of {length} tokens are longer than the model's {positions} positions")

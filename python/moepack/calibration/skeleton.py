@@ -159,7 +159,7 @@ class Skeleton:
     def _fetch(self, name: str, like: Tensor) -> Tensor:
         source = self._names.get(name)
         if source is None:
-            raise CheckpointError("the model needs a tensor that the checkpoint lacks", tensor=name)
+            raise CheckpointError("the model needs it, the checkpoint lacks it", file=self.checkpoint.path, tensor=name)
         value = self.checkpoint.tensor(source)
         if value.shape != like.shape:
             raise CheckpointError(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moepack.errors import CalibrationError, CalibrationWarning
+from moepack.errors import CalibrationError, MoepackWarning
 
 __all__ = ["Tokenizer", "read_texts", "token_windows"]
 
@@ -62,7 +62,7 @@ def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iter
 def token_windows(
     tokenizer: Tokenizer, source: str | PathLike[str], samples: int, length: int, vocabulary: int
 ) -> Tensor:
-    """Token windows [N, length] int64 with N <= samples; fewer, with a `CalibrationWarning`, where the text is shorter.
+    """Token windows [N, length] int64 with N <= samples; fewer, with a `MoepackWarning`, where the text is shorter.
 
     Args:
         tokenizer: of the model to be calibrated.
@@ -91,7 +91,7 @@ def token_windows(
     count = min(samples, len(ids) // length)
     if count < samples:
         message = f"{source}: the text holds {count} samples of {length} tokens, {samples} were asked for"
-        warnings.warn(message, CalibrationWarning, stacklevel=2)
+        warnings.warn(message, MoepackWarning, stacklevel=2)
     slack = len(ids) - count * length
     starts = [i * length + (slack * i // (count - 1) if count > 1 else 0) for i in range(count)]
     return torch.stack([tokens[start : start + length] for start in starts])

@@ -148,7 +148,9 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     _refuse_quantized(checkpoint)
     family = FAMILIES.get(checkpoint.config["model_type"])
     if family is not None:
-        return read_family(checkpoint, family)
+        model = read_family(checkpoint, family)
+        _check_layers(checkpoint)
+        return model
     from moepack.checkpoint.structural import recognise
 
     return recognise(checkpoint)
@@ -190,6 +192,21 @@ def read_family(checkpoint: Checkpoint, family: Family, experts: int | None = No
     dense = tuple(name for name in checkpoint.names() if name not in consumed)
     linears = _dense_layers(checkpoint, layers.values(), renamed)
     return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), dense, tuple(notes), linears)
+
+
+def _check_layers(checkpoint: Checkpoint) -> None:
+    """Every layer that config.json declares has a tensor: a checkpoint with less was not copied whole."""
+    stacks = {"model.layers.": "num_hidden_layers"}
+    if checkpoint.config.get("is_encoder_decoder"):
+        stacks = {"encoder.block.": "num_layers", "decoder.block.": "num_decoder_layers"}
+    for stack, key in stacks.items():
+        rests = (name.removeprefix(stack) for name in checkpoint.names() if name.startswith(stack))
+        found = {rest.partition(".")[0] for rest in rests}
+        count = checkpoint.config.get(key)
+        missing = next((i for i in range(count) if str(i) not in found), None) if isinstance(count, int) else None
+        if missing is not None:
+            message = f"{count} layers are configured ({key}), {stack}{missing} has no tensor"
+            raise CheckpointError(message, file=checkpoint.path)
 
 
 def _dense_layers(

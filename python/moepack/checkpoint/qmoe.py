@@ -158,6 +158,8 @@ def _encoded(values: torch.Tensor, code: str, name: str | None) -> TernaryTensor
 def _load(file: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", file=file) from error
     except Exception as error:  # torch.load raises whatever its unpickler meets
         raise CheckpointError(f"cannot be read: {error}", file=file) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

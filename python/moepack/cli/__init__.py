@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moepack.errors import CalibrationWarning, MoepackError
+from moepack.errors import MoepackError, MoepackWarning
 
 COMMANDS = {
     "compress": "compress",
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _show(others: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
     """Print a warning of moepack's own in one line; leave `others` to Python, which tells the line of code."""
-    if issubclass(category, CalibrationWarning):
+    if issubclass(category, MoepackWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:
         others(message, category, *place)

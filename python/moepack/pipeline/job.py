@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, describe
 from moepack.checkpoint.header import read_header
-from moepack.errors import CheckpointError, InvalidTensorError, OutputExistsError
+from moepack.errors import CheckpointError, DiskError, InvalidTensorError, MoepackError, OutputExistsError
 from moepack.format.atomic import try_creating, write_file
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
@@ -78,12 +79,14 @@ def compress(
         CheckpointError: the checkpoint is incomplete or damaged.
         UnsupportedModelError: its architecture is unknown, or it is already quantized.
         CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
-        InvalidTensorError: a weight is NaN or infinite. Finished layers stay in `out`.partial, and the same call
-            continues once the checkpoint is mended; without any, nothing is left behind.
+        InvalidTensorError: a weight is NaN or infinite.
         OutputExistsError: `out` exists.
         ResumeError: `out`.partial belongs to another job.
-        DiskError: the disk is full or refuses. `out`.partial stays and the same call continues it.
-        KeyboardInterrupt: as DiskError.
+        DiskError: the disk is full or refuses.
+        KeyboardInterrupt: Ctrl-C.
+
+    Whatever is raised, finished layers stay in `out`.partial, and the same call continues once its cause is mended;
+    without any, nothing is left behind, but for the place of a job that was interrupted.
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     if os.path.lexists(target):
@@ -101,7 +104,8 @@ def compress(
         checkpoint = rewritten(checkpoint, described, chosen, state, resume)
         described = describe(checkpoint)
     if isinstance(chosen, PlannedMethod):
-        chosen.begin(checkpoint, described)
+        with naming_files(checkpoint):
+            chosen.begin(checkpoint, described)
     job = Job(checkpoint, described, chosen, progress, peak)
     try:
         report = job.run(target, resume, started)
@@ -109,6 +113,17 @@ def compress(
         if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
             state.unlink()
     return report
+
+
+@contextmanager
+def naming_files(checkpoint: Checkpoint) -> Iterator[None]:
+    """Give an error about a weight the file that holds it: methods know tensors, no files."""
+    try:
+        yield
+    except InvalidTensorError as error:
+        known = error.tensor in checkpoint
+        file = checkpoint.info(error.tensor).file if error.tensor and known else checkpoint.path
+        raise InvalidTensorError(error.detail, file=file, tensor=error.tensor) from error
 
 
 class Job:
@@ -132,8 +147,9 @@ class Job:
             if os.path.lexists(target):
                 raise OutputExistsError("was made by somebody else in the meantime", file=target)
             workspace.publish(target)
-        except InvalidTensorError:
-            if not workspace.done:
+        except MoepackError as error:
+            # What is left of nothing would only be in the way of the same job with other settings.
+            if not (workspace.done or workspace.complete or isinstance(error, DiskError)):
                 workspace.discard()
             raise
         finally:
@@ -207,12 +223,8 @@ class Job:
         return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
 
     def _compress(self, layer: PackedLayer) -> Iterator[tuple[Unit, PackedTensor]]:
-        try:
+        with naming_files(self.checkpoint):
             yield from compress_units(self.method, layer, self._advance)
-        except InvalidTensorError as error:
-            known = error.tensor in self.checkpoint
-            file = self.checkpoint.info(error.tensor).file if error.tensor and known else self.checkpoint.path
-            raise InvalidTensorError(error.detail, file=file, tensor=error.tensor) from error
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())

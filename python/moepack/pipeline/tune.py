@@ -1,6 +1,7 @@
 """`tune`: fine-tunes the centroids of a packed directory against the model it was made of; codes and sizes stay."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from os import PathLike
@@ -12,7 +13,7 @@ import torch
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.header import read_header
-from moepack.errors import CorruptionError, OutputExistsError, UnsupportedModelError
+from moepack.errors import CorruptionError, MoepackWarning, OutputExistsError, UnsupportedModelError
 from moepack.format.atomic import write_file
 from moepack.format.directory import PackedDirectory
 from moepack.format.hub import CONFIG, config_bytes, quantization_config
@@ -67,7 +68,12 @@ def tune(
     source = PackedDirectory.open(Path(packed))
     if others := {record.kind for record in source.manifest.packed().values()} - {"codebook"}:
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
-    windows = load_samples(Checkpoint.open(Path(original)), calibration, samples, sequence_length)
+    checkpoint = Checkpoint.open(Path(original))
+    # Of a checkpoint that was changed before it was packed, what it was changed by follows.
+    if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
+        message = f"{original}: is not what {packed} was made of, or was changed since"
+        warnings.warn(message, MoepackWarning, stacklevel=2)
+    windows = load_samples(checkpoint, calibration, samples, sequence_length)
     # Before the work: a place that cannot be written to is to be known at once.
     workspace = Workspace.fresh(target.with_name(target.name + PARTIAL), "tune")
     try:

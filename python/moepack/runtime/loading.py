@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from moepack.errors import LoadError
+from moepack.errors import LoadError, MoepackError
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import make_resident
 
@@ -74,9 +75,16 @@ def open_model(
     register()
     seq2seq = config.get("is_encoder_decoder", False)
     auto = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
-    model, report = auto.from_pretrained(
-        fspath(directory), dtype=_dtype(dtype), local_files_only=True, output_loading_info=True
-    )
+    dtype = _dtype(dtype)
+    try:
+        model, report = auto.from_pretrained(
+            fspath(directory), dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except MoepackError:
+        raise
+    except (OSError, LookupError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise LoadError(f"transformers cannot load it: {reason}", file=directory) from error
     if missing := sorted(report["missing_keys"]):
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise LoadError(f"the model needs tensors that the directory does not have: {names}", file=directory)
@@ -98,7 +106,7 @@ def open_tokenizer(directory: str | PathLike[str]) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(fspath(directory), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise LoadError(f"no tokenizer can be loaded: {error}", file=directory) from error
+        raise LoadError(f"no tokenizer can be loaded: {' '.join(str(error).split())}", file=directory) from error
 
 
 def is_packed(directory: str | PathLike[str]) -> bool:

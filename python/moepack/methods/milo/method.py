@@ -36,6 +36,9 @@ DEFAULT_RANK = "budget:5"
 DENSE_WEIGHT = 1.0
 """What the error of a dense layer counts in a budget by default."""
 
+SAMPLES, SEQUENCE_LENGTH = 128, 512
+"""How much of a text is read by default."""
+
 _GROUP_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -70,8 +73,8 @@ class Milo:
     refine: bool = True
     rounds: int = 20
     calibration: str | None = None
-    samples: int = 128
-    sequence_length: int = 512
+    samples: int = SAMPLES
+    sequence_length: int = SEQUENCE_LENGTH
     dense_weight: float = DENSE_WEIGHT
     device: str = "cpu"
     name: ClassVar[str] = "milo"
@@ -93,8 +96,11 @@ class Milo:
         if (self.memory_budget is not None and self.memory_budget < 1) or self.rounds < 1:
             raise ValueError("memory_budget and rounds must be positive")
         self._terms = parse_ranks(self.rank or DEFAULT_RANK)
-        if any(term.policy == "frequency" for term in self._terms) and self.calibration is None:
-            raise ValueError("rank by frequency needs a text: calibration says which")
+        if self.calibration is None:
+            if any(term.policy == "frequency" for term in self._terms):
+                raise ValueError("rank by frequency needs a text: calibration says which")
+            if (self.samples, self.sequence_length) != (SAMPLES, SEQUENCE_LENGTH):
+                raise ValueError("samples and sequence_length are of a text: calibration says which")
         self._specs = [GroupSpec(self.bits, self.group_size, bool(self.symmetric))]
         if self.symmetric is None and (self.memory_budget is not None or self._terms[0].policy == "budget"):
             self._specs.append(GroupSpec(self.bits, self.group_size, True))

@@ -110,8 +110,10 @@ class Qmoe:
     _fingerprint: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.bits not in ("ternary", "2") or self.solver not in ("gptq", "rtn"):
-            raise ValueError(f"bits must be ternary or 2, not {self.bits}; the solver gptq or rtn, not {self.solver}")
+        if self.bits not in ("ternary", "2"):
+            raise ValueError(f"bits must be ternary or 2, not {self.bits}")
+        if self.solver not in ("gptq", "rtn"):
+            raise ValueError(f"solver must be gptq or rtn, not {self.solver}")
         if self.group_size not in (16, 32, 64, 128, 256):
             raise ValueError(f"group_size must be 16, 32, 64, 128 or 256, not {self.group_size}")
         if not 0 <= self.drift <= 1:
