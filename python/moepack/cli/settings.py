@@ -25,7 +25,7 @@ Bits = Annotated[
 ]
 BitsPerWeight = Annotated[
     float | None,
-    typer.Option(help="qmoe: rate of the coded experts, 0.6 to 1.6. finequant: budget of --group-size budget."),
+    typer.Option(help="qmoe: rate of the coded experts, 0.4 to 2. finequant: budget of --group-size budget."),
 ]
 GroupSize = Annotated[
     str | None,
