@@ -18,6 +18,7 @@ from moepack.checkpoint import Checkpoint
 from moepack.cli import app, main
 from moepack.errors import (
     CalibrationError,
+    CorruptionError,
     DiskError,
     MoepackWarning,
     OutputExistsError,
@@ -200,6 +201,14 @@ def test_a_place_that_cannot_be_written_to_is_known_before_the_work(packed, text
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="cannot create"):
         tune(*packed, tmp_path / "file" / "out", calibration=str(text), samples=3, sequence_length=32)
+
+
+def test_a_file_that_is_missing_is_known_before_the_work(packed, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("moepack.pipeline.tune.tune_model", lambda *arguments: pytest.fail("worked"))
+    shutil.copytree(packed[0], tmp_path / "copy")
+    (tmp_path / "copy" / "generation_config.json").unlink()
+    with pytest.raises(CorruptionError, match=r"generation_config\.json: missing"):
+        tune(tmp_path / "copy", packed[1], tmp_path / "out", calibration=str(text))
 
 
 def test_another_original_is_told(packed, text, tmp_path, recwarn):

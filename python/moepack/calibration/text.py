@@ -132,7 +132,10 @@ def _file_documents(file: Path) -> Iterator[str]:
 
 
 def _decode(file: Path) -> str:
-    data = file.read_bytes()
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise CalibrationError(f"cannot be read: {error.strerror or error}", file=file) from error
     if b"\0" in data:
         raise CalibrationError("the file is binary, not text", file=file)
     try:

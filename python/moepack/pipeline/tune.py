@@ -15,7 +15,7 @@ from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.header import read_header
 from moepack.errors import CorruptionError, MoepackWarning, OutputExistsError, UnsupportedModelError
 from moepack.format.atomic import write_file
-from moepack.format.directory import PackedDirectory
+from moepack.format.directory import PackedDirectory, check_size
 from moepack.format.hub import CONFIG, config_bytes, quantization_config
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
@@ -68,6 +68,8 @@ def tune(
     source = PackedDirectory.open(Path(packed))
     if others := {record.kind for record in source.manifest.packed().values()} - {"codebook"}:
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
+    for file, record in source.manifest.files.items():
+        check_size(source.path / file, record.size)
     checkpoint = Checkpoint.open(Path(original))
     # Of a checkpoint that was changed before it was packed, what it was changed by follows.
     if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
