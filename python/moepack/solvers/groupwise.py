@@ -104,16 +104,22 @@ def quantize_groupwise(
             raise _not_finite(chunk, [*matrix, rows.start], name)
         for columns, places in _pieces(values.shape[-1], width):
             part = chunk[:, columns].reshape(len(chunk), places.stop - places.start, -1)
-            found = _symmetric(part, bits, search, dtype) if offsets is None else _affine(part, bits, search, dtype)
-            codes[matrix][rows, columns] = found.codes.flatten(1)
-            scales[matrix][rows, places] = found.scales
-            if offsets is not None and found.offsets is not None:
-                offsets[matrix][rows, places] = found.offsets
-    for kind, stored in (("scale", scales), ("offset", offsets)):
+            fit = _symmetric(part, bits, search, dtype) if offsets is None else _affine(part, bits, search, dtype)
+            codes[matrix][rows, columns] = fit.codes.flatten(1)
+            scales[matrix][rows, places] = fit.scales
+            if offsets is not None and fit.offsets is not None:
+                offsets[matrix][rows, places] = fit.offsets
+    found = GroupwiseCodes(codes, scales, offsets)
+    _check_range(found, dtype, name)
+    return found
+
+
+def _check_range(codes: GroupwiseCodes, dtype: torch.dtype, name: str | None) -> None:
+    """Refuse parameters that their dtype could not hold; the error names the first such group."""
+    for kind, stored in (("scale", codes.scales), ("offset", codes.offsets)):
         if stored is not None and not bool(stored.isfinite().all()):
             place = (~stored.isfinite()).nonzero()[0].tolist()
             raise InvalidTensorError(f"the {kind} of group {place} is beyond the range of {dtype}", tensor=name)
-    return GroupwiseCodes(codes, scales, offsets)
 
 
 def check_grid(bits: int, group_size: int | None) -> None:

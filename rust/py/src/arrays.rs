@@ -1,8 +1,9 @@
 //! NumPy arrays on their way in and out: what every packed format asks of its arguments and results.
 
+use moepack_core::Result;
 use moepack_core::gemm::ternary as gemm;
 use moepack_core::simd::{self, Isa};
-use numpy::{Element, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
+use numpy::{Element, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
 use numpy::{PyUntypedArrayMethods, dtype};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -12,6 +13,17 @@ use crate::error::raise;
 /// The values of an array, or a ValueError that names it.
 pub fn contiguous<T>(slice: std::result::Result<T, numpy::AsSliceError>, name: &str) -> PyResult<T> {
     slice.map_err(|_| PyValueError::new_err(format!("{name} must be C-contiguous")))
+}
+
+/// What `work` makes of the bytes of a packed tensor, without the interpreter lock.
+pub fn reading<T: Send>(
+    py: Python<'_>,
+    data: &Py<PyArray1<u8>>,
+    work: impl FnOnce(&[u8]) -> Result<T> + Send,
+) -> PyResult<T> {
+    let data = data.bind(py).try_readonly()?;
+    let data = contiguous(data.as_slice(), "data")?;
+    py.detach(|| work(data)).map_err(raise)
 }
 
 /// An array of zeros; MemoryError if there is no room for it.
@@ -71,7 +83,8 @@ pub fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
 /// The offsets [experts + 1] of a grouped product.
 pub fn expert_offsets(offsets: &PyReadonlyArray1<'_, i64>) -> PyResult<Vec<usize>> {
     let offsets = offsets.as_array();
-    let offsets: Result<Vec<_>, _> = offsets.iter().map(|&offset| usize::try_from(offset)).collect();
+    let offsets: std::result::Result<Vec<_>, _> =
+        offsets.iter().map(|&offset| usize::try_from(offset)).collect();
     offsets.map_err(|_| PyValueError::new_err("offsets must not be negative"))
 }
 

@@ -11,7 +11,7 @@ use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyReadonlyArray4, PyUntypedArray
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
+use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products, reading};
 use crate::error::raise;
 use crate::layer::Packed;
 
@@ -101,9 +101,7 @@ impl CodebookBlob {
         py: Python<'_>,
         work: impl FnOnce(&View) -> Result<T> + Send,
     ) -> PyResult<T> {
-        let data = self.data.bind(py).try_readonly()?;
-        let data = contiguous(data.as_slice(), "data")?;
-        py.detach(|| work(&View::parse(data)?)).map_err(raise)
+        reading(py, &self.data, |data| work(&View::parse(data)?))
     }
 
     /// Fills a new array [experts, rows, columns] row by row without the interpreter lock.

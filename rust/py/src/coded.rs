@@ -10,7 +10,7 @@ use moepack_core::{Result, pool};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 
-use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, products};
+use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, products, reading};
 use crate::error::raise;
 use crate::groupwise::GroupwiseBlob;
 use crate::layer::Packed;
@@ -57,9 +57,7 @@ impl CodedGroupwiseBlob {
         py: Python<'_>,
         work: impl FnOnce(&CodedView) -> Result<T> + Send,
     ) -> PyResult<T> {
-        let data = self.data.bind(py).try_readonly()?;
-        let data = contiguous(data.as_slice(), "data")?;
-        py.detach(|| work(&self.coded.view(data)?)).map_err(raise)
+        reading(py, &self.data, |data| work(&self.coded.view(data)?))
     }
 
     fn shape(&self) -> Shape {

@@ -14,7 +14,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use rayon::prelude::*;
 
-use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
+use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products, reading};
 use crate::error::raise;
 use crate::layer::Packed;
 
@@ -120,9 +120,7 @@ impl CompensatedBlob {
         py: Python<'_>,
         work: impl FnOnce(&View) -> Result<T> + Send,
     ) -> PyResult<T> {
-        let data = self.data.bind(py).try_readonly()?;
-        let data = contiguous(data.as_slice(), "data")?;
-        py.detach(|| work(&View::parse(data)?)).map_err(raise)
+        reading(py, &self.data, |data| work(&View::parse(data)?))
     }
 
     fn shape(&self) -> Shape {

@@ -52,25 +52,14 @@ pub fn fit_groups<'py>(
     mut compensation: Option<PyReadwriteArray2<'py, f32>>,
     isa: Option<&str>,
 ) -> PyResult<Answer<'py>> {
-    let storage = match dtype {
-        "float16" => Storage::F16,
-        "bfloat16" => Storage::Bf16,
-        other => {
-            return Err(PyValueError::new_err(format!(
-                "dtype must be float16 or bfloat16, not {other}"
-            )));
-        }
+    let (storage, isa) = (storage(dtype)?, chosen_isa(isa)?);
+    let grid = Grid {
+        bits,
+        group_size,
+        symmetric,
+        storage,
+        iterations,
     };
-    let (grid, isa) = (
-        Grid {
-            bits,
-            group_size,
-            symmetric,
-            storage,
-            iterations,
-        },
-        chosen_isa(isa)?,
-    );
     let (rows, columns) = (weights.shape()[0], weights.shape()[1]);
     let groups = grid.groups(columns);
     let codes = zeros::<u8>(py, [1, rows, columns])?.reshape([rows, columns])?;
@@ -105,4 +94,15 @@ pub fn fit_groups<'py>(
             .map_err(raise)?;
     }
     Ok((codes, scales, offsets, squares))
+}
+
+fn storage(dtype: &str) -> PyResult<Storage> {
+    match dtype {
+        "float16" => Ok(Storage::F16),
+        "bfloat16" => Ok(Storage::Bf16),
+        other => {
+            let message = format!("dtype must be float16 or bfloat16, not {other}");
+            Err(PyValueError::new_err(message))
+        }
+    }
 }

@@ -10,7 +10,7 @@ use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMe
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products};
+use crate::arrays::{Activations, chosen_isa, contiguous, expert_offsets, filled, products, reading};
 use crate::error::raise;
 use crate::layer::Packed;
 
@@ -92,10 +92,9 @@ impl TernaryBlob {
         py: Python<'_>,
         work: impl FnOnce(&TernaryView) -> Result<T> + Send,
     ) -> PyResult<T> {
-        let data = self.data.bind(py).try_readonly()?;
-        let data = contiguous(data.as_slice(), "data")?;
-        py.detach(|| work(&TernaryView::again(data, &self.metadata)?))
-            .map_err(raise)
+        reading(py, &self.data, |data| {
+            work(&TernaryView::again(data, &self.metadata)?)
+        })
     }
 
     /// Fills a new array [experts, rows, columns] without the interpreter lock.

@@ -35,14 +35,7 @@ pub struct Content<'a> {
 /// # Errors
 /// [`crate::Error::InvalidArgument`]: a size, code, centroid or scale is out of range.
 pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
-    let Content {
-        shape,
-        bits,
-        codes,
-        centroids,
-        scales,
-        ..
-    } = content;
+    let Content { shape, bits, .. } = content;
     let whole = shape.columns.max(1).next_multiple_of(BLOCK_UNIT);
     let Some(layout) = Layout::of(
         shape,
@@ -56,6 +49,27 @@ pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
             content.activation_bits, content.block, content.hadamard
         ));
     };
+    check(&layout, &content)?;
+    let mut out = vec![0; layout.total_bytes()];
+    layout.write(&mut out);
+    if layout.panel_bytes() > 0 {
+        let panels = out[HEADER_BYTES..]
+            .par_chunks_exact_mut(layout.panel_bytes())
+            .enumerate();
+        pool.install(|| panels.for_each(|(panel, out)| write_panel(&layout, &content, panel, out)));
+    }
+    Ok(out)
+}
+
+/// Checks the sizes of the content, and every code, centroid and scale.
+fn check(layout: &Layout, content: &Content) -> Result<()> {
+    let Content {
+        shape,
+        codes,
+        centroids,
+        scales,
+        ..
+    } = content;
     let books = shape.experts * shape.rows * layout.blocks();
     let sizes = [
         shape.experts * shape.rows * shape.columns,
@@ -87,15 +101,7 @@ pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
     if let Some(scale) = scales.iter().find(|s| !s.is_finite() || s.is_sign_negative()) {
         return invalid(format!("scale {scale}"));
     }
-    let mut out = vec![0; layout.total_bytes()];
-    layout.write(&mut out);
-    if layout.panel_bytes() > 0 {
-        let panels = out[HEADER_BYTES..]
-            .par_chunks_exact_mut(layout.panel_bytes())
-            .enumerate();
-        pool.install(|| panels.for_each(|(panel, out)| write_panel(&layout, &content, panel, out)));
-    }
-    Ok(out)
+    Ok(())
 }
 
 /// Writes panel `panel` of all experts' panels.
