@@ -9,7 +9,6 @@ Invariants of a `CodebookTensor`: those of a `BlobTensor`.
 
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
 import torch
 
 from moepack import _core
@@ -140,20 +139,6 @@ class CodebookTensor(BlobTensor):
         """To how many bits products round activations unless told otherwise; 0 for not at all."""
         return self._blob.activation_bits
 
-    def decode(self) -> torch.Tensor:
-        """The codes, uint8 of the tensor's shape."""
-        return torch.from_numpy(self._blob.decode()).reshape(self.shape)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, of the tensor's shape, computed in float32 and rounded once, to `dtype`.
-
-        Raises:
-            ValueError: `dtype` is none of bfloat16, float16, float32 and float64.
-        """
-        if dtype not in FLOATS:
-            raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
-        return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
-
     @property
     def hadamard(self) -> int:
         """Columns that products turn together by Hadamard's matrix (docs/format.md, section 7); 1 for not at all."""
@@ -176,11 +161,6 @@ class CodebookTensor(BlobTensor):
             ValueError: the shape does not fit, the dtype is none of the three, or there is no such mode.
         """
         return self._multiply(x, mode=mode, activation_bits=activation_bits)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CodebookTensor):
-            return NotImplemented
-        return np.array_equal(self._data, other._data)
 
     def __repr__(self) -> str:
         return (

@@ -82,20 +82,6 @@ class GroupwiseTensor(BlobTensor):
         offsets = self._blob.offsets()
         return None if offsets is None else torch.from_numpy(offsets).reshape(*self.shape[:-1], offsets.shape[-1])
 
-    def decode(self) -> torch.Tensor:
-        """The codes, uint8 of the tensor's shape."""
-        return torch.from_numpy(self._blob.decode()).reshape(self.shape)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, of the tensor's shape, computed in float32 and rounded once, to `dtype`.
-
-        Raises:
-            ValueError: `dtype` is none of bfloat16, float16, float32 and float64.
-        """
-        if dtype not in FLOATS:
-            raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
-        return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
-
     def matmul(self, x: Array, mode: Literal["exact", "int8", "bf16"] = "exact") -> Array:
         """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. No gradient flows through.
 
@@ -112,11 +98,6 @@ class GroupwiseTensor(BlobTensor):
             ValueError: the shape does not fit, the dtype is none of the three, or there is no such mode.
         """
         return self._multiply(x, mode=mode)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GroupwiseTensor):
-            return NotImplemented
-        return np.array_equal(self._data, other._data)
 
     def __repr__(self) -> str:
         symmetry = "symmetric" if self.symmetric else "asymmetric"

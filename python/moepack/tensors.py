@@ -91,6 +91,20 @@ class BlobTensor:
         view.flags.writeable = False
         return view
 
+    def decode(self) -> torch.Tensor:
+        """The codes, uint8 of the tensor's shape."""
+        return torch.from_numpy(self._blob.decode()).reshape(self.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, of the tensor's shape, computed in float32 and rounded once, to `dtype`.
+
+        Raises:
+            ValueError: `dtype` is none of bfloat16, float16, float32 and float64.
+        """
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
+        return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
+
     def matmul(self, x: Array) -> Array:
         """Multiply activations by the packed weights without unpacking them: `y = x W^T`, accumulated in float32.
 
@@ -175,6 +189,9 @@ class BlobTensor:
         if verify and hashlib.sha256(data.data).hexdigest() != header.metadata.get("sha256"):
             raise CorruptionError("the checksum differs from the one in the header", file=file, tensor=cls.kind)
         return cls(data, file=file, tensor=cls.kind)
+
+    def __eq__(self, other: object) -> bool:
+        return np.array_equal(self._data, other._data) if isinstance(other, type(self)) else NotImplemented
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (np.array(self._data),)
