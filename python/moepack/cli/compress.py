@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from moepack.cli import settings
+from moepack.cli import options, settings
 from moepack.cli.inspect import print_directory
 from moepack.cli.usage import wrong_usage
 from moepack.units import size, speed
@@ -51,11 +51,9 @@ def compress_command(
     memory_budget: settings.MemoryBudget = None,
     device: settings.Device = None,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
-    resume: Annotated[
-        bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")
-    ] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    threads: options.Threads = None,
+    resume: options.Resume = True,
+    quiet: options.Quiet = False,
 ) -> None:
     """Compress the experts of MODEL into the packed directory OUT.
 

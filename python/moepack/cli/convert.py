@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from moepack.cli import options
 from moepack.cli.usage import wrong_usage
 
 
@@ -17,11 +18,9 @@ def convert_command(
         typer.Option(help="Directory of the Switch model that was compressed: config, tokenizer, dense weights."),
     ] = None,
     code: Annotated[str, typer.Option(help="Entropy code: fsv8, or dict16 as published.")] = "fsv8",
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")] = None,
-    resume: Annotated[
-        bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")
-    ] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    threads: options.Threads = None,
+    resume: options.Resume = True,
+    quiet: options.Quiet = False,
 ) -> None:
     """Convert a model PUBLISHED in the QMoE authors' format into the packed directory OUT, exactly.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from moepack.cli import options
 from moepack.cli.device import usable_device
 from moepack.cli.usage import wrong_usage
 
@@ -26,7 +27,7 @@ def tune_command(
     device: Annotated[
         str, typer.Option(callback=usable_device, help="Where both models run, in float32 and with gradients.")
     ] = "cpu",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Fine-tune the centroids of PACKED towards the outputs of ORIGINAL; OUT has the same codes and the same size.
 
