@@ -261,6 +261,12 @@ def test_a_damaged_config(mixtral_copy, text):
         moepack.load(mixtral_copy)
 
 
+def test_a_configuration_that_makes_no_sense(mixtral_copy):
+    edit_config(mixtral_copy, lambda config: config.update(hidden_size="wide"))
+    with pytest.raises(LoadError, match="hidden_size"):
+        moepack.load(mixtral_copy)
+
+
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"weight_map": {"a": "b"}}'])
 def test_a_damaged_index(mixtral_copy, text):
     (mixtral_copy / "model.safetensors.index.json").write_text(text)

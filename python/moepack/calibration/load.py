@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 
 from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
@@ -43,9 +44,11 @@ def load_samples(
     try:
         config = AutoConfig.from_pretrained(checkpoint.path)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        raise CalibrationError(f"no tokenizer can be loaded: {reason}", file=checkpoint.path) from error
+        raise CalibrationError(
+            f"no configuration and tokenizer can be loaded: {reason}", file=checkpoint.path
+        ) from error
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise CalibrationError(f"samples of {length} tokens are longer than the model's {positions} positions")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from moepack.errors import LoadError, MoepackError
@@ -82,7 +83,7 @@ def open_model(
         )
     except MoepackError:
         raise
-    except (OSError, LookupError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, LookupError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise LoadError(f"transformers cannot load it: {reason}", file=directory) from error
     if missing := sorted(report["missing_keys"]):
