@@ -5,6 +5,7 @@
     python benches/codequant.py --cells FILE ...        # lines of "MODEL BITS BLOCK ROW"
     python benches/codequant.py ... --also TEXT ...     # trials of settings, measured on further texts too
     python benches/codequant.py --rows-file FILE        # only the tables
+    python benches/codequant.py MODEL ... --rows-file FILE --recount    # bits a weight of its rows by today's layout
 
 Every cell packs the model's experts and linear layers (attention, shared experts, dense feed-forward layers) and
 measures the packed model: on the CPU as it runs, on another device by `moepack.methods.codequant.tuning.thaw`, which
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +31,7 @@ import torch
 import machine
 import moepack
 from codequant_tables import Tables
+from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import _windows
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
@@ -37,12 +40,12 @@ from moepack.pipeline import compress
 from moepack.pipeline.tune import tune
 from moepack.runtime.loading import open_model, open_tokenizer, set_threads
 
-ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none", "hadamard": False}
-CLUSTERED = {"steps": 0, "rotation": "none", "hadamard": False}
+ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none", "hadamard": False, "drift": 0.0}
+CLUSTERED = {"steps": 0, "rotation": "none", "hadamard": False, "drift": 0.0}
 ROWS: dict[str, dict[str, Any]] = {
     "RTN": ROUNDED,
     "RTN, random rotation": {**ROUNDED, "rotation": "random"},
-    "RTN, random rotation, online Hadamard": {**ROUNDED, "rotation": "random", "hadamard": None},
+    "RTN, random rotation, online Hadamard": {**ROUNDED, "rotation": "random", "hadamard": True},
     "k-means": {**CLUSTERED, "weighted": False},
     "k-means, Hessian weights": CLUSTERED,
     "CodeQuant": {},
@@ -123,11 +126,8 @@ class Group:
 
 def measure(packed: Path, original: Path, options: argparse.Namespace, chars: int = 0) -> tuple[float, float]:
     """Loss on the text, and the share of expert choices that differ from the original's, the mean over layers."""
-    model, tokenizer = moepack.load(packed, dtype=torch.float32), open_tokenizer(original)
+    model, tokenizer = loaded(packed, options), open_tokenizer(original)
     chars = chars or options.chars
-    if options.device != "cpu":
-        thaw(model)
-        model.to(options.device).requires_grad_(False)
     loss = moepack.evaluate(model, options.text, chars, tokenizer=tokenizer).loss
     teacher = opened(original, options)
     windows = torch.from_numpy(_windows(Path(options.text), chars, tokenizer))[:CHANGED]
@@ -143,10 +143,18 @@ def measure(packed: Path, original: Path, options: argparse.Namespace, chars: in
 
 
 def losses(packed: Path, original: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Loss on the further texts, by name, of the packed model as it runs."""
-    tokenizer = open_tokenizer(original)
-    model = moepack.load(packed, dtype=torch.float32)
+    """Loss on the further texts, by name."""
+    model, tokenizer = loaded(packed, options), open_tokenizer(original)
     return {t.stem: moepack.evaluate(model, t, options.chars, tokenizer=tokenizer).loss for t in options.also}
+
+
+def loaded(packed: Path, options: argparse.Namespace) -> Any:
+    """The packed model: on the CPU as it runs, on another device what torch computes for it."""
+    model = moepack.load(packed, dtype=torch.float32)
+    if options.device != "cpu":
+        thaw(model)
+        model.to(options.device).requires_grad_(False)
+    return model
 
 
 def opened(original: Path, options: argparse.Namespace) -> Any:
@@ -214,6 +222,25 @@ def original(model: Path, options: argparse.Namespace) -> None:
     append(options, {"model": model.name, "bits": "16x16", "block": "row", "row": "original", "loss": loss})
 
 
+def stored_bits(model: Path, bits: str, block: str) -> float:
+    """What `compress` reports as bits a weight of a model's experts, from their shapes: settings beyond bits and block
+    do not change the layout (docs/format.md, section 7)."""
+    weight_bits, activation_bits = map(int, bits.split("x"))
+    method = CodeQuant(calibration="", weight_bits=weight_bits, activation_bits=activation_bits, block=block)
+    shapes = [part.shape for layer in describe(Checkpoint.open(model)).layers for part in layer.projections]
+    return 8 * sum(map(method.bound, shapes)) / sum(map(math.prod, shapes))
+
+
+def recount(options: argparse.Namespace) -> None:
+    """Put the bits a weight of the layout into all rows of the models that are given; losses stay as they are."""
+    models = {model.name: model for model in options.models}
+    found = lines(options)
+    for line in found:
+        if "bits_per_weight" in line and line["model"] in models:
+            line["bits_per_weight"] = stored_bits(models[line["model"]], line["bits"], line["block"])
+    options.rows_file.write_text("".join(json.dumps(line) + "\n" for line in found))
+
+
 def main() -> None:
     """Measure what is missing, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -234,7 +261,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes, of so many threads each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows-file", type=Path, default=Path("build/codequant.jsonl"))
+    parser.add_argument("--recount", action="store_true", help="only correct the rows' bits a weight")
     options = parser.parse_args()
+    if options.recount:
+        recount(options)
+        return
     options.rows_file.parent.mkdir(parents=True, exist_ok=True)
     known = {line["model"] for line in lines(options) if line["row"] == "original"}
     for model in options.models:
