@@ -4,7 +4,9 @@
 
 Every point is a directory that `moepack.compress` wrote. Its size is that of all its safetensors files, whatever they
 hold, so that methods which leave attention alone stand beside methods which pack it; its loss is that of the ordinary
-checkpoint that `moepack.export` makes of it. Parts may run apart, with `--only`, and meet with `--merge`.
+checkpoint that `moepack.export` makes of it, or, where products round activations, of the packed model itself. The
+points of lines that end in ", tuned" are then fine-tuned (`moepack tune`). Parts may run apart, with `--only`, and meet
+with `--merge`.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from typing import Any
 import torch
 
 import machine
+from codequant import loaded, opened
 from moepack import evaluate
 from moepack.export import export
 from moepack.methods import Method, create
 from moepack.pipeline import compress
-from moepack.runtime.loading import open_model, open_tokenizer
+from moepack.pipeline.tune import tune
+from moepack.runtime.loading import open_tokenizer
 from pictures import panels
 
 CALIBRATED = ("qmoe", "codequant")
@@ -47,6 +51,12 @@ POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         for more in (5, 12)
     ],
     "codequant": [(f"{bits} bits a row", {"weight_bits": bits}) for bits in (2, 3, 4)],
+    **{
+        f"codequant, 8-bit activations{more}": [
+            (f"{bits} bits a row", {"weight_bits": bits, "activation_bits": 8}) for bits in (2, 3, 4)
+        ]
+        for more in ("", ", tuned")
+    },
 }
 """Settings by line of the picture, which is a method and what more sets it apart; whatever is not named is the
 method's default."""
@@ -60,24 +70,36 @@ class Bench:
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path, self.options = path, options
         self.tokenizer = open_tokenizer(path)
-        self.size, self.original = _size(path), self.losses(path)
+        self.size, self.original = _size(path), self.losses(opened(path, options))
 
-    def losses(self, path: Path) -> dict[str, float]:
-        """Nats a token by text, of an ordinary checkpoint."""
-        model = open_model(path, torch.float32).to(self.options.device)
+    def losses(self, model: Any) -> dict[str, float]:
+        """Nats a token by text."""
         chars = self.options.chars
         return {t.stem: evaluate(model, t, chars, tokenizer=self.tokenizer).loss for t in self.options.text}
 
-    def point(self, method: Method) -> dict[str, Any]:
+    def point(self, method: Method, tuned: bool) -> dict[str, Any]:
         """Compress and measure: size as a part of the original's, increase of the loss, seconds of compressing."""
         with tempfile.TemporaryDirectory() as directory:
             packed, plain = Path(directory) / "packed", Path(directory) / "plain"
             start = time.perf_counter()
             compress(self.path, packed, method=method, threads=self.options.threads)
+            if tuned:
+                packed = self._tuned(packed)
             seconds = time.perf_counter() - start
-            export(packed, plain)
-            rise = {text: loss - self.original[text] for text, loss in self.losses(plain).items()}
+            if getattr(method, "activation_bits", 16) == 16:
+                export(packed, plain)
+                model = opened(plain, self.options)
+            else:
+                model = loaded(packed, self.options)
+            rise = {text: loss - self.original[text] for text, loss in self.losses(model).items()}
             return {"size": _size(packed) / self.size, "rise": rise, "seconds": round(seconds, 1)}
+
+    def _tuned(self, packed: Path) -> Path:
+        """Fine-tune with the command's settings, on more samples."""
+        out, options = packed.with_name("tuned"), self.options
+        samples = {"calibration": str(options.calibration), "samples": options.tune_samples}
+        tune(packed, self.path, out, device=options.device, **samples)
+        return out
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every setting's name and figures."""
@@ -90,7 +112,7 @@ class Bench:
                 **({} if method in CPU else {"device": options.device}),
             }
             for label, settings in POINTS[name] if options.point is None else POINTS[name][options.point :][:1]:
-                yield f"{name}: {label}", self.point(create(method, **common, **settings))
+                yield f"{name}: {label}", self.point(create(method, **common, **settings), name.endswith(", tuned"))
 
 
 def _size(path: Path) -> int:
@@ -143,6 +165,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--text", action="append", type=Path, default=[])
     parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--tune-samples", type=int, default=512)
     parser.add_argument("--chars", type=int, default=250_000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
