@@ -56,6 +56,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no Hessian weights": {"weighted": False},
     "no refinement": {"steps": 0},
     "equation 8": {"assignment": "diagonal"},
+    "drift 0": {"drift": 0.0},
     "drift 0.5": {"drift": 0.5},
     "drift 0.75": {"drift": 0.75},
     "drift 1": {"drift": 1.0},

@@ -2,7 +2,8 @@
 
 A cell is a line of the results: model, bits ("4x8": of weights and of activations), block, row, loss, and the share of
 changed routes. Losses are shown as nats a token above the original model's; what was not measured stays empty. Cells
-with losses on further texts ("also") are of trials that settings are chosen by; they are shown against the defaults.
+with losses on further texts ("also") are of trials that settings are chosen by; they are shown against no drift, which
+was the default when they were made.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ Cells = dict[tuple[str, str, str, str], dict[str, Any]]
 """By model, bits, block and row."""
 
 WIDTHS = ("4x8", "4x4", "3x8", "3x4", "2x8", "2x4")
+TRIED = ("4x16", "3x16", "2x16", "4x8", "3x8", "2x8", "4x4", "3x4", "2x4")
 PEERS = (
     "RTN",
     "RTN, random rotation",
@@ -66,30 +68,31 @@ class Tables:
         if any("also" in cell for cell in self.cells.values()):
             return self.trials()
         parts = [self.widths(model) for model in self.models]
-        return "\n\n".join([*parts, self.routes(), self.ablations(), self.blocks()])
+        return "\n\n".join([*parts, self.routes(), self.ablations(), self.drifts(), self.blocks()])
 
     def widths(self, model: str) -> str:
         """Methods by bits of weights and activations, a codebook a row."""
-        columns = [f"W{bits.replace('x', ' A')}" for bits in WIDTHS]
+        columns = [_width(bits) for bits in WIDTHS]
         body = [(row, *(self.rise(model, bits, "row", row) for bits in WIDTHS)) for row in PEERS]
         return _table((f"{model}, over {self.originals[model]:.4f}", *columns), body)
 
     def trials(self) -> str:
-        """Settings against the defaults by bits, a codebook a row; for each model its text and the further ones."""
-        further = list(dict.fromkeys(text for cell in self.cells.values() for text in cell["also"]))
-        head = [f"{model}, {text}" for model in self.models for text in ("text", *further)]
-        body = []
-        for bits, row in dict.fromkeys((bits, row) for _, bits, _, row in self.cells if row != "CodeQuant"):
-            shown = [self._against(model, bits, row, text) for model in self.models for text in (None, *further)]
-            body.append((f"W{bits.replace('x', ' A')}, {row}", *shown))
-        return _table(("against the defaults", *head), body)
+        """Settings against what they change, by bits: the mean over models and texts, and the least and the largest."""
+        rows = sorted({row for *_, row in self.cells} - {"CodeQuant", "drift 0"})
+        widths = [bits for bits in TRIED if any(bits == cell[1] for cell in self.cells)]
+        body = [(_width(bits), *(self._against(bits, row) for row in rows)) for bits in widths]
+        return _table(("a codebook a row", *rows), body)
 
-    def _against(self, model: str, bits: str, row: str, text: str | None) -> str:
-        pair = [self.cells.get((model, bits, "row", name)) for name in (row, "CodeQuant")]
-        if pair[0] is None or pair[1] is None:
-            return ""
-        found, default = (cell["loss"] if text is None else cell["also"][text] for cell in pair if cell)
-        return f"{found - default:+.4f}"
+    def _against(self, bits: str, row: str) -> str:
+        found = []
+        for model in self.models:
+            tried, plain, usual = (self.cells.get((model, bits, "row", name)) for name in (row, "drift 0", "CodeQuant"))
+            default = plain or usual
+            if tried is None or default is None:
+                return ""
+            found.append(tried["loss"] - default["loss"])
+            found += [tried["also"][text] - default["also"][text] for text in default["also"]]
+        return f"{sum(found) / len(found):+.4f} ({min(found):+.4f} to {max(found):+.4f})"
 
     def routes(self) -> str:
         """Loss and changed routes with 4 bits each, a codebook a row."""
@@ -106,6 +109,14 @@ class Tables:
         body = [(row, *(self.rise(model, "4x4", "row", row) for model in self.models)) for row in ABLATIONS]
         return _table(("W4 A4, a codebook a row", *self.models), body)
 
+    def drifts(self) -> str:
+        """What undoing drift does with 8-bit activations, a codebook a row."""
+        body = []
+        for bits in ("4x8", "3x8", "2x8"):
+            pairs = [[self.rise(model, bits, "row", row) for row in ("drift 0", "CodeQuant")] for model in self.models]
+            body.append((_width(bits), *(" to ".join(pair) if all(pair) else "" for pair in pairs)))
+        return _table(("no drift to 0.75 of it", *self.models), body)
+
     def blocks(self) -> str:
         """Methods with codebooks of 128 columns; only the pairs of model and bits that were measured."""
         body = []
@@ -113,8 +124,12 @@ class Tables:
             for bits in WIDTHS:
                 shown = [self.rise(model, bits, "128", row) for row in BLOCKED]
                 if any(shown):
-                    body.append((f"{model}, W{bits.replace('x', ' A')}", *shown))
+                    body.append((f"{model}, {_width(bits)}", *shown))
         return _table(("block of 128 columns", *BLOCKED.values()), body)
+
+
+def _width(bits: str) -> str:
+    return f"W{bits.replace('x', ' A')}"
 
 
 def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:

@@ -74,7 +74,7 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
         {},
         {"activation_bits": 8, "weight_bits": 3},
         {"activation_bits": 4},
-        {"drift": 0.75, "block": 128},
+        {"drift": 0.0, "block": 128},
         {"rotation": "random"},
     ],
 )
@@ -178,6 +178,11 @@ def test_bad_weights_text_and_settings_are_refused(mixtral, text, tmp_path):
     ):
         with pytest.raises(ValueError):
             method(text, **settings)
+
+
+def test_drift_is_undone_unless_four_bits_of_activations_would_pass_for_it(text):
+    assert [method(text, activation_bits=bits).settings["drift"] for bits in (16, 8, 4)] == [0.0, 0.75, 0.0]
+    assert method(text, activation_bits=4, drift=0.5).settings["drift"] == 0.5
 
 
 def test_the_command_line_and_export(mixtral, text, tmp_path):

@@ -49,7 +49,8 @@ def packed(text, tmp_path_factory):
     base = tmp_path_factory.mktemp("packed")
     source = tiny_models.build("deepseek_v2", base / "source")
     settings = {"samples": 6, "sequence_length": 64, "steps": 1, "rotation": "random", "weight_bits": 2}
-    settings |= {"activation_bits": 8, "hadamard": True}
+    # So small a model is all but exact on its calibration text once earlier errors are undone: drift stays.
+    settings |= {"activation_bits": 8, "hadamard": True, "drift": 0.0}
     compress(source, base / "out", method=CodeQuant(calibration=str(text), **settings))
     return base / "out", source
 

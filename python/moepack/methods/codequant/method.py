@@ -59,8 +59,8 @@ class CodeQuant:
         damping: added to the diagonal of the Hessians, relative to its mean.
         drift: the share of the error accumulated in earlier layers that the weights are moved to undo, 0 to 1 (the
             difference between X and X~ in equation 5); anything but 0 runs the original model beside the compressed
-            one. With rounded activations it also takes their noise for error of earlier layers
-            (docs/methods/codequant.md has what that does).
+            one. By default 0.75 where activations have 8 bits, otherwise 0: it takes the noise of rounded ones for
+            error of earlier layers (docs/methods/codequant.md has what that does).
         weigh_tokens: let a token count in an expert's objective what the layer's weighted sum makes of it (equation
             6), not 1.
         rotation: "learned", "random", "hadamard" or "none": what turns the residual stream, folded into all weights
@@ -90,7 +90,7 @@ class CodeQuant:
     assignment: Literal["columns", "diagonal"] = "columns"
     weighted: bool = True
     damping: float = 0.05
-    drift: float = 0.0
+    drift: float | None = None
     weigh_tokens: bool = True
     rotation: Literal["learned", "random", "hadamard", "none"] = "learned"
     rotation_steps: int = 256
@@ -114,6 +114,8 @@ class CodeQuant:
             raise ValueError(f"rotation_steps must be 0 or more, not {self.rotation_steps}")
         if self.hadamard is None:
             self.hadamard = self.activation_bits == 4
+        if self.drift is None:
+            self.drift = 0.75 if self.activation_bits == 8 else 0.0
         if self.hadamard and self.activation_bits == 16:
             raise ValueError("hadamard turns activations before they are rounded: it needs activation_bits 8 or 4")
         width = None if self.block == ROW else self._width(self.block)
@@ -239,7 +241,7 @@ class CodeQuant:
         layers = {layer.name: chosen for layer in model.dense if (chosen := layer.only(self.dense_roles)).linears}
         settings = CalibrationSettings(
             routing="compressed",
-            drift=self.drift > 0,
+            drift=self._solver.drift > 0,
             rounding=self._rounding,
             group=self.group,
             device=torch.device(self.device),
