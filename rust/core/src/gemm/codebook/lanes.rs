@@ -21,6 +21,8 @@ pub(super) trait Lanes {
     unsafe fn zero() -> Self::Int;
     /// A register of rows.
     unsafe fn load(from: *const u8) -> Self::Int;
+    /// The tables of a register's rows from their centroids, of `BITS` bits (3 or 4), a byte each.
+    unsafe fn tables<const BITS: u8>(centroids: *const u8) -> Self::Int;
     /// Writes a register of rows.
     unsafe fn store(bytes: Self::Int, to: *mut u8);
     /// Bits of bytes.

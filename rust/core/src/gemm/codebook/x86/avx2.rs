@@ -26,6 +26,17 @@ impl Lanes for Avx2 {
         unsafe { _mm256_loadu_si256(from.cast()) }
     }
     #[inline(always)]
+    unsafe fn tables<const BITS: u8>(centroids: *const u8) -> __m256i {
+        // SAFETY: see above.
+        unsafe {
+            if BITS == 4 {
+                return _mm256_loadu_si256(centroids.cast());
+            }
+            let two = _mm256_castsi128_si256(_mm_loadu_si128(centroids.cast()));
+            _mm256_permute4x64_epi64::<0b01_01_00_00>(two)
+        }
+    }
+    #[inline(always)]
     unsafe fn store(bytes: __m256i, to: *mut u8) {
         // SAFETY: see above.
         unsafe { _mm256_storeu_si256(to.cast(), bytes) }

@@ -26,6 +26,17 @@ impl Lanes for Avx512 {
         unsafe { _mm512_loadu_si512(from.cast()) }
     }
     #[inline(always)]
+    unsafe fn tables<const BITS: u8>(centroids: *const u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            if BITS == 4 {
+                return _mm512_loadu_si512(centroids.cast());
+            }
+            let four = _mm512_castsi256_si512(_mm256_loadu_si256(centroids.cast()));
+            _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), four)
+        }
+    }
+    #[inline(always)]
     unsafe fn store(bytes: __m512i, to: *mut u8) {
         // SAFETY: see above.
         unsafe { _mm512_storeu_si512(to.cast(), bytes) }
