@@ -88,6 +88,7 @@ def main() -> None:
     if args.out is not None:
         settings = {"bits": args.bits, "block": args.block, "threads": args.threads}
         found = {"machine": machine.describe(args.threads), "settings": settings, "microseconds": figures}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
