@@ -8,6 +8,7 @@ pub mod clustering;
 pub mod codebook;
 pub mod coded;
 pub mod compensated;
+mod crew;
 pub mod decoder;
 pub mod error;
 pub mod fitting;

@@ -38,6 +38,12 @@ impl<'a> View<'a> {
         self.layout
     }
 
+    /// The panels of an expert, one after the other.
+    pub fn expert(&self, expert: usize) -> &'a [u8] {
+        let size = self.layout.panels() * self.layout.panel_bytes();
+        &self.data[HEADER_BYTES + expert * size..][..size]
+    }
+
     /// Block `block` of panel `panel` of expert `expert`.
     #[inline]
     pub fn block(&self, expert: usize, panel: usize, block: usize) -> Block<'a> {

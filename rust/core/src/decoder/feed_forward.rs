@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use super::router::{Choice, choose};
 use super::{Experts, FeedForward, require};
 use crate::Result;
+use crate::gemm::layer::ahead::Ahead;
 use crate::gemm::layer::experts::{PHASES, Pass};
 use crate::gemm::layer::matrices::{self, Matrices};
 use crate::gemm::layer::team::Member;
@@ -41,14 +42,19 @@ impl<'a> Routed<'a> {
         }
     }
 
-    /// Runs the experts of `x`, as a member of a region.
-    pub fn run(&self, member: &mut Member, x: &[f32]) {
-        self.scores.multiply(member, Activations::F32(x));
+    /// The memory that is read first.
+    pub fn ahead(&self) -> Ahead<'a> {
+        self.scores.ahead()
+    }
+
+    /// Runs the experts of `x`, as a member of a region. What is in `next` is needed afterwards.
+    pub fn run<'s>(&'s self, member: &mut Member<'_, 's>, x: &[f32], next: Option<&'s Ahead<'s>>) {
+        self.scores.multiply(member, Activations::F32(x), None);
         let pass = member.once(&self.experts, || self.pass(&self.weights.experts, self.choice()));
-        pass.run(member, Activations::F32(x));
+        pass.run(member, Activations::F32(x), next);
         if let Some(shared) = &self.weights.shared {
             let pass = member.once(&self.shared, || self.pass(&shared.experts, self.share()));
-            pass.run(member, Activations::F32(x));
+            pass.run(member, Activations::F32(x), next);
         }
     }
 

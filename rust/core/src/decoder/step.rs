@@ -11,8 +11,9 @@ use super::past::Past;
 use super::rotary::Turn;
 use super::{Block, Decoder, require};
 use crate::Result;
+use crate::gemm::layer::ahead::Ahead;
 use crate::gemm::layer::matrices::{self, Matrices};
-use crate::gemm::layer::team::{self, Member};
+use crate::gemm::layer::team::{self, Member, Threads};
 use crate::gemm::layer::{Job, Projection};
 use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
@@ -33,6 +34,8 @@ struct State<'a> {
     block: &'a Block<'a>,
     past: &'a Past<'a>,
     inputs: Matrices<'a>,
+    /// The memory that is read first by the inputs, the output and the router.
+    aheads: [Ahead<'a>; 3],
     heads: OnceLock<Heads>,
     mixing: Mixing<'a>,
     mixed: OnceLock<Vec<f32>>,
@@ -102,14 +105,19 @@ impl Decoder<'_> {
             .map(|(block, past)| State::new(block, past, &job, threads, isa))
             .collect();
         let (turn, start) = (self.rotary.at(position), OnceLock::new());
-        team::run(pool, 1 + PHASES * states.len(), false, |member| {
+        team::run(pool, 1 + PHASES * states.len(), Threads::Awake, |member| {
+            member.expect(states.first().map(State::ahead));
             let mut hidden = member.once(&start, || {
                 let mut sum = vec![0.0; x.len()];
                 x.widen(0, &mut sum);
                 Hidden::new(isa, sum, self.norm_before(0))
             });
             for (layer, state) in states.iter().enumerate() {
-                hidden = state.run(member, isa, hidden, &turn, self.norm_before(layer + 1));
+                let next = (
+                    self.norm_before(layer + 1),
+                    states.get(layer + 1).map(State::ahead),
+                );
+                hidden = state.run(member, isa, hidden, &turn, next);
             }
         });
         let last = states.last().map_or(&start, |state| &state.end);
@@ -134,31 +142,49 @@ impl<'a> State<'a> {
             &*attention.key.weights,
             &*attention.value.weights,
         ];
+        let inputs = Matrices::new(&inputs, job, threads);
+        let output = Matrices::new(&[&*attention.output.weights], job, threads);
+        let routed = Routed::new(&block.feed_forward, job, threads, isa);
         State {
             block,
             past,
-            inputs: Matrices::new(&inputs, job, threads),
+            aheads: [inputs.ahead(), output.ahead(), routed.ahead()],
+            inputs,
             heads: OnceLock::new(),
             mixing: attention.mixing(past),
             mixed: OnceLock::new(),
-            output: Matrices::new(&[&*attention.output.weights], job, threads),
+            output,
             middle: OnceLock::new(),
-            routed: Routed::new(&block.feed_forward, job, threads, isa),
+            routed,
             end: OnceLock::new(),
         }
     }
 
-    /// Goes through the layer, as a member of a region; `next` is the norm behind it.
-    fn run(&self, member: &mut Member, isa: Isa, hidden: &Hidden, turn: &Turn, next: &Norm) -> &Hidden {
+    /// The memory that is read first.
+    fn ahead(&self) -> &Ahead<'a> {
+        &self.aheads[0]
+    }
+
+    /// Goes through the layer, as a member of a region; `next` is the norm behind it, and the memory that is read then.
+    fn run<'s>(
+        &'s self,
+        member: &mut Member<'_, 's>,
+        isa: Isa,
+        hidden: &Hidden,
+        turn: &Turn,
+        next: (&Norm, Option<&'s Ahead<'s>>),
+    ) -> &'s Hidden {
         let (attention, feed_forward) = (&self.block.attention, &self.block.feed_forward);
-        self.inputs.multiply(member, Activations::F32(&hidden.normed));
+        self.inputs
+            .multiply(member, Activations::F32(&hidden.normed), Some(&self.aheads[1]));
         let heads = member.once(&self.heads, || {
             let products = [0, 1, 2].map(|index| self.inputs.values(index));
             attention.heads(isa, products, turn, self.past)
         });
         member.phase(self.mixing.units(), |unit| self.mixing.compute(isa, unit, heads));
         let mixed = member.once(&self.mixed, || self.mixing.outputs());
-        self.output.multiply(member, Activations::F32(mixed));
+        self.output
+            .multiply(member, Activations::F32(mixed), Some(&self.aheads[2]));
         let hidden = member.once(&self.middle, || {
             let mut sum = self.output.values(0).to_vec();
             attention.output.add_bias(&mut sum);
@@ -167,11 +193,11 @@ impl<'a> State<'a> {
                 .for_each(|(sum, before)| *sum += before);
             Hidden::new(isa, sum, &feed_forward.norm)
         });
-        self.routed.run(member, &hidden.normed);
+        self.routed.run(member, &hidden.normed, next.1);
         member.once(&self.end, || {
             let mut sum = hidden.sum.clone();
             self.routed.add(&mut sum);
-            Hidden::new(isa, sum, next)
+            Hidden::new(isa, sum, next.0)
         })
     }
 }

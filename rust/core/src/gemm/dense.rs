@@ -88,6 +88,10 @@ impl Projection for Dense<'_> {
         self.columns * self.kind.bytes()
     }
 
+    fn memory(&self, _expert: usize) -> &[u8] {
+        self.bytes
+    }
+
     fn granule(&self) -> usize {
         1
     }

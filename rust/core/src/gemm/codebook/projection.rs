@@ -59,6 +59,10 @@ impl Projection for Codebook<'_> {
         self.view.layout().panel_bytes() / PANEL
     }
 
+    fn memory(&self, expert: usize) -> &[u8] {
+        self.view.expert(expert)
+    }
+
     fn granule(&self) -> usize {
         PANEL
     }

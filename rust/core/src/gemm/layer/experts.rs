@@ -5,10 +5,11 @@ use std::sync::Arc;
 use rayon::ThreadPool;
 
 use super::activation::gated;
+use super::ahead::{self, Ahead};
 use super::cut::{self, Cut};
 use super::output::Output;
 use super::routing::Sorted;
-use super::team::{self, Member};
+use super::team::{self, Member, Threads};
 use super::{Job, Products, Projection, Routing};
 use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
@@ -56,10 +57,10 @@ impl Layer<'_> {
         let columns = self.gate.shape().columns;
         let tokens = x.len() / columns;
         let pass = Pass::new(*self, &routing, tokens, pool.current_num_threads(), isa);
-        let alone = cut::alone(&[self.gate, self.up, self.down], &pass.job);
+        let threads = Threads::of(cut::alone(&[self.gate, self.up, self.down], &pass.job), tokens);
         let y = Output::new(y, columns, tokens);
-        team::run(pool, PHASES + 1, alone, |member| {
-            pass.run(member, x);
+        team::run(pool, PHASES + 1, threads, |member| {
+            pass.run(member, x, None);
             let mut sum = vec![0.0; columns];
             member.phase(tokens, |token| {
                 sum.fill(0.0);
@@ -118,6 +119,8 @@ pub(crate) struct Pass<'a> {
     /// Of down: every place has hidden activations of its own.
     own: Arc<Job>,
     cuts: [Cut; 2],
+    /// The memory that each of the two reads first.
+    aheads: [Ahead<'a>; 2],
     hidden: Output<'a>,
     outputs: Output<'a>,
     /// For each token, its experts' places and weights.
@@ -147,6 +150,10 @@ impl<'a> Pass<'a> {
                 .filter_map(|(&place, &weight)| Some((place?, weight)))
                 .collect()
         };
+        let aheads = [
+            Ahead::new(ahead::runs(&[layer.gate, layer.up], &job, &cuts[0])),
+            Ahead::new(ahead::runs(&[layer.down], &own, &cuts[1])),
+        ];
         Pass {
             down: layer.down.products(&own, None),
             hidden: Output::owned(job.list.len(), shape.rows, cuts[0].units(&job)),
@@ -157,12 +164,14 @@ impl<'a> Pass<'a> {
             job,
             own,
             cuts,
+            aheads,
             isa,
         }
     }
 
-    /// Computes the experts' outputs, as a member of a region: `x` is T x H.
-    pub fn run(&self, member: &mut Member, x: Activations) {
+    /// Computes the experts' outputs, as a member of a region: `x` is T x H. What is in `next` is needed afterwards.
+    pub fn run<'s>(&'s self, member: &mut Member<'_, 's>, x: Activations, next: Option<&'s Ahead<'s>>) {
+        member.expect(Some(&self.aheads[0]));
         for stage in 0..2 {
             let [gate, up] = [&self.gate, &self.up].map(|products| products.stages()[stage]);
             member.phase(gate + up, |unit| match unit.checked_sub(gate) {
@@ -170,6 +179,7 @@ impl<'a> Pass<'a> {
                 Some(unit) => self.up.prepare(stage, unit, x),
             });
         }
+        member.expect(Some(&self.aheads[1]));
         self.gates(member);
         for stage in 0..2 {
             member.phase(self.down.stages()[stage], |unit| {
@@ -177,6 +187,7 @@ impl<'a> Pass<'a> {
                     .prepare(stage, unit, Activations::F32(self.hidden.values()));
             });
         }
+        member.expect(next);
         self.downs(member);
     }
 

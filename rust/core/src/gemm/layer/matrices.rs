@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use rayon::ThreadPool;
 
+use super::ahead::{self, Ahead};
 use super::cut::{self, Cut};
 use super::output::Output;
-use super::team::{self, Member};
+use super::team::{self, Member, Threads};
 use super::{Job, Products, Projection};
 use crate::gemm::ternary::Activations;
 
@@ -15,6 +16,7 @@ pub(crate) const PHASES: usize = 3;
 
 /// One of them.
 struct Matrix<'a> {
+    projection: &'a dyn Projection,
     products: Box<dyn Products + 'a>,
     cut: Cut,
     y: Output<'a>,
@@ -38,7 +40,12 @@ impl<'a> Matrices<'a> {
             let products = projection.products(job, sibling);
             let cut = Cut::new(&[projection], job, threads);
             let y = output(projection, cut.units(job));
-            list.push(Matrix { products, cut, y });
+            list.push(Matrix {
+                projection,
+                products,
+                cut,
+                y,
+            });
         }
         Matrices {
             list,
@@ -51,6 +58,7 @@ impl<'a> Matrices<'a> {
         let job = Arc::new(job);
         let cut = Cut::new(&[projection], &job, threads);
         let matrix = Matrix {
+            projection,
             products: projection.products(&job, None),
             y: Output::new(y, projection.shape().rows, cut.units(&job)),
             cut,
@@ -61,8 +69,16 @@ impl<'a> Matrices<'a> {
         }
     }
 
-    /// Multiplies, as a member of a region: `x` is the job's tokens x columns.
-    pub fn multiply(&self, member: &mut Member, x: Activations) {
+    /// The memory that is read first.
+    pub fn ahead(&self) -> Ahead<'a> {
+        let runs = |matrix: &'_ Matrix<'a>| {
+            ahead::runs(&[matrix.projection], &self.job, &matrix.cut).collect::<Vec<_>>()
+        };
+        Ahead::new(self.list.iter().flat_map(runs))
+    }
+
+    /// Multiplies, as a member of a region: `x` is the job's tokens x columns. What is in `next` is needed afterwards.
+    pub fn multiply<'s>(&self, member: &mut Member<'_, 's>, x: Activations, next: Option<&'s Ahead<'s>>) {
         for stage in 0..2 {
             let counts = self.list.iter().map(|matrix| matrix.products.stages()[stage]);
             member.phase(counts.clone().sum(), |unit| {
@@ -73,6 +89,7 @@ impl<'a> Matrices<'a> {
         let counts = self.list.iter().map(|matrix| matrix.cut.units(&self.job));
         let mut workers: Vec<_> = self.list.iter().map(|matrix| matrix.products.worker()).collect();
         let mut out = Vec::new();
+        member.expect(next);
         member.phase(counts.clone().sum(), |unit| {
             let (index, unit) = split(counts.clone(), unit);
             let matrix = &self.list[index];
@@ -108,7 +125,9 @@ pub fn multiply(projection: &dyn Projection, job: Job, x: Activations, y: &mut [
     if x.len() == 0 || y.is_empty() {
         return y.fill(0.0);
     }
-    let alone = cut::alone(&[projection], &job);
+    let threads = Threads::of(cut::alone(&[projection], &job), job.list.len());
     let matrices = Matrices::into(projection, job, y, pool.current_num_threads());
-    team::run(pool, PHASES, alone, |member| matrices.multiply(member, x));
+    team::run(pool, PHASES, threads, |member| {
+        matrices.multiply(member, x, None);
+    });
 }

@@ -11,6 +11,7 @@
 //! computed by one unit: results do not depend on the number of threads.
 
 mod activation;
+pub(crate) mod ahead;
 mod cut;
 pub(crate) mod experts;
 pub(crate) mod matrices;
@@ -40,6 +41,12 @@ pub trait Projection: Sync {
 
     /// Bytes that a row's product reads, about: how much a unit of work is worth.
     fn row_bytes(&self) -> usize;
+
+    /// The bytes of an expert's rows, in their order and of one size each, to be fetched before they are read; none where
+    /// it cannot say.
+    fn memory(&self, _expert: usize) -> &[u8] {
+        &[]
+    }
 
     /// Rows that are stored together: units of work start at multiples.
     fn granule(&self) -> usize;

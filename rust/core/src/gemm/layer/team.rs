@@ -1,6 +1,7 @@
-//! Several phases of work in one parallel region: threads that are done with a phase wait for it at a spinning barrier.
+//! Several phases of work in one parallel region: threads that are done with a phase wait for it at a spinning barrier,
+//! and may fetch memory meanwhile that is needed next ([`Ahead`]).
 //!
-//! Waking a sleeping thread costs more than a phase of few activations, so a call wakes the pool once. A phase has ended
+//! Waking a sleeping thread costs more than a phase of few activations, so a call wakes threads once. A phase has ended
 //! when all its units have, not when all threads have come: whoever is there does the work, and a thread that comes late
 //! (or never, since it computes something else) holds up nobody.
 //!
@@ -12,14 +13,36 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rayon::ThreadPool;
 
-/// Rounds of waiting before a thread lets others have its core: some 20 microseconds.
-const SPINS: usize = 1 << 10;
+use super::ahead::Ahead;
+use crate::crew;
+
+/// Who goes through a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Threads {
+    /// The calling thread.
+    Own,
+    /// As many as the pool has: the calling thread, and members of the crew.
+    All,
+    /// The same, for a region that others follow soon.
+    Awake,
+}
 
 /// A phase, whose units are handed out in their order.
 #[derive(Default)]
 struct Phase {
     next: AtomicUsize,
     done: AtomicUsize,
+}
+
+impl Threads {
+    /// Who computes for so many tokens, by what it is worth: after one token others follow.
+    pub fn of(alone: bool, tokens: usize) -> Threads {
+        match (alone, tokens) {
+            (true, _) => Threads::Own,
+            (false, 1) => Threads::Awake,
+            (false, _) => Threads::All,
+        }
+    }
 }
 
 /// What the threads of a region share.
@@ -40,33 +63,43 @@ impl Drop for Watch<'_> {
 }
 
 /// A thread's way through the phases of a region.
-pub struct Member<'a> {
-    region: &'a Region,
+pub struct Member<'r, 'a> {
+    region: &'r Region,
     next: usize,
+    ahead: Option<&'a Ahead<'a>>,
 }
 
-/// Runs `member` on all threads of the pool, or (`alone`) on this one. It goes through at most `phases` phases.
-pub fn run(pool: &ThreadPool, phases: usize, alone: bool, member: impl Fn(&mut Member) + Sync) {
+/// Runs `member` on threads, as many as the pool has. It goes through at most `phases` phases.
+pub fn run<'a>(
+    pool: &ThreadPool,
+    phases: usize,
+    threads: Threads,
+    member: impl Fn(&mut Member<'_, 'a>) + Sync,
+) {
     let region = Region {
         phases: (0..phases).map(|_| Phase::default()).collect(),
         broken: AtomicBool::new(false),
     };
     let enter = || {
+        let _watch = Watch(&region.broken);
         member(&mut Member {
             region: &region,
             next: 0,
+            ahead: None,
         })
     };
-    if alone || pool.current_num_threads() == 1 {
-        return enter();
+    match (pool.current_num_threads(), threads) {
+        (1, _) | (_, Threads::Own) => enter(),
+        (count, _) => crew::together(count - 1, threads == Threads::Awake, &enter),
     }
-    pool.broadcast(|_| {
-        let _watch = Watch(&region.broken);
-        enter();
-    });
 }
 
-impl Member<'_> {
+impl<'a> Member<'_, 'a> {
+    /// Says what to fetch into the caches from now on while there is nothing else to do.
+    pub fn expect(&mut self, ahead: Option<&'a Ahead<'a>>) {
+        self.ahead = ahead;
+    }
+
     /// Takes part in the next phase, of `count` units, and returns when all of them are done: what they wrote is visible
     /// then. All members give the same count.
     pub fn phase(&mut self, count: usize, mut work: impl FnMut(usize)) {
@@ -92,14 +125,12 @@ impl Member<'_> {
     }
 
     fn wait(&self, phase: &Phase, count: usize) {
-        let mut spins = 0;
+        let mut rounds = 0;
         while phase.done.load(Ordering::Acquire) < count {
             let broken = self.region.broken.load(Ordering::Acquire);
             assert!(!broken, "another thread panicked");
-            spins += 1;
-            match spins < SPINS {
-                true => std::hint::spin_loop(),
-                false => std::thread::yield_now(),
+            if !self.ahead.is_some_and(Ahead::fetch) {
+                crew::relax(&mut rounds);
             }
         }
     }
@@ -121,7 +152,7 @@ mod tests {
         let counts = [100, 1, 0, 57];
         for threads in [1, 2, 5] {
             let done: Vec<AtomicUsize> = counts.iter().map(|_| AtomicUsize::new(0)).collect();
-            run(&pool(threads), counts.len(), false, |member| {
+            run(&pool(threads), counts.len(), Threads::All, |member| {
                 for number in 0..counts.len() {
                     member.phase(counts[number], |unit| {
                         assert!(unit < counts[number]);
@@ -142,7 +173,7 @@ mod tests {
         for threads in [1, 2, 5] {
             let (slot, made) = (OnceLock::new(), AtomicUsize::new(0));
             let done = AtomicUsize::new(0);
-            run(&pool(threads), 2, false, |member| {
+            run(&pool(threads), 2, Threads::Awake, |member| {
                 let &count = member.once(&slot, || made.fetch_add(1, Ordering::Relaxed) + 7);
                 member.phase(count, |_| {
                     done.fetch_add(1, Ordering::Relaxed);
@@ -156,7 +187,7 @@ mod tests {
     fn a_panic_ends_the_region() {
         let pool = pool(3);
         let run = || {
-            run(&pool, 2, false, |member| {
+            run(&pool, 2, Threads::Awake, |member| {
                 member.phase(8, |unit| assert_ne!(unit, 5));
                 member.phase(8, |_| ());
             });
