@@ -10,6 +10,8 @@ pub(super) trait Lanes {
     const HALVES: usize;
     /// Most tokens whose sums, of one plane, fit the registers.
     const WIDEST: usize;
+    /// Most tokens whose sums, of one plane, fit the registers beside centroids that are looked up once, at most 5.
+    const BESIDE: usize;
     /// Most tokens whose sums fit the registers beside centroids that are looked up already, at most 6.
     const MOST: usize;
     /// A register of bytes or of their sums.

@@ -76,6 +76,8 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
     centroids.resize(COLUMNS / LANE, Square([0; _]));
     sums.resize(PLANES * tokens.len(), Square([0; _]));
     let codes = block.registers().as_ptr().cast::<u8>();
+    // Looking lines of 2-bit codes up takes more registers.
+    let beside = if BITS == 2 { V::WIDEST } else { V::BESIDE };
     for (plane, sums) in sums.chunks_exact_mut(tokens.len()).enumerate() {
         for start in (0..block.columns()).step_by(COLUMNS) {
             let length = COLUMNS.min(block.columns() - start);
@@ -85,7 +87,7 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
             );
             let size = length * PANEL * usize::from(BITS) / 8;
             let codes = codes.wrapping_add(start * PANEL * usize::from(BITS) / 8);
-            let tiles = 1 + tokens.len().saturating_sub(V::WIDEST).div_ceil(V::MOST);
+            let tiles = 1 + tokens.len().saturating_sub(beside).div_ceil(V::MOST);
             let (mut tile, mut done) = (0, 0);
             macro_rules! next {
                 ($tokens:literal, $kernel:path, $($more:expr),*) => {{
@@ -107,14 +109,15 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
                 }};
             }
             let table = &tables.0[plane];
-            match tokens.len().min(V::WIDEST) {
-                4 => next!(4, look_up::<V, BITS, 4>, codes, table),
-                3 if V::WIDEST >= 3 => next!(3, look_up::<V, BITS, 3>, codes, table),
+            // Tiles as even as can be: a tile of few tokens waits for its sums.
+            match tokens.len().div_ceil(tiles).min(beside) {
+                5 if V::BESIDE >= 5 => next!(5, look_up::<V, BITS, 5>, codes, table),
+                4 if V::BESIDE >= 4 => next!(4, look_up::<V, BITS, 4>, codes, table),
+                3 if V::BESIDE >= 3 => next!(3, look_up::<V, BITS, 3>, codes, table),
                 2 => next!(2, look_up::<V, BITS, 2>, codes, table),
                 _ => next!(1, look_up::<V, BITS, 1>, codes, table),
             }
             while tile < tiles {
-                // Tiles as even as can be: a tile of few tokens waits for its sums.
                 match (tokens.len() - done).div_ceil(tiles - tile) {
                     6 if V::MOST >= 6 => next!(6, add::<V, 6>,),
                     5 if V::MOST >= 5 => next!(5, add::<V, 5>,),

@@ -10,6 +10,7 @@ pub(super) struct Avx2;
 impl Lanes for Avx2 {
     const HALVES: usize = 2;
     const WIDEST: usize = 2;
+    const BESIDE: usize = 2;
     const MOST: usize = 2;
     type Int = __m256i;
     /// The low and the high four bits of activations: pairs of products of eight bits each would saturate.

@@ -11,6 +11,7 @@ pub(in crate::gemm::codebook) struct Avx512;
 impl Lanes for Avx512 {
     const HALVES: usize = 1;
     const WIDEST: usize = 4;
+    const BESIDE: usize = 5;
     const MOST: usize = 6;
     type Int = __m512i;
     type X = __m512i;
