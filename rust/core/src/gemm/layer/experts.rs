@@ -6,6 +6,7 @@ use rayon::ThreadPool;
 
 use super::activation::gated;
 use super::ahead::{self, Ahead};
+use super::bands::Bands;
 use super::cut::{self, Cut};
 use super::output::Output;
 use super::routing::Sorted;
@@ -58,9 +59,12 @@ impl Layer<'_> {
         let tokens = x.len() / columns;
         let pass = Pass::new(*self, &routing, tokens, pool.current_num_threads(), isa);
         let threads = Threads::of(cut::alone(&[self.gate, self.up, self.down], &pass.job), tokens);
-        let y = Output::new(y, columns, tokens);
+        let y = Output::new(y, columns, pass.bands.as_ref().map_or(tokens, Bands::units));
         team::run(pool, PHASES + 1, threads, |member| {
             pass.run(member, x, None);
+            if let Some(bands) = &pass.bands {
+                return bands.fill(member, &*pass.down, &pass.own, &pass.terms, &y);
+            }
             let mut sum = vec![0.0; columns];
             member.phase(tokens, |token| {
                 sum.fill(0.0);
@@ -121,7 +125,10 @@ pub(crate) struct Pass<'a> {
     cuts: [Cut; 2],
     /// The memory that each of the two reads first.
     aheads: [Ahead<'a>; 2],
+    /// How rows of down are taken where there are so many outputs that they are summed at once.
+    bands: Option<Bands>,
     hidden: Output<'a>,
+    /// Of all places; empty where they are summed at once.
     outputs: Output<'a>,
     /// For each token, its experts' places and weights.
     terms: Vec<Vec<(usize, f32)>>,
@@ -154,10 +161,16 @@ impl<'a> Pass<'a> {
             Ahead::new(ahead::runs(&[layer.gate, layer.up], &job, &cuts[0])),
             Ahead::new(ahead::runs(&[layer.down], &own, &cuts[1])),
         ];
+        let bands = Bands::new(layer.down, &own, threads);
+        let outputs = match bands {
+            Some(_) => Output::owned(0, 0, 0),
+            None => Output::owned(job.list.len(), shape.columns, cuts[1].units(&own)),
+        };
         Pass {
             down: layer.down.products(&own, None),
             hidden: Output::owned(job.list.len(), shape.rows, cuts[0].units(&job)),
-            outputs: Output::owned(job.list.len(), shape.columns, cuts[1].units(&own)),
+            outputs,
+            bands,
             terms: terms.map(placed).collect(),
             gate,
             up,
@@ -169,7 +182,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Computes the experts' outputs, as a member of a region: `x` is T x H. What is in `next` is needed afterwards.
+    /// Computes the experts' outputs, or where they are summed at once all that this needs, as a member of a region: `x` is
+    /// T x H. What is in `next` is needed afterwards.
     pub fn run<'s>(&'s self, member: &mut Member<'_, 's>, x: Activations, next: Option<&'s Ahead<'s>>) {
         member.expect(Some(&self.aheads[0]));
         for stage in 0..2 {
@@ -188,7 +202,9 @@ impl<'a> Pass<'a> {
             });
         }
         member.expect(next);
-        self.downs(member);
+        if self.bands.is_none() {
+            self.downs(member);
+        }
     }
 
     /// The phase of gate and up: their products, gated, become hidden activations.

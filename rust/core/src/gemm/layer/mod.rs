@@ -7,11 +7,12 @@
 //! putting a thread to sleep in between. The three projections of a layer may be of different formats.
 //!
 //! A layer's phases: activations of gate and up (two stages), their products and gates, activations of down (two
-//! stages), its products, the weighted sum. Each is units of work that any thread may do in any order, and each value is
-//! computed by one unit: results do not depend on the number of threads.
+//! stages), its products, the weighted sum, or of many tokens both at once ([`bands`]). Each is units of work that any
+//! thread may do in any order, and each value is computed by one unit: results do not depend on the number of threads.
 
 mod activation;
 pub(crate) mod ahead;
+mod bands;
 mod cut;
 pub(crate) mod experts;
 pub(crate) mod matrices;

@@ -1,5 +1,6 @@
 use rayon::ThreadPool;
 
+use super::bands::Bands;
 use super::cut::{Cut, multiple};
 use super::*;
 use crate::Result;
@@ -191,6 +192,44 @@ fn a_layer_does_not_depend_on_the_number_of_threads() {
     };
     assert_eq!(run(1), run(2));
     assert_eq!(run(1), run(5));
+}
+
+#[test]
+fn many_tokens_are_summed_in_bands_to_the_same_bits() {
+    let blobs = [(32, 1024, 4), (32, 1024, 3), (1024, 32, 4)]
+        .map(|(rows, columns, bits)| case(5, rows, columns, spec(bits, 32, true)).blob);
+    let views = [0, 1, 2].map(|i| View::parse(&blobs[i]).unwrap());
+    let (tokens, columns) = (600, 1024);
+    let x = activations(tokens * columns);
+    let (experts, weights) = choice(tokens);
+    let run = |tokens: Range<usize>, threads| {
+        let pairs = tokens.start * 3..tokens.end * 3;
+        let routing = Routing {
+            experts: &experts[pairs.clone()],
+            weights: &weights[pairs],
+            top_k: 3,
+        };
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        let x = &x[tokens.start * columns..tokens.end * columns];
+        let isa = crate::simd::active().unwrap();
+        forward(views, x, routing, Mode::Int8, isa, &pool).unwrap()
+    };
+    let valid = |&&expert: &&i64| (0..5).contains(&expert);
+    let job = Job::of_offsets(&[0, experts.iter().filter(valid).count()]);
+    let down = Groupwise::new(views[2], Mode::Int8, Isa::Scalar).unwrap();
+    assert!(
+        [1, 2]
+            .iter()
+            .all(|&threads| Bands::new(&down, &job, threads).is_some())
+    );
+    let few: Vec<f32> = (0..tokens)
+        .step_by(100)
+        .flat_map(|token| run(token..token + 100, 1))
+        .collect();
+    assert!(run(0..tokens, 1) == few && run(0..tokens, 2) == few);
 }
 
 #[test]
