@@ -1,4 +1,4 @@
-"""Products by codebook weights beside torch bf16, and onnxruntime's and bitsandbytes' 4 bits where installed.
+"""Products by codebook weights beside torch bf16 and int8, and onnxruntime's and bitsandbytes' 4 bits where installed.
 
     python benches/codebook.py --threads 2 --tokens 1 4 16 64 256 --out build/codebook.json
 
@@ -146,6 +146,19 @@ def bitsandbytes_peer(rows: int, columns: int, x: torch.Tensor, cold: int) -> Pe
     return Peer("bitsandbytes nf4", lambda i: layers[i](x), len(layers))
 
 
+def int8_peer(rows: int, columns: int, x: torch.Tensor, cold: int) -> Peer | None:
+    """torch's dynamically quantized linear layer: int8 weights with a scale a row, in oneDNN's own layout."""
+    try:
+        torch.backends.quantized.engine = "onednn"
+        codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+        scales, zeros = torch.full((rows,), 0.01, dtype=torch.float64), torch.zeros(rows, dtype=torch.int64)
+        weight = torch._make_per_channel_quantized_tensor(codes, scales, zeros, 0)
+        packed = [torch.ops.quantized.linear_prepack(weight, None) for _ in range(1 + cold // (rows * columns))]
+    except (RuntimeError, AttributeError):
+        return None
+    return Peer("torch int8 dynamic", lambda i: torch.ops.quantized.linear_dynamic(x, packed[i]), len(packed))
+
+
 @torch.inference_mode()
 def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> dict[str, float]:
     """Microseconds of each peer: the median of calls that take turns, or the fastest."""
@@ -158,6 +171,8 @@ def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> d
     if (peer := onnxruntime_peer(rows, columns, x, args.threads, args.cold)) is not None:
         contest.append(peer)
     if (peer := bitsandbytes_peer(rows, columns, x16, args.cold)) is not None:
+        contest.append(peer)
+    if (peer := int8_peer(rows, columns, torch.from_numpy(x), args.cold)) is not None:
         contest.append(peer)
     for peer in contest:
         peer.multiply(0)

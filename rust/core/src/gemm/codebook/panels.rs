@@ -13,13 +13,13 @@ use super::planes::shuffles;
 use super::tokens::Form;
 use super::x86::Avx512;
 use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
-use crate::codebook::{Block, PANEL, View};
+use crate::codebook::{Block, View};
 use crate::gemm::panel::{Element, LANES, Line, Section, Source, Square, Tile, TokenForm};
 use crate::gemm::ternary::Activations;
 use crate::ternary::Shape;
 
 /// The tokens of an expert from which on panels are faster, measured on 14336 x 4096.
-pub(super) const FEWEST: usize = 16;
+pub(super) const FEWEST: usize = 8;
 /// Columns of a chunk.
 const CHUNK: usize = 4 * LANES;
 
@@ -106,12 +106,15 @@ impl Source for Panels<'_> {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line]) {
     let quad = step_registers(BITS) * REGISTER;
-    let rows = Tables::<1>::new::<BITS>(block);
     let mut tables = [_mm512_setzero_si512(); QUADS];
-    for (table, rows) in tables
-        .iter_mut()
-        .zip(rows.0[0].as_chunks::<{ PANEL / QUADS }>().0)
-    {
+    let (padded, stored) = match BITS {
+        4 => (None, block.plane(0)),
+        _ => (Some(Tables::<1>::new::<BITS>(block)), &[][..]),
+    };
+    let rows = padded
+        .as_ref()
+        .map_or(stored, |tables| tables.0[0].as_flattened());
+    for (table, rows) in tables.iter_mut().zip(rows.as_chunks::<REGISTER>().0) {
         // SAFETY: four rows' tables have 64 bytes.
         *table = unsafe { _mm512_loadu_si512(rows.as_ptr().cast()) };
     }

@@ -34,6 +34,16 @@ impl Backend {
         }
     }
 
+    /// Whether sums may stay where they are from one product to the next, in registers.
+    pub fn keeps_sums(self) -> bool {
+        match self {
+            Backend::Matrix => true,
+            #[cfg(test)]
+            Backend::Emulated => true,
+            _ => false,
+        }
+    }
+
     /// The set of its vectors.
     pub fn vectors(self) -> Isa {
         match self {
@@ -48,11 +58,22 @@ impl Backend {
     }
 }
 
-/// One or two blocks by one or two tiles, over the chunks of a piece.
+/// Where sums start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Start {
+    /// At zero.
+    Zero,
+    /// At what is stored.
+    Stored,
+    /// Where the product before ended, of the same blocks and tile: only of a backend that keeps them.
+    Kept,
+}
+
+/// One or two blocks by a tile, over the chunks of a step.
 pub(super) struct Product<'a> {
-    /// The lines of one or two tiles.
-    pub tokens: [&'a [Line]; 2],
-    /// How many tokens there are, at most 32.
+    /// The lines of the tile.
+    pub tokens: &'a [Line],
+    /// How many tokens there are, at most 16.
     pub count: usize,
     /// The first block's lines, the second's `block_lines` behind.
     pub panel: &'a [Line],
@@ -60,39 +81,36 @@ pub(super) struct Product<'a> {
     /// Blocks, 1 or 2.
     pub blocks: usize,
     pub chunks: usize,
-    /// Whether sums start at zero.
-    pub fresh: bool,
-    /// The sums of the blocks' tiles: the first block's `tiles`, then the second's.
+    /// What the products are added to.
+    pub start: Start,
+    /// Whether `sums` are wanted: always, but where the next product starts from [`Start::Kept`].
+    pub store: bool,
+    /// The sums of the blocks.
     pub sums: &'a mut [Square<u32>],
     /// Squares from a block's sums to the next block's.
     pub block_sums: usize,
 }
 
 impl Product<'_> {
-    /// Tiles, 1 or 2.
-    pub fn tiles(&self) -> usize {
-        self.count.div_ceil(LANES)
-    }
-
     /// Stops the program where the lengths do not fit: kernels rely on them.
     pub fn check(&self) {
         let lines = self.chunks * LANES;
-        assert!(self.chunks > 0 && (1..=2).contains(&self.blocks) && (1..=2 * LANES).contains(&self.count));
-        assert!(self.tokens.iter().all(|tokens| tokens.len() >= lines));
+        assert!(self.chunks > 0 && (1..=2).contains(&self.blocks) && (1..=LANES).contains(&self.count));
+        assert!(self.tokens.len() >= lines);
         assert!(self.panel.len() >= (self.blocks - 1) * self.block_lines + lines);
-        assert!(self.sums.len() >= (self.blocks - 1) * self.block_sums + self.tiles());
+        assert!(self.sums.len() > (self.blocks - 1) * self.block_sums);
     }
 
     /// The line of a token at chunk `chunk`.
     #[inline(always)]
     pub fn token(&self, token: usize, chunk: usize) -> &Line {
-        &self.tokens[token / LANES][chunk * LANES + token % LANES]
+        &self.tokens[chunk * LANES + token]
     }
 
     /// The sums of a token and a block.
     #[inline(always)]
     pub fn row(&mut self, token: usize, block: usize) -> &mut [u32; LANES] {
-        &mut self.sums[block * self.block_sums + token / LANES].0[token % LANES]
+        &mut self.sums[block * self.block_sums].0[token]
     }
 }
 
@@ -120,7 +138,7 @@ pub(super) fn values(word: u32) -> [f32; 2] {
 pub(super) fn multiply_portable(product: &mut Product) {
     let (blocks, count) = (product.blocks, product.count);
     for (block, token) in (0..blocks).flat_map(|b| (0..count).map(move |t| (b, t))) {
-        let mut sums = match product.fresh {
+        let mut sums = match product.start == Start::Zero {
             true => [0.0; LANES],
             false => product.row(token, block).map(f32::from_bits),
         };
@@ -143,13 +161,13 @@ pub(super) fn multiply_portable(product: &mut Product) {
 /// What matrix registers compute, whole tiles at a time.
 #[cfg(test)]
 pub(super) fn multiply_emulated(element: super::Element, product: &mut Product) {
-    let (blocks, count, chunks) = (product.blocks, product.tiles() * LANES, product.chunks);
+    let (blocks, count, chunks) = (product.blocks, LANES, product.chunks);
     if element == super::Element::Bf16 {
         product.count = count;
         return multiply_portable(product);
     }
     for (block, token) in (0..blocks).flat_map(|b| (0..count).map(move |t| (b, t))) {
-        let mut sums = match product.fresh {
+        let mut sums = match product.start == Start::Zero {
             true => [0; LANES],
             false => *product.row(token, block),
         };

@@ -11,10 +11,11 @@
 //! matrix register (AMX) holds of 16 rows, or of a *tile* of 16 tokens.
 //!
 //! # How a product is cut
-//! A *strip* of rows goes by *pieces* of columns, whose panel stays in the cache while all tokens are multiplied, two
-//! blocks by two tiles at a time. Products add up over a *section* of columns, which the source turns into outputs while
-//! the next section is multiplied. Strips are so high that tokens, read again for each strip, cost little. The order of
-//! a sum depends on nothing but the columns: neither on the number of threads nor on which tokens share the panel.
+//! A *strip* of rows goes by *steps*, two blocks over a piece of columns, whose panel stays in the cache while all tokens
+//! are multiplied, a tile at a time; the next step's panel is decoded meanwhile. Products add up over a *section* of
+//! columns, which the source turns into outputs while the next section is multiplied. Strips of tokens that the
+//! second-level cache does not hold are so high that reading tokens again for each strip costs little. The order of a sum
+//! depends on nothing but the columns: neither on the number of threads nor on which tokens share the panel.
 //!
 //! # Accuracy of bf16
 //! A factor that is rounded to bf16 is off by at most 2^-8 of itself. Products add up in f32: with u = 2^-24, n columns

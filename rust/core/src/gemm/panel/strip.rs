@@ -2,21 +2,25 @@
 
 use std::ops::Range;
 
-use super::backend::{self, Product};
+use super::backend::{self, Product, Start};
 use super::tokens::Tokens;
 use super::{Backend, LANES, Line, Section, Source, Square, Tile};
 use crate::gemm::layer::Worker;
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::tiles::{self, Configured};
 
-/// Chunks of a piece: 32 KB of two blocks' weights.
-pub(super) const PIECE: usize = 16;
+/// Chunks of a piece: two panels of two blocks, one being decoded and one being multiplied, are 32 KB.
+pub(super) const PIECE: usize = 8;
+/// The same for one tile, whose sums stay in matrix registers: the fewer, the better decoding and products overlap.
+const SHORT: usize = 4;
+/// Chunks of a block that are decoded between two tiles.
+const SLICE: usize = 4;
 /// Blocks of a strip of few tokens, which stay in the second-level cache.
 const LOW: usize = 2;
 /// Blocks of a strip of many tokens: so many products for each read of a token from beyond that cache.
 const HIGH: usize = 16;
 /// Bytes of tokens that count as few.
-const FEW: usize = 256 << 10;
+const FEW: usize = 1 << 20;
 /// Tiles that share a decoded panel: their sums stay in the second-level cache.
 const SHARE: usize = 32;
 
@@ -30,8 +34,8 @@ pub(super) struct Thread<'a, S> {
     panel: Vec<Line>,
     /// The sums of sections that go on from piece to piece, [blocks, tiles].
     sums: Vec<Square<u32>>,
-    /// The sums of two sections, each [2 blocks, 2 tiles].
-    scratch: [[Square<u32>; 4]; 2],
+    /// The sums of two sections of a tile, each of 2 blocks.
+    scratch: [[Square<u32>; 2]; 2],
     outputs: Vec<Square<f32>>,
     buffers: Vec<Vec<u8>>,
 }
@@ -41,12 +45,48 @@ struct Strip<'a> {
     /// Among the blocks of all experts.
     blocks: Range<usize>,
     tiles: &'a [&'a Tile],
+    /// Chunks of a piece.
+    piece: usize,
+    /// There is one tile and no more than two blocks, whose sums stay in matrix registers from step to step.
+    kept: bool,
 }
 
-/// Two blocks (or one) by two tiles (or one) of a strip.
-struct Pair {
+impl Strip<'_> {
+    /// A strip's way: a piece of columns after the other, two blocks (or one) at a time.
+    fn steps(&self, chunks: usize) -> impl Iterator<Item = Step> + use<> {
+        let (size, blocks) = (self.piece, self.blocks.len());
+        let pieces = (0..chunks).step_by(size);
+        let steps = pieces.flat_map(move |first| (0..blocks).step_by(2).map(move |block| (first, block)));
+        steps.enumerate().map(move |(i, (first, block))| Step {
+            chunks: first..(first + size).min(chunks),
+            blocks: block..(block + 2).min(blocks),
+            panel: i % 2 * 2 * size * LANES,
+        })
+    }
+}
+
+/// Two blocks of a strip, or one, over a piece of columns.
+struct Step {
+    chunks: Range<usize>,
     blocks: Range<usize>,
-    tiles: Range<usize>,
+    /// Where its panel is, in lines.
+    panel: usize,
+}
+
+impl Step {
+    /// The parts that are decoded one by one.
+    fn slices(&self) -> usize {
+        self.blocks.len() * self.chunks.len().div_ceil(SLICE)
+    }
+}
+
+/// Chunks of a step that are of one section.
+struct Part {
+    chunks: Range<usize>,
+    /// They are its first ones.
+    fresh: bool,
+    /// They are its last ones.
+    whole: bool,
 }
 
 impl<'a, S: Source> Thread<'a, S> {
@@ -58,7 +98,7 @@ impl<'a, S: Source> Thread<'a, S> {
             backend,
             panel: Vec::new(),
             sums: Vec::new(),
-            scratch: [[Square([[0; LANES]; LANES]); 4]; 2],
+            scratch: [[Square([[0; LANES]; LANES]); 2]; 2],
             outputs: Vec::new(),
             buffers: Vec::new(),
         }
@@ -68,18 +108,21 @@ impl<'a, S: Source> Thread<'a, S> {
 impl<S: Source> Worker for Thread<'_, S> {
     fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
         let tiles = self.tokens.of_task(task);
-        let size = tiles.len() * self.tokens.chunks() * LANES * size_of::<Line>();
-        let height = if size > FEW { HIGH } else { LOW };
         let blocks = self.source.shape().rows.div_ceil(LANES);
         let first = self.experts[task] * blocks;
         let registers = Registers::new(self.backend);
         for (share, tiles) in tiles.chunks(SHARE).enumerate() {
+            let kept = self.backend.keeps_sums() && tiles.len() == 1;
+            let bytes = tiles.len() * self.tokens.chunks() * LANES * size_of::<Line>();
+            let height = if kept || bytes <= FEW { LOW } else { HIGH };
             let out = &mut out[share * SHARE * LANES * rows.len()..];
             for start in rows.clone().step_by(height * LANES) {
                 let end = (start + height * LANES).min(rows.end);
                 let strip = Strip {
                     blocks: first + start / LANES..first + end.div_ceil(LANES),
                     tiles,
+                    piece: if kept { SHORT } else { PIECE },
+                    kept,
                 };
                 self.run(&strip, &registers);
                 self.write(&strip, start - rows.start..end - rows.start, rows.len(), out);
@@ -95,97 +138,118 @@ impl<S: Source> Thread<'_, S> {
         for (block, buffer) in strip.blocks.clone().zip(&mut self.buffers) {
             self.source.open(block, buffer);
         }
-        self.panel.resize(blocks * PIECE * LANES, Line::ZERO);
-        if self.goes_on() {
+        self.panel.resize(4 * strip.piece * LANES, Line::ZERO);
+        if self.goes_on(strip) {
             self.sums.resize(blocks * tiles, Square([[0; LANES]; LANES]));
         }
         self.outputs.clear();
         self.outputs.resize(blocks * tiles, Square([[0.0; LANES]; LANES]));
-        let chunks = self.tokens.chunks();
-        for first in (0..chunks).step_by(PIECE) {
-            let piece = first..(first + PIECE).min(chunks);
-            let lines = piece.len() * LANES;
-            let panels = self.panel.chunks_exact_mut(lines);
-            for ((block, buffer), panel) in strip.blocks.clone().zip(&self.buffers).zip(panels) {
-                self.source.decode(block, buffer, piece.clone(), panel);
+        let mut before = None;
+        for step in strip.steps(self.tokens.chunks()) {
+            self.step(strip, before.as_ref(), Some(&step), registers);
+            before = Some(step);
+        }
+        self.step(strip, before.as_ref(), None, registers);
+    }
+
+    /// Multiplies a step by all tiles, and decodes the next one in between: matrix registers and vectors work at the same
+    /// time, as far as a processor looks ahead.
+    fn step(&mut self, strip: &Strip, step: Option<&Step>, next: Option<&Step>, registers: &Registers) {
+        let tiles = strip.tiles.len();
+        let (mut decoded, slices) = (0, next.map_or(0, Step::slices));
+        for tile in 0..tiles {
+            while let (Some(next), true) = (next, decoded * tiles < slices * (tile + 1)) {
+                self.decode(strip, next, decoded);
+                decoded += 1;
             }
-            for (tile, block) in
-                pairs(tiles).flat_map(|tile| pairs(blocks).map(move |block| (tile.clone(), block)))
-            {
-                let pair = Pair {
-                    blocks: block,
-                    tiles: tile,
-                };
-                self.pair(strip, &pair, piece.clone(), registers);
+            if let Some(step) = step {
+                self.tile(strip, step, tile, registers);
             }
         }
     }
 
-    /// Whether sections go on from piece to piece.
-    fn goes_on(&self) -> bool {
-        !PIECE.is_multiple_of(self.tokens.form.section) && self.tokens.chunks() > PIECE
+    /// Decodes a slice of a step.
+    fn decode(&mut self, strip: &Strip, step: &Step, slice: usize) {
+        let (index, part) = (slice % step.blocks.len(), slice / step.blocks.len());
+        let first = step.chunks.start + part * SLICE;
+        let chunks = first..(first + SLICE).min(step.chunks.end);
+        let line = (index * step.chunks.len() + part * SLICE) * LANES;
+        let to = &mut self.panel[step.panel + line..][..chunks.len() * LANES];
+        let block = step.blocks.start + index;
+        let buffer = &self.buffers[block];
+        self.source.decode(strip.blocks.start + block, buffer, chunks, to);
     }
 
-    /// Multiplies a piece of two blocks by two tiles, section by section. A section is finished when the products of the
-    /// next one are under way.
-    fn pair(&mut self, strip: &Strip, pair: &Pair, piece: Range<usize>, registers: &Registers) {
+    /// Whether sections go on from step to step.
+    fn goes_on(&self, strip: &Strip) -> bool {
+        !strip.piece.is_multiple_of(self.tokens.form.section) && self.tokens.chunks() > strip.piece
+    }
+
+    /// Multiplies a step by a tile, section by section. A section is finished when the products of the next one are under
+    /// way.
+    fn tile(&mut self, strip: &Strip, step: &Step, tile: usize, registers: &Registers) {
         let (length, chunks) = (self.tokens.form.section, self.tokens.chunks());
         let mut waiting = None;
-        let mut start = piece.start;
+        let mut start = step.chunks.start;
         for turn in 0.. {
-            if start == piece.end {
+            if start == step.chunks.end {
                 break;
             }
             let section = start / length;
-            let end = ((section + 1) * length).min(piece.end);
-            self.product(strip, pair, (piece.clone(), start..end), turn % 2, registers);
+            let whole = ((section + 1) * length).min(chunks);
+            let end = whole.min(step.chunks.end);
+            let part = Part {
+                chunks: start..end,
+                fresh: start.is_multiple_of(length),
+                whole: end == whole,
+            };
+            self.product(strip, (step, tile), part, turn % 2, registers);
             if let Some(section) = waiting.take() {
-                self.finish(strip, pair, section, (turn + 1) % 2);
+                self.finish(strip, (step, tile), section, (turn + 1) % 2);
             }
-            if end == ((section + 1) * length).min(chunks) {
+            if end == whole {
                 waiting = Some(section);
             }
             start = end;
-            let last = start == piece.end || self.goes_on();
+            let last = start == step.chunks.end || self.goes_on(strip);
             if let Some(section) = waiting.take_if(|_| last) {
-                self.finish(strip, pair, section, turn % 2);
+                self.finish(strip, (step, tile), section, turn % 2);
             }
         }
     }
 
-    /// Multiplies chunks of a piece.
+    /// Multiplies chunks of a step by a tile.
     fn product(
         &mut self,
         strip: &Strip,
-        pair: &Pair,
-        (piece, chunks): (Range<usize>, Range<usize>),
+        (step, tile): (&Step, usize),
+        part: Part,
         turn: usize,
         registers: &Registers,
     ) {
-        let length = self.tokens.form.section;
         let tiles = strip.tiles.len();
-        let (sums, block_sums) = match self.goes_on() {
-            true => (
-                &mut self.sums[pair.blocks.start * tiles + pair.tiles.start..],
-                tiles,
-            ),
-            false => (&mut self.scratch[turn][..], 2),
+        let (sums, block_sums) = match self.goes_on(strip) {
+            true => (&mut self.sums[step.blocks.start * tiles + tile..], tiles),
+            false => (&mut self.scratch[turn][..], 1),
         };
-        let first = &strip.tiles[pair.tiles.start];
-        let second = &strip.tiles[pair.tiles.end - 1];
-        let lines = chunks.start * LANES..chunks.end * LANES;
-        let block_lines = piece.len() * LANES;
-        let panel = pair.blocks.start * block_lines + (chunks.start - piece.start) * LANES;
+        let Tile { lines, count, .. } = strip.tiles[tile];
+        let block_lines = step.chunks.len() * LANES;
+        let panel = step.panel + (part.chunks.start - step.chunks.start) * LANES;
         let mut product = Product {
-            tokens: [&first.lines[lines.clone()], &second.lines[lines]],
-            count: (pair.tiles.len() - 1) * LANES + second.count,
+            tokens: &lines[part.chunks.start * LANES..part.chunks.end * LANES],
+            count: *count,
             panel: &self.panel[panel..],
             block_lines,
-            blocks: pair.blocks.len(),
-            chunks: chunks.len(),
-            fresh: chunks.start.is_multiple_of(length),
+            blocks: step.blocks.len(),
+            chunks: part.chunks.len(),
             sums,
             block_sums,
+            start: match (part.fresh, strip.kept) {
+                (true, _) => Start::Zero,
+                (false, true) => Start::Kept,
+                (false, false) => Start::Stored,
+            },
+            store: part.whole || !strip.kept,
         };
         product.check();
         let element = self.tokens.form.element;
@@ -201,22 +265,20 @@ impl<S: Source> Thread<'_, S> {
     }
 
     /// Turns the sums of a section into outputs.
-    fn finish(&mut self, strip: &Strip, pair: &Pair, section: usize, turn: usize) {
+    fn finish(&mut self, strip: &Strip, (step, tile): (&Step, usize), section: usize, turn: usize) {
         let tiles = strip.tiles.len();
-        let long = self.goes_on();
-        for block in pair.blocks.clone() {
+        let long = self.goes_on(strip);
+        for (index, block) in step.blocks.clone().enumerate() {
             let at = Section {
                 block: strip.blocks.start + block,
                 section,
             };
-            for tile in pair.tiles.clone() {
-                let sums = match long {
-                    true => &self.sums[block * tiles + tile],
-                    false => &self.scratch[turn][(block - pair.blocks.start) * 2 + tile - pair.tiles.start],
-                };
-                let out = &mut self.outputs[block * tiles + tile];
-                self.source.finish(&at, strip.tiles[tile], sums, out);
-            }
+            let sums = match long {
+                true => &self.sums[block * tiles + tile],
+                false => &self.scratch[turn][index],
+            };
+            let out = &mut self.outputs[block * tiles + tile];
+            self.source.finish(&at, strip.tiles[tile], sums, out);
         }
     }
 
@@ -233,11 +295,6 @@ impl<S: Source> Thread<'_, S> {
             }
         }
     }
-}
-
-/// 0..count in runs of two.
-fn pairs(count: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..count).step_by(2).map(move |i| i..(i + 2).min(count))
 }
 
 /// The matrix registers, where the backend multiplies by them.
@@ -267,15 +324,19 @@ impl Registers {
             super::Element::Byte => tiles::Element::Byte,
         };
         let places = tiles::Square {
-            a: product.tokens.map(|lines| lines.as_ptr().cast()),
+            a: product.tokens.as_ptr().cast(),
             b: product.panel.as_ptr().cast(),
             b_next: product.block_lines * size_of::<Line>(),
             c: product.sums.as_mut_ptr().cast(),
-            c_tokens: square,
-            c_rows: product.block_sums * square,
+            c_next: product.block_sums * square,
             count: product.chunks,
         };
+        let sums = match product.start {
+            Start::Zero => tiles::Sums::Zero,
+            Start::Kept => tiles::Sums::Kept,
+            Start::Stored => tiles::Sums::Stored,
+        };
         // SAFETY: `check` has compared the lengths, and the registers are configured.
-        unsafe { configured.accumulate(element, (product.tiles(), product.blocks), product.fresh, places) }
+        unsafe { configured.accumulate(element, product.blocks, (sums, product.store), places) }
     }
 }

@@ -194,14 +194,16 @@ fn products_are_within_their_bound_on_every_backend() {
 
 #[test]
 fn neither_threads_nor_other_tokens_change_a_result() {
-    let weights = Plain::new(1, 300, 600);
-    let x = numbers(1100 * 600, 8);
+    // So wide that a strip of a share of the tokens is high.
+    let (rows, columns) = (150, 1100);
+    let weights = Plain::new(1, rows, columns);
+    let x = numbers(1100 * columns, 8);
     for backend in backends().into_iter().filter(|b| *b != Backend::Emulated) {
         let all = product(&weights, &x, &tasks(&[1100]), backend, 3);
         assert_eq!(all, product(&weights, &x, &tasks(&[1100]), backend, 1));
         for count in [1, 3, 40] {
-            let some = product(&weights, &x[..count * 600], &tasks(&[count]), backend, 2);
-            assert_eq!(some, all[..count * 300], "{backend:?}");
+            let some = product(&weights, &x[..count * columns], &tasks(&[count]), backend, 2);
+            assert_eq!(some, all[..count * rows], "{backend:?}");
         }
     }
 }
@@ -305,10 +307,13 @@ impl Source for Bytes {
 
 #[test]
 fn bytes_add_up_section_by_section() {
-    let (rows, columns, count) = (40, 1500, 37);
+    let (rows, columns) = (40, 1500);
     let pool = pool::current().unwrap();
-    // Sections that divide a piece, that do not, and longer than one.
-    for section in [1, 2, 6, 20, 24] {
+    // One tile and several; sections that divide a piece, that do not, and longer than one.
+    for (count, section) in [13, 37]
+        .into_iter()
+        .flat_map(|n| [1, 2, 6, 8, 20, 24].map(|s| (n, s)))
+    {
         let source = Bytes(shape(1, rows, columns), section);
         let matrix = Isa::Amx.available().then_some(Backend::Matrix);
         for backend in matrix.into_iter().chain([Backend::Emulated]) {

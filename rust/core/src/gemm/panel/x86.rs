@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::backend::{Backend, Product};
+use super::backend::{Backend, Product, Start};
 use super::{LANES, Line};
 
 /// As [`super::tokens::round_portable`].
@@ -20,9 +20,9 @@ pub(super) unsafe fn round(x: &[f32], lines: &mut [Line]) {
 pub(super) fn multiply(backend: Backend, product: &mut Product) {
     let mut token = 0;
     while token < product.count {
-        // Tokens of one tile, as many as the kernels have accumulators for.
-        let left = (product.count - token).min(LANES - token % LANES);
-        // SAFETY: `Backend::of_bf16` has found the set, and the tokens are of one tile and exist.
+        // As many as the kernels have accumulators for.
+        let left = product.count - token;
+        // SAFETY: `Backend::of_bf16` has found the set, and the tokens exist.
         token += unsafe {
             match (backend, product.blocks, left) {
                 (Backend::Avx512, 1, 8..) => dots::<8, 1>(product, token),
@@ -44,12 +44,12 @@ pub(super) fn multiply(backend: Backend, product: &mut Product) {
 /// Multiplies `N` tokens from `first` on by `M` blocks; returns `N`.
 ///
 /// # Safety
-/// The processor has AVX-512 with bf16, the tokens exist and are of one tile, and the product has `M` blocks and has been
+/// The processor has AVX-512 with bf16, the tokens exist, and the product has `M` blocks and has been
 /// checked.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn dots<const N: usize, const M: usize>(product: &mut Product, first: usize) -> usize {
     let mut sums = [[_mm512_setzero_ps(); N]; M];
-    if !product.fresh {
+    if product.start != Start::Zero {
         for (block, sums) in sums.iter_mut().enumerate() {
             for (token, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: a row of sums has 64 bytes.
@@ -90,12 +90,12 @@ unsafe fn dots<const N: usize, const M: usize>(product: &mut Product, first: usi
 /// Multiplies `N` tokens from `first` on by all blocks, eight rows at a time; returns `N`.
 ///
 /// # Safety
-/// The processor has AVX2 and FMA, the tokens exist and are of one tile, and the product has been checked.
+/// The processor has AVX2 and FMA, the tokens exist, and the product has been checked.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn floats<const N: usize>(product: &mut Product, first: usize) -> usize {
     for block in 0..product.blocks {
         let mut sums = [[_mm256_setzero_ps(); 2]; N];
-        if !product.fresh {
+        if product.start != Start::Zero {
             for (token, sums) in sums.iter_mut().enumerate() {
                 let row = product.row(first + token, block);
                 // SAFETY: a row of sums has 64 bytes.

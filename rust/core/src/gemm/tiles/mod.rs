@@ -16,7 +16,7 @@ use std::arch::asm;
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-pub use square::{Element, Square};
+pub use square::{Element, Square, Sums};
 
 /// Rows of a register, and words of a row.
 pub const ROWS: usize = 16;
