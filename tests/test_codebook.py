@@ -194,6 +194,10 @@ def test_what_makes_no_sense_is_refused(tmp_path: pathlib.Path) -> None:
         good.matmul(torch.zeros(1, 40), "int8", 5)
     with pytest.raises(moepack.CorruptionError):
         CodebookTensor(good._data[:-64].copy())
+    older = good._data.copy()
+    older[11] = 8
+    with pytest.raises(moepack.CorruptionError, match=r"older version of moepack.*pack the model again"):
+        CodebookTensor(older)
     damaged = good._data.copy()
     damaged[128 + 2 * 256 : 128 + 2 * 256 + 4] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
     with pytest.raises(moepack.CorruptionError, match="expert 0 row 0 block 0: scale NaN"):
