@@ -73,7 +73,7 @@ struct Layer {
 }
 
 impl Layer {
-    /// In the order in which `block` takes them.
+    /// In the order in which `attention` and `feed_forward` take them.
     fn matrices(&self) -> [Option<&Matrix>; MATRICES] {
         let shared = self.shared.as_ref();
         [
@@ -92,7 +92,7 @@ impl Layer {
         ]
     }
 
-    /// In the order in which `block` takes them.
+    /// In the order in which `attention` takes them, then the norm of `feed_forward`.
     fn vectors(&self) -> [Option<&Vector>; VECTORS] {
         [
             Some(&self.input_norm),
@@ -111,40 +111,50 @@ impl Layer {
         for (slot, matrix) in matrices.iter_mut().zip(&values.matrices) {
             *slot = matrix.map(|matrix| matrix.projection(isa)).transpose()?;
         }
+        let [query, key, value, output, rest @ ..] = matrices;
+        let [vectors @ .., middle_norm] = values.vectors;
+        Ok(Block {
+            attention: self.attention([query, key, value, output], vectors),
+            feed_forward: self.feed_forward(rest, middle_norm),
+        })
+    }
+
+    fn attention<'a>(
+        &self,
+        [query, key, value, output]: [Option<Weights<'a>>; 4],
+        vectors: [Option<gemm::Activations<'a>>; VECTORS - 1],
+    ) -> Attention<'a> {
         let [
-            query,
-            key,
-            value,
-            output,
-            router,
-            gate,
-            up,
-            down,
-            first,
-            second,
-            third,
-            shared_gate,
-        ] = matrices;
-        let [
-            input,
+            norm,
             query_bias,
             query_norm,
             key_bias,
             key_norm,
             value_bias,
             output_bias,
-            middle,
-        ] = values.vectors;
-        let norm = |weight: Option<gemm::Activations<'a>>| {
-            weight.map(|weight| Norm {
-                weight,
-                epsilon: self.epsilon,
-            })
-        };
+        ] = vectors;
         let linear = |weights: Option<Weights<'a>>, bias| Linear {
             weights: weights.expect("a layer has it"),
             bias,
         };
+        Attention {
+            norm: self.norm(norm).expect("a layer has it"),
+            query: linear(query, query_bias),
+            key: linear(key, key_bias),
+            value: linear(value, value_bias),
+            output: linear(output, output_bias),
+            query_norm: self.norm(query_norm),
+            key_norm: self.norm(key_norm),
+            width: self.width,
+            scale: self.scale,
+        }
+    }
+
+    fn feed_forward<'a>(
+        &self,
+        [router, gate, up, down, first, second, third, shared_gate]: [Option<Weights<'a>>; MATRICES - 4],
+        norm: Option<gemm::Activations<'a>>,
+    ) -> FeedForward<'a> {
         let experts = |[gate, up, down]: [Option<Weights<'a>>; 3]| {
             Some(Experts {
                 gate: gate?,
@@ -152,31 +162,25 @@ impl Layer {
                 down: down?,
             })
         };
-        Ok(Block {
-            attention: Attention {
-                norm: norm(input).expect("a layer has it"),
-                query: linear(query, query_bias),
-                key: linear(key, key_bias),
-                value: linear(value, value_bias),
-                output: linear(output, output_bias),
-                query_norm: norm(query_norm),
-                key_norm: norm(key_norm),
-                width: self.width,
-                scale: self.scale,
-            },
-            feed_forward: FeedForward {
-                norm: norm(middle).expect("a layer has it"),
-                router: router.map(|weights| Router {
-                    weights,
-                    top_k: self.top_k,
-                    normalized: self.normalized,
-                }),
-                experts: experts([gate, up, down]).expect("a layer has them"),
-                shared: experts([first, second, third]).map(|experts| Shared {
-                    experts,
-                    gate: shared_gate,
-                }),
-            },
+        FeedForward {
+            norm: self.norm(norm).expect("a layer has it"),
+            router: router.map(|weights| Router {
+                weights,
+                top_k: self.top_k,
+                normalized: self.normalized,
+            }),
+            experts: experts([gate, up, down]).expect("a layer has them"),
+            shared: experts([first, second, third]).map(|experts| Shared {
+                experts,
+                gate: shared_gate,
+            }),
+        }
+    }
+
+    fn norm<'a>(&self, weight: Option<gemm::Activations<'a>>) -> Option<Norm<'a>> {
+        weight.map(|weight| Norm {
+            weight,
+            epsilon: self.epsilon,
         })
     }
 }
