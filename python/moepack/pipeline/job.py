@@ -100,12 +100,7 @@ def compress(
     state, progress = target.with_name(target.name + STATE), progress or Silent()
     if isinstance(chosen, RewritingMethod | PlannedMethod):
         progress.prepare(f"{chosen.name} looks at the whole model first")
-    if isinstance(chosen, RewritingMethod):
-        checkpoint = rewritten(checkpoint, described, chosen, state, resume)
-        described = describe(checkpoint)
-    if isinstance(chosen, PlannedMethod):
-        with naming_files(checkpoint):
-            chosen.begin(checkpoint, described)
+        checkpoint, described = _looked_at(checkpoint, described, chosen, state, resume)
     job = Job(checkpoint, described, chosen, progress, peak)
     try:
         report = job.run(target, resume, started)
@@ -113,6 +108,19 @@ def compress(
         if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
             state.unlink()
     return report
+
+
+def _looked_at(
+    checkpoint: Checkpoint, model: MoeModel, method: Method, state: Path, resume: bool
+) -> tuple[Checkpoint, MoeModel]:
+    """Let a method change the checkpoint and decide what concerns all of it; returns what is to be packed."""
+    if isinstance(method, RewritingMethod):
+        checkpoint = rewritten(checkpoint, model, method, state, resume)
+        model = describe(checkpoint)
+    if isinstance(method, PlannedMethod):
+        with naming_files(checkpoint):
+            method.begin(checkpoint, model)
+    return checkpoint, model
 
 
 @contextmanager
