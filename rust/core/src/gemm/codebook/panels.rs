@@ -5,6 +5,8 @@
 //! 16 rows x 4 columns by transposing words within lanes. So rows stand in the order 0, 4, 8, 12, 1, 5, ... in a panel
 //! and its sums. Sums are exact and become outputs as everywhere ([`super::Epilogue`]): the same bits.
 
+#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -19,7 +21,7 @@ use crate::gemm::ternary::Activations;
 use crate::ternary::Shape;
 
 /// The tokens of an expert from which on panels are faster, measured on 14336 x 4096.
-pub(super) const FEWEST: usize = 8;
+pub(super) const FEWEST: usize = 12;
 /// Columns of a chunk.
 const CHUNK: usize = 4 * LANES;
 
@@ -28,18 +30,26 @@ const CHUNK: usize = 4 * LANES;
 pub(super) struct Panels<'a> {
     view: View<'a>,
     form: Form,
+    /// Blocks of rows of an expert, and chunks of a codebook: dividing anew for each call of [`Source::decode`] costs.
+    panels: usize,
+    section: usize,
 }
 
 impl<'a> Panels<'a> {
     /// The processor has AVX-512, and the form is that of an integer mode.
     pub fn new(view: View<'a>, form: Form) -> Self {
-        Panels { view, form }
+        let layout = view.layout();
+        Panels {
+            view,
+            form,
+            panels: layout.panels(),
+            section: layout.block_size() / CHUNK,
+        }
     }
 
     /// A block of columns of block `block` of all experts' rows.
     fn block(&self, block: usize, index: usize) -> Block<'a> {
-        let panels = self.view.layout().panels();
-        self.view.block(block / panels, block % panels, index)
+        self.view.block(block / self.panels, block % self.panels, index)
     }
 }
 
@@ -52,7 +62,7 @@ impl Source for Panels<'_> {
         TokenForm {
             element: Element::Byte,
             columns: self.shape().columns,
-            section: self.view.layout().block_size() / CHUNK,
+            section: self.section,
             variant: self.form.variant(),
         }
     }
@@ -72,10 +82,10 @@ impl Source for Panels<'_> {
     fn open(&self, _: usize, _: &mut Vec<u8>) {}
 
     fn decode(&self, block: usize, _: &[u8], chunks: Range<usize>, to: &mut [Line]) {
-        let length = self.form().section;
+        let length = self.section;
         let mut start = chunks.start;
         while start < chunks.end {
-            let index = start / length;
+            let index = if start < length { 0 } else { start / length };
             let end = ((index + 1) * length).min(chunks.end);
             let source = self.block(block, index);
             let first = (start - index * length) * CHUNK;
@@ -99,7 +109,8 @@ impl Source for Panels<'_> {
     }
 }
 
-/// Looks up the columns of a block from column `first` on, four a line; those behind the block's are zeros.
+/// Looks up the columns of a block from column `first` on, a multiple of a chunk's, four a line; those behind the block's
+/// are zeros.
 ///
 /// # Safety
 /// The processor has AVX-512, and the block is of `BITS` bits.
@@ -119,26 +130,38 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
         *table = unsafe { _mm512_loadu_si512(rows.as_ptr().cast()) };
     }
     let registers = block.registers().as_ptr().cast::<u8>();
-    for (group, lines) in lines.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-        let column = first + group * LANE;
-        if column >= block.columns() {
-            *lines = [Line::ZERO; 4];
-            continue;
-        }
-        let step = column / step_columns(BITS);
-        let mut found = [_mm512_setzero_si512(); QUADS];
-        for (i, (found, &table)) in found.iter_mut().zip(&tables).enumerate() {
-            // SAFETY: the step exists, for its first column does.
-            unsafe {
-                let at = registers.add((step * QUADS + i) * quad);
-                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(kernel::AHEAD).cast());
-                let index = kernel::indices::<Avx512, BITS>(at, column % step_columns(BITS) / LANE);
-                *found = _mm512_shuffle_epi8(table, index);
+    for (pair, lines) in lines.as_chunks_mut::<4>().0.chunks_mut(2).enumerate() {
+        for half in 0..2 {
+            let Some(lines) = lines.get_mut(half) else { break };
+            let column = first + (2 * pair + half) * LANE;
+            if column >= block.columns() {
+                *lines = [Line::ZERO; 4];
+                continue;
             }
-        }
-        for (words, line) in transposed(found).into_iter().zip(lines) {
-            // SAFETY: a line has 64 bytes, aligned.
-            unsafe { _mm512_store_si512((&raw mut *line).cast(), words) }
+            // Of 4 bits a constant once the loop is unrolled: shifts by other counts take two operations.
+            let group = match BITS {
+                4 => half,
+                _ => column % step_columns(BITS) / LANE,
+            };
+            let step = column / step_columns(BITS);
+            let mut found = [_mm512_setzero_si512(); QUADS];
+            for i in 0..QUADS {
+                // SAFETY: the step exists, for its first column does.
+                unsafe {
+                    let at = registers.add((step * QUADS + i) * quad);
+                    if group % 2 == 0 && group / 2 < step_registers(BITS) {
+                        let ahead = kernel::AHEAD + group / 2 * REGISTER;
+                        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(ahead).cast());
+                    }
+                    let index = kernel::indices::<Avx512, BITS>(at, group);
+                    found[i] = _mm512_shuffle_epi8(tables[i], index);
+                }
+            }
+            let words = transposed(found);
+            for i in 0..QUADS {
+                // SAFETY: a line has 64 bytes, aligned.
+                unsafe { _mm512_store_si512((&raw mut lines[i]).cast(), words[i]) }
+            }
         }
     }
 }
