@@ -183,7 +183,7 @@ def test_every_instruction_set_takes_a_step(model, isa):
     plan = Plan(model.model)
     outputs = []
     for name in (isa, "scalar"):
-        caches = [(np.zeros((2, 4, 8), np.float32), np.zeros((2, 4, 8), np.float32)) for _ in plan.groups]
+        caches = [(np.zeros((2, 4, 8), np.float32), np.zeros((2, 4, 8), np.float32)) for _ in plan.forms]
         outputs.append([plan.decoder.step(x, n, caches, n, isa=name) for n in range(4)])
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
 
@@ -210,6 +210,23 @@ def test_turns_follow_each_other(model):
         results += [logits, run(model, mode, second, cache, prompt=7)[0]]
     assert_near(torch.cat(found), torch.cat(expected))
     assert steps_of(model) == 15 + 13
+
+
+def test_a_cache_may_be_looked_at_and_written_between_steps(model):
+    tokens = ids(20)
+    expected, _ = run(model, "native", tokens)
+    with torch.inference_mode():
+        state = model(tokens[:, :PROMPT], use_cache=True)
+        cache = state.past_key_values
+        for number in range(PROMPT, 20):
+            state = model(tokens[:, number : number + 1], past_key_values=cache, use_cache=True)
+            assert torch.equal(state.logits[0, -1], expected[number - PROMPT])
+            for layer in cache.layers[: number % 3]:
+                assert layer.keys.shape == layer.values.shape == (1, 2, number + 1, 8)
+                layer.keys = layer.keys.clone()
+    # Keys of fewer tokens than values are nothing that the core knows.
+    cache.layers[0].keys = cache.layers[0].keys[:, :, :-1]
+    assert cache.layers[0].form is None and cache.layers[1].form is not None
 
 
 def test_a_copied_cache_goes_its_own_way(model):
@@ -366,7 +383,7 @@ def test_the_choice_is_checked(monkeypatch):
 def test_the_core_refuses_what_does_not_fit(model):
     plan = Plan(model.model)
     x = np.zeros((1, 32), np.float32)
-    caches = [(np.zeros((2, 4, 8), np.float32), np.zeros((2, 4, 8), np.float32)) for _ in plan.groups]
+    caches = [(np.zeros((2, 4, 8), np.float32), np.zeros((2, 4, 8), np.float32)) for _ in plan.forms]
     with pytest.raises(ValueError, match="no room"):
         plan.decoder.step(x, 4, caches, 4)
     with pytest.raises(ValueError, match="caches of 2 layers"):

@@ -4,8 +4,9 @@
 else is done to such a layer (cropping, reordering, selecting, offloading) is what transformers does; where the tensors
 are then not the first tokens of the buffers, the next token finds new ones.
 
-Invariants: `keys` and `values` are tensors as transformers keeps them, `[batch, heads, tokens, width]`; tokens that are
-in them are not written again, unless the layer has been cropped to fewer.
+Invariants: `keys` and `values` are tensors as transformers keeps them, `[batch, heads, tokens, width]`, made when they
+are looked at: decoding in the core looks at none. Tokens that are in them are not written again, unless the layer has
+been cropped to fewer.
 """
 
 from typing import Any, NamedTuple
@@ -15,22 +16,34 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import DynamicLayer
 
-__all__ = ["GrowingLayer", "Room"]
+__all__ = ["Form", "GrowingLayer", "Room", "form_of"]
 
 LEAST = 256
 """A new buffer has room for this many tokens more, or a quarter of its tokens."""
+
+
+class Form(NamedTuple):
+    """What keys and values have in common, but for their tokens."""
+
+    batch: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+    device: str
 
 
 class Room(NamedTuple):
     """Buffers.
 
     Attributes:
+        form: of both.
         keys: `[batch, heads, capacity, width]`.
         values: the same.
         arrays: the first sequence of both as the core takes them, `[heads, capacity, width]`, float32 or the bits of
             bfloat16; None for other dtypes and devices.
     """
 
+    form: Form | None
     keys: torch.Tensor
     values: torch.Tensor
     arrays: tuple[NDArray[Any], NDArray[Any]] | None
@@ -49,30 +62,75 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of `DynamicCache` that appends in place."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         self._room: Room | None = None
+        self._length = 0
+        # None where the layer has the first `_length` tokens of its room.
+        self._tensors: tuple[Any, Any] | None = (None, None)
+        super().__init__(**kwargs)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The keys of all tokens."""
+        return self._seen()[0]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._tensors = keys, self._seen()[1]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The values of all tokens."""
+        return self._seen()[1]
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self._tensors = self._seen()[0], values
+
+    def _seen(self) -> tuple[Any, Any]:
+        """Keys and values, which from here on may be somebody's."""
+        if self._tensors is None:
+            assert self._room is not None
+            keys, values = (buffer.narrow(2, 0, self._length) for buffer in (self._room.keys, self._room.values))
+            self._tensors = keys, values
+        return self._tensors
+
+    def get_seq_length(self) -> int:
+        """The number of tokens."""
+        length: int = self._length if self._tensors is None else super().get_seq_length()
+        return length
+
+    @property
+    def form(self) -> Form | None:
+        """What keys and values have in common; None if they do not fit together."""
+        if self._tensors is None:
+            return self._room.form if self._room is not None else None
+        return form_of(*self._tensors)
 
     @classmethod
     def of(cls, layer: DynamicLayer) -> "GrowingLayer":
         """A layer that goes on where another is."""
         grown = cls()
-        grown.__dict__.update(layer.__dict__)
+        for name, value in vars(layer).items():
+            setattr(grown, name, value)
         return grown
 
     def room(self, count: int) -> Room:
         """Return buffers that start with the layer's tokens and have room for `count` more."""
-        keys, values = self.keys, self.values
-        length, room = keys.shape[2], self._room
+        length, room = self.get_seq_length(), self._room
         writable = room is not None and (torch.is_inference_mode_enabled() or not room.keys.is_inference())
-        if room is None or not writable or length + count > room.capacity or not room.starts_with(keys, values):
+        if room is None or not writable or length + count > room.capacity or not self._is_start(room):
             capacity = length + count + max(LEAST, length // 4)
-            room = self._room = _room_for(keys, values, capacity)
+            room = _room_for(*self._seen(), capacity)
             self.show(room, length)
         return room
 
+    def _is_start(self, room: Room) -> bool:
+        """Whether the layer's tokens are the first of its room."""
+        return self._tensors is None or room.starts_with(*self._tensors)
+
     def show(self, room: Room, length: int) -> None:
         """Let the layer have the first `length` tokens of its buffers."""
-        self.keys, self.values = room.keys.narrow(2, 0, length), room.values.narrow(2, 0, length)
+        self._room, self._length, self._tensors = room, length, None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -81,7 +139,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         if self.get_seq_length() == 0 or _has_gradient(key_states, value_states, self.keys, self.values):
             states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return states
-        length, count = self.keys.shape[2], key_states.shape[2]
+        length, count = self.get_seq_length(), key_states.shape[2]
         room = self.room(count)
         room.keys.narrow(2, length, count).copy_(key_states)
         room.values.narrow(2, length, count).copy_(value_states)
@@ -90,7 +148,17 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the buffers out of copies and pickles: a copy finds its own."""
-        return {**self.__dict__, "_room": None, "keys": _compact(self.keys), "values": _compact(self.values)}
+        keys, values = self._seen()
+        return {**self.__dict__, "_room": None, "_tensors": (_compact(keys), _compact(values))}
+
+
+def form_of(keys: torch.Tensor | None, values: torch.Tensor | None) -> Form | None:
+    """What keys and values have in common; None if they do not fit together."""
+    if keys is None or values is None or keys.dim() != 4 or keys.shape != values.shape:
+        return None
+    if keys.dtype != values.dtype or keys.device != values.device:
+        return None
+    return Form(keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype, keys.device.type)
 
 
 def _room_for(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> Room:
@@ -101,7 +169,7 @@ def _room_for(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> Room:
         buffer = tokens.new_empty((*tokens.shape[:2], capacity, tokens.shape[3]))
         buffer.narrow(2, 0, length).copy_(tokens)
         buffers.append(buffer)
-    return Room(buffers[0], buffers[1], _arrays(*buffers))
+    return Room(form_of(*buffers), buffers[0], buffers[1], _arrays(*buffers))
 
 
 def _arrays(keys: torch.Tensor, values: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]] | None:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from moepack.runtime.cache import GrowingLayer
+from moepack.runtime.cache import GrowingLayer, form_of
 from moepack.runtime.packed import as_numpy
 from moepack.runtime.plan import Plan, Unknown, dense_matrix, is_known
 
@@ -238,15 +238,13 @@ def _position(positions: torch.Tensor | None, length: int) -> int | None:
 def _growing(cache: DynamicCache, plan: Plan, length: int) -> list[GrowingLayer] | None:
     """The layers of a cache, made to grow in place; None where they do not hold what the core expects."""
     layers: list[Any] = cache.layers
-    if len(layers) != len(plan.groups):
+    if len(layers) != len(plan.forms):
         return None
-    for number, (layer, (groups, width)) in enumerate(zip(layers, plan.groups, strict=True)):
-        if type(layer) not in (DynamicLayer, GrowingLayer) or not layer.is_initialized:
+    for number, (layer, expected) in enumerate(zip(layers, plan.forms, strict=True)):
+        if type(layer) not in (DynamicLayer, GrowingLayer) or layer.get_seq_length() != length:
             return None
-        shape = (1, groups, length, width)
-        if layer.keys.shape != shape or layer.values.shape != shape:
-            return None
-        if layer.keys.dtype != plan.dtype or layer.values.dtype != plan.dtype or layer.keys.device.type != "cpu":
+        form = layer.form if type(layer) is GrowingLayer else form_of(layer.keys, layer.values)
+        if form != expected:
             return None
         if type(layer) is DynamicLayer:
             layers[number] = GrowingLayer.of(layer)

@@ -19,6 +19,7 @@ from torch.nn.modules import module as global_hooks
 from transformers.utils import output_capturing
 
 from moepack import _core
+from moepack.runtime.cache import Form
 from moepack.runtime.compute import compute_mode
 from moepack.runtime.experts import PackedExperts, is_silu
 from moepack.runtime.linear import PackedLinear
@@ -124,7 +125,7 @@ class Plan:
     Attributes:
         decoder: the core's.
         dtype: of the model's activations.
-        groups: for each layer the heads of its keys and their width.
+        forms: for each layer that of its keys and values.
 
     Args:
         model: the model without its head, in evaluation mode.
@@ -143,7 +144,7 @@ class Plan:
         _require_config(model.config)
         frequencies, scale = self._rotary(model.rotary_emb)
         layers = list(model.layers)[: model.config.num_hidden_layers]
-        self.groups: list[tuple[int, int]] = []
+        self.forms: list[Form] = []
         described = [self._layer(layer) for layer in layers]
         norm, epsilon = self._norm(model.norm)
         self._guard.watch(module for module in model.modules() if module is not model)
@@ -181,7 +182,7 @@ class Plan:
             described[name], other = self._norm(getattr(attention, child))
             _require(other == epsilon, "norms of heads")
         width = attention.head_dim
-        self.groups.append((attention.k_proj.out_features // width, width))
+        self.forms.append(Form(1, attention.k_proj.out_features // width, width, self.dtype, "cpu"))
         return described | {"width": width, "scale": float(attention.scaling)}
 
     def _feed_forward(self, block: Any) -> dict[str, Any]:
