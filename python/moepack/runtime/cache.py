@@ -69,7 +69,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__(**kwargs)
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> Any:
         """The keys of all tokens."""
         return self._seen()[0]
 
@@ -78,7 +78,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._tensors = keys, self._seen()[1]
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> Any:
         """The values of all tokens."""
         return self._seen()[1]
 

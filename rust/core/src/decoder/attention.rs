@@ -18,6 +18,8 @@ use crate::simd::{Isa, vectorized};
 
 /// Tokens of a unit of work.
 const RUN: usize = 256;
+/// Columns of values that are summed up in registers: four of 16.
+const LANES: usize = 64;
 
 /// A token's queries, keys and values, turned to its position.
 pub(super) struct Heads {
@@ -184,17 +186,15 @@ fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) 
     let past = tokens.start..tokens.end.min(mixing.tokens - 1);
     // members x tokens.
     let mut scores = vec![0.0; members * tokens.len()];
-    for (query, scores) in queries
-        .chunks_exact(width)
-        .zip(scores.chunks_exact_mut(tokens.len()))
-    {
-        for (at, score) in scores[..past.len()].iter_mut().enumerate() {
-            let token = past.start + at;
-            *score = dot(mixing.keys.values, mixing.keys.at(group, token), query) * mixing.scale;
+    let mut key = vec![0.0; width];
+    for at in 0..tokens.len() {
+        match at < past.len() {
+            true => widen(mixing.keys, group, past.start + at, &mut key),
+            false => key.copy_from_slice(&heads.keys[own.clone()]),
         }
-        if tokens.end == mixing.tokens {
-            scores[tokens.len() - 1] =
-                dot(Activations::F32(&heads.keys[own.clone()]), 0, query) * mixing.scale;
+        let scores = scores[at..].iter_mut().step_by(tokens.len());
+        for (query, score) in queries.chunks_exact(width).zip(scores) {
+            *score = dot(Activations::F32(&key), 0, query) * mixing.scale;
         }
     }
     let mut part = Part {
@@ -208,28 +208,50 @@ fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) 
         let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         scores.iter_mut().for_each(|score| *score = exp(*score - largest));
         part.heads.push((largest, scores.iter().sum()));
-        for (at, &weight) in scores[..past.len()].iter().enumerate() {
-            let start = mixing.values.at(group, past.start + at);
-            match mixing.values.values {
-                Activations::F32(values) => add(sums, &values[start..][..width], weight, |value| value),
-                Activations::Bf16(values) => add(sums, &values[start..][..width], weight, from_bf16),
-            }
+        let (before, last) = scores.split_at(past.len());
+        let row = |at| mixing.values.at(group, past.start + at);
+        match mixing.values.values {
+            Activations::F32(values) => add(sums, before, |at| &values[row(at)..], |value| value),
+            Activations::Bf16(values) => add(sums, before, |at| &values[row(at)..], from_bf16),
         }
-        if tokens.end == mixing.tokens {
-            add(
-                sums,
-                &heads.values[own.clone()],
-                scores[tokens.len() - 1],
-                |value| value,
-            );
-        }
+        add(sums, last, |_| &heads.values[own.clone()], |value| value);
     }
     part
 }
 
 #[inline(always)]
-fn add<T: Copy>(sums: &mut [f32], values: &[T], weight: f32, wide: impl Fn(T) -> f32) {
-    sums.iter_mut()
-        .zip(values)
-        .for_each(|(sum, &value)| *sum += weight * wide(value));
+fn widen(lane: Read, group: usize, token: usize, to: &mut [f32]) {
+    let start = lane.at(group, token);
+    match lane.values {
+        Activations::F32(values) => to.copy_from_slice(&values[start..][..to.len()]),
+        Activations::Bf16(values) => {
+            let pairs = to.iter_mut().zip(&values[start..]);
+            pairs.for_each(|(to, &value)| *to = from_bf16(value));
+        }
+    }
+}
+
+/// Adds rows, each times its weight, to `sums`, one after the other, and some columns at a time in registers.
+#[inline(always)]
+fn add<'v, T: Copy + 'v>(
+    sums: &mut [f32],
+    weights: &[f32],
+    row: impl Fn(usize) -> &'v [T],
+    wide: impl Fn(T) -> f32,
+) {
+    let whole = sums.len() - sums.len() % LANES;
+    for (number, sums) in sums.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        let mut lanes = *sums;
+        for (at, &weight) in weights.iter().enumerate() {
+            let row = &row(at)[number * LANES..][..LANES];
+            for lane in 0..LANES {
+                lanes[lane] += weight * wide(row[lane]);
+            }
+        }
+        *sums = lanes;
+    }
+    for (at, &weight) in weights.iter().enumerate() {
+        let pairs = sums[whole..].iter_mut().zip(&row(at)[whole..]);
+        pairs.for_each(|(sum, &value)| *sum += weight * wide(value));
+    }
 }

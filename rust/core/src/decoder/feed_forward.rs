@@ -44,7 +44,7 @@ impl<'a> Routed<'a> {
 
     /// The memory that is read first.
     pub fn ahead(&self) -> Ahead<'a> {
-        self.scores.ahead()
+        self.scores.ahead(self.threads)
     }
 
     /// Runs the experts of `x`, as a member of a region. What is in `next` is needed afterwards.

@@ -148,7 +148,7 @@ impl<'a> State<'a> {
         State {
             block,
             past,
-            aheads: [inputs.ahead(), output.ahead(), routed.ahead()],
+            aheads: [inputs.ahead(threads), output.ahead(threads), routed.ahead()],
             inputs,
             heads: OnceLock::new(),
             mixing: attention.mixing(past),

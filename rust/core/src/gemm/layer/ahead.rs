@@ -4,41 +4,58 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::cut::Cut;
+use super::team::share;
 use super::{Job, Projection};
 use crate::simd;
 
-/// Most bytes that are fetched: half of a second-level cache.
+/// Most bytes that a thread fetches: half of a second-level cache.
 const MOST: usize = 512 << 10;
 /// Bytes that are asked for between two looks at what a thread waits for.
 const CHUNK: usize = 4 << 10;
 
-/// The memory of the first units of work of some products.
-pub struct Ahead<'a> {
+/// The memory of the first units of work of some products: those that each member of a region will do.
+pub struct Ahead<'a>(Vec<Start<'a>>);
+
+/// A member's.
+struct Start<'a> {
     runs: Vec<&'a [u8]>,
     chunks: usize,
-    /// Chunks that have been handed out.
+    /// Chunks that have been asked for.
     next: AtomicUsize,
 }
 
-/// What products by a job read of matrices that are cut together: of each unit of work the rows of each matrix.
-pub(super) fn runs<'s, 'a>(
-    matrices: &'s [&'a dyn Projection],
-    job: &'s Job,
-    cut: &'s Cut,
-) -> impl Iterator<Item = &'a [u8]> + 's {
-    (0..cut.units(job)).flat_map(move |unit| {
-        let (task, rows) = cut.at(unit);
-        let expert = job.tasks[task].expert;
-        matrices.iter().map(move |matrix| {
-            let (memory, all) = (matrix.memory(expert), matrix.shape().rows);
-            &memory[memory.len() * rows.start / all..memory.len() * rows.end / all]
-        })
-    })
+/// What a unit of products by a job reads of matrices that are cut together: the rows of each matrix.
+pub(super) fn memory<'a>(
+    matrices: &[&'a dyn Projection],
+    job: &Job,
+    cut: &Cut,
+    unit: usize,
+) -> Vec<&'a [u8]> {
+    let (task, rows) = cut.at(unit);
+    let expert = job.tasks[task].expert;
+    let of = |matrix: &&'a dyn Projection| {
+        let (memory, all) = (matrix.memory(expert), matrix.shape().rows);
+        &memory[memory.len() * rows.start / all..memory.len() * rows.end / all]
+    };
+    matrices.iter().map(of).collect()
 }
 
 impl<'a> Ahead<'a> {
+    /// Products of `units` units, each of which reads some memory, by `members` threads.
+    pub(super) fn new(units: usize, members: usize, memory: impl Fn(usize) -> Vec<&'a [u8]>) -> Ahead<'a> {
+        let start = |index| Start::new((share(units, index, members).start..units).flat_map(&memory));
+        Ahead((0..members).map(start).collect())
+    }
+
+    /// Asks for a little of the memory that is first for a member; false if there is none.
+    pub(super) fn fetch(&self, member: usize) -> bool {
+        self.0.get(member).is_some_and(Start::fetch)
+    }
+}
+
+impl<'a> Start<'a> {
     /// Runs of memory in the order in which they are read, as many of them as are worth fetching.
-    pub(super) fn new(runs: impl Iterator<Item = &'a [u8]>) -> Ahead<'a> {
+    fn new(runs: impl Iterator<Item = &'a [u8]>) -> Start<'a> {
         let mut left = MOST;
         let runs = runs.map_while(|run| {
             let found = &run[..run.len().min(left)];
@@ -46,15 +63,14 @@ impl<'a> Ahead<'a> {
             (!found.is_empty()).then_some(found)
         });
         let runs: Vec<_> = runs.collect();
-        Ahead {
+        Start {
             chunks: runs.iter().map(|run| run.len().div_ceil(CHUNK)).sum(),
             runs,
             next: AtomicUsize::new(0),
         }
     }
 
-    /// Asks for a little of the memory that nobody has asked for; false if there is none.
-    pub(super) fn fetch(&self) -> bool {
+    fn fetch(&self) -> bool {
         if self.next.load(Ordering::Relaxed) >= self.chunks {
             return false;
         }
@@ -83,8 +99,18 @@ mod tests {
             (&[1, CHUNK, CHUNK + 1], 4),
             (&[MOST - 1, CHUNK, CHUNK], MOST / CHUNK + 1),
         ] {
-            let ahead = Ahead::new(sizes.iter().map(|&size| &memory[..size]));
-            assert_eq!(std::iter::from_fn(|| ahead.fetch().then_some(())).count(), chunks);
+            let start = Start::new(sizes.iter().map(|&size| &memory[..size]));
+            assert_eq!(std::iter::from_fn(|| start.fetch().then_some(())).count(), chunks);
         }
+    }
+
+    #[test]
+    fn each_member_fetches_what_it_will_read() {
+        let memory = vec![0; 3 * CHUNK];
+        let ahead = Ahead::new(3, 2, |unit| vec![&memory[unit * CHUNK..][..CHUNK]]);
+        let starts = [0, 1].map(|member: usize| ahead.0[member].runs[0].as_ptr());
+        assert_eq!(starts, [memory.as_ptr(), memory[CHUNK..].as_ptr()]);
+        assert!(!ahead.fetch(2));
+        assert_eq!((0..9).filter(|_| ahead.fetch(1)).count(), 2);
     }
 }

@@ -158,8 +158,12 @@ impl<'a> Pass<'a> {
                 .collect()
         };
         let aheads = [
-            Ahead::new(ahead::runs(&[layer.gate, layer.up], &job, &cuts[0])),
-            Ahead::new(ahead::runs(&[layer.down], &own, &cuts[1])),
+            Ahead::new(cuts[0].units(&job), threads, |unit| {
+                ahead::memory(&[layer.gate, layer.up], &job, &cuts[0], unit)
+            }),
+            Ahead::new(cuts[1].units(&own), threads, |unit| {
+                ahead::memory(&[layer.down], &own, &cuts[1], unit)
+            }),
         ];
         let bands = Bands::new(layer.down, &own, threads);
         let outputs = match bands {

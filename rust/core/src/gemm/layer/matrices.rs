@@ -69,12 +69,14 @@ impl<'a> Matrices<'a> {
         }
     }
 
-    /// The memory that is read first.
-    pub fn ahead(&self) -> Ahead<'a> {
-        let runs = |matrix: &'_ Matrix<'a>| {
-            ahead::runs(&[matrix.projection], &self.job, &matrix.cut).collect::<Vec<_>>()
-        };
-        Ahead::new(self.list.iter().flat_map(runs))
+    /// The memory that each of `threads` threads reads first.
+    pub fn ahead(&self, threads: usize) -> Ahead<'a> {
+        let counts = self.list.iter().map(|matrix| matrix.cut.units(&self.job));
+        Ahead::new(counts.clone().sum(), threads, |unit| {
+            let (index, unit) = split(counts.clone(), unit);
+            let matrix = &self.list[index];
+            ahead::memory(&[matrix.projection], &self.job, &matrix.cut, unit)
+        })
     }
 
     /// Multiplies, as a member of a region: `x` is the job's tokens x columns. What is in `next` is needed afterwards.

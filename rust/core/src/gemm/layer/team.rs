@@ -5,9 +5,14 @@
 //! when all its units have, not when all threads have come: whoever is there does the work, and a thread that comes late
 //! (or never, since it computes something else) holds up nobody.
 //!
+//! Each member has a run of a phase's units for its own, which it does in their order: units beside each other lie beside
+//! each other in memory, and what is asked for ahead at the end of one is the start of the next. Units that their member
+//! has not come to when another has none left are that one's.
+//!
 //! Every member goes through the same phases in the same order. How many units a phase has may depend on what earlier
 //! phases found, for all members see it alike.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -27,11 +32,9 @@ pub enum Threads {
     Awake,
 }
 
-/// A phase, whose units are handed out in their order.
-#[derive(Default)]
-struct Phase {
-    next: AtomicUsize,
-    done: AtomicUsize,
+/// The part of `count` units that is the run of member `index` of `members`.
+pub(super) fn share(count: usize, index: usize, members: usize) -> Range<usize> {
+    count * index / members..count * (index + 1) / members
 }
 
 impl Threads {
@@ -47,7 +50,11 @@ impl Threads {
 
 /// What the threads of a region share.
 struct Region {
-    phases: Vec<Phase>,
+    members: usize,
+    /// Members that have come.
+    come: AtomicUsize,
+    /// Of each phase the units that are done, and of each member's run those that have been handed out.
+    counts: Vec<AtomicUsize>,
     broken: AtomicBool,
 }
 
@@ -65,6 +72,7 @@ impl Drop for Watch<'_> {
 /// A thread's way through the phases of a region.
 pub struct Member<'r, 'a> {
     region: &'r Region,
+    index: usize,
     next: usize,
     ahead: Option<&'a Ahead<'a>>,
 }
@@ -76,21 +84,28 @@ pub fn run<'a>(
     threads: Threads,
     member: impl Fn(&mut Member<'_, 'a>) + Sync,
 ) {
+    let members = match threads {
+        Threads::Own => 1,
+        _ => pool.current_num_threads(),
+    };
     let region = Region {
-        phases: (0..phases).map(|_| Phase::default()).collect(),
+        members,
+        come: AtomicUsize::new(0),
+        counts: (0..phases * (1 + members)).map(|_| AtomicUsize::new(0)).collect(),
         broken: AtomicBool::new(false),
     };
     let enter = || {
         let _watch = Watch(&region.broken);
         member(&mut Member {
             region: &region,
+            index: region.come.fetch_add(1, Ordering::Relaxed) % members,
             next: 0,
             ahead: None,
         })
     };
-    match (pool.current_num_threads(), threads) {
-        (1, _) | (_, Threads::Own) => enter(),
-        (count, _) => crew::together(count - 1, threads == Threads::Awake, &enter),
+    match members {
+        1 => enter(),
+        _ => crew::together(members - 1, threads == Threads::Awake, &enter),
     }
 }
 
@@ -103,16 +118,21 @@ impl<'a> Member<'_, 'a> {
     /// Takes part in the next phase, of `count` units, and returns when all of them are done: what they wrote is visible
     /// then. All members give the same count.
     pub fn phase(&mut self, count: usize, mut work: impl FnMut(usize)) {
-        let phase = &self.region.phases[self.next];
+        let members = self.region.members;
+        let counts = &self.region.counts[self.next * (1 + members)..][..1 + members];
+        let (done, taken) = (&counts[0], &counts[1..]);
         self.next += 1;
-        while phase.done.load(Ordering::Acquire) < count {
-            let unit = phase.next.fetch_add(1, Ordering::Relaxed);
-            if unit >= count {
-                return self.wait(phase, count);
+        for index in (self.index..members).chain(0..self.index) {
+            let run = share(count, index, members);
+            while taken[index].load(Ordering::Relaxed) < run.len() {
+                let unit = taken[index].fetch_add(1, Ordering::Relaxed);
+                if unit < run.len() {
+                    work(run.start + unit);
+                    done.fetch_add(1, Ordering::Release);
+                }
             }
-            work(unit);
-            phase.done.fetch_add(1, Ordering::Release);
         }
+        self.wait(done, count);
     }
 
     /// A phase of one unit, which makes a value.
@@ -124,12 +144,12 @@ impl<'a> Member<'_, 'a> {
         slot.get().expect("the phase has ended")
     }
 
-    fn wait(&self, phase: &Phase, count: usize) {
+    fn wait(&self, done: &AtomicUsize, count: usize) {
         let mut rounds = 0;
-        while phase.done.load(Ordering::Acquire) < count {
+        while done.load(Ordering::Acquire) < count {
             let broken = self.region.broken.load(Ordering::Acquire);
             assert!(!broken, "another thread panicked");
-            if !self.ahead.is_some_and(Ahead::fetch) {
+            if !self.ahead.is_some_and(|ahead| ahead.fetch(self.index)) {
                 crew::relax(&mut rounds);
             }
         }
@@ -165,6 +185,14 @@ mod tests {
             });
             let found: Vec<usize> = done.iter().map(|d| d.load(Ordering::Relaxed)).collect();
             assert_eq!(found, counts);
+        }
+    }
+
+    #[test]
+    fn runs_are_all_units_in_their_order() {
+        for (count, members) in [(0, 2), (1, 2), (7, 3), (48, 5)] {
+            let units = (0..members).flat_map(|index| share(count, index, members));
+            assert!(units.eq(0..count));
         }
     }
 
