@@ -107,7 +107,9 @@ impl Crew {
         // SAFETY: only the lifetime changes. Members take the pointer under the lock while `work` is set, and count as
         // inside from then on until they have done with it; the caller's `Call` ends, however the caller does, after
         // `work` is none and nobody is inside.
-        let work: Work = Work(unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), _>(work) });
+        let work: Work = Work(unsafe {
+            std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(work)
+        });
         (state.work, state.room, state.awake) = (Some(work), helpers, awake);
         self.calls.fetch_add(1, Ordering::Release);
         let looking = state.members - state.asleep;
