@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{Job, Projection};
 
-/// Most bytes of a unit of work: long enough a run for the memory, which starts each anew (Zen 5: 0.7 us a unit).
+/// Most bytes of a unit of work: long enough a run for the memory.
 const UNIT_BYTES: usize = 512 << 10;
 /// Units that each thread gets at least, where there are as many granules: the threads end at nearly the same time.
 const UNITS: usize = 16;
@@ -20,10 +20,6 @@ pub(super) struct Cut {
     step: usize,
     runs: usize,
     rows: usize,
-    /// Units of the parts that threads read in order, of which there are as many as threads; the first have one more.
-    part: usize,
-    longer: usize,
-    threads: usize,
 }
 
 impl Cut {
@@ -37,14 +33,10 @@ impl Cut {
             .min((UNIT_OUTPUTS / job.widest().max(1)).max(HIGH_ROWS))
             .min(job.tasks.len() * rows / (UNITS * threads));
         let step = (most / granule).max(1) * granule;
-        let runs = rows.div_ceil(step);
         Cut {
             step,
-            runs,
+            runs: rows.div_ceil(step),
             rows,
-            part: job.tasks.len() * runs / threads,
-            longer: job.tasks.len() * runs % threads,
-            threads,
         }
     }
 
@@ -52,11 +44,8 @@ impl Cut {
         job.tasks.len() * self.runs
     }
 
-    /// The task and rows of a unit. Threads take units in turns, so neighbouring numbers are of different parts of the
-    /// weights: each thread reads on where its last unit ended, mostly, and what was asked for ahead serves.
+    /// The task and rows of a unit.
     pub fn at(&self, unit: usize) -> (usize, Range<usize>) {
-        let part = unit % self.threads;
-        let unit = part * self.part + part.min(self.longer) + unit / self.threads;
         let first = unit % self.runs * self.step;
         (unit / self.runs, first..(first + self.step).min(self.rows))
     }
