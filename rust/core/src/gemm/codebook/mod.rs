@@ -105,7 +105,7 @@ impl Mode {
 /// What computes a product on this processor with an instruction set that it runs.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa {
-        Isa::Amx => "avx512, amx-int8 for 12 tokens and more in the mode int8",
+        Isa::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
         _ => isa.name(),
     }
 }
