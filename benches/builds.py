@@ -55,6 +55,7 @@ def measure(builds: dict[str, Any], case: str, args: argparse.Namespace) -> dict
                 y = expected.setdefault(mode, multiply(0))
                 assert mode == "exact" or np.array_equal(y, multiply(0)), (name, isa, mode)
                 peers.append(codebook.Peer(f"{isa} {mode} {name}", multiply, len(blobs)))
+    codebook.spread(peers)
     deadline = time.perf_counter() + args.seconds * len(peers)
     while time.perf_counter() < deadline or len(peers[0].times) < 4:
         for peer in peers:

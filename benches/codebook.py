@@ -49,6 +49,12 @@ class Peer:
         self.calls += 1
 
 
+def spread(contest: list[Peer]) -> None:
+    """Let every peer begin at copies of its own: of shared ones it would find in caches what another just read."""
+    for number, peer in enumerate(contest):
+        peer.calls = number * peer.copies // len(contest)
+
+
 def packed(rows: int, columns: int, bits: int, activation_bits: int, experts: int = 1) -> np.ndarray:
     """A random tensor with one codebook a row; where activations have bits, centroids of one byte."""
     rng = np.random.default_rng(rows + bits)
@@ -176,6 +182,7 @@ def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> d
         contest.append(peer)
     for peer in contest:
         peer.multiply(0)
+    spread(contest)
     deadline = time.perf_counter() + args.seconds * len(contest)
     while time.perf_counter() < deadline or len(contest[0].times) < 5:
         for peer in contest:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 
 import machine
 import moepack
+from codebook import Peer, spread
 from moepack import _core
 
 SHAPES = ((6144, 2080), (2080, 6144), (3072, 768))
@@ -62,22 +62,6 @@ def encoding_speed(code: str, seconds: float) -> float:
     return codes.size / statistics.median(times) / 1e9
 
 
-class Peer:
-    """One way to multiply, over a rotation of copies of its weights that no cache holds."""
-
-    def __init__(self, name: str, multiply: Callable[[int], object], copies: int) -> None:
-        self.name, self.multiply, self.copies = name, multiply, copies
-        self.times: list[float] = []
-        self.calls = 0
-
-    def step(self) -> None:
-        """Time one call on the next copy."""
-        start = time.perf_counter()
-        self.multiply(self.calls % self.copies)
-        self.times.append(time.perf_counter() - start)
-        self.calls += 1
-
-
 def peers(rows: int, columns: int, tokens: int, isas: list[str]) -> list[Peer]:
     """Torch bf16, then each code on each instruction set."""
     x = torch.randn(tokens, columns, dtype=torch.float32)
@@ -106,6 +90,7 @@ def measure(rows: int, columns: int, tokens: int, isas: list[str], seconds: floa
     contest = peers(rows, columns, tokens, isas)
     for peer in contest:
         peer.multiply(0)
+    spread(contest)
     deadline = time.perf_counter() + seconds * len(contest)
     while time.perf_counter() < deadline or len(contest[0].times) < 20:
         for peer in contest:
