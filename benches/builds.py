@@ -44,7 +44,7 @@ def measure(builds: dict[str, Any], case: str, args: argparse.Namespace) -> dict
     x = rng.standard_normal((tokens, columns)).astype(np.float32)
     peers, expected = [], {}
     for name, core in builds.items():
-        blob = core.encode_codebook(codes, centroids, scales, bits=args.bits, block=args.block, rank=2)
+        blob = core.encode_codebook(codes, centroids, scales, bits=args.bits, block=args.block, ndim=2)
         blobs = [core.CodebookBlob(copy) for copy in codebook.rotation(blob, resident << 20)]
         for isa in args.isa:
             for mode in args.modes:

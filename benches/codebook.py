@@ -63,7 +63,7 @@ def packed(rows: int, columns: int, bits: int, activation_bits: int, experts: in
     centroids = np.sort(rng.integers(-top, top + 1, (experts, rows, 1, 1 << bits)), axis=-1).astype(np.int16) * unit
     scales = rng.uniform(1e-6, 2e-6, (experts, rows, 1)).astype(np.float32)
     return _core.encode_codebook(
-        codes, centroids.astype(np.int16), scales, bits=bits, block=1 << 16, rank=3 if experts > 1 else 2,
+        codes, centroids.astype(np.int16), scales, bits=bits, block=1 << 16, ndim=3 if experts > 1 else 2,
         activation_bits=activation_bits,
     )  # fmt: skip
 

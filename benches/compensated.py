@@ -29,7 +29,7 @@ def product(rounds: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 8, (EXPERTS, ROWS, COLUMNS), np.uint8)
     parameters = np.full((EXPERTS, ROWS, COLUMNS // 64), 0.0078125, np.float32)
-    base = _core.encode_groupwise(codes, parameters, -parameters, bits=3, group_size=64, rank=3)
+    base = _core.encode_groupwise(codes, parameters, -parameters, bits=3, group_size=64, ndim=3)
     del codes
 
     def factor(length: int) -> tuple[Any, Any]:

@@ -109,7 +109,7 @@ class Random:
             centroids = np.sort(random.integers(-127, 128, books), -1).astype(np.int16) * 256
             scales = np.full(books[:3], 2 / 32639 / weights.shape[2] ** 0.5, np.float32)
             blob = _core.encode_codebook(
-                codes, centroids, scales, bits=4, block=1 << 16, rank=weights.rank, activation_bits=8
+                codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim, activation_bits=8
             )
             details = {"bits": 4, "block_size": _core.CodebookBlob(blob).block_size, "activation_bits": 8}
             advance(codes.size)

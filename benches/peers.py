@@ -66,7 +66,7 @@ def encode(shape: tuple[int, int, int], bits: int, group: int, seed: int = 0) ->
     size = (experts, rows, -(-columns // group))
     scales = generator.uniform(0.5, 1, size).astype(np.float16).astype(np.float32) * 2.0**-6
     offsets = -scales * (1 << bits >> 1)
-    return _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group, rank=3)
+    return _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group, ndim=3)
 
 
 def moepack_peer(rows: int, columns: int, bits: int, group: int, mode: str, isa: str, cold: int) -> Peer:

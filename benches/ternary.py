@@ -57,7 +57,7 @@ def encoding_speed(code: str, seconds: float) -> float:
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or len(times) < 3:
         start = time.perf_counter()
-        _core.encode_ternary(codes, levels, rank=2, code=code)
+        _core.encode_ternary(codes, levels, ndim=2, code=code)
         times.append(time.perf_counter() - start)
     return codes.size / statistics.median(times) / 1e9
 

@@ -44,14 +44,14 @@ def test_golden_file(case: dict[str, Any]) -> None:
     data, expected = np.fromfile(GOLDEN / f"{case['name']}.bin", np.uint8), golden(case)
     blob = _core.CodebookBlob(data)
     blob.verify()
-    assert (blob.bits, blob.rank, blob.block_size) == (case["bits"], case["rank"], case["block"])
+    assert (blob.bits, blob.ndim, blob.block_size) == (case["bits"], case["rank"], case["block"])
     assert blob.activation_bits == case["activation_bits"] and blob.hadamard == expected.hadamard
     np.testing.assert_array_equal(blob.decode(), expected.codes)
     close = 0 if expected.hadamard == 1 else 1e-6
     np.testing.assert_allclose(blob.dequantize(), expected.weights(), rtol=close, atol=close)
     again = _core.encode_codebook(
         expected.codes.copy(), expected.centroids, expected.scales, bits=blob.bits, block=blob.block_size,
-        rank=blob.rank, activation_bits=blob.activation_bits, hadamard=blob.hadamard,
+        ndim=blob.ndim, activation_bits=blob.activation_bits, hadamard=blob.hadamard,
     )  # fmt: skip
     assert again.tobytes() == data.tobytes() == oracle.write(expected)
 

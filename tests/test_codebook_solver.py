@@ -113,7 +113,7 @@ def test_centroids_of_8_bits_lose_nothing_more_in_the_integer_mode():
     found = cluster(weights, hessians, drift, ClusterSettings(4, centroid_bits=8))
     stored = fixed_point(found.centroids, 8)
     blob = _core.encode_codebook(
-        found.codes.numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=4, block=128, rank=2
+        found.codes.numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=4, block=128, ndim=2
     )
     tensor = CodebookTensor(blob)
     torch.testing.assert_close(tensor.dequantize(), look_up(found.codes, found.centroids, None)[0], rtol=1e-6, atol=0)
@@ -166,7 +166,7 @@ def test_turned_activations_are_those_of_the_kernels(bits):
     codes = rng.integers(0, 16, (1, 5, 192)).astype(np.uint8)
     blob = _core.CodebookBlob(_core.encode_codebook(
         codes, rng.integers(-127, 128, (1, 5, 1, 16)).astype(np.int16) * 256, np.full((1, 5, 1), 1e-5, np.float32),
-        bits=4, block=256, rank=2, activation_bits=bits, hadamard=width,
+        bits=4, block=256, ndim=2, activation_bits=bits, hadamard=width,
     ))  # fmt: skip
     rounding = Rounding(bits, hadamard=True)
     rounded = rounding(x, "model.layers.0.mlp.down_proj")

@@ -19,12 +19,12 @@ def ternary(shape: tuple[int, int, int], p0: float = 0.885, seed: int = 0) -> tu
 )
 def test_round_trip(code: str, shape: tuple[int, int, int]) -> None:
     codes, levels = ternary(shape)
-    data = _core.encode_ternary(codes, levels, rank=3, code=code)
+    data = _core.encode_ternary(codes, levels, ndim=3, code=code)
     assert data.dtype == np.uint8 and data.nbytes % 64 == 0
     blob = _core.TernaryBlob(data)
     blob.verify()
     assert (blob.experts, blob.rows, blob.columns) == shape
-    assert (blob.code, blob.rank, blob.nbytes) == (code, 3, data.nbytes)
+    assert (blob.code, blob.ndim, blob.nbytes) == (code, 3, data.nbytes)
     assert blob.nonzeros == np.count_nonzero(codes)
     np.testing.assert_array_equal(blob.decode(), codes)
     np.testing.assert_array_equal(blob.levels(), levels)
@@ -35,7 +35,7 @@ def test_round_trip(code: str, shape: tuple[int, int, int]) -> None:
 def test_bfloat16_values_are_returned_as_bits() -> None:
     codes, _ = ternary((1, 5, 100))
     levels = np.tile(np.array([-0.5, 1.0], np.float32), (1, 5, 1))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=2))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=2))
     assert blob.level_dtype == "bfloat16"
     bits = blob.dequantize("bfloat16")
     assert bits.dtype == np.uint16
@@ -48,14 +48,14 @@ def test_bfloat16_values_are_returned_as_bits() -> None:
 )
 def test_levels_are_stored_in_the_narrowest_exact_type(level: float, dtype: str) -> None:
     levels = np.array([[[-level, level]]], np.float32)
-    blob = _core.TernaryBlob(_core.encode_ternary(np.ones((1, 1, 9), np.int8), levels, rank=2))
+    blob = _core.TernaryBlob(_core.encode_ternary(np.ones((1, 1, 9), np.int8), levels, ndim=2))
     assert blob.level_dtype == dtype
     np.testing.assert_array_equal(blob.levels(), levels)
 
 
 def test_rows_are_decoded_apart() -> None:
     codes, levels = ternary((2, 130, 77))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=3))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=3))
     np.testing.assert_array_equal(blob.decode_rows(1, 63, 129), codes[1, 63:129])
     assert blob.decode_rows(0, 5, 5).shape == (0, 77)
     for expert, start, stop in [(2, 0, 1), (0, 3, 2), (0, 0, 131)]:
@@ -65,7 +65,7 @@ def test_rows_are_decoded_apart() -> None:
 
 def test_a_read_only_memory_map_is_read_in_place(tmp_path) -> None:
     codes, levels = ternary((1, 100, 500))
-    data = _core.encode_ternary(codes, levels, rank=2)
+    data = _core.encode_ternary(codes, levels, ndim=2)
     path = tmp_path / "blob"
     data.tofile(path)
     mapped = np.memmap(path, np.uint8, mode="r")
@@ -83,7 +83,7 @@ def test_threads_do_not_change_the_bytes() -> None:
         for threads in (1, 2, 5):
             _core.set_threads(threads)
             assert _core.threads() == threads
-            blobs.append(_core.encode_ternary(codes, levels, rank=3).tobytes())
+            blobs.append(_core.encode_ternary(codes, levels, ndim=3).tobytes())
     finally:
         _core.set_threads(before)
     assert len(set(blobs)) == 1
@@ -93,7 +93,7 @@ def test_threads_do_not_change_the_bytes() -> None:
 @pytest.mark.parametrize("isa", _core.available_isas())
 def test_products_are_those_of_the_decoded_weights(code: str, isa: str) -> None:
     codes, levels = ternary((3, 70, 301))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=3, code=code))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=3, code=code))
     weights = blob.dequantize("float32").astype(np.float64)
     x = np.random.default_rng(1).standard_normal((5, 301)).astype(np.float32)
     np.testing.assert_allclose(blob.matmul(x, 2, isa), x @ weights[2].T, rtol=0, atol=1e-4)
@@ -107,7 +107,7 @@ def test_products_are_those_of_the_decoded_weights(code: str, isa: str) -> None:
 
 def test_wrong_operands_are_value_or_type_errors() -> None:
     codes, levels = ternary((2, 4, 10))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=3))
+    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=3))
     x = np.ones((3, 10), np.float32)
     assert blob.matmul(x[:0]).shape == (0, 4)
     for call in (
@@ -135,30 +135,30 @@ def test_wrong_arguments_are_value_or_type_errors() -> None:
     bad_code = codes.copy()
     bad_code[0, 2, 7] = 2
     with pytest.raises(ValueError, match="expert 0, row 2, column 7"):
-        _core.encode_ternary(bad_code, levels, rank=2)
+        _core.encode_ternary(bad_code, levels, ndim=2)
     for value in (np.nan, np.inf, 0.5):
         bad_levels = levels.copy()
         bad_levels[0, 3, 0] = value
         with pytest.raises(ValueError, match="row 3"):
-            _core.encode_ternary(codes, bad_levels, rank=2)
+            _core.encode_ternary(codes, bad_levels, ndim=2)
     with pytest.raises(ValueError, match="rank"):
-        _core.encode_ternary(codes, levels, rank=4)
+        _core.encode_ternary(codes, levels, ndim=4)
     with pytest.raises(ValueError, match="shape"):
-        _core.encode_ternary(codes, levels[:, :3], rank=2)
+        _core.encode_ternary(codes, levels[:, :3], ndim=2)
     with pytest.raises(ValueError, match="unknown ternary code"):
-        _core.encode_ternary(codes, levels, rank=2, code="zip")
+        _core.encode_ternary(codes, levels, ndim=2, code="zip")
     with pytest.raises(ValueError, match="contiguous"):
-        _core.encode_ternary(np.repeat(codes, 2, axis=2)[:, :, ::2], levels, rank=2)
+        _core.encode_ternary(np.repeat(codes, 2, axis=2)[:, :, ::2], levels, ndim=2)
     with pytest.raises(TypeError):
-        _core.encode_ternary(codes.astype(np.int16), levels, rank=2)
+        _core.encode_ternary(codes.astype(np.int16), levels, ndim=2)
     with pytest.raises(ValueError, match="dtype"):
-        _core.TernaryBlob(_core.encode_ternary(codes, levels, rank=2)).dequantize("float64")
+        _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=2)).dequantize("float64")
 
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
 def test_damage_raises_corruption_errors(code: str) -> None:
     codes, levels = ternary((1, 66, 200))
-    data = _core.encode_ternary(codes, levels, rank=2, code=code)
+    data = _core.encode_ternary(codes, levels, ndim=2, code=code)
     for length in (0, 7, 127, 128, data.size - 64, data.size - 1):
         with pytest.raises(_core.CorruptionError, match=r"truncated|corrupt"):
             _core.TernaryBlob(data[:length].copy())

@@ -21,7 +21,7 @@ def packed(shape=(2, 35, 200), seed=0, skew=True, group=64):
     codes = rng.choice(4, shape, p=share).astype(np.uint8)
     groups = -(-shape[2] // group)
     scales, offsets = (rng.integers(-99, 99, (*shape[:2], groups)).astype(np.float32) / 256 for _ in range(2))
-    return _core.encode_groupwise(codes, scales, offsets, bits=2, group_size=group, rank=3)
+    return _core.encode_groupwise(codes, scales, offsets, bits=2, group_size=group, ndim=3)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 35, 200), (0, 3, 3), (2, 0, 3), (3, 17, 33)])
@@ -33,7 +33,7 @@ def test_an_independent_reader_gets_the_plain_bytes_back(shape):
     blob.verify()
     assert blob.expand().tobytes() == plain.tobytes()
     same = _core.GroupwiseBlob(plain)
-    assert (blob.experts, blob.rows, blob.columns, blob.rank) == (*shape, 3)
+    assert (blob.experts, blob.rows, blob.columns, blob.ndim) == (*shape, 3)
     assert (blob.bits, blob.group_size, blob.symmetric, blob.dtype) == (2, same.group_size, False, "float16")
     np.testing.assert_array_equal(blob.decode(), same.decode())
     np.testing.assert_array_equal(blob.dequantize(), same.dequantize())

@@ -130,7 +130,7 @@ class _Codebooks:
             codes = random.integers(0, 16, weights.shape, np.uint8)
             centroids = random.integers(-32639, 32640, (*weights.shape[:2], 1, 16)).astype(np.int16)
             scales = np.full(centroids.shape[:3], 2 / 32639 / weights.shape[2] ** 0.5, np.float32)
-            blob = _core.encode_codebook(codes, centroids, scales, bits=4, block=1 << 16, rank=weights.rank)
+            blob = _core.encode_codebook(codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim)
             advance(codes.size)
             yield name, moepack.methods.PackedTensor("codebook", blob, {"bits": 4})
 

@@ -40,7 +40,7 @@ class TernaryLinears(DenseMethod):
                 raise KeyboardInterrupt
             stack = [weights.expert(expert).float() for expert in range(weights.shape[0])]
             codes, levels = moepack.quantize_ternary(torch.stack(stack).numpy())
-            blob = _core.encode_ternary(codes, levels, rank=weights.rank)
+            blob = _core.encode_ternary(codes, levels, ndim=weights.ndim)
             yield name, PackedTensor("ternary", blob, {"code": "fsv8"})
 
 
@@ -57,7 +57,7 @@ class WatchingLinears(TernaryLinears):
 
     def restore_dense(self, layer, packed):
         assert set(packed) == {linear.name for linear in layer.linears}
-        assert all(_core.TernaryBlob(tensor.data).rank == 2 for tensor in packed.values())
+        assert all(_core.TernaryBlob(tensor.data).ndim == 2 for tensor in packed.values())
         self.seen += [linear.name for linear in layer.linears]
 
     def notes(self, layers):

@@ -47,7 +47,7 @@ def test_packed_bytes_is_what_the_core_writes(bits: int, symmetric: bool, shape:
         parameters = np.zeros((*shape[:2], groups), np.float32)
         blob = _core.encode_groupwise(
             np.zeros(shape, np.uint8), parameters, None if symmetric else parameters,
-            bits=bits, group_size=size or max(shape[2], 1), rank=3,
+            bits=bits, group_size=size or max(shape[2], 1), ndim=3,
         )  # fmt: skip
         assert blob.nbytes == packed_bytes(shape, bits, size, symmetric)
 

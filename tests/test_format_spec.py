@@ -36,7 +36,7 @@ def test_random_tensors(code: str, p0: float, shape: tuple[int, int, int]) -> No
     rng = np.random.default_rng(0)
     codes = rng.choice(np.array([0, -1, 1], np.int8), shape, p=[p0, 0.7 * (1 - p0), 0.3 * (1 - p0)])
     levels = np.stack([-rng.random(shape[:2]), rng.random(shape[:2])], axis=2).astype(np.float32)
-    blob = _core.encode_ternary(codes, levels, rank=3, code=code)
+    blob = _core.encode_ternary(codes, levels, ndim=3, code=code)
     found, pairs = ternary_reader.read(blob.tobytes())
     assert np.array_equal(found, codes)
     assert np.array_equal(pairs, levels)

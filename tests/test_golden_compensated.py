@@ -32,7 +32,7 @@ def test_golden_file(case: dict[str, Any]) -> None:
     blob = _core.CompensatedBlob(data)
     blob.verify()
     assert [blob.experts, blob.rows, blob.columns] == case["shape"]
-    assert (blob.rank, blob.rank_bits) == (case["rank"], case["rank_bits"])
+    assert (blob.ndim, blob.rank_bits) == (case["rank"], case["rank_bits"])
     assert blob.ranks().tolist() == case["ranks"]
     tensor = oracle.read(data.tobytes())
     assert (blob.bits, blob.symmetric, blob.dtype) == (tensor.base.bits, tensor.base.offsets is None, tensor.base.dtype)

@@ -21,7 +21,7 @@ def test_golden_file(case: dict[str, Any]) -> None:
     codes = np.frombuffer(bytes.fromhex(case["codes"]), np.uint8).reshape(case["shape"])
     blob = _core.GroupwiseBlob(data)
     blob.verify()
-    assert (blob.bits, blob.rank, blob.dtype) == (case["bits"], case["rank"], case["dtype"])
+    assert (blob.bits, blob.ndim, blob.dtype) == (case["bits"], case["rank"], case["dtype"])
     assert blob.group_size == (case["group"] or max(case["shape"][2], 1))
     assert blob.symmetric == (case["offsets"] is None)
     np.testing.assert_array_equal(blob.decode(), codes)
@@ -35,7 +35,7 @@ def test_golden_file(case: dict[str, Any]) -> None:
         offsets,
         bits=blob.bits,
         group_size=case["group"] or 1 << 20,
-        rank=blob.rank,
+        ndim=blob.ndim,
         dtype=blob.dtype,
     )
     assert again.tobytes() == data.tobytes()

@@ -26,10 +26,10 @@ def test_golden_file(case: dict[str, Any], code: str) -> None:
     data = np.fromfile(GOLDEN / f"{case['name']}.{code}.bin", np.uint8)
     blob = _core.TernaryBlob(data)
     blob.verify()
-    assert (blob.code, blob.rank, blob.level_dtype) == (code, case["rank"], case["level_dtype"])
+    assert (blob.code, blob.ndim, blob.level_dtype) == (code, case["rank"], case["level_dtype"])
     np.testing.assert_array_equal(blob.decode(), codes)
     np.testing.assert_array_equal(blob.levels(), levels)
-    again = _core.encode_ternary(codes, levels, rank=case["rank"], code=code)
+    again = _core.encode_ternary(codes, levels, ndim=case["rank"], code=code)
     assert again.tobytes() == data.tobytes()
 
 

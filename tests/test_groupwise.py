@@ -22,7 +22,7 @@ def tensor(bits=4, group=64, symmetric=False, dtype="float16", shape=(2, 19, 130
 def encode(made):
     size = made.group or 1 << 20
     return _core.encode_groupwise(
-        made.codes, made.scales, made.offsets, bits=made.bits, group_size=size, rank=made.rank, dtype=made.dtype
+        made.codes, made.scales, made.offsets, bits=made.bits, group_size=size, ndim=made.rank, dtype=made.dtype
     )
 
 
@@ -47,7 +47,7 @@ def test_the_core_and_the_reference_write_the_same_bytes(bits, group, symmetric,
 def test_attributes():
     data = encode(tensor())
     blob = _core.GroupwiseBlob(data)
-    assert (blob.experts, blob.rows, blob.columns, blob.rank) == (2, 19, 130, 3)
+    assert (blob.experts, blob.rows, blob.columns, blob.ndim) == (2, 19, 130, 3)
     assert (blob.bits, blob.group_size, blob.nbytes, blob.symmetric, blob.dtype) == (4, 64, len(data), False, "float16")
     assert "2 x 19 x 130, 4 bits, groups of 64" in repr(blob)
     assert _core.GroupwiseBlob(encode(tensor(symmetric=True))).offsets() is None

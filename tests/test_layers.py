@@ -25,7 +25,7 @@ def groupwise(shape, seed, bits=4, group_size=32):
     groups = -(-shape[2] // group_size)
     scales = random.uniform(0.02, 0.04, (*shape[:2], groups)).astype(np.float16).astype(np.float32)
     offsets = -scales * np.float32(1 << (bits - 1))
-    return _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group_size, rank=3)
+    return _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group_size, ndim=3)
 
 
 def coded(shape, seed):
@@ -36,7 +36,7 @@ def ternary(shape, seed):
     random = np.random.default_rng(seed)
     codes = random.choice(np.array([-1, 0, 1], np.int8), shape, p=[0.1, 0.8, 0.1])
     levels = np.array([-0.25, 0.25], np.float32) * random.choice([1, 0.5], (*shape[:2], 1))
-    return _core.encode_ternary(codes, levels.astype(np.float32), rank=3)
+    return _core.encode_ternary(codes, levels.astype(np.float32), ndim=3)
 
 
 def codebook(shape, seed):
@@ -44,7 +44,7 @@ def codebook(shape, seed):
     codes = random.integers(0, 16, shape, dtype=np.uint8)
     centroids = random.integers(-32639, 32640, (*shape[:2], 1, 16)).astype(np.int16)
     scales = random.uniform(1e-6, 9e-6, (*shape[:2], 1)).astype(np.float32)
-    return _core.encode_codebook(codes, centroids, scales, bits=4, block=128, rank=3)
+    return _core.encode_codebook(codes, centroids, scales, bits=4, block=128, ndim=3)
 
 
 def compensated(shape, seed, bits=3):

@@ -328,7 +328,7 @@ def test_the_space_bound_holds_for_the_worst_weights(code: str) -> None:
     for shape in [(1, 1, 1), (3, 65, 1), (2, 64, 130), (1, 129, 257), (5, 1, 0), (0, 3, 4)]:
         codes = rng.choice(np.array([-1, 1], np.int8), shape)
         levels = np.tile(np.array([-1 / 3, 0.1], np.float32), (*shape[:2], 1))
-        blob = _core.encode_ternary(codes, levels, rank=3, code=code)
+        blob = _core.encode_ternary(codes, levels, ndim=3, code=code)
         assert blob.nbytes <= create("ternary", code=code).bound(shape)
 
 

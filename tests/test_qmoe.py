@@ -479,6 +479,6 @@ def test_the_bound_of_two_bits_is_the_size_of_the_plain_format(columns, group_si
     parameters = torch.rand((*shape[:2], form.width(columns)), generator=generator).half().float()
     pairs = parameters.reshape(*shape[:2], -1, 2)
     scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
-    plain = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=group_size, rank=3)
+    plain = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=group_size, ndim=3)
     assert plain.nbytes == form.bound(shape)
     assert form.pack(codes, parameters).data.nbytes <= form.bound(shape)

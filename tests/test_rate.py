@@ -57,7 +57,7 @@ def test_estimated_bits_are_those_of_the_coder(columns, density):
     generator = torch.Generator().manual_seed(columns)
     codes = (torch.rand(4, 256, columns, generator=generator) < density).to(torch.int8)
     codes *= 1 - 2 * torch.randint(2, codes.shape, generator=generator, dtype=torch.int8)
-    blob = _core.encode_ternary(codes.numpy(), np.tile(np.float32([-1, 1]), (4, 256, 1)), rank=3, code="fsv8")
+    blob = _core.encode_ternary(codes.numpy(), np.tile(np.float32([-1, 1]), (4, 256, 1)), ndim=3, code="fsv8")
     assert float(row_bits(codes).sum()) == pytest.approx(8 * (blob.nbytes - 256), rel=0.02)
 
 

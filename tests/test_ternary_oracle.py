@@ -29,7 +29,7 @@ def symbols_of(codes: np.ndarray) -> str:
 def test_the_oracle_reads_what_rust_writes(code: str, shape: tuple[int, int, int]) -> None:
     codes = random_codes(shape, seed=shape[2])
     levels = np.tile(np.array([-0.25, 1 + 2**-9], np.float32), (*shape[:2], 1))
-    data = _core.encode_ternary(codes, levels, rank=3, code=code)
+    data = _core.encode_ternary(codes, levels, ndim=3, code=code)
     blob = oracle.read(data.tobytes())
     assert (blob.code, blob.shape, blob.nonzeros) == (code, shape, np.count_nonzero(codes))
     assert blob.levels == [(-0.25, 1 + 2**-9)] * (shape[0] * shape[1])
@@ -40,7 +40,7 @@ def test_the_oracle_reads_what_rust_writes(code: str, shape: tuple[int, int, int
 def test_rust_writes_the_codes_that_the_oracle_finds() -> None:
     codes = random_codes((1, 120, 300), seed=7)
     levels = np.tile(np.array([-1, 1], np.float32), (1, 120, 1))
-    blob = oracle.read(_core.encode_ternary(codes, levels, rank=2).tobytes())
+    blob = oracle.read(_core.encode_ternary(codes, levels, ndim=2).tobytes())
     coded = 0
     for row, (stored, field) in zip(codes[0], blob.rows, strict=True):
         if 0 < len(stored) < 75:
@@ -53,7 +53,7 @@ def test_rust_writes_the_codes_that_the_oracle_finds() -> None:
 def test_rust_and_oracle_generate_the_same_dictionary_of_the_paper() -> None:
     codes = random_codes((1, 60, 301), seed=3)
     levels = np.tile(np.array([-1, 1], np.float32), (1, 60, 1))
-    blob = oracle.read(_core.encode_ternary(codes, levels, rank=2, code="dict16").tobytes())
+    blob = oracle.read(_core.encode_ternary(codes, levels, ndim=2, code="dict16").tobytes())
     for row, (stored, _) in zip(codes[0], blob.rows, strict=True):
         assert np.frombuffer(stored, "<u2").tolist() == oracle.dict16_encode(symbols_of(row))
 

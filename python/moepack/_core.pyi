@@ -55,14 +55,14 @@ def kernels() -> dict[str, str]:
     """Return the kernel that matrix products of every packed format run on this machine, by the format's name."""
 
 def encode_ternary(
-    codes: NDArray[np.int8], levels: NDArray[np.float32], *, rank: int, code: str = "fsv8"
+    codes: NDArray[np.int8], levels: NDArray[np.float32], *, ndim: int, code: str = "fsv8"
 ) -> NDArray[np.uint8]:
     """Encode ternary codes into a packed tensor, uint8 [bytes].
 
     Args:
         codes: int8 [experts, rows, columns], C-contiguous, each -1, 0 or 1.
         levels: float32 [experts, rows, 2], C-contiguous: the negative (<= 0) and the positive (>= 0) value of a row.
-        rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         code: "fsv8" or "dict16" (the dictionary of the QMoE paper, section 4.3).
 
     Raises:
@@ -90,8 +90,8 @@ class TernaryBlob:
     def columns(self) -> int:
         """The number of columns."""
     @property
-    def rank(self) -> int:
-        """The rank of the tensor as its user sees it: 2 or 3."""
+    def ndim(self) -> int:
+        """Axes of the tensor as its user sees it: 2 or 3."""
     @property
     def nonzeros(self) -> int:
         """The number of weights that are not zero."""
@@ -155,7 +155,7 @@ def encode_groupwise(
     *,
     bits: int,
     group_size: int,
-    rank: int,
+    ndim: int,
     dtype: str = "float16",
 ) -> NDArray[np.uint8]:
     """Pack group-wise codes, uint8 [bytes].
@@ -166,7 +166,7 @@ def encode_groupwise(
         offsets: the same, or None for a symmetric tensor, whose weights are scale * (code - 2^(bits - 1)).
         bits: 2, 3, 4 or 8.
         group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
-        rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         dtype: of the stored parameters, "float16" or "bfloat16".
 
     Raises:
@@ -248,8 +248,8 @@ class CompensatedBlob:
     def columns(self) -> int:
         """The number of columns."""
     @property
-    def rank(self) -> int:
-        """The rank of the tensor as its user sees it: 2 or 3."""
+    def ndim(self) -> int:
+        """Axes of the tensor as its user sees it: 2 or 3."""
     @property
     def nbytes(self) -> int:
         """The size of the packed tensor in bytes, everything counted."""
@@ -326,8 +326,8 @@ class GroupwiseBlob:
     def columns(self) -> int:
         """The number of columns."""
     @property
-    def rank(self) -> int:
-        """The rank of the tensor as its user sees it: 2 or 3."""
+    def ndim(self) -> int:
+        """Axes of the tensor as its user sees it: 2 or 3."""
     @property
     def nbytes(self) -> int:
         """The size of the packed tensor in bytes, everything counted."""
@@ -421,8 +421,8 @@ class CodedGroupwiseBlob:
     def columns(self) -> int:
         """The number of columns."""
     @property
-    def rank(self) -> int:
-        """The rank of the tensor as its user sees it: 2 or 3."""
+    def ndim(self) -> int:
+        """Axes of the tensor as its user sees it: 2 or 3."""
     @property
     def nbytes(self) -> int:
         """The size of the coded tensor in bytes, everything counted."""
@@ -620,7 +620,7 @@ def encode_codebook(
     *,
     bits: int,
     block: int,
-    rank: int,
+    ndim: int,
     activation_bits: int = 0,
     hadamard: int = 1,
 ) -> NDArray[np.uint8]:
@@ -633,7 +633,7 @@ def encode_codebook(
         scales: float32 [experts, rows, blocks], C-contiguous, finite and not negative.
         bits: of a code: 2, 3 or 4.
         block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
-        rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
         hadamard: columns that products turn together by Hadamard's matrix before they multiply, a power of two that
             divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
@@ -672,8 +672,8 @@ class CodebookBlob:
     def columns(self) -> int:
         """The number of columns."""
     @property
-    def rank(self) -> int:
-        """The rank of the tensor as its user sees it: 2 or 3."""
+    def ndim(self) -> int:
+        """Axes of the tensor as its user sees it: 2 or 3."""
     @property
     def nbytes(self) -> int:
         """The size of the packed tensor in bytes, everything counted."""

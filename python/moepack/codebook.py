@@ -257,7 +257,7 @@ def _encode(codes: torch.Tensor, centroids: torch.Tensor, bits: int, block: int 
     try:
         return _core.encode_codebook(
             stacked(codes.cpu()), stacked(stored.centroids), stacked(stored.scales),
-            bits=bits, block=block or 1 << 20, rank=codes.ndim, activation_bits=activation_bits,
+            bits=bits, block=block or 1 << 20, ndim=codes.ndim, activation_bits=activation_bits,
         )  # fmt: skip
     except ValueError as cause:
         raise InvalidTensorError(str(cause)) from cause

@@ -171,7 +171,7 @@ def _encode(found: GroupwiseCodes, bits: int, group_size: int | None, dtype: tor
     try:
         return _core.encode_groupwise(
             stacked(codes), stacked(scales), None if offsets is None else stacked(offsets),
-            bits=bits, group_size=width, rank=codes.ndim, dtype=_DTYPES[dtype],
+            bits=bits, group_size=width, ndim=codes.ndim, dtype=_DTYPES[dtype],
         )  # fmt: skip
     except ValueError as cause:
         raise InvalidTensorError(str(cause)) from cause

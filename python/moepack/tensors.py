@@ -66,12 +66,12 @@ class BlobTensor:
     def shape(self) -> tuple[int, ...]:
         """`(R, C)`, or `(E, R, C)` for a stack."""
         matrix = (self._blob.rows, self._blob.columns)
-        return matrix if self._blob.rank == 2 else (self._blob.experts, *matrix)
+        return matrix if self._blob.ndim == 2 else (self._blob.experts, *matrix)
 
     @property
     def ndim(self) -> int:
         """2, or 3 for a stack."""
-        return int(self._blob.rank)
+        return int(self._blob.ndim)
 
     @property
     def nbytes(self) -> int:

@@ -128,7 +128,7 @@ def encode_ternary(tensor: AnyTensor, *, levels: AnyTensor | None = None, code: 
     blob = _core.encode_ternary(
         codes.reshape(experts, *codes.shape[-2:]).contiguous().numpy(),
         pairs.reshape(experts, codes.shape[-2], 2).contiguous().numpy(),
-        rank=codes.ndim,
+        ndim=codes.ndim,
         code=code,
     )
     return TernaryTensor(blob)

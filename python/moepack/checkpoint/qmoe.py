@@ -173,7 +173,7 @@ def _blob(words: npt.NDArray[np.uint16], starts: npt.NDArray[np.int64], columns:
     template = _core.encode_ternary(
         np.zeros((1, rows, columns), np.int8),
         np.tile(np.array([-1, 1], np.float32), (1, rows, 1)),
-        rank=2,
+        ndim=2,
         code="dict16",
     )
     header = template[:128].copy()

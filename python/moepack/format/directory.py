@@ -181,7 +181,7 @@ def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path
         blob = _KINDS[record.kind](data)
     except ValueError as error:
         raise CorruptionError(str(error), file=file, tensor=name) from error
-    shape = (blob.experts, blob.rows, blob.columns)[-blob.rank :]
+    shape = (blob.experts, blob.rows, blob.columns)[-blob.ndim :]
     if shape != record.shape:
         raise CorruptionError(f"shape is {shape}, the manifest says {record.shape}", file=file, tensor=name)
     for key in _DETAILS:

@@ -33,7 +33,7 @@ class Weights:
         expert: gives expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
         sources: for each expert, the checkpoint's tensor that holds it; errors about its values name that.
         role: "experts", or what a linear layer outside the experts is: "attention", "shared", "mlp" or "head". Such a
-            layer is one matrix: its shape is [1, rows, columns], and its blob has rank 2.
+            layer is one matrix: its shape is [1, rows, columns], and its blob has two axes.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Weights:
     role: str = "experts"
 
     @property
-    def rank(self) -> int:
-        """Rank of the blob: 3 for experts, 2 for a linear layer."""
+    def ndim(self) -> int:
+        """Axes of the blob: 3 for experts, 2 for a linear layer."""
         return 3 if self.role == "experts" else 2
 
 
@@ -126,7 +126,7 @@ class DenseMethod(Method, Protocol):
             advance: as for `compress_layer`.
 
         Yields:
-            Each path and packed tensor of rank 2, every linear layer once.
+            Each path and packed matrix, every linear layer once.
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.

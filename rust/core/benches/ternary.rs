@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use divan::counter::ItemsCount;
 use divan::{Bencher, black_box};
+use moepack_core::formats::ternary::{Code, TernaryView, decode_codes, encode};
 use moepack_core::gemm::ternary::{Kernel, matmul_with};
-use moepack_core::ternary::{Code, Shape, TernaryView, decode_codes, encode};
+use moepack_core::types::Shape;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 fn main() {
@@ -83,7 +84,7 @@ fn weights(rows: usize, columns: usize) -> (Vec<i8>, Vec<(f32, f32)>, Shape) {
         experts: 1,
         rows,
         columns,
-        rank: 2,
+        ndim: 2,
     };
     (codes, levels, shape)
 }

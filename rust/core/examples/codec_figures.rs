@@ -7,8 +7,9 @@
 use std::error::Error;
 use std::time::Instant;
 
+use moepack_core::formats::ternary::{self, Code, TernaryView};
 use moepack_core::pool;
-use moepack_core::ternary::{self, Code, Shape, TernaryView};
+use moepack_core::types::Shape;
 
 /// The shapes of the two matrices of an expert of SwitchTransformers c2048.
 const SHAPES: [(usize, usize); 2] = [(2080, 6144), (6144, 2080)];
@@ -30,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 experts: 1,
                 rows,
                 columns,
-                rank: 2,
+                ndim: 2,
             };
             let bytes = measure(&codes, shape, code)?;
             plain += 2 * codes.len();

@@ -4,20 +4,15 @@
 //! code before using it and reports an [`Error`] instead of panicking.
 
 pub mod bits;
-pub mod clustering;
-pub mod codebook;
-pub mod coded;
-pub mod compensated;
 mod crew;
 pub mod decoder;
 pub mod error;
-pub mod fitting;
+pub mod formats;
 pub mod gemm;
-pub mod groupwise;
-pub mod kmeans;
 pub mod limits;
 pub mod pool;
 pub mod simd;
-pub mod ternary;
+pub mod solvers;
+pub mod types;
 
 pub use error::{Error, Result};

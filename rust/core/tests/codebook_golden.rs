@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::PathBuf;
 
-use moepack_core::codebook::{self, Content, View};
+use moepack_core::formats::codebook::{self, Content, View};
 use moepack_core::pool;
-use moepack_core::ternary::Shape;
+use moepack_core::types::Shape;
 use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {
@@ -46,7 +46,7 @@ fn golden_files_decode_and_are_written_the_same() {
             experts: number(&case["shape"][0]),
             rows: number(&case["shape"][1]),
             columns: number(&case["shape"][2]),
-            rank: number(&case["rank"]) as u8,
+            ndim: number(&case["rank"]) as u8,
         };
         let content = Content {
             shape,

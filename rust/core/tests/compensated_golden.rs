@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use moepack_core::compensated::chunk::Width;
-use moepack_core::compensated::{self, Factor, View};
+use moepack_core::formats::compensated::chunk::Width;
+use moepack_core::formats::compensated::{self, Factor, View};
 use moepack_core::pool;
 use serde_json::Value;
 

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 
+use moepack_core::formats::ternary::{self, TernaryView};
 use moepack_core::pool;
-use moepack_core::ternary::{self, TernaryView};
 use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {

@@ -3,7 +3,7 @@
 #[path = "../examples/fsv8_dictionaries/json.rs"]
 mod json;
 
-use moepack_core::ternary::fsv8::Dictionary;
+use moepack_core::formats::ternary::fsv8::Dictionary;
 
 /// Names a JSON file to hold the embedded dictionaries against.
 const VARIABLE: &str = "MOEPACK_FSV8_JSON";

@@ -1,7 +1,8 @@
 //! Damaged tensors: every truncation and every flipped bit gives an error or other weights, and never a panic.
 
+use moepack_core::formats::ternary::{self, Code, TernaryView};
 use moepack_core::pool;
-use moepack_core::ternary::{self, Code, Shape, TernaryView};
+use moepack_core::types::Shape;
 use moepack_core::{Error, Result};
 use proptest::prelude::*;
 use rayon::ThreadPool;
@@ -12,7 +13,7 @@ fn tensor(code: Code, pool: &ThreadPool) -> Vec<u8> {
         experts: 2,
         rows: 67,
         columns: 90,
-        rank: 3,
+        ndim: 3,
     };
     let mut codes = vec![0; 2 * 67 * 90];
     for (i, place) in codes.iter_mut().enumerate() {

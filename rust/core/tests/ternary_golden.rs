@@ -3,8 +3,9 @@
 use std::fs;
 use std::path::PathBuf;
 
+use moepack_core::formats::ternary::{self, Code, TernaryView};
 use moepack_core::pool;
-use moepack_core::ternary::{self, Code, Shape, TernaryView};
+use moepack_core::types::Shape;
 use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {
@@ -42,7 +43,7 @@ fn case(json: &Value) -> Option<Case> {
             experts: shape[0],
             rows: shape[1],
             columns: shape[2],
-            rank: number(&json["rank"])? as u8,
+            ndim: number(&json["rank"])? as u8,
         },
         codes: text
             .bytes()

@@ -1,7 +1,8 @@
 //! Encoding and decoding: whatever is encoded parses, verifies and decodes to the same codes and levels.
 
+use moepack_core::formats::ternary::{self, Code, Row, TernaryView, fsv8};
 use moepack_core::pool;
-use moepack_core::ternary::{self, Code, Row, Shape, TernaryView, fsv8};
+use moepack_core::types::Shape;
 use proptest::prelude::*;
 
 /// A row of a kind that encoders treat differently.
@@ -36,7 +37,7 @@ fn tensor() -> impl Strategy<Value = (Shape, Vec<i8>, Vec<(f32, f32)>)> {
             experts,
             rows,
             columns,
-            rank: 3,
+            ndim: 3,
         };
         let codes = prop::collection::vec(row(columns), experts * rows).prop_map(|rows| rows.concat());
         let level = prop_oneof![Just(0.0f32), 1e-3..2.0f32, Just(0.5f32)];
@@ -104,7 +105,7 @@ fn matrix(rows: usize, columns: usize) -> Shape {
         experts: 1,
         rows,
         columns,
-        rank: 2,
+        ndim: 2,
     }
 }
 
@@ -140,7 +141,7 @@ fn rows_of_a_group_are_the_rows_asked_for_one_by_one() {
         experts: 2,
         rows: 130,
         columns: 50,
-        rank: 3,
+        ndim: 3,
     };
     for code in Code::ALL {
         let blob = round_trip(shape, &codes, &[(-1.0, 1.0); 260], code);
@@ -251,7 +252,7 @@ fn the_number_of_threads_does_not_change_a_byte() {
         experts: 5,
         rows: 150,
         columns: 333,
-        rank: 3,
+        ndim: 3,
     };
     let with = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new()
@@ -284,7 +285,7 @@ fn arguments_out_of_range_are_refused() {
         &[0; 6],
         &good,
         Shape {
-            rank: 1,
+            ndim: 1,
             ..matrix(2, 3)
         },
     );
@@ -295,7 +296,7 @@ fn arguments_out_of_range_are_refused() {
             experts: 2,
             rows: 1,
             columns: 3,
-            rank: 2,
+            ndim: 2,
         },
     );
     refused(
@@ -305,7 +306,7 @@ fn arguments_out_of_range_are_refused() {
             experts: 0,
             rows: 1,
             columns: usize::MAX,
-            rank: 3,
+            ndim: 3,
         },
     );
     for bad in [(1.0, 1.0), (-1.0, -1.0), (f32::NAN, 1.0), (-1.0, f32::INFINITY)] {

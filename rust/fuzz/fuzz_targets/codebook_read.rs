@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moepack_core::codebook::View;
+use moepack_core::formats::codebook::View;
 use moepack_core::gemm::codebook::{Mode, matmul_grouped};
 use moepack_core::simd::Isa;
 use moepack_core::{Error, pool};

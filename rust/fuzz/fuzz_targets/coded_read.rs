@@ -3,9 +3,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moepack_core::coded::Coded;
+use moepack_core::formats::coded_groupwise::Coded;
 use moepack_core::gemm::groupwise::{Mode, matmul};
-use moepack_core::groupwise::View;
+use moepack_core::formats::groupwise::View;
 use moepack_core::simd::Isa;
 use moepack_core::{Error, pool};
 

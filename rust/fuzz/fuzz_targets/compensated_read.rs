@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moepack_core::compensated::View;
+use moepack_core::formats::compensated::View;
 use moepack_core::gemm::compensated::matmul;
 use moepack_core::gemm::groupwise::Mode;
 use moepack_core::simd::Isa;

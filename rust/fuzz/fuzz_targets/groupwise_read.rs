@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use moepack_core::gemm::groupwise::{Mode, matmul};
-use moepack_core::groupwise::View;
+use moepack_core::formats::groupwise::View;
 use moepack_core::simd::Isa;
 use moepack_core::{Error, pool};
 

@@ -5,7 +5,7 @@
 use libfuzzer_sys::fuzz_target;
 use moepack_core::gemm::ternary::matmul;
 use moepack_core::simd::Isa;
-use moepack_core::ternary::{self, TernaryView};
+use moepack_core::formats::ternary::{self, TernaryView};
 use moepack_core::{Error, pool};
 
 /// Larger tensors only cost time: a row of zeros takes no bytes, so a few bytes can stand for billions of weights.

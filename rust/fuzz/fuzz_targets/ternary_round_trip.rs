@@ -4,12 +4,13 @@
 
 use libfuzzer_sys::fuzz_target;
 use moepack_core::pool;
-use moepack_core::ternary::{self, Code, Shape, TernaryView};
+use moepack_core::formats::ternary::{self, Code, TernaryView};
+use moepack_core::types::Shape;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&[columns, sparsity], data)) = data.split_first_chunk() else { return };
     let columns = usize::from(columns) + 1;
-    let shape = Shape { experts: 1, rows: data.len() / columns, columns, rank: 2 };
+    let shape = Shape { experts: 1, rows: data.len() / columns, columns, ndim: 2 };
     // The sparser the bytes are asked to be, the more of their values stand for zero.
     let code = |&byte: &u8| match byte {
         0 => 0,

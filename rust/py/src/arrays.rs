@@ -1,8 +1,8 @@
 //! NumPy arrays on their way in and out: what every packed format asks of its arguments and results.
 
 use moepack_core::Result;
-use moepack_core::gemm::ternary as gemm;
 use moepack_core::simd::{self, Isa};
+use moepack_core::types;
 use numpy::{Element, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
 use numpy::{PyUntypedArrayMethods, dtype};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -67,7 +67,7 @@ impl Activations<'_> {
         [shape[0], shape[1]]
     }
 
-    pub fn values(&self) -> PyResult<gemm::Activations<'_>> {
+    pub fn values(&self) -> PyResult<types::Activations<'_>> {
         Ok(match self {
             Activations::F32(x) => contiguous(x.as_slice(), "x")?.into(),
             Activations::Bf16(x) => contiguous(x.as_slice(), "x")?.into(),
@@ -94,7 +94,7 @@ pub fn products<'py>(
     x: &Activations<'py>,
     rows: usize,
     columns: usize,
-    product: impl FnOnce(gemm::Activations, &mut [f32]) -> PyResult<()>,
+    product: impl FnOnce(types::Activations, &mut [f32]) -> PyResult<()>,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     let [tokens, width] = x.shape();
     if width != columns {

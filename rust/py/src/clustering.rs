@@ -1,7 +1,7 @@
 //! Codes and centroids refined on the error of a matrix's outputs.
 
-use moepack_core::clustering::{self as solver, Assignment, Problem, State};
 use moepack_core::pool;
+use moepack_core::solvers::clustering::{self as solver, Assignment, Problem, State};
 use numpy::{PyArray1, PyArray3, PyArrayMethods, PyReadonlyArray3, PyReadonlyArray4, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 

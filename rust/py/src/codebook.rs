@@ -1,10 +1,10 @@
 //! Packed codebook tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
-use moepack_core::codebook::{self, Content, Layout, View};
+use moepack_core::formats::codebook::{self, Content, Layout, View};
 use moepack_core::gemm::codebook::{Codebook, Mode, matmul_grouped};
 use moepack_core::gemm::layer::Projection;
 use moepack_core::simd::Isa;
-use moepack_core::ternary::Shape;
+use moepack_core::types::Shape;
 use moepack_core::{Result, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyReadonlyArray4, PyUntypedArrayMethods};
@@ -26,7 +26,7 @@ use crate::layer::Packed;
 ///     scales: float32 [experts, rows, blocks], C-contiguous, finite and not negative.
 ///     bits: of a code: 2, 3 or 4.
 ///     block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
-///     rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
 ///     activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
 ///     hadamard: columns that products turn together by Hadamard's matrix before they multiply, a power of two that
 ///         divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
@@ -37,7 +37,7 @@ use crate::layer::Packed;
 /// Raises:
 ///     ValueError: a code, centroid, scale or shape is out of range.
 #[pyfunction]
-#[pyo3(signature = (codes, centroids, scales, *, bits, block, rank, activation_bits=0, hadamard=1))]
+#[pyo3(signature = (codes, centroids, scales, *, bits, block, ndim, activation_bits=0, hadamard=1))]
 #[allow(clippy::too_many_arguments)]
 pub fn encode_codebook<'py>(
     py: Python<'py>,
@@ -46,7 +46,7 @@ pub fn encode_codebook<'py>(
     scales: PyReadonlyArray3<'py, f32>,
     bits: u8,
     block: usize,
-    rank: u8,
+    ndim: u8,
     activation_bits: u8,
     hadamard: usize,
 ) -> PyResult<Bound<'py, PyArray1<u8>>> {
@@ -66,7 +66,7 @@ pub fn encode_codebook<'py>(
             experts,
             rows,
             columns,
-            rank,
+            ndim,
         },
         bits,
         activation_bits,
@@ -185,10 +185,10 @@ impl CodebookBlob {
         self.layout.shape().columns
     }
 
-    /// The rank of the tensor as its user sees it: 2 or 3.
+    /// Axes of the tensor as its user sees it: 2 or 3.
     #[getter]
-    fn rank(&self) -> u8 {
-        self.layout.shape().rank
+    fn ndim(&self) -> u8 {
+        self.layout.shape().ndim
     }
 
     /// The size of the packed tensor in bytes, everything counted.

@@ -1,11 +1,11 @@
 //! Entropy-coded group-wise tensors: written from packed ones, read and multiplied in place.
 
-use moepack_core::coded::{self, Coded, CodedView};
+use moepack_core::formats::coded_groupwise::{self, Coded, CodedView};
+use moepack_core::formats::groupwise::View;
 use moepack_core::gemm::groupwise::{self as gemm, Groupwise, Mode};
 use moepack_core::gemm::layer::Projection;
-use moepack_core::groupwise::View;
 use moepack_core::simd::Isa;
-use moepack_core::ternary::Shape;
+use moepack_core::types::Shape;
 use moepack_core::{Result, pool};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -32,7 +32,7 @@ pub fn code_groupwise<'py>(
     data: PyReadonlyArray1<'py, u8>,
 ) -> PyResult<Bound<'py, PyArray1<u8>>> {
     let data = contiguous(data.as_slice(), "data")?;
-    let coded = py.detach(|| coded::encode(&View::parse(data)?, &*pool::current()?));
+    let coded = py.detach(|| coded_groupwise::encode(&View::parse(data)?, &*pool::current()?));
     Ok(coded.map_err(raise)?.into_pyarray(py))
 }
 
@@ -123,10 +123,10 @@ impl CodedGroupwiseBlob {
         self.shape().columns
     }
 
-    /// The rank of the tensor as its user sees it: 2 or 3.
+    /// Axes of the tensor as its user sees it: 2 or 3.
     #[getter]
-    fn rank(&self) -> u8 {
-        self.shape().rank
+    fn ndim(&self) -> u8 {
+        self.shape().ndim
     }
 
     /// The size of the coded tensor in bytes, everything counted.

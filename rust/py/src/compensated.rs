@@ -1,12 +1,12 @@
 //! Packed group-wise tensors with low-rank compensators. A blob keeps a reference to a NumPy array and reads it in place.
 
-use moepack_core::compensated::chunk::Width;
-use moepack_core::compensated::{self, Factor, Layout, View};
+use moepack_core::formats::compensated::chunk::Width;
+use moepack_core::formats::compensated::{self, Factor, Layout, View};
 use moepack_core::gemm::compensated as gemm;
 use moepack_core::gemm::groupwise::Mode;
 use moepack_core::gemm::layer::Projection;
 use moepack_core::simd::Isa;
-use moepack_core::ternary::Shape;
+use moepack_core::types::Shape;
 use moepack_core::{Result, pool};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray2};
@@ -189,10 +189,10 @@ impl CompensatedBlob {
         self.shape().columns
     }
 
-    /// The rank of the tensor as its user sees it: 2 or 3.
+    /// Axes of the tensor as its user sees it: 2 or 3.
     #[getter]
-    fn rank(&self) -> u8 {
-        self.shape().rank
+    fn ndim(&self) -> u8 {
+        self.shape().ndim
     }
 
     /// The size of the packed tensor in bytes, everything counted.

@@ -4,8 +4,8 @@ use moepack_core::decoder::{
     Attention, Block, Decoder as Core, Experts, FeedForward, Lane, Linear, Norm, Past, Rotary, Router,
     Shared, Weights,
 };
-use moepack_core::gemm::ternary as gemm;
 use moepack_core::simd::Isa;
+use moepack_core::types;
 use moepack_core::{Result, pool};
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray3};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -122,7 +122,7 @@ impl Layer {
     fn attention<'a>(
         &self,
         [query, key, value, output]: [Option<Weights<'a>>; 4],
-        vectors: [Option<gemm::Activations<'a>>; VECTORS - 1],
+        vectors: [Option<types::Activations<'a>>; VECTORS - 1],
     ) -> Attention<'a> {
         let [
             norm,
@@ -153,7 +153,7 @@ impl Layer {
     fn feed_forward<'a>(
         &self,
         [router, gate, up, down, first, second, third, shared_gate]: [Option<Weights<'a>>; MATRICES - 4],
-        norm: Option<gemm::Activations<'a>>,
+        norm: Option<types::Activations<'a>>,
     ) -> FeedForward<'a> {
         let experts = |[gate, up, down]: [Option<Weights<'a>>; 3]| {
             Some(Experts {
@@ -177,7 +177,7 @@ impl Layer {
         }
     }
 
-    fn norm<'a>(&self, weight: Option<gemm::Activations<'a>>) -> Option<Norm<'a>> {
+    fn norm<'a>(&self, weight: Option<types::Activations<'a>>) -> Option<Norm<'a>> {
         weight.map(|weight| Norm {
             weight,
             epsilon: self.epsilon,
@@ -202,7 +202,7 @@ impl<'a> Bytes<'a> {
 /// What a layer's tensors hold.
 struct Values<'a> {
     matrices: [Option<Bytes<'a>>; MATRICES],
-    vectors: [Option<gemm::Activations<'a>>; VECTORS],
+    vectors: [Option<types::Activations<'a>>; VECTORS],
 }
 
 /// A vector that is borrowed from Python.
@@ -221,7 +221,7 @@ impl Vector {
 }
 
 impl Held<'_> {
-    fn values(&self) -> PyResult<gemm::Activations<'_>> {
+    fn values(&self) -> PyResult<types::Activations<'_>> {
         Ok(match self {
             Held::F32(array) => contiguous(array.as_slice(), "a vector")?.into(),
             Held::Bf16(array) => contiguous(array.as_slice(), "a vector")?.into(),

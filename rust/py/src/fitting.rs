@@ -1,7 +1,7 @@
 //! Least-squares grids of groups.
 
-use moepack_core::fitting::{self as solver, Grid, Problem, Solution, Storage};
 use moepack_core::pool;
+use moepack_core::solvers::fitting::{self as solver, Grid, Problem, Solution, Storage};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyReadwriteArray2, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

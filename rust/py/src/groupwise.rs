@@ -1,10 +1,10 @@
 //! Packed group-wise tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
+use moepack_core::formats::groupwise::{self, Layout, ParameterType, Spec, View};
 use moepack_core::gemm::groupwise::{self as gemm, Groupwise, Mode};
 use moepack_core::gemm::layer::Projection;
-use moepack_core::groupwise::{self, Layout, ParameterType, Spec, View};
 use moepack_core::simd::Isa;
-use moepack_core::ternary::Shape;
+use moepack_core::types::Shape;
 use moepack_core::{Result, bits, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
@@ -64,7 +64,7 @@ pub fn unpack_int3<'py>(
 ///     offsets: the same, or None for a symmetric tensor, whose weights are scale * (code - 2^(bits - 1)).
 ///     bits: 2, 3, 4 or 8.
 ///     group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
-///     rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
 ///     dtype: of the stored parameters, "float16" or "bfloat16".
 ///
 /// Returns:
@@ -73,7 +73,7 @@ pub fn unpack_int3<'py>(
 /// Raises:
 ///     ValueError: a code, parameter, setting or shape is out of range.
 #[pyfunction]
-#[pyo3(signature = (codes, scales, offsets, *, bits, group_size, rank, dtype="float16"))]
+#[pyo3(signature = (codes, scales, offsets, *, bits, group_size, ndim, dtype="float16"))]
 #[allow(clippy::too_many_arguments)] // Python's signature
 pub fn encode_groupwise<'py>(
     py: Python<'py>,
@@ -82,7 +82,7 @@ pub fn encode_groupwise<'py>(
     offsets: Option<PyReadonlyArray3<'py, f32>>,
     bits: u8,
     group_size: usize,
-    rank: u8,
+    ndim: u8,
     dtype: &str,
 ) -> PyResult<Bound<'py, PyArray1<u8>>> {
     let &[experts, rows, columns] = codes.shape() else {
@@ -92,7 +92,7 @@ pub fn encode_groupwise<'py>(
         experts,
         rows,
         columns,
-        rank,
+        ndim,
     };
     let spec = Spec {
         bits,
@@ -210,10 +210,10 @@ impl GroupwiseBlob {
         self.layout.shape().columns
     }
 
-    /// The rank of the tensor as its user sees it: 2 or 3.
+    /// Axes of the tensor as its user sees it: 2 or 3.
     #[getter]
-    fn rank(&self) -> u8 {
-        self.layout.shape().rank
+    fn ndim(&self) -> u8 {
+        self.layout.shape().ndim
     }
 
     /// The size of the packed tensor in bytes, everything counted.

@@ -1,7 +1,7 @@
 //! Exact one-dimensional k-means.
 
-use moepack_core::kmeans::{self as solver, Problem, Solution};
 use moepack_core::pool;
+use moepack_core::solvers::kmeans::{self as solver, Problem, Solution};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use moepack_core::ternary::Code;
+use moepack_core::formats::ternary::Code;
 use moepack_core::{gemm, pool, simd};
 use pyo3::prelude::*;
 

@@ -1,9 +1,10 @@
 //! Packed ternary tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
+use moepack_core::formats::ternary::{self, Code, Metadata, TernaryView};
 use moepack_core::gemm::layer::Projection;
 use moepack_core::gemm::ternary as gemm;
 use moepack_core::simd::Isa;
-use moepack_core::ternary::{self, Code, Metadata, Shape, TernaryView};
+use moepack_core::types::Shape;
 use moepack_core::{Error, Result, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3};
 use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
@@ -19,7 +20,7 @@ use crate::layer::Packed;
 /// Args:
 ///     codes: int8 [experts, rows, columns], C-contiguous, each -1, 0 or 1.
 ///     levels: float32 [experts, rows, 2], C-contiguous: the negative (<= 0) and the positive (>= 0) value of a row.
-///     rank: what the tensor is to its user: 2 (a matrix, one expert) or 3.
+///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
 ///     code: "fsv8" or "dict16" (the dictionary of the QMoE paper, section 4.3).
 ///
 /// Returns:
@@ -28,12 +29,12 @@ use crate::layer::Packed;
 /// Raises:
 ///     ValueError: a code, level or shape is out of range; the message names expert and row.
 #[pyfunction]
-#[pyo3(signature = (codes, levels, *, rank, code="fsv8"))]
+#[pyo3(signature = (codes, levels, *, ndim, code="fsv8"))]
 pub fn encode_ternary<'py>(
     py: Python<'py>,
     codes: PyReadonlyArray3<'py, i8>,
     levels: PyReadonlyArray3<'py, f32>,
-    rank: u8,
+    ndim: u8,
     code: &str,
 ) -> PyResult<Bound<'py, PyArray1<u8>>> {
     let &[experts, rows, columns] = codes.shape() else {
@@ -62,7 +63,7 @@ pub fn encode_ternary<'py>(
                 experts,
                 rows,
                 columns,
-                rank,
+                ndim,
             },
             code,
             &*pool::current()?,
@@ -119,7 +120,7 @@ impl TernaryBlob {
         &self,
         py: Python<'py>,
         x: &Activations<'py>,
-        product: impl FnOnce(&TernaryView, gemm::Activations, &mut [f32]) -> Result<()> + Send,
+        product: impl FnOnce(&TernaryView, moepack_core::types::Activations, &mut [f32]) -> Result<()> + Send,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let Shape { rows, columns, .. } = self.metadata.shape();
         products(py, x, rows, columns, |x, y| {
@@ -168,10 +169,10 @@ impl TernaryBlob {
         self.metadata.shape().columns
     }
 
-    /// The rank of the tensor as its user sees it: 2 or 3.
+    /// Axes of the tensor as its user sees it: 2 or 3.
     #[getter]
-    fn rank(&self) -> u8 {
-        self.metadata.shape().rank
+    fn ndim(&self) -> u8 {
+        self.metadata.shape().ndim
     }
 
     /// The number of weights that are not zero.

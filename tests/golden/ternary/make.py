@@ -56,7 +56,7 @@ def main() -> None:
         levels = (np.array(pair, np.float32) * steps * np.float32(unit)).astype(np.float32)
         case = {"name": name, "shape": shape, "rank": rank, "rows": text(codes)}
         for code in ("fsv8", "dict16"):
-            data = _core.encode_ternary(codes, levels, rank=rank, code=code)
+            data = _core.encode_ternary(codes, levels, ndim=rank, code=code)
             (HERE / f"{name}.{code}.bin").write_bytes(data.tobytes())
             case["level_dtype"] = _core.TernaryBlob(data).level_dtype
         cases.append(case | {"levels": [float(level) for level in levels.ravel()]})

@@ -137,7 +137,7 @@ class Solving:
         stored = fixed_point(self.centroids.pop(name), centroid_bits(self.rounding.bits))
         blob = _core.encode_codebook(
             self.codes.pop(name).numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=self.settings.bits,
-            block=self.settings.block or WHOLE_ROW, rank=weights.rank, activation_bits=self.rounding.bits,
+            block=self.settings.block or WHOLE_ROW, ndim=weights.ndim, activation_bits=self.rounding.bits,
             hadamard=self.rounding.width(name, weights.shape[-1]),
         )  # fmt: skip
         header = _core.CodebookBlob(blob)

@@ -213,7 +213,7 @@ class FineQuant:
         try:
             return _core.encode_groupwise(
                 codes, scales, offsets, bits=bits, group_size=size or max(codes.shape[2], 1),
-                rank=weights.rank, dtype=self.scales,
+                ndim=weights.ndim, dtype=self.scales,
             )  # fmt: skip
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause

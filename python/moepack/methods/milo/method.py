@@ -176,7 +176,7 @@ class Milo:
     def _compress(self, weights: Weights, advance: Callable[[int], None]) -> PackedTensor:
         _, rows, columns = weights.shape
         ranks, spec = self.plan.ranks[weights.name], self.plan.specs[weights.name]
-        assembly = Assembly(weights.shape, spec, ranks, self.rank_bits, weights.rank)
+        assembly = Assembly(weights.shape, spec, ranks, self.rank_bits, weights.ndim)
         facts = _Facts(ranks)
         jobs = [
             (rank, batch)

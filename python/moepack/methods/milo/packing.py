@@ -60,9 +60,9 @@ def _padded(size: int) -> int:
 class Assembly:
     """Collects the experts of one tensor, in any order, and packs them."""
 
-    def __init__(self, shape: Shape, spec: GroupSpec, ranks: Sequence[int], bits: int, tensor_rank: int) -> None:
+    def __init__(self, shape: Shape, spec: GroupSpec, ranks: Sequence[int], bits: int, ndim: int) -> None:
         experts, rows, columns = shape
-        self.spec, self.bits, self.tensor_rank = spec, bits, tensor_rank
+        self.spec, self.bits, self.ndim = spec, bits, ndim
         self.ranks = np.asarray(ranks, np.int64)
         self.starts = np.concatenate([[0], np.cumsum(self.ranks)])
         groups = spec.groups(columns)
@@ -91,7 +91,7 @@ class Assembly:
             self.offsets,
             bits=self.spec.bits,
             group_size=self.spec.group_size,
-            rank=self.tensor_rank,
+            ndim=self.ndim,
             dtype=str(self.spec.storage).removeprefix("torch."),
         )
         blob = _core.GroupwiseBlob(base)

@@ -94,7 +94,7 @@ class SolvingLinears:
         for path, weights in self.layer.items():
             blob = _core.encode_groupwise(
                 self.codes.pop(path).numpy(), self.scales.pop(path).numpy(), None,
-                bits=self.settings.bits[weights.role], group_size=self.settings.group_size, rank=weights.rank,
+                bits=self.settings.bits[weights.role], group_size=self.settings.group_size, ndim=weights.ndim,
             )  # fmt: skip
             reason = self.rounded.get(path)
             yield (

@@ -95,7 +95,7 @@ class TernaryForm:
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Encode the codes."""
         levels = parameters.numpy().astype(np.float32) + 0.0  # without negative zeros, opposite levels are stored once
-        blob = _core.encode_ternary(codes.numpy(), levels, rank=3, code=self.code)
+        blob = _core.encode_ternary(codes.numpy(), levels, ndim=3, code=self.code)
         return PackedTensor(self.kind, blob, {"code": self.code, "nonzeros": _core.TernaryBlob(blob).nonzeros})
 
     def unpack(self, packed: PackedTensor) -> Tensor:
@@ -150,7 +150,7 @@ class GroupwiseForm:
         """Pack the codes, in the plain format or entropy coded, whichever is smaller."""
         pairs = parameters.reshape(*parameters.shape[:2], parameters.shape[2] // 2, 2)
         scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
-        blob = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=self.group_size, rank=3)
+        blob = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=self.group_size, ndim=3)
         kind, details = self.kind, groupwise_details(blob)
         if codes.shape[2] <= LONGEST_CODED:
             coded = _core.code_groupwise(blob)

@@ -71,5 +71,5 @@ class Ternary:
             torch.from_numpy(levels[expert]).copy_(pairs)
 
         for_experts(quantize, experts, lambda: advance(rows * columns))
-        blob = _core.encode_ternary(codes, levels, rank=3, code=self.code)
+        blob = _core.encode_ternary(codes, levels, ndim=3, code=self.code)
         return PackedTensor("ternary", blob, {"code": self.code, "nonzeros": _core.TernaryBlob(blob).nonzeros})

@@ -19,11 +19,11 @@ use std::error::Error;
 use std::hint::black_box;
 use std::time::Instant;
 
-use moepack_core::codebook::{Content, MAX_CENTROID, View, encode};
+use moepack_core::formats::codebook::{Content, MAX_CENTROID, View, encode};
 use moepack_core::gemm::codebook::{Mode, matmul_grouped};
 use moepack_core::pool;
 use moepack_core::simd::Isa;
-use moepack_core::ternary::Shape;
+use moepack_core::types::Shape;
 use planes::{Planes, Rows, Token};
 use rayon::ThreadPool;
 use serde_json::{Value, json};
@@ -165,7 +165,7 @@ fn blob(source: &Rows, pool: &ThreadPool) -> moepack_core::Result<Vec<u8>> {
         experts: 1,
         rows: source.rows,
         columns: source.columns,
-        rank: 2,
+        ndim: 2,
     };
     let content = Content {
         shape,

@@ -1,6 +1,6 @@
 //! Dictionaries as JSON: readable, and what the search prints.
 
-use moepack_core::ternary::fsv8::dictionary::{CODES, Dictionary, Word};
+use moepack_core::formats::ternary::fsv8::dictionary::{CODES, Dictionary, Word};
 use serde_json::{Value, json};
 
 const NOTE: &str = "FSV8 dictionaries: words[state] = list of [code, string of weights, next state]; states[0] = null \

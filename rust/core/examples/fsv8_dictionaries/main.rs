@@ -14,9 +14,9 @@ mod json;
 use std::error::Error;
 use std::time::Instant;
 
-use moepack_core::ternary::fsv8::Dictionary;
-use moepack_core::ternary::fsv8::dictionary::write_all;
-use moepack_core::ternary::fsv8::search::{Goal, search};
+use moepack_core::formats::ternary::fsv8::Dictionary;
+use moepack_core::formats::ternary::fsv8::dictionary::write_all;
+use moepack_core::formats::ternary::fsv8::search::{Goal, search};
 
 const USAGE: &str = "usage: fsv8_dictionaries search P0 SHARE [EFFORT] | unpack | pack JSON BIN";
 

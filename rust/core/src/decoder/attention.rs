@@ -13,8 +13,8 @@ use super::{Attention, require};
 use crate::Result;
 use crate::gemm::dense::dot;
 use crate::gemm::layer::exp;
-use crate::gemm::ternary::{Activations, from_bf16};
 use crate::simd::{Isa, vectorized};
+use crate::types::{Activations, from_bf16};
 
 /// Tokens of a unit of work.
 const RUN: usize = 256;
@@ -189,7 +189,10 @@ fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) 
     let mut key = vec![0.0; width];
     for at in 0..tokens.len() {
         match at < past.len() {
-            true => widen(mixing.keys, group, past.start + at, &mut key),
+            true => mixing
+                .keys
+                .values
+                .widen(mixing.keys.at(group, past.start + at), &mut key),
             false => key.copy_from_slice(&heads.keys[own.clone()]),
         }
         let scores = scores[at..].iter_mut().step_by(tokens.len());
@@ -217,18 +220,6 @@ fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) 
         add(sums, last, |_| &heads.values[own.clone()], |value| value);
     }
     part
-}
-
-#[inline(always)]
-fn widen(lane: Read, group: usize, token: usize, to: &mut [f32]) {
-    let start = lane.at(group, token);
-    match lane.values {
-        Activations::F32(values) => to.copy_from_slice(&values[start..][..to.len()]),
-        Activations::Bf16(values) => {
-            let pairs = to.iter_mut().zip(&values[start..]);
-            pairs.for_each(|(to, &value)| *to = from_bf16(value));
-        }
-    }
 }
 
 /// Adds rows, each times its weight, to `sums`, one after the other, and some columns at a time in registers.

@@ -10,8 +10,8 @@ use crate::gemm::layer::experts::{PHASES, Pass};
 use crate::gemm::layer::matrices::{self, Matrices};
 use crate::gemm::layer::team::Member;
 use crate::gemm::layer::{Job, Routing};
-use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
+use crate::types::Activations;
 
 /// Phases of [`Routed::run`].
 pub(super) const STEPS: usize = matrices::PHASES + 2 * (1 + PHASES);
@@ -128,7 +128,7 @@ impl FeedForward<'_> {
             shared.experts.check(1, hidden)?;
             let gate = shared.gate.as_ref().map(|gate| gate.shape());
             let fits =
-                |shape: crate::ternary::Shape| (shape.experts, shape.rows, shape.columns) == (1, 1, hidden);
+                |shape: crate::types::Shape| (shape.experts, shape.rows, shape.columns) == (1, 1, hidden);
             require(gate.is_none_or(fits), || {
                 format!("a shared expert's gate is {gate:?}")
             })?;

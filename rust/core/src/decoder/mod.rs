@@ -21,7 +21,7 @@ mod step;
 mod tests;
 
 use crate::gemm::layer::{Layer, Projection};
-use crate::gemm::ternary::Activations;
+use crate::types::Activations;
 use crate::{Error, Result};
 
 pub use self::norm::Norm;

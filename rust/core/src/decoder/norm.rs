@@ -3,8 +3,8 @@
 use super::require;
 use crate::Result;
 use crate::gemm::dense::dot;
-use crate::gemm::ternary::Activations;
 use crate::simd::{Isa, vectorized};
+use crate::types::Activations;
 
 /// A norm.
 #[derive(Debug, Clone, Copy)]

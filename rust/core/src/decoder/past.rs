@@ -4,7 +4,7 @@ use half::bf16;
 
 use super::require;
 use crate::Result;
-use crate::gemm::ternary::Activations;
+use crate::types::Activations;
 
 /// Keys or values, groups x capacity x width.
 pub enum Lane<'a> {

@@ -15,8 +15,8 @@ use crate::gemm::layer::ahead::Ahead;
 use crate::gemm::layer::matrices::{self, Matrices};
 use crate::gemm::layer::team::{self, Member, Threads};
 use crate::gemm::layer::{Job, Projection};
-use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
+use crate::types::Activations;
 
 /// Phases of a layer: two products, heads, their runs, outputs, the two sums, the experts.
 const PHASES: usize = 2 * matrices::PHASES + 5 + STEPS;

@@ -1,12 +1,12 @@
 use rayon::ThreadPool;
 
 use super::*;
+use crate::formats::groupwise::{View, encode, tests::spec};
 use crate::gemm::dense::{Dense, Kind};
 use crate::gemm::groupwise::{Groupwise, Mode};
-use crate::groupwise::{View, encode, tests::spec};
 use crate::pool;
 use crate::simd::Isa;
-use crate::ternary::Shape;
+use crate::types::Shape;
 
 const HIDDEN: usize = 24;
 const WIDTH: usize = 6;
@@ -58,7 +58,7 @@ fn packed(name: String, experts: usize, rows: usize, columns: usize) -> (String,
         experts,
         rows,
         columns,
-        rank: 3,
+        ndim: 3,
     };
     let (scales, pool) = (vec![step; experts * rows], pool::current().unwrap());
     let blob = encode(&codes, &scales, None, shape, spec(8, 0, true), &pool).unwrap();

@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use super::layer::{Job, Products, Projection, Worker};
-use super::ternary::{Activations, from_bf16};
 use crate::simd::{Isa, vectorized};
-use crate::ternary::Shape;
+use crate::types::Shape;
+use crate::types::{Activations, from_bf16};
 use crate::{Error, Result};
 
 /// Sums that a matrix's product keeps side by side: four registers of 16, or eight of 8.
@@ -80,7 +80,7 @@ impl Projection for Dense<'_> {
             experts: 1,
             rows: self.rows,
             columns: self.columns,
-            rank: 2,
+            ndim: 2,
         }
     }
 

@@ -43,7 +43,7 @@ class Books(nn.Module):
         """Read a blob; its bytes are not kept."""
         super().__init__()
         self.bits, self.activation_bits, self.width = blob.bits, blob.activation_bits, blob.hadamard
-        self.rank, self.block = blob.rank, min(blob.block_size, max(blob.columns, 1))
+        self.ndim, self.block = blob.ndim, min(blob.block_size, max(blob.columns, 1))
         codes = torch.from_numpy(blob.decode())
         values = turned(torch.from_numpy(blob.dequantize()), self.width)
         parts = zip(split_blocks(codes, self.block), split_blocks(values, self.block), strict=True)
@@ -75,7 +75,7 @@ class Books(nn.Module):
         stored = fixed_point(self.centroids().detach().cpu(), centroid_bits(self.activation_bits))
         data = _core.encode_codebook(
             self.codes.cpu().numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=self.bits,
-            block=1 << 20 if self.first.shape[2] < 2 else self.block, rank=self.rank,
+            block=1 << 20 if self.first.shape[2] < 2 else self.block, ndim=self.ndim,
             activation_bits=self.activation_bits, hadamard=self.width,
         )  # fmt: skip
         return torch.from_numpy(data)

@@ -15,8 +15,8 @@ use super::lanes::{AT_ONCE, Lanes};
 use super::pieces::{self, Pieces};
 use super::tokens::Prepared;
 use super::{Epilogue, Rows};
-use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
-use crate::codebook::{Block, PANEL};
+use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
+use crate::formats::codebook::{Block, PANEL};
 
 /// How far ahead of the codes in use memory is asked for, in bytes: what memory gives within its latency, which is 4 KB
 /// at 30 GB/s a core and 130 ns. Zen 5, 4 bits, one thread and token, cold: 1.5 KB 985 us, 3 KB 927, 6 KB 828.

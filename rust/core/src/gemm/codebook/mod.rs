@@ -43,9 +43,9 @@ pub use projection::Codebook;
 use rayon::ThreadPool;
 
 use super::layer::{self, Job};
-use super::ternary::Activations;
-use crate::codebook::{Block, PANEL, View};
+use crate::formats::codebook::{Block, PANEL, View};
 use crate::simd::Isa;
+use crate::types::Activations;
 use crate::{Error, Result};
 
 /// What is computed; see the module.

@@ -14,11 +14,11 @@ use super::kernel::{self, Tables};
 use super::planes::shuffles;
 use super::tokens::Form;
 use super::x86::Avx512;
-use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
-use crate::codebook::{Block, View};
+use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
+use crate::formats::codebook::{Block, View};
 use crate::gemm::panel::{Element, LANES, Line, Section, Source, Square, Tile, TokenForm};
-use crate::gemm::ternary::Activations;
-use crate::ternary::Shape;
+use crate::types::Activations;
+use crate::types::Shape;
 
 /// The tokens of an expert from which on panels are faster, measured on 14336 x 4096 where cores had busy neighbours: 12
 /// take 3.7 ms by panels and 3.3 by pieces, 16 take 4.06 and 4.18.

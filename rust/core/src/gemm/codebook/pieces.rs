@@ -15,8 +15,8 @@ use super::kernel::{Tables, indices};
 use super::lanes::{AT_ONCE, Lanes};
 use super::tokens::{Prepared, Token};
 use super::{Epilogue, Rows};
-use crate::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
-use crate::codebook::{Block, PANEL};
+use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
+use crate::formats::codebook::{Block, PANEL};
 
 /// The tokens from which on this kernel is the faster one: those that [`super::kernel`] would look codes up for twice.
 pub(super) const FEWEST: usize = 6;

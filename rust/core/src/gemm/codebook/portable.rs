@@ -3,8 +3,8 @@
 
 use super::tokens::Prepared;
 use super::{Epilogue, Mode, Rows};
-use crate::codebook::bits::LANE;
-use crate::codebook::{Block, PANEL};
+use crate::formats::codebook::bits::LANE;
+use crate::formats::codebook::{Block, PANEL};
 
 /// A row of codes, and what they stand for.
 #[derive(Default)]

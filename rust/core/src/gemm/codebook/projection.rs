@@ -15,12 +15,12 @@ use super::tokens::{Form, Prepared};
 use super::x86;
 use super::{Mode, Rows, portable};
 use crate::Result;
-use crate::codebook::{PANEL, View};
+use crate::formats::codebook::{PANEL, View};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
 use crate::gemm::panel::{self, Backend};
-use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
-use crate::ternary::Shape;
+use crate::types::Activations;
+use crate::types::Shape;
 
 /// A codebook tensor with a mode and an instruction set.
 #[derive(Debug, Clone, Copy)]

@@ -1,5 +1,5 @@
 use super::*;
-use crate::codebook::tests::Case;
+use crate::formats::codebook::tests::Case;
 use crate::pool;
 
 const INTEGERS: [Mode; 4] = [
@@ -272,8 +272,8 @@ fn the_largest_sums_fit_their_integers() {
     let x = vec![255.0; columns];
     for (code, isa) in (0..4).flat_map(|code| sets().map(move |isa| (code, isa))) {
         case.codes.fill(code);
-        case.centroids.fill(-crate::codebook::MAX_CENTROID);
-        case.centroids[usize::from(code)] = crate::codebook::MAX_CENTROID;
+        case.centroids.fill(-crate::formats::codebook::MAX_CENTROID);
+        case.centroids[usize::from(code)] = crate::formats::codebook::MAX_CENTROID;
         let blob = case.blob();
         let view = View::parse(&blob).unwrap();
         view.verify().unwrap();
@@ -346,7 +346,7 @@ fn tokens_that_are_no_numbers_stay_alone_and_zeros_give_zeros() {
 fn hostile_parameters_give_numbers_and_nothing_else() {
     for case in Case::both(4, [1, 20, 100], 128) {
         let mut blob = case.blob();
-        blob[crate::codebook::HEADER_BYTES..].fill(0xff);
+        blob[crate::formats::codebook::HEADER_BYTES..].fill(0xff);
         let view = View::parse(&blob).unwrap();
         assert!(view.verify().is_err());
         for mode in INTEGERS.into_iter().chain([Mode::Exact]) {

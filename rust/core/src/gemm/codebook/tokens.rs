@@ -5,10 +5,10 @@ use std::sync::OnceLock;
 use super::Mode;
 use super::planes::by_tables;
 use super::planes::tables::Tables;
-use crate::codebook::Layout;
+use crate::formats::codebook::Layout;
 use crate::gemm::hadamard::rotate;
-use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
+use crate::types::Activations;
 
 /// Activations that are worth a unit of work.
 const UNIT: usize = 1 << 14;
@@ -206,14 +206,7 @@ impl Prepared {
 
 /// Widens a token of `out.len()` values, and turns them.
 fn read(x: Activations, token: usize, out: &mut [f32], form: Form) {
-    let at = token * out.len()..(token + 1) * out.len();
-    match x {
-        Activations::F32(x) => out.copy_from_slice(&x[at]),
-        Activations::Bf16(x) => {
-            let pairs = out.iter_mut().zip(&x[at]);
-            pairs.for_each(|(out, &x)| *out = half::bf16::from_bits(x).to_f32());
-        }
-    }
+    x.widen(token * out.len(), out);
     if form.turned > 1 {
         rotate(form.isa, out, form.turned);
     }

@@ -4,8 +4,8 @@
 use super::TOKENS;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use crate::compensated::FactorRow;
-use crate::compensated::chunk::{CHUNK, LANES};
+use crate::formats::compensated::FactorRow;
+use crate::formats::compensated::chunk::{CHUNK, LANES};
 use crate::simd::Isa;
 
 /// The coefficients z of an expert, ranks x stride, of which a run of tokens takes those from `first` on.

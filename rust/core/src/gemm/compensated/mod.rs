@@ -21,10 +21,10 @@ use rayon::ThreadPool;
 
 use super::groupwise::{self, Mode};
 use super::layer;
-use super::ternary::Activations;
 use crate::Result;
-use crate::compensated::View;
+use crate::formats::compensated::View;
 use crate::simd::Isa;
+use crate::types::Activations;
 
 /// Tokens that share the unpacking of a chunk.
 const TOKENS: usize = 8;

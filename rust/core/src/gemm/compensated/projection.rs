@@ -7,14 +7,14 @@ use std::sync::{Arc, OnceLock};
 use super::kernel::{self, Coefficients};
 use super::{Mode, TOKENS};
 use crate::Result;
-use crate::compensated::View;
-use crate::compensated::chunk::CHUNK;
+use crate::formats::compensated::View;
+use crate::formats::compensated::chunk::CHUNK;
+use crate::formats::groupwise;
 use crate::gemm::groupwise::Groupwise;
 use crate::gemm::layer::{Job, Products, Projection, Worker};
-use crate::gemm::ternary::Activations;
-use crate::groupwise;
 use crate::simd::Isa;
-use crate::ternary::Shape;
+use crate::types::Activations;
+use crate::types::Shape;
 
 /// Products of a weight and an activation that a unit of the second stage is worth: some 20 microseconds.
 const UNIT_PRODUCTS: usize = 1 << 17;
@@ -124,7 +124,7 @@ impl Multiplication<'_> {
         let make = || {
             let mut out = vec![0.0; places.len() * self.width];
             for (place, out) in places.zip(out.chunks_exact_mut(self.width)) {
-                copy(x, self.job.list[place] * columns, &mut out[..columns]);
+                x.widen(self.job.list[place] * columns, &mut out[..columns]);
             }
             out
         };
@@ -150,18 +150,6 @@ impl Multiplication<'_> {
             z
         };
         unit.z.get_or_init(make);
-    }
-}
-
-/// Some activations as f32.
-fn copy(x: Activations, first: usize, out: &mut [f32]) {
-    match x {
-        Activations::F32(x) => out.copy_from_slice(&x[first..][..out.len()]),
-        Activations::Bf16(x) => {
-            for (out, &bits) in out.iter_mut().zip(&x[first..]) {
-                *out = f32::from_bits(u32::from(bits) << 16);
-            }
-        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! Products against a naive sum in f64, on every instruction set.
 
 use super::*;
-use crate::compensated::chunk::Width;
-use crate::compensated::tests::case;
+use crate::formats::compensated::chunk::Width;
+use crate::formats::compensated::tests::case;
 use crate::pool;
 
 fn activations(count: usize) -> Vec<f32> {
@@ -17,7 +17,7 @@ fn sets() -> Vec<Isa> {
 
 /// What the compensator adds, and the sum of absolute products.
 fn naive(
-    case: &crate::compensated::tests::Case,
+    case: &crate::formats::compensated::tests::Case,
     sizes: [usize; 2],
     expert: usize,
     x: &[f32],

@@ -7,8 +7,8 @@
 use std::arch::x86_64::*;
 
 use super::kernel::Coefficients;
-use crate::compensated::FactorRow;
-use crate::compensated::chunk::{CHUNK, LANES, Width};
+use crate::formats::compensated::FactorRow;
+use crate::formats::compensated::chunk::{CHUNK, LANES, Width};
 
 type Registers = [__m256; CHUNK / LANES];
 
@@ -53,7 +53,7 @@ fn three(bytes: &[u8]) -> Registers {
     ]
 }
 
-/// An f16 as [`crate::compensated::chunk`] reads it: finite values exactly.
+/// An f16 as [`crate::formats::compensated::chunk`] reads it: finite values exactly.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn halves(bytes: &[u8]) -> __m256 {

@@ -11,8 +11,8 @@ use super::x86;
 use super::{Mode, Out, scalar, tile};
 use crate::Result;
 use crate::gemm::panel::Backend;
-use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
+use crate::types::Activations;
 
 /// How a call computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use super::lanes::Lanes;
 use super::tile::{DIGIT, Steps, Tile};
 use super::{Out, STEP_COLUMNS};
 use crate::bits::{self, UNIT};
-use crate::groupwise::{BLOCK_ROWS, Layout, ParameterType, REGISTER_BYTES};
+use crate::formats::groupwise::{BLOCK_ROWS, Layout, ParameterType, REGISTER_BYTES};
 use crate::simd;
 
 /// Quads (four columns of each row) of a unit.

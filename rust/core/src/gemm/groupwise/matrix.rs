@@ -13,8 +13,8 @@ use super::lanes::Lanes;
 use super::tile::{DIGIT, Steps, Tile};
 use super::x86::Avx512;
 use crate::bits::UNIT;
+use crate::formats::groupwise::{BLOCK_ROWS, REGISTER_BYTES};
 use crate::gemm::tiles::{Configured, ROWS};
-use crate::groupwise::{BLOCK_ROWS, REGISTER_BYTES};
 
 /// What multiplies: the processor's registers, or in tests a loop that does the same.
 pub(super) enum Multiplier {

@@ -57,9 +57,9 @@ use rayon::ThreadPool;
 use super::layer::{self, Job, Task};
 #[cfg(target_arch = "x86_64")]
 use super::panel::Backend;
-use super::ternary::Activations;
-use crate::groupwise::{BLOCK_ROWS, Blocks};
+use crate::formats::groupwise::{BLOCK_ROWS, Blocks};
 use crate::simd::Isa;
+use crate::types::Activations;
 use crate::{Error, Result};
 
 /// Most columns of a step.

@@ -3,9 +3,9 @@
 use super::panels::Panels;
 use super::tests::{activations, sets};
 use super::*;
+use crate::formats::groupwise::View;
+use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::gemm::panel::{Backend, Line, Source};
-use crate::groupwise::View;
-use crate::groupwise::tests::{case, spec, specs};
 use crate::pool;
 
 /// The most that a weight rounded to bf16 is off by, in units of itself and of its scale.
@@ -167,7 +167,7 @@ fn what_is_no_number_stays_with_its_token() {
 #[test]
 fn hostile_parameters_give_numbers_and_nothing_else() {
     let mut blob = case(1, 20, 100, spec(4, 32, false)).blob;
-    blob[crate::groupwise::HEADER_BYTES..].fill(0xff);
+    blob[crate::formats::groupwise::HEADER_BYTES..].fill(0xff);
     let view = View::parse(&blob).unwrap();
     for isa in ways() {
         products(&view, &activations(20 * 100), &[0, 20], isa);

@@ -10,11 +10,11 @@ use std::ops::Range;
 
 use super::rounded;
 use crate::bits::UNIT;
+use crate::formats::groupwise::{Blocks, Layout, ParameterType, REGISTER_BYTES};
 use crate::gemm::panel::{Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, round};
-use crate::gemm::ternary::Activations;
-use crate::groupwise::{Blocks, Layout, ParameterType, REGISTER_BYTES};
 use crate::simd::Isa;
-use crate::ternary::Shape;
+use crate::types::Activations;
+use crate::types::Shape;
 
 /// Quads (four columns of each row) of a unit.
 pub(super) const QUADS: usize = UNIT / 4;
@@ -86,14 +86,7 @@ impl<B: Blocks> Source for Panels<'_, B> {
         let mut values = [0.0; UNIT];
         for first in (0..columns).step_by(UNIT) {
             let values = &mut values[..UNIT.min(columns - first)];
-            let at = token * columns + first..token * columns + first + values.len();
-            match x {
-                Activations::F32(x) => values.copy_from_slice(&x[at]),
-                Activations::Bf16(x) => {
-                    let bits = values.iter_mut().zip(&x[at]);
-                    bits.for_each(|(value, &bits)| *value = f32::from_bits(u32::from(bits) << 16));
-                }
-            }
+            x.widen(token * columns + first, values);
             let lines = &mut tile.lines[first / UNIT * LANES + lane..];
             round(self.isa, values, lines);
         }

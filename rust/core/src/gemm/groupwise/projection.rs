@@ -10,12 +10,12 @@ use super::panels::{self, Panels};
 use super::tile::{Form, Steps, Tile};
 use super::{Mode, Out};
 use crate::Result;
+use crate::formats::groupwise::{BLOCK_ROWS, Blocks};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
 use crate::gemm::panel;
-use crate::gemm::ternary::Activations;
-use crate::groupwise::{BLOCK_ROWS, Blocks};
 use crate::simd::Isa;
-use crate::ternary::Shape;
+use crate::types::Activations;
+use crate::types::Shape;
 
 /// A group-wise tensor, from wherever its blocks come, with a mode and an instruction set.
 #[derive(Debug, Clone, Copy)]

@@ -7,8 +7,8 @@
 
 use super::panels::{Part, QUADS};
 use crate::bits::{UNIT, place};
+use crate::formats::groupwise::REGISTER_BYTES;
 use crate::gemm::panel::{LANES, Line, pair};
-use crate::groupwise::REGISTER_BYTES;
 use crate::simd::Isa;
 
 /// Decodes units (a chunk of bf16 each) into lines of neighbouring columns. `isa` was found available.

@@ -3,8 +3,8 @@ use half::bf16;
 use super::tile::quantize;
 use super::*;
 
-use crate::groupwise::tests::{case, spec, specs};
-use crate::groupwise::{Layout, Spec, View};
+use crate::formats::groupwise::tests::{case, spec, specs};
+use crate::formats::groupwise::{Layout, Spec, View};
 use crate::pool;
 
 pub(super) fn sets() -> impl Iterator<Item = Isa> {
@@ -238,18 +238,19 @@ fn the_largest_codes_and_activations_do_not_overflow() {
         for group in [256, 0] {
             let spec = spec(bits, group, false);
             let (rows, columns) = (16, 512);
-            let shape = crate::ternary::Shape {
+            let shape = crate::types::Shape {
                 experts: 1,
                 rows,
                 columns,
-                rank: 2,
+                ndim: 2,
             };
             let groups = Layout::new(shape, spec).unwrap().groups();
             let codes = vec![((1u32 << bits) - 1) as u8; rows * columns];
             let parameters = vec![1.0; rows * groups];
             let pool = pool::current().unwrap();
             let blob =
-                crate::groupwise::encode(&codes, &parameters, Some(&parameters), shape, spec, &pool).unwrap();
+                crate::formats::groupwise::encode(&codes, &parameters, Some(&parameters), shape, spec, &pool)
+                    .unwrap();
             let view = View::parse(&blob).unwrap();
             for sign in [1.0, -1.0] {
                 for (mode, isa) in Mode::INTEGER

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::{Mode, STEP_COLUMNS};
 use crate::bits::UNIT;
-use crate::gemm::ternary::Activations;
-use crate::groupwise::Layout;
+use crate::formats::groupwise::Layout;
+use crate::types::Activations;
 
 /// What a plane of a number is worth, in units of the next plane.
 pub(super) const DIGIT: f32 = 256.0;
@@ -191,13 +191,7 @@ fn digit(code: i32, shift: usize) -> u8 {
 #[inline(always)]
 fn gather<'a>(x: &Activations, range: Range<usize>, buffer: &'a mut [f32; STEP_COLUMNS]) -> &'a [f32] {
     let buffer = &mut buffer[..range.len()];
-    match x {
-        Activations::F32(x) => buffer.copy_from_slice(&x[range]),
-        Activations::Bf16(x) => {
-            let bits = buffer.iter_mut().zip(&x[range]);
-            bits.for_each(|(value, &bits)| *value = f32::from_bits(u32::from(bits) << 16));
-        }
-    }
+    x.widen(range.start, buffer);
     buffer
 }
 

@@ -7,8 +7,8 @@ use super::Out;
 use super::kernel::{self, Weights};
 use super::lanes::Lanes;
 use super::tile::{self, Steps, Tile};
-use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
+use crate::types::Activations;
 
 /// Brings a token into the form of a mode by the code of [`tile::fill`], compiled for AVX2; the processor has it.
 pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: &mut Tile) {

@@ -12,8 +12,8 @@ use super::output::Output;
 use super::routing::Sorted;
 use super::team::{self, Member, Threads};
 use super::{Job, Products, Projection, Routing};
-use crate::gemm::ternary::Activations;
 use crate::simd::Isa;
+use crate::types::Activations;
 use crate::{Error, Result};
 
 /// Phases of [`Pass::run`].

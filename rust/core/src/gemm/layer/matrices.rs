@@ -9,7 +9,7 @@ use super::cut::{self, Cut};
 use super::output::Output;
 use super::team::{self, Member, Threads};
 use super::{Job, Products, Projection};
-use crate::gemm::ternary::Activations;
+use crate::types::Activations;
 
 /// Phases of [`Matrices::multiply`].
 pub(crate) const PHASES: usize = 3;

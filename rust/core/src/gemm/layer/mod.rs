@@ -26,8 +26,8 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::ternary::Activations;
-use crate::ternary::Shape;
+use crate::types::Activations;
+use crate::types::Shape;
 
 pub(crate) use self::activation::exp;
 pub use self::activation::gated;

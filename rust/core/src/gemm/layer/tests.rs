@@ -4,11 +4,11 @@ use super::bands::Bands;
 use super::cut::{Cut, multiple};
 use super::*;
 use crate::Result;
+use crate::formats::groupwise::View;
+use crate::formats::groupwise::tests::{case, spec};
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::groupwise::tests::emulated;
 use crate::gemm::groupwise::{Groupwise, Mode, matmul};
-use crate::groupwise::View;
-use crate::groupwise::tests::{case, spec};
 use crate::pool;
 use crate::simd::Isa;
 

@@ -38,8 +38,8 @@ pub(crate) use backend::{Backend, pair};
 pub(crate) use products::products;
 pub(crate) use tokens::{Tile, round};
 
-use super::ternary::Activations;
-use crate::ternary::Shape;
+use crate::types::Activations;
+use crate::types::Shape;
 
 /// Rows of a block, tokens of a tile, words of a line, and lines of a chunk.
 pub(crate) const LANES: usize = 16;

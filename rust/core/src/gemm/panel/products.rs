@@ -8,7 +8,7 @@ use super::strip::Thread;
 use super::tokens::Tokens;
 use super::{Backend, Source};
 use crate::gemm::layer::{Job, Products, Task, Worker};
-use crate::gemm::ternary::Activations;
+use crate::types::Activations;
 
 /// The products of a job whose experts with at least `fewest` tokens go by panels, the others as `few` says. `None` where
 /// no expert has so many. `sibling` is another matrix's products of the same job.

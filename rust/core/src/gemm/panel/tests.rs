@@ -19,7 +19,7 @@ fn shape(experts: usize, rows: usize, columns: usize) -> Shape {
         experts,
         rows,
         columns,
-        rank: 3,
+        ndim: 3,
     }
 }
 

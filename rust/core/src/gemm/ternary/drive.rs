@@ -9,9 +9,10 @@ use rayon::prelude::*;
 use super::tile::Tile;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use super::{Activations, Kernel, scalar};
-use crate::ternary::TernaryView;
-use crate::ternary::layout::GROUP_ROWS;
+use super::{Kernel, scalar};
+use crate::formats::ternary::TernaryView;
+use crate::formats::ternary::layout::GROUP_ROWS;
+use crate::types::Activations;
 
 /// One expert's share of a call: which tokens of the call go through it.
 #[derive(Debug, Clone, Copy)]

@@ -3,7 +3,7 @@
 //! A row is decoded once and its list is run over each block of tokens. An item is `2 * position`, plus one for
 //! symbol 2. Whatever the codes are, positions stay below [`reach`], and tiles hold zeros from the last column to there.
 
-use crate::ternary::{Row, TernaryView};
+use crate::formats::ternary::{Row, TernaryView};
 
 use super::table::{ListTable, longest_word};
 

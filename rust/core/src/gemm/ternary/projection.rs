@@ -7,12 +7,14 @@ use std::sync::{Arc, OnceLock};
 use super::drive::{self, UNIT_GROUPS, Unit};
 use super::table::longest_word;
 use super::tile::Tile;
-use super::{Activations, Kernel, kernel_for};
+use super::{Kernel, kernel_for};
 use crate::Result;
+use crate::formats::ternary::layout::GROUP_ROWS;
+use crate::formats::ternary::{Code, TernaryView};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
 use crate::simd::Isa;
-use crate::ternary::layout::GROUP_ROWS;
-use crate::ternary::{Code, Shape, TernaryView};
+use crate::types::Activations;
+use crate::types::Shape;
 
 /// A ternary tensor with a kernel.
 #[derive(Debug, Clone)]

@@ -6,8 +6,8 @@
 use super::drive::Unit;
 use super::lists::List;
 use super::tile::Block;
-use crate::ternary::Row;
-use crate::ternary::fsv8::Lut;
+use crate::formats::ternary::Row;
+use crate::formats::ternary::fsv8::Lut;
 
 /// Computes a unit into `out` (rows x tokens).
 pub(super) fn rows(unit: &Unit, out: &mut [f32]) {

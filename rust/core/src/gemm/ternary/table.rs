@@ -30,9 +30,9 @@
 
 use std::sync::OnceLock;
 
-use crate::ternary::fsv8::dictionary::COUNT;
-use crate::ternary::fsv8::{Lut, lut};
-use crate::ternary::{Code, TernaryView, dict16};
+use crate::formats::ternary::fsv8::dictionary::COUNT;
+use crate::formats::ternary::fsv8::{Lut, lut};
+use crate::formats::ternary::{Code, TernaryView, dict16};
 
 /// Floats that the tile of one token holds for each position.
 pub(super) const STEP: usize = 3;

@@ -4,7 +4,8 @@ use proptest::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::*;
-use crate::ternary::{Shape, decode_codes, encode};
+use crate::formats::ternary::{decode_codes, encode};
+use crate::types::Shape;
 
 fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
@@ -100,7 +101,7 @@ fn matrix(rows: usize, columns: usize) -> Shape {
         experts: 1,
         rows,
         columns,
-        rank: 2,
+        ndim: 2,
     }
 }
 
@@ -207,7 +208,7 @@ fn stack() -> (Shape, Vec<usize>) {
         experts: 6,
         rows: 150,
         columns: 210,
-        rank: 3,
+        ndim: 3,
     };
     (shape, vec![0, 1, 1, 20, 22, 100, 107])
 }
@@ -322,12 +323,12 @@ fn samples_hold_what_they_say() {
         assert_eq!(codes, sample.codes);
         if code == Code::Fsv8 {
             let rows: Vec<_> = (0..80).map(|row| view.row(0, row)).collect();
-            let any = |f: fn(&crate::ternary::Row) -> bool| rows.iter().any(f);
-            assert!(any(|row| matches!(row, crate::ternary::Row::Zero)));
-            assert!(any(|row| matches!(row, crate::ternary::Row::Raw(_))));
+            let any = |f: fn(&crate::formats::ternary::Row) -> bool| rows.iter().any(f);
+            assert!(any(|row| matches!(row, crate::formats::ternary::Row::Zero)));
+            assert!(any(|row| matches!(row, crate::formats::ternary::Row::Raw(_))));
             assert!(any(|row| matches!(
                 row,
-                crate::ternary::Row::Fsv8 { swapped: true, .. }
+                crate::formats::ternary::Row::Fsv8 { swapped: true, .. }
             )));
         }
     }

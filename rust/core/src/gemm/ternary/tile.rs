@@ -4,9 +4,10 @@
 //! One token for the kernels that walk is special: three floats a position, `0, 0, x`, so that every pair of floats
 //! is nothing, (x, 0) or (0, x); [`super::table`] says what for.
 
+use super::Kernel;
 use super::table::{STEP, longest_word};
-use super::{Activations, Kernel};
-use crate::ternary::{Code, TernaryView};
+use crate::formats::ternary::{Code, TernaryView};
+use crate::types::Activations;
 
 /// The most tokens of a block: with more, wide rows' values outgrow the second-level cache (6,144 columns of 64 lanes
 /// are 1.5 MB, and 64 tokens take twice the time).
@@ -89,18 +90,13 @@ impl Tile {
         let columns = self.columns;
         // In a step the activation comes last.
         let shift = if self.steps { STEP - 1 } else { 0 };
+        let mut row = vec![0.0; columns];
         let out = &mut self.data[self.offset + block.start..][..block.lanes * self.positions];
         for lane in 0..block.tokens {
             let from = list[block.token + lane] * columns;
             let places = out[lane + shift..].iter_mut().step_by(block.lanes);
-            match x {
-                Activations::F32(x) => places
-                    .zip(&x[from..from + columns])
-                    .for_each(|(place, &x)| *place = x),
-                Activations::Bf16(x) => places
-                    .zip(&x[from..from + columns])
-                    .for_each(|(place, &x)| *place = half::bf16::from_bits(x).to_f32()),
-            }
+            x.widen(from, &mut row);
+            places.zip(&row).for_each(|(place, &value)| *place = value);
         }
     }
 

@@ -10,8 +10,8 @@
 
 use std::arch::x86_64::*;
 
-use crate::codebook::bits::{LANE, REGISTER};
-use crate::codebook::{Block, PANEL};
+use crate::formats::codebook::bits::{LANE, REGISTER};
+use crate::formats::codebook::{Block, PANEL};
 
 /// Bits of a code in a byte of a line, and the bits that hold its row, in either order of the table.
 const CODES: [u8; 2] = [0x11, 0x22];

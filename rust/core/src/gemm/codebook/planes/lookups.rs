@@ -19,8 +19,8 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::tables::{Tables, parts};
-use crate::codebook::bits::{LANE, REGISTER};
-use crate::codebook::{BLOCK_UNIT, Block, PANEL, View};
+use crate::formats::codebook::bits::{LANE, REGISTER};
+use crate::formats::codebook::{BLOCK_UNIT, Block, PANEL, View};
 use crate::gemm::codebook::kernel::AHEAD;
 use crate::gemm::codebook::tokens::Prepared;
 use crate::gemm::codebook::{Epilogue, Rows};

@@ -1,4 +1,4 @@
-//! 2-bit codes, which are stored as bit planes ([`crate::codebook::bits`]).
+//! 2-bit codes, which are stored as bit planes ([`crate::formats::codebook::bits`]).
 //!
 //! Two designs multiply by them, and one order of the codes serves both: centroids permuted into registers and dot
 //! products ([`shuffles`], AVX-512), and table look-up over bit planes, T-MAC's ([`lookups`], AVX2). [`by_tables`] says

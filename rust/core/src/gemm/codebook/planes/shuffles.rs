@@ -11,8 +11,8 @@
 use std::arch::x86_64::*;
 
 use super::lines::{Order, Table};
-use crate::codebook::bits::{LANE, QUADS, REGISTER};
-use crate::codebook::{Block, PANEL};
+use crate::formats::codebook::bits::{LANE, QUADS, REGISTER};
+use crate::formats::codebook::{Block, PANEL};
 use crate::gemm::codebook::kernel::AHEAD;
 use crate::gemm::codebook::panels::transposed;
 use crate::gemm::codebook::tokens::Prepared;

@@ -4,8 +4,8 @@
 //! a byte a choice among the columns k, 4 + k, 8 + k and 12 + k, so a token has a table for each lane. Activations of 8
 //! bits have two, of their low and of their high halves: then a sum is at most 60 and a byte holds four of them.
 
-use crate::codebook::BLOCK_UNIT;
-use crate::codebook::bits::LANE;
+use crate::formats::codebook::BLOCK_UNIT;
+use crate::formats::codebook::bits::LANE;
 
 /// The tables and sums of a token.
 #[derive(Default)]

@@ -3,8 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::{load_lane, load_values};
-use crate::codebook::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_registers};
-use crate::codebook::{Block, PANEL};
+use crate::formats::codebook::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_registers};
+use crate::formats::codebook::{Block, PANEL};
 use crate::gemm::codebook::Rows;
 use crate::gemm::codebook::kernel::AHEAD;
 use crate::gemm::codebook::planes::lines::{column_shifts, row_words};

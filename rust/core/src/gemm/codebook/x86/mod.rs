@@ -15,8 +15,8 @@ use super::planes::shuffles;
 use super::portable::{self, Lookup};
 use super::tokens::Prepared;
 use super::{Mode, Rows, kernel};
-use crate::codebook::Block;
-use crate::codebook::bits::LANE;
+use crate::formats::codebook::Block;
+use crate::formats::codebook::bits::LANE;
 
 mod avx2;
 mod avx512;

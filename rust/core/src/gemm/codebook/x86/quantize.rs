@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::load_values;
-use crate::codebook::bits::LANE;
+use crate::formats::codebook::bits::LANE;
 use crate::gemm::codebook::tokens::Grid;
 
 /// Quantizes a token as `tokens::quantize_portable` does, to the same bits.

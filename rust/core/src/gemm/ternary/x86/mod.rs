@@ -11,9 +11,9 @@ mod walk;
 use super::drive::Unit;
 use super::lists::{List, reach};
 use super::table::BlockTable;
+use crate::formats::ternary::layout::{MAX_DICTIONARIES, SWAPPED, raw_bytes};
+use crate::formats::ternary::{Code, Row};
 use crate::simd::Isa;
-use crate::ternary::layout::{MAX_DICTIONARIES, SWAPPED};
-use crate::ternary::{Code, Row};
 
 /// Two neighbouring bytes as a number, at any address.
 #[derive(Clone, Copy)]
@@ -43,7 +43,7 @@ pub(super) enum Variant {
     Avx512 { ahead: bool },
 }
 
-/// A row of a unit: [`crate::ternary::PlacedRow`] in less space, for units have hundreds.
+/// A row of a unit: [`crate::formats::ternary::PlacedRow`] in less space, for units have hundreds.
 #[derive(Clone, Copy, Default)]
 struct Place {
     /// Where its bytes begin in the payload, and how many there are.
@@ -99,7 +99,7 @@ impl Parts {
 }
 
 fn fsv8_places(unit: &Unit, group: usize, places: &mut Vec<Place>) {
-    let raw_bytes = unit.view.shape().raw_bytes();
+    let raw_bytes = raw_bytes(unit.view.columns());
     let (mut start, tails) = unit.view.fsv8_tails(unit.expert, group);
     for (bytes, field) in tails {
         let coded = bytes != 0 && bytes != raw_bytes;

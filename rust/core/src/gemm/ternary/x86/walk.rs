@@ -33,7 +33,7 @@ use super::super::drive::Unit;
 use super::super::lists::List;
 use super::super::table::{STEP, StepTable};
 use super::{OTHERS, Parts, Place};
-use crate::ternary::Code;
+use crate::formats::ternary::Code;
 
 /// Codes between two looks at the position; tiles reach as many words (and the first one) behind the columns.
 pub(in super::super) const ROUND: usize = 16;

@@ -1,0 +1,175 @@
+//! Packing codes and codebooks.
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::bits::{QUADS, pack, step_columns, step_registers};
+use super::{BLOCK_UNIT, HEADER_BYTES, Layout, MAX_CENTROID, PANEL, invalid, split};
+use crate::Result;
+use crate::types::Shape;
+
+/// What a tensor holds.
+#[derive(Debug, Clone, Copy)]
+pub struct Content<'a> {
+    /// Experts, rows, columns, ndim.
+    pub shape: Shape,
+    /// Bits of a code: 2, 3 or 4.
+    pub bits: u8,
+    /// To how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+    pub activation_bits: u8,
+    /// Columns that share a codebook, a multiple of 128; a block larger than the row means the row.
+    pub block: usize,
+    /// Columns that products turn together by Hadamard's matrix, a power of two that divides the columns; 1 for not at
+    /// all. Codes and centroids are those of the turned weights.
+    pub hadamard: usize,
+    /// E x R x C codes below 2^bits.
+    pub codes: &'a [u8],
+    /// E x R x B x K centroids, -32639 to 32639; where products round activations, multiples of 256.
+    pub centroids: &'a [i16],
+    /// E x R x B scales, finite and not negative.
+    pub scales: &'a [f32],
+}
+
+/// Packs a tensor.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`]: a size, code, centroid or scale is out of range.
+pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
+    let Content { shape, bits, .. } = content;
+    let whole = shape.columns.max(1).next_multiple_of(BLOCK_UNIT);
+    let Some(layout) = Layout::of(
+        shape,
+        bits,
+        content.activation_bits,
+        content.block.min(whole),
+        content.hadamard,
+    ) else {
+        return invalid(format!(
+            "{shape:?} of {bits} bits, activations of {}, blocks of {}, turned by {} cannot be packed",
+            content.activation_bits, content.block, content.hadamard
+        ));
+    };
+    check(&layout, &content)?;
+    let mut out = vec![0; layout.total_bytes()];
+    layout.write(&mut out);
+    if layout.panel_bytes() > 0 {
+        let panels = out[HEADER_BYTES..]
+            .par_chunks_exact_mut(layout.panel_bytes())
+            .enumerate();
+        pool.install(|| panels.for_each(|(panel, out)| write_panel(&layout, &content, panel, out)));
+    }
+    Ok(out)
+}
+
+/// Checks the sizes of the content, and every code, centroid and scale.
+fn check(layout: &Layout, content: &Content) -> Result<()> {
+    let Content {
+        shape,
+        codes,
+        centroids,
+        scales,
+        ..
+    } = content;
+    let books = shape.experts * shape.rows * layout.blocks();
+    let sizes = [
+        shape.experts * shape.rows * shape.columns,
+        books * layout.clusters(),
+        books,
+    ];
+    if [codes.len(), centroids.len(), scales.len()] != sizes {
+        return invalid(format!(
+            "{} codes, {} centroids and {} scales for {shape:?}",
+            codes.len(),
+            centroids.len(),
+            scales.len()
+        ));
+    }
+    if let Some(at) = codes
+        .iter()
+        .position(|&code| usize::from(code) >= layout.clusters())
+    {
+        return invalid(format!("code {} in row {}", codes[at], at / shape.columns));
+    }
+    let one_byte = layout.planes() == 1;
+    if let Some(c) = centroids
+        .iter()
+        .find(|&&c| c.unsigned_abs() > MAX_CENTROID.unsigned_abs() || one_byte && c % 256 != 0)
+    {
+        let which = if one_byte { "multiples of 256, " } else { "" };
+        return invalid(format!("centroid {c}; they are {which}at most {MAX_CENTROID}"));
+    }
+    if let Some(scale) = scales.iter().find(|s| !s.is_finite() || s.is_sign_negative()) {
+        return invalid(format!("scale {scale}"));
+    }
+    Ok(())
+}
+
+/// Writes panel `panel` of all experts' panels.
+fn write_panel(layout: &Layout, content: &Content, panel: usize, out: &mut [u8]) {
+    let Shape { rows, columns, .. } = layout.shape();
+    let (expert, first) = (panel / layout.panels(), panel % layout.panels() * PANEL);
+    for row in first..rows.min(first + PANEL) {
+        let source = expert * rows + row;
+        for (block, codes) in content.codes[source * columns..][..columns]
+            .chunks(layout.block_size())
+            .enumerate()
+        {
+            let book = source * layout.blocks() + block;
+            let centroids = &content.centroids[book * layout.clusters()..][..layout.clusters()];
+            let out = &mut out[layout.block_at(block)..];
+            let (parameters, rest) = out.split_at_mut(layout.parameter_bytes());
+            let steps = &mut rest[..layout.steps(block) * layout.step_bytes()];
+            let planes = layout.planes();
+            write_parameters(
+                (row - first, planes),
+                codes,
+                centroids,
+                content.scales[book],
+                parameters,
+            );
+            write_codes(layout.bits(), row - first, codes, steps);
+        }
+    }
+}
+
+fn write_parameters(
+    (row, planes): (usize, usize),
+    codes: &[u8],
+    centroids: &[i16],
+    scale: f32,
+    out: &mut [u8],
+) {
+    let clusters = centroids.len();
+    for (code, &centroid) in centroids.iter().enumerate() {
+        let (high, low) = split(centroid);
+        for (plane, byte) in [high, low].into_iter().take(planes).enumerate() {
+            out[(plane * PANEL + row) * clusters + code] = byte as u8;
+        }
+    }
+    let highs = codes
+        .iter()
+        .map(|&code| i32::from(split(centroids[usize::from(code)]).0))
+        .sum::<i32>();
+    let wholes = codes
+        .iter()
+        .map(|&code| i32::from(centroids[usize::from(code)]))
+        .sum::<i32>();
+    let words = [scale.to_le_bytes(), highs.to_le_bytes(), wholes.to_le_bytes()];
+    for (section, word) in words.into_iter().take(1 + planes).enumerate() {
+        out[planes * PANEL * clusters + 4 * (section * PANEL + row)..][..4].copy_from_slice(&word);
+    }
+}
+
+fn write_codes(bits: u8, row: usize, codes: &[u8], out: &mut [u8]) {
+    let mut padded = [0; 128];
+    let padded = &mut padded[..step_columns(bits)];
+    let steps = out
+        .as_chunks_mut()
+        .0
+        .chunks_exact_mut(QUADS * step_registers(bits));
+    for (codes, step) in codes.chunks(step_columns(bits)).zip(steps) {
+        padded.fill(0);
+        padded[..codes.len()].copy_from_slice(codes);
+        pack(bits, padded, row, step);
+    }
+}

@@ -1,0 +1,226 @@
+//! Shape and places of a tensor, everything derived from the header.
+
+use super::bits::{QUADS, REGISTER, step_columns, step_registers};
+use super::{BLOCK_UNIT, HEADER_BYTES, MAGIC, PANEL, VERSION, corrupt};
+use crate::types::Shape;
+use crate::{Error, Result, limits};
+
+/// Most columns: 255 * 127 * 2^16 < 2^31, so that an integer product of a whole row fits 32 bits.
+pub const MAX_COLUMNS: usize = 1 << 16;
+
+/// Shape, bits and block size, and where everything lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    shape: Shape,
+    bits: u8,
+    activation_bits: u8,
+    block: usize,
+    hadamard: usize,
+    total: usize,
+}
+
+impl Layout {
+    /// The layout of a tensor; `None` where something is out of range or the size overflows.
+    pub(super) fn of(
+        shape: Shape,
+        bits: u8,
+        activation_bits: u8,
+        block: usize,
+        hadamard: usize,
+    ) -> Option<Layout> {
+        let sane = matches!((shape.ndim, shape.experts), (2, 1) | (3, _))
+            && matches!(bits, 2..=4)
+            && matches!(activation_bits, 0 | 4 | 8)
+            && block > 0
+            && block.is_multiple_of(BLOCK_UNIT)
+            && block <= MAX_COLUMNS
+            && shape.columns <= MAX_COLUMNS
+            && (hadamard == 1 || hadamard.is_power_of_two() && divides(hadamard, shape.columns))
+            && [shape.experts, shape.rows]
+                .iter()
+                .all(|&n| n as u64 <= limits::MAX_ROWS);
+        let mut layout = sane.then_some(Layout {
+            shape,
+            bits,
+            activation_bits,
+            block,
+            hadamard,
+            total: 0,
+        })?;
+        let panels = shape.experts.checked_mul(shape.rows.div_ceil(PANEL))?;
+        layout.total = panels
+            .checked_mul(layout.panel_bytes())?
+            .checked_add(HEADER_BYTES)?;
+        isize::try_from(layout.total).ok()?;
+        Some(layout)
+    }
+
+    /// Experts, rows, columns and ndim.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Bits of a code.
+    pub fn bits(&self) -> u8 {
+        self.bits
+    }
+
+    /// To how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+    pub fn activation_bits(&self) -> u8 {
+        self.activation_bits
+    }
+
+    /// Centroids of a codebook.
+    pub fn clusters(&self) -> usize {
+        1 << self.bits
+    }
+
+    /// Columns that products turn together by Hadamard's matrix before they multiply ([`crate::gemm::hadamard`]), a power
+    /// of two that divides the columns; 1 for not at all.
+    pub fn hadamard(&self) -> usize {
+        self.hadamard
+    }
+
+    /// Columns that share a codebook.
+    pub fn block_size(&self) -> usize {
+        self.block
+    }
+
+    /// Blocks of a row.
+    pub fn blocks(&self) -> usize {
+        self.shape.columns.div_ceil(self.block)
+    }
+
+    /// Panels of an expert.
+    pub fn panels(&self) -> usize {
+        self.shape.rows.div_ceil(PANEL)
+    }
+
+    /// Columns of block `block`, without padding.
+    pub fn block_columns(&self, block: usize) -> usize {
+        self.block.min(self.shape.columns - block * self.block)
+    }
+
+    /// Columns of a row, padded to whole steps.
+    pub fn padded_columns(&self) -> usize {
+        self.shape.columns.next_multiple_of(step_columns(self.bits))
+    }
+
+    /// Steps of block `block`.
+    pub fn steps(&self, block: usize) -> usize {
+        self.block_columns(block).div_ceil(step_columns(self.bits))
+    }
+
+    /// Bytes that a step of columns takes in a panel.
+    pub fn step_bytes(&self) -> usize {
+        QUADS * REGISTER * step_registers(self.bits)
+    }
+
+    /// Bytes of a stored centroid: 2, or where products round activations 1, the high byte, the low one being zero.
+    pub fn planes(&self) -> usize {
+        if self.activation_bits == 0 { 2 } else { 1 }
+    }
+
+    /// Bytes of the parameters of a block of a panel: centroids, a scale, and a sum for each plane.
+    pub fn parameter_bytes(&self) -> usize {
+        PANEL * (4 + self.planes() * (self.clusters() + 4))
+    }
+
+    /// Where block `block` starts in its panel.
+    pub(super) fn block_at(&self, block: usize) -> usize {
+        let whole = self.block / step_columns(self.bits) * self.step_bytes();
+        block * (self.parameter_bytes() + whole)
+    }
+
+    /// Bytes of a panel.
+    pub fn panel_bytes(&self) -> usize {
+        let steps = self.shape.columns.div_ceil(step_columns(self.bits));
+        self.blocks() * self.parameter_bytes() + steps * self.step_bytes()
+    }
+
+    /// The size of the tensor in bytes.
+    pub fn total_bytes(&self) -> usize {
+        self.total
+    }
+
+    /// The size of the tensor with low bytes and second sums, which were once stored wherever activations are rounded.
+    fn with_low_bytes(&self) -> Option<usize> {
+        if self.activation_bits == 0 {
+            return None;
+        }
+        let blocks = self.shape.experts * self.panels() * self.blocks();
+        blocks
+            .checked_mul(PANEL * (self.clusters() + 4))?
+            .checked_add(self.total)
+    }
+
+    pub(super) fn read(data: &[u8]) -> Result<Layout> {
+        let Some(header) = data.get(..HEADER_BYTES) else {
+            let message = format!("codebook tensor: {} bytes hold no header", data.len());
+            return Err(Error::InsufficientData(message));
+        };
+        if header[..8] != MAGIC {
+            return corrupt("wrong magic");
+        }
+        let version = u16::from_le_bytes([header[8], header[9]]);
+        if version != VERSION {
+            return corrupt(format!("version {version}"));
+        }
+        if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {
+            return corrupt("reserved header bytes are not zero");
+        }
+        let size = |at: usize| {
+            let word = header[at..at + 8].try_into().map_or(u64::MAX, u64::from_le_bytes);
+            usize::try_from(word).unwrap_or(usize::MAX)
+        };
+        let shape = Shape {
+            experts: size(16),
+            rows: size(24),
+            columns: size(32),
+            ndim: header[12],
+        };
+        let hadamard = 1usize.checked_shl(header[13].into()).unwrap_or(0);
+        match Layout::of(shape, header[10], header[11], size(40), hadamard) {
+            Some(layout) if layout.total == data.len() => Ok(layout),
+            Some(layout) if layout.with_low_bytes() == Some(data.len()) => corrupt(
+                "written by an older version of moepack, which stored low bytes that are zeros; pack the model again",
+            ),
+            Some(layout) if layout.total > data.len() => {
+                let message = format!(
+                    "codebook tensor: {} bytes instead of {}",
+                    data.len(),
+                    layout.total
+                );
+                Err(Error::InsufficientData(message))
+            }
+            Some(layout) => corrupt(format!("{} bytes instead of {}", data.len(), layout.total)),
+            None => corrupt(format!(
+                "{shape:?} of {} bits, activations of {}, blocks of {} is no shape",
+                header[10],
+                header[11],
+                size(40)
+            )),
+        }
+    }
+
+    pub(super) fn write(&self, out: &mut [u8]) {
+        out[..8].copy_from_slice(&MAGIC);
+        out[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        let hadamard = self.hadamard.trailing_zeros() as u8;
+        out[10..14].copy_from_slice(&[self.bits, self.activation_bits, self.shape.ndim, hadamard]);
+        let sizes = [
+            self.shape.experts,
+            self.shape.rows,
+            self.shape.columns,
+            self.block,
+        ];
+        for (field, size) in out[16..48].chunks_exact_mut(8).zip(sizes) {
+            field.copy_from_slice(&(size as u64).to_le_bytes());
+        }
+    }
+}
+
+/// Whether `width` columns are a part of so many.
+fn divides(width: usize, columns: usize) -> bool {
+    columns > 0 && columns.is_multiple_of(width)
+}

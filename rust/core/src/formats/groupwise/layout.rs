@@ -1,0 +1,347 @@
+//! The header of a tensor, and the places that follow from it.
+
+use std::cmp::Ordering;
+
+use super::{BLOCK_ROWS, HEADER_BYTES, MAGIC, ParameterType, REGISTER_BYTES, VERSION, corrupt, invalid};
+use crate::bits::{UNIT, WIDTHS};
+use crate::types::Shape;
+use crate::{Error, Result, limits};
+
+/// The group sizes in columns that a tensor may have, besides the whole row.
+pub const GROUP_SIZES: [usize; 5] = [16, 32, 64, 128, 256];
+
+/// What a writer chooses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Spec {
+    /// Bits of a code: 2, 3, 4 or 8.
+    pub bits: u8,
+    /// Columns that share parameters: one of [`GROUP_SIZES`], or 0 for the whole row.
+    pub group: usize,
+    /// No offsets are stored; weights are `scale * (code - 2^(bits - 1))`.
+    pub symmetric: bool,
+    /// The type of scales and offsets.
+    pub parameters: ParameterType,
+}
+
+impl Spec {
+    fn exists(&self) -> bool {
+        WIDTHS.contains(&self.bits) && (self.group == 0 || GROUP_SIZES.contains(&self.group))
+    }
+}
+
+/// How a block's bytes alternate between parameters and codes, so that a kernel reads one ascending stream.
+///
+/// A record is the parameters of one group, or of two where those of one fill no register or its codes no unit, and then
+/// its codes. The last record of a block may have fewer units.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Record {
+    /// Groups of a record: 1 or 2.
+    pub groups: usize,
+    /// Bytes of a group's parameters.
+    pub group_bytes: usize,
+    /// Bytes of its parameters: whole registers.
+    pub parameter_bytes: usize,
+    /// Units of its codes, at least 1.
+    pub units: usize,
+    /// Bytes of a whole record.
+    pub bytes: usize,
+}
+
+impl Record {
+    /// The records of a spec that exists; a whole row is `units` units.
+    fn of(spec: &Spec, units: usize) -> Option<Record> {
+        let kinds = 2 - usize::from(spec.symmetric);
+        let groups = match spec.group {
+            0 => 1,
+            group => 1 + usize::from(spec.symmetric || group < UNIT),
+        };
+        let units = match spec.group {
+            0 => units.max(1),
+            group => groups * group / UNIT,
+        };
+        let group_bytes = 2 * BLOCK_ROWS * kinds;
+        let parameter_bytes = (groups * group_bytes).next_multiple_of(REGISTER_BYTES);
+        let codes = units.checked_mul(REGISTER_BYTES * usize::from(spec.bits))?;
+        Some(Record {
+            groups,
+            group_bytes,
+            parameter_bytes,
+            units,
+            bytes: codes.checked_add(parameter_bytes)?,
+        })
+    }
+}
+
+/// Shape, spec and places of a tensor, everything derived from the header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    shape: Shape,
+    spec: Spec,
+    record: Record,
+    parameter_bytes: usize,
+    block_bytes: usize,
+    total: usize,
+}
+
+impl Layout {
+    /// The layout of a shape, or `None` where its size overflows. The spec exists.
+    fn of(shape: Shape, spec: Spec) -> Option<Layout> {
+        let units = shape.columns.div_ceil(UNIT);
+        let record = Record::of(&spec, units)?;
+        let parameter_bytes = units.div_ceil(record.units).checked_mul(record.parameter_bytes)?;
+        let block_bytes = units
+            .checked_mul(REGISTER_BYTES * usize::from(spec.bits))?
+            .checked_add(parameter_bytes)?;
+        let blocks = shape.experts.checked_mul(shape.rows.div_ceil(BLOCK_ROWS))?;
+        let total = blocks.checked_mul(block_bytes)?.checked_add(HEADER_BYTES)?;
+        isize::try_from(total).ok()?;
+        Some(Layout {
+            shape,
+            spec,
+            record,
+            parameter_bytes,
+            block_bytes,
+            total,
+        })
+    }
+
+    /// The layout that a writer asks for.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there is no such format, or the shape is too large.
+    pub fn new(shape: Shape, spec: Spec) -> Result<Layout> {
+        if !spec.exists() {
+            return invalid(format!(
+                "{} bits in groups of {} columns: bits must be 2, 3, 4 or 8, groups {GROUP_SIZES:?} or the whole row",
+                spec.bits, spec.group
+            ));
+        }
+        if !matches!((shape.ndim, shape.experts), (2, 1) | (3, _)) {
+            return invalid(format!("ndim {} of {} experts", shape.ndim, shape.experts));
+        }
+        let sizes = [shape.experts, shape.rows, shape.columns];
+        let limits = [limits::MAX_ROWS, limits::MAX_ROWS, limits::MAX_COLUMNS];
+        let fits = sizes
+            .iter()
+            .zip(limits)
+            .all(|(&size, limit)| size as u64 <= limit);
+        match Layout::of(shape, spec).filter(|_| fits) {
+            Some(layout) => Ok(layout),
+            None => invalid(format!("{shape:?} is too large")),
+        }
+    }
+
+    /// Experts, rows, columns and ndim.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Bits, group size (0: the whole row), symmetry and parameter type.
+    pub fn spec(&self) -> Spec {
+        self.spec
+    }
+
+    /// Bits of a code.
+    pub fn bits(&self) -> usize {
+        usize::from(self.spec.bits)
+    }
+
+    /// Columns that share a scale; of a whole row, the columns, but at least 1.
+    pub fn group_size(&self) -> usize {
+        match self.spec.group {
+            0 => self.shape.columns.max(1),
+            group => group,
+        }
+    }
+
+    /// Groups of a row; none if there are no columns.
+    pub fn groups(&self) -> usize {
+        groups(self.shape.columns, self.spec.group)
+    }
+
+    /// Blocks of 16 rows of an expert.
+    pub fn blocks(&self) -> usize {
+        self.shape.rows.div_ceil(BLOCK_ROWS)
+    }
+
+    /// Units of 32 columns.
+    pub fn units(&self) -> usize {
+        self.shape.columns.div_ceil(UNIT)
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// Bytes of a block's parameters, with their padding.
+    pub(crate) fn parameter_bytes(&self) -> usize {
+        self.parameter_bytes
+    }
+
+    /// The size of the tensor in bytes.
+    pub fn total_bytes(&self) -> usize {
+        self.total
+    }
+
+    /// How blocks alternate between parameters and codes.
+    #[inline]
+    pub(crate) fn record(&self) -> Record {
+        self.record
+    }
+
+    /// Where in a block the parameters of a group start: 16 scales, then, unless the tensor is symmetric, 16 offsets.
+    pub(crate) fn parameters_at(&self, group: usize) -> usize {
+        let Record {
+            groups,
+            group_bytes,
+            bytes,
+            ..
+        } = self.record;
+        group / groups * bytes + group % groups * group_bytes
+    }
+
+    /// Where in a block the registers of a unit start.
+    pub(crate) fn unit_at(&self, unit: usize) -> usize {
+        let Record {
+            parameter_bytes,
+            units,
+            bytes,
+            ..
+        } = self.record;
+        unit / units * bytes + parameter_bytes + unit % units * self.bits() * REGISTER_BYTES
+    }
+
+    /// The records of a block, in order: parameters and codes.
+    pub(crate) fn records<'a>(&self, block: &'a [u8]) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+        let Record {
+            parameter_bytes,
+            bytes,
+            ..
+        } = self.record;
+        block
+            .chunks(bytes)
+            .map(move |record| record.split_at(parameter_bytes))
+    }
+
+    /// Puts a block together from all its parameters and all its codes.
+    pub(crate) fn interleave(&self, mut parameters: &[u8], mut codes: &[u8], block: &mut [u8]) {
+        for record in block.chunks_mut(self.record.bytes) {
+            let (to_parameters, to_codes) = record.split_at_mut(self.record.parameter_bytes);
+            let (from, rest) = parameters.split_at(to_parameters.len());
+            to_parameters.copy_from_slice(from);
+            parameters = rest;
+            let (from, rest) = codes.split_at(to_codes.len());
+            to_codes.copy_from_slice(from);
+            codes = rest;
+        }
+    }
+
+    pub(super) fn read(data: &[u8]) -> Result<Layout> {
+        let layout = Layout::read_header(data)?;
+        match layout.total.cmp(&data.len()) {
+            Ordering::Equal => Ok(layout),
+            Ordering::Greater => {
+                let (found, total) = (data.len(), layout.total);
+                let message = format!("group-wise tensor: {found} bytes instead of {total}");
+                Err(Error::InsufficientData(message))
+            }
+            Ordering::Less => corrupt(format!("{} bytes contradict the shape", data.len())),
+        }
+    }
+
+    /// The layout that a header says, however many bytes follow it.
+    pub(crate) fn read_header(data: &[u8]) -> Result<Layout> {
+        let Some(header) = data.get(..HEADER_BYTES) else {
+            let message = format!("group-wise tensor: {} bytes hold no header", data.len());
+            return Err(Error::InsufficientData(message));
+        };
+        if header[..8] != MAGIC {
+            return corrupt("wrong magic");
+        }
+        let version = u16::from_le_bytes([header[8], header[9]]);
+        if version != VERSION {
+            return corrupt(format!("version {version}; this library reads {VERSION}"));
+        }
+        if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {
+            return corrupt("reserved header bytes are not zero");
+        }
+        let (shape, spec) = (read_shape(header)?, read_spec(header)?);
+        match Layout::of(shape, spec) {
+            Some(layout) => Ok(layout),
+            None => corrupt(format!("{shape:?} is too large for this machine")),
+        }
+    }
+
+    pub(super) fn write(&self, out: &mut [u8]) {
+        let Spec {
+            bits,
+            symmetric,
+            parameters,
+            ..
+        } = self.spec;
+        out[..8].copy_from_slice(&MAGIC);
+        out[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        out[10..14].copy_from_slice(&[bits, parameters as u8, self.shape.ndim, symmetric.into()]);
+        let Shape {
+            experts,
+            rows,
+            columns,
+            ..
+        } = self.shape;
+        let sizes = [experts, rows, columns, self.spec.group];
+        for (field, size) in out[16..48].chunks_exact_mut(8).zip(sizes) {
+            field.copy_from_slice(&(size as u64).to_le_bytes());
+        }
+    }
+}
+
+fn groups(columns: usize, group: usize) -> usize {
+    match group {
+        0 => columns.min(1),
+        group => columns.div_ceil(group),
+    }
+}
+
+fn read_shape(header: &[u8]) -> Result<Shape> {
+    let shape = Shape {
+        experts: dimension(header, 16, limits::MAX_ROWS)?,
+        rows: dimension(header, 24, limits::MAX_ROWS)?,
+        columns: dimension(header, 32, limits::MAX_COLUMNS)?,
+        ndim: header[12],
+    };
+    match (shape.ndim, shape.experts) {
+        (2, 1) | (3, _) => Ok(shape),
+        (ndim, experts) => corrupt(format!("ndim {ndim} of {experts} experts")),
+    }
+}
+
+fn read_spec(header: &[u8]) -> Result<Spec> {
+    let Some(&parameters) = ParameterType::ALL.get(usize::from(header[11])) else {
+        return corrupt(format!("parameter type {}", header[11]));
+    };
+    let spec = Spec {
+        bits: header[10],
+        group: dimension(header, 40, limits::MAX_COLUMNS)?,
+        symmetric: header[13] == 1,
+        parameters,
+    };
+    match spec.exists() && header[13] <= 1 {
+        true => Ok(spec),
+        false => corrupt(format!(
+            "{} bits, groups of {}, symmetry {}",
+            spec.bits, spec.group, header[13]
+        )),
+    }
+}
+
+fn dimension(header: &[u8], at: usize, limit: u64) -> Result<usize> {
+    let mut word = [0; 8];
+    word.copy_from_slice(&header[at..at + 8]);
+    match u64::from_le_bytes(word) {
+        size if size <= limit => {
+            usize::try_from(size).map_or_else(|_| corrupt("too large for this machine"), Ok)
+        }
+        size => corrupt(format!("the size {size} is beyond {limit}")),
+    }
+}

@@ -1,0 +1,108 @@
+//! Group-wise integer tensors: codes of 2, 3, 4 or 8 bits, and a scale (and an offset) for each group of columns.
+//!
+//! A weight is `scale * code + offset`; a *symmetric* tensor stores no offsets, and its weights are
+//! `scale * (code - 2^(bits - 1))`. Few bits a weight leave an entropy coder little, so the format is fixed-width and
+//! read in place, in the layout that the kernels multiply from:
+//!
+//! ```text
+//!  0 8s magic "MOEPGRPW"   12 u8 ndim 2 or 3       16 u64 experts E    40 u64 group size: 16, 32, 64, 128, 256,
+//!  8 u16 version 1         13 u8 symmetric 0 or 1  24 u64 rows R          or 0 for the whole row
+//! 10 u8 bits               14 2 zeros              32 u64 columns C    48 80 zeros
+//! 11 u8 parameter type: 0 bf16, 1 f16
+//! blocks     for each expert, ceil(R / 16) blocks of 16 rows, each of which is
+//!   parameters   for each group 16 scales, then (unless symmetric) 16 offsets; zeros to the next multiple of 64
+//!   codes        for each 32 columns `bits` registers of 64 bytes: of each of the 16 rows a 32-bit word (crate::bits)
+//! ```
+//!
+//! So a 512-bit register is 16 rows and one word of each: a shift and a mask give an operand of `vpdpbusd` whose other
+//! operand is one broadcast word of activations, and no sum ever crosses lanes. Rows are padded to 16 and columns to
+//! 32 with zeros, and everything starts at a multiple of 64.
+//!
+//! [`View::parse`] checks the header and the size and nothing else: it is cheap on a mapped file, and no code and no
+//! parameter can make a reader leave the tensor. [`View::verify`] checks parameters and padding.
+
+mod encode;
+mod layout;
+#[cfg(test)]
+pub(crate) mod tests;
+mod verify;
+mod view;
+
+pub use encode::encode;
+pub use layout::{GROUP_SIZES, Layout, Spec};
+pub use view::{Blocks, View};
+
+use crate::{Error, Result};
+
+/// The first eight bytes.
+pub const MAGIC: [u8; 8] = *b"MOEPGRPW";
+/// The version that this library writes, and the only one so far.
+pub const VERSION: u16 = 1;
+/// The length of the header in bytes.
+pub const HEADER_BYTES: usize = 128;
+/// Rows of a block: the 32-bit lanes of a 512-bit register.
+pub const BLOCK_ROWS: usize = 16;
+/// Bytes of a register: a word of each row of a block.
+pub const REGISTER_BYTES: usize = 4 * BLOCK_ROWS;
+
+/// The type of scales and offsets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ParameterType {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+}
+
+impl ParameterType {
+    /// Both types, in the order of their numbers in the header.
+    pub const ALL: [ParameterType; 2] = [ParameterType::Bf16, ParameterType::F16];
+
+    /// The name that torch and NumPy use.
+    pub fn name(self) -> &'static str {
+        match self {
+            ParameterType::Bf16 => "bfloat16",
+            ParameterType::F16 => "float16",
+        }
+    }
+
+    /// Parses [`ParameterType::name`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there is no such type.
+    pub fn from_name(name: &str) -> Result<ParameterType> {
+        ParameterType::ALL
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .map_or_else(
+                || invalid(format!("parameters are float16 or bfloat16, not {name:?}")),
+                Ok,
+            )
+    }
+
+    /// The value of a stored parameter.
+    #[inline(always)]
+    pub fn value(self, bits: u16) -> f32 {
+        match self {
+            ParameterType::Bf16 => half::bf16::from_bits(bits).to_f32(),
+            ParameterType::F16 => half::f16::from_bits(bits).to_f32(),
+        }
+    }
+
+    /// The bits of a value, or `None` where the type does not hold it exactly or it is not finite.
+    pub fn stored(self, value: f32) -> Option<u16> {
+        let bits = match self {
+            ParameterType::Bf16 => half::bf16::from_f32(value).to_bits(),
+            ParameterType::F16 => half::f16::from_f32(value).to_bits(),
+        };
+        (value.is_finite() && self.value(bits) == value).then_some(bits)
+    }
+}
+
+fn corrupt<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::Corruption(format!("group-wise tensor: {what}")))
+}
+
+fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::InvalidArgument(format!("group-wise tensor: {what}")))
+}

@@ -1,0 +1,473 @@
+//! Reading a packed tensor in place: a view borrows the bytes, checks the metadata once, and hands out rows.
+//!
+//! [`TernaryView::parse`] touches the header, levels, index and starts and nothing of the payload, so that it stays
+//! cheap on a mapped file. After it every row's codes are known to lie in the payload; whether they make sense is
+//! known only to [`TernaryView::verify`] and to the decoders, which check as they go.
+
+use super::Code;
+use super::dict16::MAX_PAIRS;
+use super::layout::{self, GROUP_ROWS, Header, Layout, SWAPPED};
+use super::levels::{self, LevelType};
+use crate::types::Shape;
+use crate::{Error, Result};
+
+/// A packed tensor over borrowed bytes.
+#[derive(Debug, Clone)]
+pub struct TernaryView<'a> {
+    data: &'a [u8],
+    header: Header,
+    layout: Layout,
+}
+
+/// What parsing found, without the bytes: for an owner of the bytes who cannot hold a borrow of them.
+#[derive(Debug, Clone)]
+pub struct Metadata {
+    header: Header,
+    layout: Layout,
+}
+
+impl Metadata {
+    /// The entropy code.
+    pub fn code(&self) -> Code {
+        self.header.code
+    }
+
+    /// Experts, rows and columns, and the ndim that the user sees.
+    pub fn shape(&self) -> Shape {
+        self.header.shape
+    }
+
+    /// The number of weights that are not zero, as the header says.
+    pub fn nonzeros(&self) -> u64 {
+        self.header.nonzeros
+    }
+
+    /// The type in which levels are stored.
+    pub fn level_type(&self) -> LevelType {
+        self.header.levels.level_type
+    }
+
+    /// The number of bytes of codes.
+    pub fn payload_bytes(&self) -> usize {
+        self.layout.payload.len()
+    }
+
+    /// The number of bytes of the whole tensor.
+    pub fn total_bytes(&self) -> usize {
+        self.layout.total
+    }
+}
+
+/// The codes of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Row<'a> {
+    /// All weights are zero; nothing is stored.
+    Zero,
+    /// Two bits a weight, low bits first: 0 zero, 1 negative, 2 positive.
+    Raw(&'a [u8]),
+    /// FSV8 codes.
+    Fsv8 {
+        /// A byte each.
+        codes: &'a [u8],
+        /// The place of the dictionary in [`TernaryView::dictionaries`].
+        dictionary: usize,
+        /// Symbol 1 stands for the positive level, 2 for the negative one.
+        swapped: bool,
+    },
+    /// Codes of the paper's dictionary, 16-bit little-endian words. Symbol 1 is negative.
+    Dict16(&'a [u8]),
+}
+
+/// A row and where it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlacedRow<'a> {
+    /// The row's number in its expert.
+    pub row: usize,
+    /// The place of its first byte in [`TernaryView::padded_payload`].
+    pub start: usize,
+    /// Its codes.
+    pub codes: Row<'a>,
+}
+
+impl<'a> TernaryView<'a> {
+    /// Checks the metadata and borrows the tensor; `data` is exactly one tensor.
+    ///
+    /// # Errors
+    /// [`Error::InsufficientData`] if the bytes end early, [`Error::Corruption`] if they contradict the format.
+    pub fn parse(data: &'a [u8]) -> Result<TernaryView<'a>> {
+        let header = Header::read(data)?;
+        let layout = Layout::new(&header)?;
+        if data.len() < layout.total {
+            return Err(Error::InsufficientData(format!(
+                "ternary tensor: {} of {} bytes",
+                data.len(),
+                layout.total
+            )));
+        }
+        if data.len() > layout.total {
+            return Err(Error::Corruption(format!(
+                "ternary tensor: {} bytes instead of {}",
+                data.len(),
+                layout.total
+            )));
+        }
+        let view = TernaryView { data, header, layout };
+        view.check_levels()?;
+        match view.header.code {
+            Code::Fsv8 => view.check_tails()?,
+            Code::Dict16 => view.check_row_starts()?,
+        }
+        Ok(view)
+    }
+
+    /// What parsing found, to be used again by [`TernaryView::again`].
+    pub fn metadata(&self) -> Metadata {
+        Metadata {
+            header: self.header,
+            layout: self.layout.clone(),
+        }
+    }
+
+    /// A view of bytes that have been parsed before, at no cost.
+    ///
+    /// The bytes must be those that [`TernaryView::parse`] accepted. Other bytes make methods panic; they never make
+    /// them read outside `data`, because every access is checked against its length.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if their number differs.
+    pub fn again(data: &'a [u8], metadata: &Metadata) -> Result<TernaryView<'a>> {
+        let Metadata { header, layout } = metadata.clone();
+        if data.len() != layout.total {
+            return Err(Error::InvalidArgument(
+                "ternary tensor: not the bytes that were parsed".into(),
+            ));
+        }
+        Ok(TernaryView { data, header, layout })
+    }
+
+    /// The entropy code.
+    pub fn code(&self) -> Code {
+        self.header.code
+    }
+
+    /// Experts, rows and columns, and the ndim that the user sees.
+    pub fn shape(&self) -> Shape {
+        self.header.shape
+    }
+
+    /// The number of experts; 1 for a matrix.
+    pub fn experts(&self) -> usize {
+        self.header.shape.experts
+    }
+
+    /// The number of rows of each expert.
+    pub fn rows(&self) -> usize {
+        self.header.shape.rows
+    }
+
+    /// The number of columns.
+    pub fn columns(&self) -> usize {
+        self.header.shape.columns
+    }
+
+    /// The number of weights that are not zero, as the header says.
+    pub fn nonzeros(&self) -> u64 {
+        self.header.nonzeros
+    }
+
+    /// The type in which levels are stored.
+    pub fn level_type(&self) -> LevelType {
+        self.header.levels.level_type
+    }
+
+    /// The ids of the dictionaries that rows choose from; empty for dict16.
+    #[inline]
+    pub fn dictionaries(&self) -> &[u8] {
+        &self.header.dictionary_ids[..usize::from(self.header.dictionary_count)]
+    }
+
+    /// All bytes.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.data
+    }
+
+    /// The number of bytes of codes.
+    pub fn payload_bytes(&self) -> usize {
+        self.layout.payload.len()
+    }
+
+    /// The codes of all rows and the padding after them, at least 64 bytes.
+    #[inline]
+    pub fn padded_payload(&self) -> &'a [u8] {
+        &self.data[self.layout.payload.start..]
+    }
+
+    /// The levels (negative, positive) of a row, counted through all experts: `expert * rows() + row`.
+    #[inline(always)]
+    pub fn levels(&self, row: usize) -> (f32, f32) {
+        self.header
+            .levels
+            .read(&self.data[self.layout.levels.clone()], row)
+    }
+
+    /// The number of groups of at most 64 rows in an expert.
+    pub fn groups(&self) -> usize {
+        layout::row_groups(&self.header.shape)
+    }
+
+    /// The rows of a group in order. Going through a group is cheaper than asking for its rows one by one.
+    ///
+    /// # Panics
+    /// If there is no such expert or group.
+    #[inline]
+    pub fn group_rows(&self, expert: usize, group: usize) -> impl Iterator<Item = PlacedRow<'a>> + '_ {
+        assert!(expert < self.experts() && group < self.groups());
+        let first = group * GROUP_ROWS;
+        let rows = first..(first + GROUP_ROWS).min(self.rows());
+        let mut at = match self.header.code {
+            Code::Fsv8 => self.start(expert * self.groups() + group),
+            Code::Dict16 => 0,
+        };
+        rows.map(move |row| match self.header.code {
+            Code::Fsv8 => {
+                let start = at;
+                let codes = self.fsv8_row(expert, row, start);
+                at += codes.bytes().len();
+                PlacedRow { row, start, codes }
+            }
+            Code::Dict16 => self.dict16_row(expert, row),
+        })
+    }
+
+    /// Where the first row of a group of FSV8 rows starts in [`TernaryView::padded_payload`], and the length in bytes
+    /// and dictionary field (0 for raw rows) of each: [`TernaryView::group_rows`] for those who count nanoseconds.
+    ///
+    /// # Panics
+    /// If there is no such expert or group, or the code is another.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn fsv8_tails(
+        &self,
+        expert: usize,
+        group: usize,
+    ) -> (usize, impl Iterator<Item = (usize, u32)>) {
+        assert!(self.header.code == Code::Fsv8 && expert < self.experts() && group < self.groups());
+        let first = group * GROUP_ROWS;
+        let rows = GROUP_ROWS.min(self.rows() - first);
+        let tail = self.header.tail();
+        let index = &self.data[self.layout.index.clone()][(expert * self.rows() + first) * tail.bytes..];
+        let tails = index[..rows * tail.bytes].chunks_exact(tail.bytes);
+        let start = self.start(expert * self.groups() + group);
+        (start, tails.map(move |entry| tail.split(tail.read(entry, 0))))
+    }
+
+    /// One row.
+    ///
+    /// # Panics
+    /// If there is no such expert or row.
+    pub fn row(&self, expert: usize, row: usize) -> Row<'a> {
+        assert!(expert < self.experts() && row < self.rows());
+        match self.header.code {
+            Code::Dict16 => self.dict16_row(expert, row).codes,
+            Code::Fsv8 => {
+                let group = row / GROUP_ROWS;
+                let start = self.start(expert * self.groups() + group);
+                let before: usize = (group * GROUP_ROWS..row).map(|r| self.tail(expert, r).0).sum();
+                self.fsv8_row(expert, row, start + before)
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn index_entry(&self, expert: usize, row: usize) -> u32 {
+        self.header
+            .tail()
+            .read(&self.data[self.layout.index.clone()], expert * self.rows() + row)
+    }
+
+    /// The length and the dictionary field of an FSV8 row.
+    #[inline(always)]
+    fn tail(&self, expert: usize, row: usize) -> (usize, u32) {
+        self.header.tail().split(self.index_entry(expert, row))
+    }
+
+    /// An entry of the section `starts`. [`TernaryView::parse`] has checked that all fit the payload.
+    #[inline]
+    fn start(&self, i: usize) -> usize {
+        let mut word = [0; 8];
+        word.copy_from_slice(&self.data[self.layout.starts.clone()][8 * i..][..8]);
+        usize::try_from(u64::from_le_bytes(word)).unwrap_or(usize::MAX)
+    }
+
+    #[inline]
+    fn payload(&self) -> &'a [u8] {
+        &self.data[self.layout.payload.clone()]
+    }
+
+    #[inline(always)]
+    fn fsv8_row(&self, expert: usize, row: usize, start: usize) -> Row<'a> {
+        let (length, field) = self.tail(expert, row);
+        let codes = &self.payload()[start..start + length];
+        match length {
+            0 => Row::Zero,
+            _ if length == layout::raw_bytes(self.header.shape.columns) => Row::Raw(codes),
+            _ => Row::Fsv8 {
+                codes,
+                dictionary: (field & !SWAPPED) as usize,
+                swapped: field & SWAPPED != 0,
+            },
+        }
+    }
+
+    #[inline]
+    fn dict16_row(&self, expert: usize, row: usize) -> PlacedRow<'a> {
+        let base = self.start(expert);
+        let start = base + self.index_entry(expert, row) as usize;
+        let end = match row + 1 {
+            next if next < self.rows() => base + self.index_entry(expert, next) as usize,
+            _ => self.start(expert + 1),
+        };
+        PlacedRow {
+            row,
+            start: 2 * start,
+            codes: Row::Dict16(&self.payload()[2 * start..2 * end]),
+        }
+    }
+
+    fn check_levels(&self) -> Result<()> {
+        let rows = self.experts() * self.rows();
+        match (0..rows).find(|&row| !levels::valid(self.levels(row))) {
+            Some(row) => self.corrupt_row(row, "its levels are not finite, negative and positive".into()),
+            None => Ok(()),
+        }
+    }
+
+    fn corrupt_row<T>(&self, row: usize, what: String) -> Result<T> {
+        let (expert, row) = (row / self.rows(), row % self.rows());
+        Err(Error::Corruption(format!(
+            "ternary tensor: expert {expert}, row {row}: {what}"
+        )))
+    }
+
+    /// Checks the tails of all rows against the group starts.
+    fn check_tails(&self) -> Result<()> {
+        let mut at = 0;
+        for unit in 0..self.experts() * self.groups() {
+            let (expert, group) = (unit / self.groups(), unit % self.groups());
+            self.check_start(unit, at)?;
+            for row in group * GROUP_ROWS..((group + 1) * GROUP_ROWS).min(self.rows()) {
+                at += self.checked_tail(expert, row)?;
+            }
+        }
+        self.check_start(self.experts() * self.groups(), at)?;
+        if at != self.payload_bytes() {
+            return Err(Error::Corruption(
+                "ternary tensor: rows and payload differ in length".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_start(&self, i: usize, expected: usize) -> Result<()> {
+        match self.start(i) {
+            start if start == expected => Ok(()),
+            start => Err(Error::Corruption(format!(
+                "ternary tensor: row group {i} starts at byte {start} of the payload instead of {expected}"
+            ))),
+        }
+    }
+
+    fn checked_tail(&self, expert: usize, row: usize) -> Result<usize> {
+        let (length, field) = self.tail(expert, row);
+        let raw_bytes = layout::raw_bytes(self.header.shape.columns);
+        let all_row = expert * self.rows() + row;
+        if length > raw_bytes {
+            return self.corrupt_row(
+                all_row,
+                format!("{length} bytes are more than {raw_bytes} of a raw row"),
+            );
+        }
+        let coded = length != 0 && length != raw_bytes;
+        if (coded && (field & !SWAPPED) as usize >= self.dictionaries().len()) || (!coded && field != 0) {
+            return self.corrupt_row(all_row, format!("dictionary field {field}"));
+        }
+        Ok(length)
+    }
+
+    /// Checks the row starts of dict16 against the expert starts.
+    fn check_row_starts(&self) -> Result<()> {
+        let codes = self.payload_bytes() / 2;
+        let last = self.start(self.experts());
+        if self.start(0) != 0 || !self.payload_bytes().is_multiple_of(2) || last != codes {
+            return Err(Error::Corruption(
+                "ternary tensor: expert starts and payload differ".into(),
+            ));
+        }
+        for expert in 0..self.experts() {
+            let (start, end) = (self.start(expert), self.start(expert + 1));
+            if start > end || end > codes || (self.rows() == 0 && start != end) {
+                return Err(Error::Corruption(format!(
+                    "ternary tensor: expert {expert} has no valid start"
+                )));
+            }
+            let mut before = 0;
+            for row in 0..self.rows() {
+                let at = self.index_entry(expert, row) as usize;
+                if at < before || at > end - start || (row == 0 && at != 0) {
+                    return self.corrupt_row(expert * self.rows() + row, format!("starts at code {at}"));
+                }
+                self.check_dict16_length(expert, row, at - before)?;
+                before = at;
+            }
+            self.check_dict16_length(expert, self.rows(), end - start - before)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that the codes before `row` can fill the row that they belong to: nobody is asked for columns that the
+    /// bytes do not hold. A row of zeros may have no codes.
+    fn check_dict16_length(&self, expert: usize, row: usize, codes: usize) -> Result<()> {
+        if codes > 0 && codes.saturating_mul(2 * MAX_PAIRS) < self.columns() {
+            return self.corrupt_row(
+                expert * self.rows() + row.saturating_sub(1),
+                format!("has {codes} codes for {} columns", self.columns()),
+            );
+        }
+        Ok(())
+    }
+
+    /// Checks that the bytes between the sections are zero.
+    pub(super) fn check_padding(&self) -> Result<()> {
+        let Layout {
+            levels,
+            index,
+            starts,
+            payload,
+            total,
+        } = &self.layout;
+        let gaps = [
+            layout::HEADER_BYTES..levels.start,
+            levels.end..index.start,
+            index.end..starts.start,
+            starts.end..payload.start,
+            payload.end..*total,
+        ];
+        for gap in gaps {
+            if let Some(at) = gap.clone().find(|&at| self.data[at] != 0) {
+                return Err(Error::Corruption(format!(
+                    "ternary tensor: padding byte {at} is not zero"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Row<'a> {
+    /// The stored bytes.
+    pub fn bytes(&self) -> &'a [u8] {
+        match *self {
+            Row::Zero => &[],
+            Row::Raw(bytes) | Row::Dict16(bytes) | Row::Fsv8 { codes: bytes, .. } => bytes,
+        }
+    }
+}

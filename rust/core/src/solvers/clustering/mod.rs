@@ -1,0 +1,151 @@
+//! Codes and centroids refined on the error of a matrix's outputs (CodeQuant, section 3.2), a problem a row.
+//!
+//! With t the weights that a row should have, q its clustered ones and H the second moments of its inputs, the output
+//! error is `(q - t) H (q - t)^T`. Two steps lower it in turn, and neither can raise it but by rounding:
+//!
+//! * *assignments*, with fixed centroids. Either column by column, each weight going to the centroid that is best given
+//!   all others ([`Assignment::Coordinate`]); or by the diagonal of H alone, each weight going to the centroid nearest to
+//!   a point that the caller computed ([`Assignment::Diagonal`], the paper's equation 8, which may raise the error).
+//! * *centroids*, with fixed assignments: the error is quadratic in the K centroids of a block, so their best values
+//!   solve a K x K system. The systems of a row's blocks are solved one after the other.
+//!
+//! Where the factors of H are given, the first assignment passes each column's rounding error on to the columns behind
+//! it, as GPTQ does: a far better start for the walk by single columns than the nearest centroids.
+//!
+//! Rows are taken in batches, so that a row of H is read once for all of them. Costs a row and step about 3 C^2 sums.
+//!
+//! Invariants: every row ends with the best codes and centroids that it went through, the given ones included, so its
+//! objective never rises; centroids ascend; a cluster without weights keeps its centroid; a result does not depend on the
+//! number of threads. Hessians are trusted to be symmetric and finite; others give a poor answer, not NaN centroids.
+
+mod rows;
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use crate::simd::Isa;
+use crate::solvers::kmeans::MAX_CLUSTERS;
+use crate::{Error, Result};
+use rows::Batch;
+
+/// Rows that share the reading of a Hessian.
+const BATCH: usize = 8;
+
+/// How weights are assigned to centroids.
+#[derive(Debug, Clone, Copy)]
+pub enum Assignment<'a> {
+    /// Column by column, given all others. E x C x C unit upper triangular factors of the Hessians for the first step,
+    /// or nothing.
+    Coordinate(&'a [f32]),
+    /// To the centroid nearest to a point: E x R x C.
+    Diagonal(&'a [f32]),
+}
+
+/// What is to be approximated.
+#[derive(Debug, Clone, Copy)]
+pub struct Problem<'a> {
+    /// E x R x C values.
+    pub targets: &'a [f32],
+    /// E x C x C.
+    pub hessians: &'a [f32],
+    /// See [`Assignment`].
+    pub assignment: Assignment<'a>,
+    /// E, R and C.
+    pub shape: [usize; 3],
+    /// Columns that share a codebook; the last block of a row may be shorter.
+    pub block: usize,
+    /// K, 1 to [`MAX_CLUSTERS`].
+    pub clusters: usize,
+    /// How often both are improved.
+    pub steps: usize,
+}
+
+/// Where the search starts, and what it finds.
+#[derive(Debug)]
+pub struct State<'a> {
+    /// E x R x C, below K.
+    pub codes: &'a mut [u8],
+    /// E x R x B x K, ascending in each codebook.
+    pub centroids: &'a mut [f32],
+    /// E x R x (steps + 1): the least objective so far, before the first step and after each.
+    pub objectives: &'a mut [f64],
+}
+
+impl Problem<'_> {
+    /// Blocks of a row.
+    fn blocks(&self) -> usize {
+        self.shape[2].div_ceil(self.block)
+    }
+
+    fn check(&self, state: &State) -> Result<()> {
+        let [experts, rows, columns] = self.shape;
+        if self.block == 0 || !(1..=MAX_CLUSTERS).contains(&self.clusters) {
+            let message = format!("blocks of {} columns, {} clusters", self.block, self.clusters);
+            return Err(Error::InvalidArgument(message));
+        }
+        let product = |sizes: &[usize]| sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b));
+        let (matrix, square) = ([experts, rows, columns], [experts, columns, columns]);
+        let assignment = match self.assignment {
+            Assignment::Coordinate([]) => true,
+            Assignment::Coordinate(factors) => Some(factors.len()) == product(&square),
+            Assignment::Diagonal(points) => Some(points.len()) == product(&matrix),
+        };
+        let books = [experts, rows, self.blocks(), self.clusters];
+        let fits = Some(self.targets.len()) == product(&matrix)
+            && Some(self.hessians.len()) == product(&square)
+            && Some(state.codes.len()) == product(&matrix)
+            && Some(state.centroids.len()) == product(&books)
+            && Some(state.objectives.len()) == product(&[experts, rows, self.steps + 1]);
+        if !fits || !assignment {
+            let message = format!("sizes do not fit {:?} in blocks of {}", self.shape, self.block);
+            return Err(Error::InvalidArgument(message));
+        }
+        if state.codes.iter().any(|&code| usize::from(code) >= self.clusters) {
+            let message = format!("a code is not below {}", self.clusters);
+            return Err(Error::InvalidArgument(message));
+        }
+        Ok(())
+    }
+}
+
+/// Refines every row.
+///
+/// # Errors
+/// [`Error::InvalidArgument`]: sizes do not match, a code is no cluster's, or the processor lacks `isa`.
+pub fn refine(problem: Problem, state: State, isa: Isa, pool: &ThreadPool) -> Result<()> {
+    problem.check(&state)?;
+    let isa = isa.require()?;
+    let [_, rows, columns] = problem.shape;
+    if rows == 0 || columns == 0 {
+        state.objectives.fill(0.0);
+        return Ok(());
+    }
+    let books = problem.blocks() * problem.clusters;
+    let experts = state
+        .codes
+        .par_chunks_exact_mut(rows * columns)
+        .zip(state.centroids.par_chunks_exact_mut(rows * books))
+        .zip(state.objectives.par_chunks_exact_mut(rows * (problem.steps + 1)));
+    let work = experts
+        .enumerate()
+        .flat_map(|(expert, ((codes, centroids), objectives))| {
+            codes
+                .par_chunks_mut(BATCH * columns)
+                .zip(centroids.par_chunks_mut(BATCH * books))
+                .zip(objectives.par_chunks_mut(BATCH * (problem.steps + 1)))
+                .enumerate()
+                .map(move |(batch, ((codes, centroids), objectives))| {
+                    let state = State {
+                        codes,
+                        centroids,
+                        objectives,
+                    };
+                    Batch::new(&problem, expert, batch * BATCH, state)
+                })
+        });
+    pool.install(|| work.for_each(|batch| rows::refine(batch, isa)));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,364 @@
+//! The search of a batch of rows that share a Hessian.
+
+use super::{Assignment, Problem, State};
+use crate::simd::Isa;
+use crate::solvers::kmeans::MAX_CLUSTERS;
+
+/// Added to the diagonal of a system of centroids, relative to its largest element: clusters without weights, or whose
+/// columns no input excites, stay where they are.
+const RIDGE: f64 = 1e-7;
+
+/// Rows of one expert. All slices begin at the first of them.
+pub(super) struct Batch<'a> {
+    targets: &'a [f32],
+    hessian: &'a [f32],
+    /// The factor of the Hessian, or nothing.
+    factor: &'a [f32],
+    /// Points of the diagonal assignment, or nothing.
+    points: &'a [f32],
+    columns: usize,
+    block: usize,
+    clusters: usize,
+    steps: usize,
+    state: State<'a>,
+}
+
+impl<'a> Batch<'a> {
+    /// The rows of `expert` from `row` on that `state` has room for; sizes have been checked.
+    pub fn new(problem: &Problem<'a>, expert: usize, row: usize, state: State<'a>) -> Batch<'a> {
+        let [_, rows, columns] = problem.shape;
+        let square = expert * columns * columns..(expert + 1) * columns * columns;
+        let first = (expert * rows + row) * columns;
+        let own = first..first + state.codes.len();
+        let (factor, points) = match problem.assignment {
+            Assignment::Coordinate([]) => (&[][..], &[][..]),
+            Assignment::Coordinate(factors) => (&factors[square.clone()], &[][..]),
+            Assignment::Diagonal(points) => (&[][..], &points[own.clone()]),
+        };
+        Batch {
+            targets: &problem.targets[own],
+            hessian: &problem.hessians[square],
+            factor,
+            points,
+            columns,
+            block: problem.block,
+            clusters: problem.clusters,
+            steps: problem.steps,
+            state,
+        }
+    }
+}
+
+/// Refines a batch with `isa`, which must be available: only the width of vectors depends on it, no result.
+pub(super) fn refine(batch: Batch, isa: Isa) {
+    match isa {
+        // SAFETY: the caller checked that the processor runs the set.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { refine_avx512(batch) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { refine_avx2(batch) },
+        _ => Search::new(batch).run(),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn refine_avx512(batch: Batch) {
+    Search::new(batch).run();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn refine_avx2(batch: Batch) {
+    Search::new(batch).run();
+}
+
+struct Search<'a> {
+    batch: Batch<'a>,
+    rows: usize,
+    /// Current codes and centroids; the batch's state holds the best.
+    codes: Vec<u8>,
+    centroids: Vec<f32>,
+    /// q - t and its product with the Hessian, rows x C.
+    strayed: Vec<f32>,
+    gradient: Vec<f32>,
+    /// For each row and cluster the sum of the Hessian's rows of its columns, rows x K x C.
+    sums: Vec<f32>,
+}
+
+/// `sum += factor * values`; multiplied and added in two roundings on every instruction set.
+#[inline(always)]
+fn add(sum: &mut [f32], factor: f32, values: &[f32]) {
+    sum.iter_mut().zip(values).for_each(|(s, v)| *s += factor * v);
+}
+
+/// The nearest of ascending centroids, the lower one of two equally near; a repeated one gives its first.
+#[inline(always)]
+fn nearest(value: f32, centroids: &[f32]) -> usize {
+    let mut best = 0;
+    for (k, pair) in centroids.windows(2).enumerate() {
+        // A repeated centroid is never stepped on; one behind it is reached from the last different one.
+        if pair[1] > centroids[best] && value - centroids[best] > pair[1] - value {
+            best = k + 1;
+        }
+    }
+    best
+}
+
+impl<'a> Search<'a> {
+    #[inline(always)]
+    fn new(batch: Batch<'a>) -> Self {
+        let rows = batch.state.codes.len() / batch.columns;
+        let size = rows * batch.columns;
+        Search {
+            rows,
+            codes: batch.state.codes.to_vec(),
+            centroids: batch.state.centroids.to_vec(),
+            strayed: vec![0.0; size],
+            gradient: vec![0.0; size],
+            sums: vec![0.0; size * batch.clusters],
+            batch,
+        }
+    }
+
+    #[inline(always)]
+    fn run(mut self) {
+        let width = self.batch.steps + 1;
+        self.measure();
+        for row in 0..self.rows {
+            self.batch.state.objectives[row * width] = self.objective(row);
+        }
+        for step in 1..width {
+            if !self.batch.points.is_empty() {
+                self.assign_points();
+            } else if step == 1 && !self.batch.factor.is_empty() {
+                self.assign_feeding_back();
+            } else {
+                self.assign_columns();
+            }
+            self.measure();
+            self.move_centroids();
+            self.measure();
+            self.keep_best(step);
+        }
+    }
+
+    /// The codebook of a row's column.
+    #[inline(always)]
+    fn book(&self, row: usize, column: usize) -> std::ops::Range<usize> {
+        let blocks = self.batch.columns.div_ceil(self.batch.block);
+        let first = (row * blocks + column / self.batch.block) * self.batch.clusters;
+        first..first + self.batch.clusters
+    }
+
+    /// How far the weights are from the targets, and the gradient.
+    #[inline(always)]
+    fn measure(&mut self) {
+        let columns = self.batch.columns;
+        self.gradient.fill(0.0);
+        for column in 0..columns {
+            let hessian = &self.batch.hessian[column * columns..][..columns];
+            for row in 0..self.rows {
+                let at = row * columns + column;
+                let book = self.book(row, column);
+                let strayed = self.centroids[book][usize::from(self.codes[at])] - self.batch.targets[at];
+                self.strayed[at] = strayed;
+                add(&mut self.gradient[row * columns..][..columns], strayed, hessian);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn objective(&self, row: usize) -> f64 {
+        let range = row * self.batch.columns..(row + 1) * self.batch.columns;
+        let pairs = self.strayed[range.clone()].iter().zip(&self.gradient[range]);
+        pairs.map(|(&d, &g)| f64::from(d) * f64::from(g)).sum()
+    }
+
+    #[inline(always)]
+    fn assign_points(&mut self) {
+        for at in 0..self.codes.len() {
+            let book = self.book(at / self.batch.columns, at % self.batch.columns);
+            self.codes[at] = nearest(self.batch.points[at], &self.centroids[book]) as u8;
+        }
+    }
+
+    /// Rounds column by column, each column's error moving the targets of those behind it.
+    #[inline(always)]
+    fn assign_feeding_back(&mut self) {
+        let columns = self.batch.columns;
+        // Holds what the columns before moved a target by.
+        self.gradient.fill(0.0);
+        for column in 0..columns {
+            let factor = &self.batch.factor[column * columns..][column + 1..columns];
+            for row in 0..self.rows {
+                let at = row * columns + column;
+                let book = self.book(row, column);
+                let centroids = &self.centroids[book];
+                let code = nearest(self.batch.targets[at] + self.gradient[at], centroids);
+                self.codes[at] = code as u8;
+                let error = self.batch.targets[at] - centroids[code];
+                add(&mut self.gradient[at + 1..(row + 1) * columns], error, factor);
+            }
+        }
+    }
+
+    /// Moves each weight to the centroid that is best given all others.
+    #[inline(always)]
+    fn assign_columns(&mut self) {
+        let columns = self.batch.columns;
+        for column in 0..columns {
+            let hessian = &self.batch.hessian[column * columns..][..columns];
+            let curvature = hessian[column];
+            if curvature.is_nan() || curvature <= 0.0 {
+                continue;
+            }
+            for row in 0..self.rows {
+                let at = row * columns + column;
+                let book = self.book(row, column);
+                let centroids = &self.centroids[book];
+                let old = centroids[usize::from(self.codes[at])];
+                let code = nearest(old - self.gradient[at] / curvature, centroids);
+                let moved = centroids[code] - old;
+                if moved != 0.0 {
+                    self.codes[at] = code as u8;
+                    add(&mut self.gradient[row * columns..][..columns], moved, hessian);
+                }
+            }
+        }
+    }
+
+    /// Solves for the centroids of each block in turn.
+    #[inline(always)]
+    fn move_centroids(&mut self) {
+        let (columns, clusters) = (self.batch.columns, self.batch.clusters);
+        for first in (0..columns).step_by(self.batch.block) {
+            let block = first..(first + self.batch.block).min(columns);
+            self.sums.fill(0.0);
+            for column in block.clone() {
+                let hessian = &self.batch.hessian[column * columns..][..columns];
+                for row in 0..self.rows {
+                    let cluster = row * clusters + usize::from(self.codes[row * columns + column]);
+                    add(&mut self.sums[cluster * columns..][..columns], 1.0, hessian);
+                }
+            }
+            for row in 0..self.rows {
+                self.solve(row, block.clone());
+            }
+        }
+    }
+
+    /// Moves the centroids of a row's block to their best values and updates the gradient.
+    #[inline(always)]
+    fn solve(&mut self, row: usize, block: std::ops::Range<usize>) {
+        let (columns, clusters) = (self.batch.columns, self.batch.clusters);
+        let mut system = [[0.0; MAX_CLUSTERS]; MAX_CLUSTERS];
+        let mut right = [0.0; MAX_CLUSTERS];
+        for column in block.clone() {
+            let code = usize::from(self.codes[row * columns + column]);
+            right[code] -= f64::from(self.gradient[row * columns + column]);
+            for (cluster, line) in system.iter_mut().enumerate().take(clusters) {
+                line[code] += f64::from(self.sums[(row * clusters + cluster) * columns + column]);
+            }
+        }
+        let Some(moves) = solve_system(&system, &right, clusters) else {
+            return;
+        };
+        let book = self.book(row, block.start);
+        for (cluster, &by) in moves.iter().enumerate().take(clusters) {
+            // What f32 makes of the move, so that the gradient stays that of the centroids.
+            let centroid = &mut self.centroids[book.start + cluster];
+            let old = *centroid;
+            *centroid = (f64::from(old) + by) as f32;
+            let sums = &self.sums[(row * clusters + cluster) * columns..][..columns];
+            add(
+                &mut self.gradient[row * columns..][..columns],
+                *centroid - old,
+                sums,
+            );
+        }
+        self.sort(row, book, block);
+    }
+
+    /// Lets the centroids of a codebook ascend again.
+    #[inline(always)]
+    fn sort(&mut self, row: usize, book: std::ops::Range<usize>, block: std::ops::Range<usize>) {
+        let centroids = &mut self.centroids[book];
+        if centroids.is_sorted() {
+            return;
+        }
+        let mut order: [usize; MAX_CLUSTERS] = std::array::from_fn(|k| k);
+        let order = &mut order[..centroids.len()];
+        order.sort_by(|&a, &b| centroids[a].total_cmp(&centroids[b]));
+        let mut sorted = [0.0; MAX_CLUSTERS];
+        let mut renamed = [0; MAX_CLUSTERS];
+        for (new, &old) in order.iter().enumerate() {
+            sorted[new] = centroids[old];
+            renamed[old] = new as u8;
+        }
+        centroids.copy_from_slice(&sorted[..centroids.len()]);
+        for code in &mut self.codes[row * self.batch.columns..][block] {
+            *code = renamed[usize::from(*code)];
+        }
+    }
+
+    /// Writes rows that are better than any before to the state.
+    #[inline(always)]
+    fn keep_best(&mut self, step: usize) {
+        let (columns, width) = (self.batch.columns, self.batch.steps + 1);
+        let books = self.centroids.len() / self.rows;
+        for row in 0..self.rows {
+            let found = self.objective(row);
+            let state = &mut self.batch.state;
+            let objectives = &mut state.objectives[row * width..][..width];
+            let before = objectives[step - 1];
+            objectives[step] = before;
+            // Not true of NaN.
+            if found < before {
+                objectives[step] = found;
+                let (codes, centroids) = (row * columns, row * books);
+                state.codes[codes..][..columns].copy_from_slice(&self.codes[codes..][..columns]);
+                state.centroids[centroids..][..books].copy_from_slice(&self.centroids[centroids..][..books]);
+            }
+        }
+    }
+}
+
+/// Solves the ridged K x K system by Cholesky's method; `None` if it has no finite solution.
+#[inline(always)]
+fn solve_system(
+    system: &[[f64; MAX_CLUSTERS]; MAX_CLUSTERS],
+    right: &[f64; MAX_CLUSTERS],
+    clusters: usize,
+) -> Option<[f64; MAX_CLUSTERS]> {
+    let largest = (0..clusters).map(|k| system[k][k]).fold(0.0, f64::max);
+    let mut lower = [[0.0; MAX_CLUSTERS]; MAX_CLUSTERS];
+    let mut solution = [0.0; MAX_CLUSTERS];
+    for i in 0..clusters {
+        for j in 0..=i {
+            let known: f64 = (0..j).map(|k| lower[i][k] * lower[j][k]).sum();
+            // The sums of either triangle differ by rounding.
+            let value = (system[i][j] + system[j][i]) / 2.0 - known;
+            if i == j {
+                let pivot = value + RIDGE * largest;
+                if pivot.is_nan() || pivot <= 0.0 {
+                    return None;
+                }
+                lower[i][i] = pivot.sqrt();
+            } else {
+                lower[i][j] = value / lower[j][j];
+            }
+        }
+        let known: f64 = (0..i).map(|k| lower[i][k] * solution[k]).sum();
+        solution[i] = (right[i] - known) / lower[i][i];
+    }
+    for i in (0..clusters).rev() {
+        let known: f64 = (i + 1..clusters).map(|k| lower[k][i] * solution[k]).sum();
+        solution[i] = (solution[i] - known) / lower[i][i];
+    }
+    solution[..clusters]
+        .iter()
+        .all(|s| s.is_finite())
+        .then_some(solution)
+}

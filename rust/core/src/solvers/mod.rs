@@ -1,0 +1,5 @@
+//! Quantizers whose inner loops need Rust: values to codes, scales and centroids.
+
+pub mod clustering;
+pub mod fitting;
+pub mod kmeans;
