@@ -161,7 +161,7 @@ class Bench:
             yield lambda name=name, rank=rank: self.packed(f"int3 {name}", rank=rank)
 
     def int2(self) -> Iterator[Job]:
-        """The same with codes of two bits."""
+        """Table 3 with codes of two bits."""
         yield from self.base(2)
 
     def base(self, bits: int) -> Iterator[Job]:
@@ -214,7 +214,7 @@ class Bench:
         return total
 
     def factors(self) -> Iterator[Job]:
-        """The same ranks in other widths, refined inside the alternation or rounded at its end (table 6)."""
+        """One choice of ranks with factors of other widths, refined inside the alternation or rounded at its end (table 6)."""
         rank = "dense:64+sparse:8"
         for bits in (16, 8, 3):
             yield lambda bits=bits: self.packed(f"int3 factors {bits}", rank=rank, rank_bits=bits)

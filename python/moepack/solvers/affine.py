@@ -36,7 +36,7 @@ __all__ = [
 _CHUNK = {"cpu": 1 << 18}
 """Elements that a solver sees at a time: a megabyte of float32 on a CPU."""
 _DEVICE_CHUNK = 1 << 25
-"""The same on other devices, where small kernels are all overhead."""
+"""Elements that a solver sees at a time on other devices, where small kernels are all overhead."""
 
 
 @dataclass(frozen=True)

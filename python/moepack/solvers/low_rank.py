@@ -104,7 +104,7 @@ def truncated_svd(matrices: Tensor, rank: int, *, seed: int = 0) -> Factors:
 def decompose(
     matrices: Tensor, rank: int, *, start: Tensor | None = None, seed: int = 0
 ) -> tuple[Factors, Tensor | None]:
-    """The same, and the subspace that it was found in.
+    """Decompose matrices as `truncated_svd` does, and keep the subspace that the factors were found in.
 
     Args:
         matrices, rank, seed: see :func:`truncated_svd`.
@@ -147,7 +147,9 @@ def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _randomised(matrices: Tensor, width: int, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from a subspace of that width: random and iterated, or `start`."""
+    """Leading left vectors, singular values and right vectors as `_exact` gives them, found in a subspace of `width`:
+    random and iterated, or `start`.
+    """
     experts, _, columns = matrices.shape
     if start is None:
         generator = torch.Generator().manual_seed(seed)
@@ -217,7 +219,9 @@ def measured_error(target: Tensor, factors: Factors) -> Tensor:
 
 
 def _error(one: Tensor, other: Tensor, image: Tensor) -> Tensor:
-    """The same from factors [E, r, n] and [E, r, m], and the other's product with the target, [E, r, n]."""
+    """The change of the squared error, [E] float64, from factors [E, r, n] and [E, r, m], and the other factor's product
+    with the target, [E, r, n].
+    """
     explained = (one * image).sum(2).double().sum(1)
     return ((one @ one.mT) * (other @ other.mT)).double().sum((1, 2)) - 2 * explained
 

@@ -35,13 +35,13 @@ pub enum Storage {
 /// Which grids are asked for, and how long they are searched.
 #[derive(Debug, Clone, Copy)]
 pub struct Grid {
-    /// Of a code, 1 to 8.
+    /// Bits of a code, 1 to 8.
     pub bits: u32,
     /// Columns that share parameters, at least 1; at least the columns means one group a row.
     pub group_size: usize,
     /// No offset of their own: `offset = -2^(bits - 1) * scale`, and scales of either sign.
     pub symmetric: bool,
-    /// Of scales and offsets.
+    /// The type in which scales and offsets are stored.
     pub storage: Storage,
     /// Most regressions.
     pub iterations: usize,
