@@ -214,7 +214,7 @@ class Bench:
         return total
 
     def factors(self) -> Iterator[Job]:
-        """One choice of ranks with factors of other widths, refined inside the alternation or rounded at its end (table 6)."""
+        """The ranks of table 6 with factors of other widths, refined inside the alternation or rounded at its end."""
         rank = "dense:64+sparse:8"
         for bits in (16, 8, 3):
             yield lambda bits=bits: self.packed(f"int3 factors {bits}", rank=rank, rank_bits=bits)

@@ -147,8 +147,8 @@ def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _randomised(matrices: Tensor, width: int, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Leading left vectors, singular values and right vectors as `_exact` gives them, found in a subspace of `width`:
-    random and iterated, or `start`.
+    """Leading vectors and singular values as `_exact` gives them, in a subspace of `width`: random and iterated, or
+    `start`.
     """
     experts, _, columns = matrices.shape
     if start is None:
@@ -219,8 +219,9 @@ def measured_error(target: Tensor, factors: Factors) -> Tensor:
 
 
 def _error(one: Tensor, other: Tensor, image: Tensor) -> Tensor:
-    """The change of the squared error, [E] float64, from factors [E, r, n] and [E, r, m], and the other factor's product
-    with the target, [E, r, n].
+    """The change of the squared error, [E] float64, by factors [E, r, n] and [E, r, m].
+
+    `image` is the other factor's product with the target, [E, r, n].
     """
     explained = (one * image).sum(2).double().sum(1)
     return ((one @ one.mT) * (other @ other.mT)).double().sum((1, 2)) - 2 * explained
