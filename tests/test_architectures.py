@@ -14,7 +14,7 @@ from transformers.models.granitemoe import modeling_granitemoe
 
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, describe
 from moepack.checkpoint import MoeModel
-from moepack.checkpoint.architectures import FAMILIES
+from moepack.checkpoint.architectures import ARCHITECTURES
 
 DECODER: dict[str, Any] = {
     "vocab_size": 32,
@@ -175,8 +175,8 @@ def test_no_expert_is_dense_and_no_router_is_quantized(model_type: str, built: B
 
 
 def test_the_table_is_what_is_tested() -> None:
-    assert set(KNOWN) == set(FAMILIES)
-    assert not set(STANDARD) & set(FAMILIES)
+    assert set(KNOWN) == set(ARCHITECTURES)
+    assert not set(STANDARD) & set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("model_type", KNOWN)

@@ -1,10 +1,11 @@
 """Source checkpoints: reading them lazily and naming the parts of a Mixture-of-Experts model.
 
-`Checkpoint` (see `reader`) opens a directory; `describe` (see `architectures`) says which tensors are experts.
+`Checkpoint` (see `reader`) opens a directory; `describe` says which tensors are experts, by the
+descriptions in `architectures`.
 """
 
-from moepack.checkpoint.architectures import describe
 from moepack.checkpoint.dense import DenseLayer, DenseLinear
+from moepack.checkpoint.description import describe
 from moepack.checkpoint.header import TensorInfo
 from moepack.checkpoint.model import MoeLayer, MoeModel, Projection
 from moepack.checkpoint.reader import Checkpoint

@@ -1,9 +1,9 @@
 """The linear layers outside the experts: attention, shared experts, dense feed-forward blocks, the output head.
 
-They are found by name and by shape: a matrix of floating-point numbers called `weight`, below a component and with a
-last name that transformers uses for a linear layer of that role. What is not on the list stays what it is: routers,
-gates of shared experts, norms, embeddings (a table of relative positions is a matrix too), indexers, and the layers of
-multi-token prediction. A head that is tied to the embeddings is no tensor of its own, so it is never among them.
+They are found by name and by shape: a matrix of floating-point numbers called `weight` whose path the architecture's
+description gives a role. What is not described stays what it is: routers, gates of shared experts, norms, embeddings,
+indexers, and the layers of multi-token prediction. A head that is tied to the embeddings is no tensor of its own, so it
+is never among them.
 
 Invariants: layers come in the order of execution, attention before feed-forward; every source is in
 `MoeModel.dense_names`.
@@ -16,30 +16,13 @@ from functools import cached_property
 
 import torch
 
+from moepack.checkpoint.architectures import ROLES, Architecture
 from moepack.checkpoint.reader import Checkpoint
 
-__all__ = ["ROLES", "DenseLayer", "DenseLinear", "find_dense"]
+__all__ = ["FLOATS", "ROLES", "DenseLayer", "DenseLinear", "find_dense", "position"]
 
-ROLES = ("attention", "shared", "mlp", "head")
-"""What a linear layer outside the experts may be, in the order of the computation."""
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-_LAYER = r"(?P<layer>(?:[\w]+\.)*?(?:layers|block)\.(?P<number>\d+))\."
-_ATTENTION = (
-    r"(?:layer\.\d+\.)?(?:self_attn|self_attention|attention|SelfAttention|EncDecAttention)\."
-    r"(?:q_proj|k_proj|v_proj|o_proj|out_proj|qkv_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_a_proj|kv_b_proj|[qkvo])"
-)
-_MATRICES = r"(?:gate_proj|up_proj|down_proj|gate_up_proj|input_linear|output_linear|wi|wi_0|wi_1|wo|w1|w2|w3)"
-_SHARED = rf"(?:(?:mlp|block_sparse_moe|feed_forward)\.)?shared_\w+\.{_MATRICES}"
-_MLP = rf"(?:layer\.\d+\.)?(?:mlp|feed_forward|DenseReluDense)\.{_MATRICES}"
-
-_PATTERNS = {
-    "attention": re.compile(rf"{_LAYER}{_ATTENTION}\.weight"),
-    "shared": re.compile(rf"{_LAYER}{_SHARED}\.weight"),
-    "mlp": re.compile(rf"{_LAYER}{_MLP}\.weight"),
-    "head": re.compile(r"(?P<layer>lm_head)\.weight"),
-}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes that are compressed."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +76,21 @@ class DenseLayer:
 
 
 def find_dense(
-    checkpoint: Checkpoint, layers: int, taken: frozenset[str], renamed: Mapping[str, str]
+    checkpoint: Checkpoint, architecture: Architecture, layers: int, taken: frozenset[str], renamed: Mapping[str, str]
 ) -> tuple[DenseLayer, ...]:
     """Find the linear layers of a checkpoint. No tensor is read.
 
     Args:
         checkpoint: the checkpoint.
+        architecture: its description.
         layers: layers of the model proper; what lies behind them is left alone.
         taken: tensors that belong to experts or routers.
         renamed: what transformers calls the sparse blocks, by their paths on disk.
     """
     found: dict[str, list[DenseLinear]] = {}
-    for source, role, layer in _matches(checkpoint, layers):
+    for source, role, layer in _matches(checkpoint, architecture, layers):
         info = checkpoint.info(source)
-        if source in taken or len(info.shape) != 2 or info.dtype not in _FLOATS:
+        if source in taken or len(info.shape) != 2 or info.dtype not in FLOATS:
             continue
         name = _module(source.removesuffix(".weight"), renamed)
         linear = DenseLinear(name, role, (info.shape[0], info.shape[1]), source, checkpoint)
@@ -122,12 +106,19 @@ def position(path: str) -> tuple[int, int]:
     return stack, int(number[1]) if number else 0
 
 
-def _matches(checkpoint: Checkpoint, layers: int) -> Iterator[tuple[str, str, str]]:
+def _matches(checkpoint: Checkpoint, architecture: Architecture, layers: int) -> Iterator[tuple[str, str, str]]:
     """Name, role and block of every tensor that is called like a linear layer."""
+    patterns = {}
+    for role, linears in architecture.dense.items():
+        names = "|".join((*linears.reads, *linears.inner, *linears.writes))
+        patterns[role] = re.compile(rf"{architecture.layer}\.{linears.path}\.(?:{names})\.weight")
+    tied = checkpoint.config.get("tie_word_embeddings")
     for name in checkpoint.names():
-        for role, pattern in _PATTERNS.items():
+        if name == architecture.head and not tied:
+            yield name, "head", name.removesuffix(".weight")
+        for role, pattern in patterns.items():
             match = pattern.fullmatch(name)
-            if match and int(match.groupdict().get("number", 0)) < layers:
+            if match and int(match["number"]) < layers:
                 yield name, role, match["layer"]
                 break
 

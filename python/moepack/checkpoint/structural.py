@@ -1,25 +1,23 @@
-"""Recognise architectures outside the table, where that is safe.
+"""The experts of architectures without a description, found in transformers' model, where that is safe.
 
 Transformers 5 keeps the experts of most architectures in one standard module (`use_experts_implementation`): gate and
 up joined as `[E, 2I, H]`, down as `[E, H, I]`, `down(act(gate x) * up x)`, no bias. For such a model moepack needs no
-knowledge of its own. So the model is built from config.json without weights (on the meta device), and accepted if
-
-* every experts module in it is of the standard layout, and there is one at least;
-* the checkpoint's names follow a known layout, and give exactly these modules with exactly these shapes.
+knowledge of its own. So the model is built from config.json without weights (on the meta device), and accepted if every
+experts module in it is of the standard layout, and there is one at least. The checkpoint must then have exactly these
+experts under common names (`architectures.standard`).
 
 Anything else is refused: a guess that is wrong would quantize the wrong tensors without a sign.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moepack.checkpoint.architectures import STANDARD, read_family, refusal
-from moepack.checkpoint.model import MoeModel
+from moepack.checkpoint.architectures import ARCHITECTURES
 from moepack.checkpoint.reader import Checkpoint
+from moepack.errors import UnsupportedModelError
 
-__all__ = ["recognise"]
+__all__ = ["expert_modules", "refusal"]
 
 _FLAGS = {
     "has_gate": True,
@@ -31,32 +29,21 @@ _FLAGS = {
 """What `use_experts_implementation` notes on a module of the standard layout; older versions know fewer flags."""
 
 
-def recognise(checkpoint: Checkpoint) -> MoeModel:
-    """Describe a checkpoint whose architecture is not in the table.
+def refusal(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
+    """The error for a model that cannot be read; it lists the architectures that can."""
+    return UnsupportedModelError(
+        f"model type '{checkpoint.config['model_type']}' is not supported: {reason}. Supported are "
+        f"{', '.join(sorted(ARCHITECTURES))}, and models whose experts transformers keeps in its standard layout",
+        file=checkpoint.path,
+    )
+
+
+def expert_modules(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
+    """Paths of the experts modules of the model, and the shape of their gate projection.
 
     Raises:
-        UnsupportedModelError: the architecture is not surely of the standard layout.
-        CheckpointError: it is, but the tensors contradict config.json or each other.
+        UnsupportedModelError: the model cannot be built, or not all of its experts are of the standard layout.
     """
-    modules = _expert_modules(checkpoint)
-    blocks = {name.removesuffix(".experts").rpartition(".")[2] for name in modules}
-    counts = {shape[0] for shape in modules.values()}
-    if len(blocks) != 1 or len(counts) != 1:
-        raise refusal(checkpoint, "its experts lie in blocks of different names or numbers")
-    model = read_family(checkpoint, replace(STANDARD, module=blocks.pop()), counts.pop())
-    found = {layer.name: layer for layer in model.layers}
-    if set(found) != set(modules):
-        strange = min(set(found) ^ set(modules))
-        raise refusal(checkpoint, f"the checkpoint and the model disagree about the experts of {strange}")
-    for name, shape in modules.items():
-        if found[name].projections[0].shape != shape:
-            raise refusal(checkpoint, f"the experts of {name} have another shape than the model's, {list(shape)}")
-    note = f"'{model.architecture}' is not in the table of architectures; its experts were recognised by structure."
-    return replace(model, notes=(note, *model.notes))
-
-
-def _expert_modules(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
-    """Paths of the experts modules of the model and the shape of their gate projection."""
     found: dict[str, tuple[int, int, int]] = {}
     for name, module in _meta_model(checkpoint).named_modules():
         if not hasattr(module, "is_transposed") and not name.endswith(".experts"):

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from moepack import _core
-from moepack.checkpoint.architectures import PerExpert
 from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
 from moepack.export.names import Experts, experts_of
 from moepack.format.directory import PackedDirectory
@@ -47,7 +46,7 @@ def _linears(source: PackedDirectory) -> list[list[str]]:
 
 def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[str, ...]) -> Iterator[Entry]:
     """One tensor for each expert, or one that stacks them (gate above up)."""
-    if isinstance(layer.layout, PerExpert):
+    if not layer.layout.stacked:
         (projection,) = projections
         for expert, matrix in enumerate(_values(source, layer.packed[projection])):
             yield tensor_entry(layer.name(projection, expert), matrix)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moepack.checkpoint.architectures import PerExpert
 from moepack.errors import UnsupportedModelError
 from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
 from moepack.export.names import experts_of
@@ -43,12 +42,12 @@ def _modules(source: PackedDirectory) -> Iterator[tuple[str, list[str], str]]:
     """For each packed tensor its name, the paths on disk of the modules in it, and a pattern that matches them."""
     for layer in experts_of(source.manifest):
         for projection, name in layer.packed.items():
-            if not isinstance(layer.layout, PerExpert):
+            if layer.layout.stacked:
                 message = "compressed-tensors has a module for each expert; this architecture stacks them"
                 raise UnsupportedModelError(message, file=source.path, tensor=name)
             count = source.manifest.tensors[name].shape[0]
             paths = [layer.name(projection, expert).removesuffix(".weight") for expert in range(count)]
-            below = re.escape(layer.layout.names[projection].removesuffix(".weight"))
+            below = re.escape(layer.layout.template(projection).removesuffix(".weight"))
             yield name, paths, f"re:^{re.escape(layer.block)}\\.{below.replace(re.escape('{}'), '[0-9]+')}$"
     for name, record in source.manifest.packed().items():
         if not record.experts:

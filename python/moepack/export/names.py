@@ -1,15 +1,15 @@
 """What the hub calls the tensors that were packed.
 
 A packed directory knows experts by their module in transformers' model. On disk most architectures keep a tensor for
-each expert, under names of the family; the block's path is found from its router, which was never packed. For an
-architecture outside the table, the names of transformers' own module are used (`experts.gate_up_proj`).
+each expert, under names of their own; the block's path is found from its router, which was never packed. For an
+architecture without a description, the names of transformers' own module are used (`experts.gate_up_proj`).
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from moepack.checkpoint.architectures import FAMILIES, Family, PerExpert, Stacked
+from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
 from moepack.errors import CorruptionError
 from moepack.format import Manifest
 
@@ -30,19 +30,15 @@ class Experts:
     module: str
     packed: Mapping[str, str]
     block: str
-    layout: PerExpert | Stacked
+    layout: Layout
 
     def files(self) -> Iterable[tuple[str, ...]]:
         """The projections that are to be written together: those that share a tensor."""
-        if isinstance(self.layout, PerExpert):
-            return [(projection,) for projection in self.packed]
-        return [("gate_proj", "up_proj"), ("down_proj",)]
+        return self.layout.tensors.values() if self.layout.stacked else [(projection,) for projection in self.packed]
 
     def name(self, projection: str, expert: int) -> str:
         """The tensor that holds a matrix of an expert."""
-        if isinstance(self.layout, PerExpert):
-            return f"{self.block}.{self.layout.names[projection].format(expert)}"
-        return f"{self.block}.{self.layout.down if projection == 'down_proj' else self.layout.gate_up}"
+        return f"{self.block}.{self.layout.template(projection).format(expert)}"
 
 
 def experts_of(manifest: Manifest) -> list[Experts]:
@@ -55,24 +51,21 @@ def experts_of(manifest: Manifest) -> list[Experts]:
     for name, record in manifest.packed().items():
         if record.experts:
             modules.setdefault(record.module, {})[record.projection] = name
-    family = FAMILIES.get(manifest.architecture)
+    architecture = ARCHITECTURES.get(manifest.architecture)
     dense = [name for name, record in manifest.tensors.items() if not record.experts]
     found = []
     for module, packed in modules.items():
-        if family is None:
-            block = module.removesuffix(".experts")
-            found.append(Experts(module, packed, block, Stacked("experts.gate_up_proj", "experts.down_proj")))
-        else:
-            found.append(Experts(module, packed, _block(module, family, dense), family.layouts[0]))
+        block = module.removesuffix(".experts") if architecture is None else _block(module, architecture, dense)
+        found.append(Experts(module, packed, block, (architecture or STANDARD).layouts[0]))
     return found
 
 
-def _block(module: str, family: Family, names: Iterable[str]) -> str:
+def _block(module: str, architecture: Architecture, names: Iterable[str]) -> str:
     """The path on disk of a sparse block, from the name of its router."""
-    parent = module.removesuffix(f".{family.module}.experts")
-    pattern = re.compile(rf"(?P<block>{family.block})\.(?P<rest>.+)")
+    parent = module.removesuffix(f".{architecture.module}.experts")
+    pattern = re.compile(rf"(?P<block>{architecture.layer}\.{architecture.block})\.(?P<rest>.+)")
     for name in names:
         match = pattern.fullmatch(name)
-        if match and match["block"].rpartition(".")[0] == parent and match["rest"].startswith(family.router):
+        if match and match["block"].rpartition(".")[0] == parent and match["rest"].startswith(architecture.router):
             return match["block"]
     raise CorruptionError("has packed experts and no router", tensor=module)

@@ -1,7 +1,7 @@
 """Reading a transformers model into a decoder of the core: which modules it knows, and what of them it needs.
 
 What the core computes is fixed (`_core.Decoder`), so a model is taken only if every module on the way is one that is
-known to compute just that: of the very classes of an architecture listed here, with the very children they are known to
+known to compute just that: of the very classes of a described architecture, with the very children they are known to
 have, and with settings that mean nothing more. Anything else is `Unknown`, and transformers' own code runs.
 
 A plan holds while nothing that it has read is replaced: modules, the memory of tensors, hooks, the modes of products.
@@ -19,6 +19,7 @@ from torch.nn.modules import module as global_hooks
 from transformers.utils import output_capturing
 
 from moepack import _core
+from moepack.checkpoint.architectures import ARCHITECTURES, Decoder
 from moepack.runtime.cache import Form
 from moepack.runtime.compute import compute_mode
 from moepack.runtime.experts import PackedExperts, is_silu
@@ -39,41 +40,20 @@ class Unknown(Exception):
     """Something that the core's decoder is not known to compute."""
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """A family of decoders.
-
-    Attributes:
-        prefix: of its classes.
-        file: of its module in transformers.
-        head_norms: whether queries and keys are normed.
-        shared: whether a shared expert with a gate stands beside the others.
-        normalized: whether the weights of a token's experts always sum to one; None where the router says so.
-    """
-
-    prefix: str
-    file: str
-    head_norms: bool = False
-    shared: bool = False
-    normalized: bool | None = None
-
-    def has(self, module: nn.Module | None, suffix: str) -> bool:
-        """Whether a module is of the class that ends with `suffix`."""
-        name = f"transformers.models.{self.file}.modeling_{self.file}"
-        return (type(module).__module__, type(module).__qualname__) == (name, self.prefix + suffix)
-
-
-_ARCHITECTURES = (
-    _Architecture("Mixtral", "mixtral", normalized=True),
-    _Architecture("Qwen2Moe", "qwen2_moe", shared=True),
-    _Architecture("Qwen3Moe", "qwen3_moe", head_norms=True),
-    _Architecture("Olmoe", "olmoe", head_norms=True),
-)
-
-
 def is_known(model: nn.Module) -> bool:
     """Whether a model is the decoder of a known architecture; whether it has a plan is seen when it is made."""
-    return any(architecture.has(model, "Model") for architecture in _ARCHITECTURES)
+    return _kind_of(model) is not None
+
+
+def _kind_of(model: nn.Module) -> Decoder | None:
+    """The described architecture whose decoder a model is, by its class."""
+    kinds = (architecture.decoder for architecture in ARCHITECTURES.values())
+    return next((kind for kind in kinds if kind is not None and _is(kind, model, "Model")), None)
+
+
+def _is(kind: Decoder, module: nn.Module, suffix: str) -> bool:
+    """Whether a module is of an architecture's class that ends with `suffix`."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" == f"transformers.models.{kind.classes}{suffix}"
 
 
 @dataclass
@@ -135,9 +115,10 @@ class Plan:
     """
 
     def __init__(self, model: Any) -> None:
-        kinds = [architecture for architecture in _ARCHITECTURES if architecture.has(model, "Model")]
-        _require(len(kinds) == 1, "the architecture")
-        self._kind, self._guard = kinds[0], _Guard()
+        kind = _kind_of(model)
+        if kind is None:
+            raise Unknown("the architecture")
+        self._kind, self._guard = kind, _Guard()
         _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
         self.dtype: torch.dtype = model.embed_tokens.weight.dtype
         _require(type(model.embed_tokens) is nn.Embedding and self.dtype in _DTYPES, "the embedding")
@@ -157,7 +138,7 @@ class Plan:
         return self._guard.holds()
 
     def _layer(self, layer: Any) -> dict[str, Any]:
-        _require(self._kind.has(layer, "DecoderLayer"), type(layer).__name__)
+        _require(_is(self._kind, layer, "DecoderLayer"), type(layer).__name__)
         _require_children(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
         input_norm, epsilon = self._norm(layer.input_layernorm)
         middle_norm, other = self._norm(layer.post_attention_layernorm)
@@ -167,7 +148,7 @@ class Plan:
         return norms | attention | self._feed_forward(layer.mlp)
 
     def _attention(self, attention: Any, epsilon: float) -> dict[str, Any]:
-        _require(self._kind.has(attention, "Attention"), type(attention).__name__)
+        _require(_is(self._kind, attention, "Attention"), type(attention).__name__)
         norms = {"query_norm": "q_norm", "key_norm": "k_norm"} if self._kind.head_norms else {}
         parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
         _require_children(attention, {*parts.values(), *norms.values()})
@@ -187,14 +168,14 @@ class Plan:
 
     def _feed_forward(self, block: Any) -> dict[str, Any]:
         dense: dict[str, Any] = {"router": None, "top_k": 1, "normalized": False, "shared": None, "shared_gate": None}
-        if self._kind.has(block, "MLP"):
+        if _is(self._kind, block, "MLP"):
             return dense | dict(zip(("gate", "up", "down"), self._mlp(block), strict=True))
-        _require(self._kind.has(block, "SparseMoeBlock"), type(block).__name__)
+        _require(_is(self._kind, block, "SparseMoeBlock"), type(block).__name__)
         beside = {"shared_expert", "shared_expert_gate"} if self._kind.shared else set()
         _require_children(block, {"gate", "experts"} | beside)
         experts, router = block.experts, block.gate
         _require(type(experts) is PackedExperts and is_silu(experts.act_fn), "the experts")
-        _require(self._kind.has(router, "TopKRouter"), type(router).__name__)
+        _require(_is(self._kind, router, "TopKRouter"), type(router).__name__)
         _require_children(router, set())
         described = dense | {name[:-5]: self._packed(experts, name) for name in experts.projections}
         described["router"] = self._dense(router)
@@ -208,7 +189,7 @@ class Plan:
         return described
 
     def _mlp(self, module: Any) -> tuple[Any, Any, Any]:
-        _require(self._kind.has(module, "MLP"), type(module).__name__)
+        _require(_is(self._kind, module, "MLP"), type(module).__name__)
         parts = module.gate_proj, module.up_proj, module.down_proj
         named = {"gate_proj", "up_proj", "down_proj"}
         _require(named <= set(module._modules) <= named | {"act_fn"}, f"the children of {type(module).__name__}")
@@ -217,11 +198,11 @@ class Plan:
         return gate, up, down
 
     def _norm(self, module: Any) -> tuple[NDArray[Any], float]:
-        _require(self._kind.has(module, "RMSNorm"), type(module).__name__)
+        _require(_is(self._kind, module, "RMSNorm"), type(module).__name__)
         return self._vector(module, "weight"), float(module.variance_epsilon)
 
     def _rotary(self, module: Any) -> tuple[NDArray[np.float32], float]:
-        _require(self._kind.has(module, "RotaryEmbedding"), type(module).__name__)
+        _require(_is(self._kind, module, "RotaryEmbedding"), type(module).__name__)
         _require(module.rope_type in _ROTARY_TYPES, f"rotary positions of the type {module.rope_type}")
         self._read(module, "inv_freq", module._buffers)
         return module.inv_freq.float().contiguous().numpy(), float(module.attention_scaling)

@@ -20,6 +20,7 @@ from moepack import _core
 from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, LinearStage, Samples, Stage
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
+from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
 from moepack.codebook import BLOCK_UNIT, centroid_bits
@@ -27,7 +28,7 @@ from moepack.errors import ResumeError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
-from moepack.methods.codequant.rotation.fold import EMBEDDINGS, FAMILIES, check
+from moepack.methods.codequant.rotation.fold import check
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
@@ -181,7 +182,7 @@ class CodeQuant:
             UnsupportedModelError: the architecture cannot be rotated.
         """
         width = self._solver.block
-        grouped = self.permute and width is not None and checkpoint.config["model_type"] in FAMILIES
+        grouped = self.permute and width is not None and described(model.architecture).rotatable
         if self.rotation == "none" and not grouped:
             return None
         check(checkpoint)
@@ -220,7 +221,7 @@ class CodeQuant:
         return kept
 
     def _rotation(self, checkpoint: Checkpoint, model: MoeModel, samples: Samples) -> Tensor:
-        width = checkpoint.info(EMBEDDINGS).shape[-1]
+        width = checkpoint.info(described(model.architecture).embeddings).shape[-1]
         first = start(width, "hadamard" if self.rotation == "hadamard" else "random", self.seed)
         if self.rotation != "learned":
             return first

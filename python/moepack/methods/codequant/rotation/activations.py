@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from moepack.calibration import CalibrationSettings, Calibrator, Samples
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.architectures import described
 from moepack.errors import CalibrationError
 
 __all__ = ["normalized_states"]
-
-NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def normalized_states(
@@ -31,7 +30,8 @@ def normalized_states(
     settings = CalibrationSettings(activations="original", device=device)
     calibrator = Calibrator(checkpoint, model, samples, settings)
     found: list[Tensor] = []
-    norms = [module for name, module in calibrator.skeleton.module.named_modules() if name.rsplit(".", 1)[-1] in NORMS]
+    names = described(model.architecture).norms
+    norms = [module for name, module in calibrator.skeleton.module.named_modules() if name.rsplit(".", 1)[-1] in names]
     if not norms:
         raise CalibrationError("the model has none of the norms that a rotation is learned behind")
     batches = len(norms) * -(-len(samples.inputs) // settings.batch)

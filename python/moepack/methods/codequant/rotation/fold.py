@@ -11,7 +11,7 @@ Norms of queries, keys and latents lie behind a projection and stay; so do biase
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,26 +19,65 @@ import torch
 from torch import Tensor
 
 from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.architectures import ARCHITECTURES, Architecture, described
 from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods.codequant.rotation.cayley import is_orthogonal
 
-__all__ = ["EMBEDDINGS", "FAMILIES", "Folding", "check", "fold"]
+__all__ = ["Folding", "Stream", "check", "fold"]
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "olmoe")
-"""Model types whose residual stream is known to pass through RMS norms and linear layers only."""
 
-EMBEDDINGS, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-_LAYER = r"(?P<layer>model\.layers\.\d+)\."
-_MLP = r"(?:mlp|block_sparse_moe)\.(?:experts\.(?:\d+\.)?|shared_experts\.)?"
-_NORMS = re.compile(rf"{_LAYER}(?:input_layernorm|post_attention_layernorm)\.weight")
-_ATTENTION_READS = re.compile(rf"{_LAYER}self_attn\.(?:q_proj|k_proj|v_proj|q_a_proj|kv_a_proj_with_mqa)\.weight")
-_MLP_READS = re.compile(rf"{_LAYER}{_MLP}(?:gate|gate_proj|up_proj|w1|w3|gate_up_proj)(?:\.weight)?")
-_WRITES = re.compile(rf"{_LAYER}(?:self_attn\.o_proj|{_MLP}(?:down_proj|w2))(?:\.weight)?")
-_WRITTEN_BIAS = re.compile(rf"{_LAYER}self_attn\.o_proj\.bias")
-_STAYS = re.compile(
-    rf"{_LAYER}(?:self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm|q_b_proj|kv_b_proj)\.weight"
-    r"|self_attn\.(?:[qkv]_proj|q_a_proj|kv_a_proj_with_mqa)\.bias|self_attn\.rotary_emb\.inv_freq)"
-)
+class Stream:
+    """What the tensors of an architecture do with its residual stream, by their names.
+
+    Attributes:
+        architecture: its description; the tensors at both ends of the stream belong to none of the patterns.
+        norms: norms in front of layers that read the stream.
+        reads: the weights behind each norm.
+        writes: weights whose outputs are added to the stream.
+        biases: biases of these.
+        stays: what does not see the stream.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        self.architecture = architecture
+        layouts = [[_expert_name(name) for name in layout.tensors] for layout in architecture.layouts]
+        block = [
+            *(f"{re.escape(name)}weight" for name in architecture.router),
+            *(n for names in layouts for n in names[:-1]),
+        ]
+        reads = {architecture.norm: [rf"{architecture.block}\.{name}" for name in block]}
+        writes = [rf"{architecture.block}\.{names[-1]}" for names in layouts]
+        biases, stays = [], []
+        for linears in architecture.dense.values():
+            reads.setdefault(linears.norm, []).extend(rf"{linears.path}\.{name}\.weight" for name in linears.reads)
+            writes += [rf"{linears.path}\.{name}\.weight" for name in linears.writes]
+            biases += [rf"{linears.path}\.{name}\.bias" for name in linears.writes]
+            stays += [rf"{linears.path}\.{name}\.weight" for name in linears.inner]
+            stays += [rf"{linears.path}\.{name}" for name in linears.others]
+        self.norms = self._pattern(rf"{norm}\.weight" for norm in reads)
+        self.reads = {norm: self._pattern(names) for norm, names in reads.items()}
+        self.writes, self.biases, self.stays = map(self._pattern, (writes, biases, stays))
+
+    def _pattern(self, names: Iterable[str]) -> re.Pattern[str]:
+        return re.compile(rf"{self.architecture.layer}\.(?:{'|'.join(names)})")
+
+    def knows(self, name: str) -> bool:
+        """Whether it is known what a tensor does."""
+        ends = (self.architecture.embeddings, self.architecture.head, self.architecture.last_norm)
+        patterns = (self.norms, *self.reads.values(), self.writes, self.biases, self.stays)
+        return name in ends or any(pattern.fullmatch(name) for pattern in patterns)
+
+    def norm_before(self, name: str) -> str:
+        """The weights of the norm in front of a tensor that reads the stream."""
+        if name == self.architecture.head:
+            return self.architecture.last_norm
+        return next(
+            f"{match['layer']}.{norm}.weight" for norm, reads in self.reads.items() if (match := reads.fullmatch(name))
+        )
+
+
+def _expert_name(template: str) -> str:
+    return re.escape(template).replace(r"\{\}", r"\d+")
 
 
 @dataclass(frozen=True)
@@ -46,19 +85,22 @@ class Folding:
     """A checkpoint with a rotation in it, computed tensor by tensor.
 
     Attributes:
+        stream: what its tensors do with the residual stream.
         rotation: [H, H] float32, or None: all tensors as they are.
         names: the tensors.
         config: what changes in config.json.
     """
 
     checkpoint: Checkpoint
+    stream: Stream
     rotation: Tensor | None
     names: tuple[str, ...]
     config: Mapping[str, Any]
 
     def source(self, name: str) -> str:
         """The checkpoint's tensor that a tensor is made of: a tied head is made of the embeddings."""
-        return EMBEDDINGS if name == HEAD and HEAD not in self.checkpoint else name
+        ends = self.stream.architecture
+        return ends.embeddings if name == ends.head and name not in self.checkpoint else name
 
     def tensor(self, name: str) -> Tensor:
         """A tensor with the rotation in it, in float32; what stays as it is, in the checkpoint's dtype.
@@ -71,9 +113,9 @@ class Folding:
         given = self.checkpoint.tensor(source)
         if self.rotation is None:
             return given
-        if name == LAST_NORM or _NORMS.fullmatch(name):
+        if name == self.stream.architecture.last_norm or self.stream.norms.fullmatch(name):
             return torch.ones_like(given)
-        if _STAYS.fullmatch(name):
+        if self.stream.stays.fullmatch(name):
             return given
         folded = self._folded(name, given.float(), self.rotation)
         if not bool(folded.isfinite().all()):
@@ -81,58 +123,51 @@ class Folding:
         return folded
 
     def _folded(self, name: str, values: Tensor, rotation: Tensor) -> Tensor:
-        if name == EMBEDDINGS or _WRITTEN_BIAS.fullmatch(name):
+        if name == self.stream.architecture.embeddings or self.stream.biases.fullmatch(name):
             return values @ rotation
-        if _WRITES.fullmatch(name):
+        if self.stream.writes.fullmatch(name):
             return rotation.T @ values
-        return (values * self._norm(name)) @ rotation
-
-    def _norm(self, name: str) -> Tensor:
-        """The weights of the norm in front of a layer that reads the stream."""
-        if name == HEAD:
-            return self.checkpoint.tensor(LAST_NORM).float()
-        if match := _ATTENTION_READS.fullmatch(name):
-            return self.checkpoint.tensor(f"{match['layer']}.input_layernorm.weight").float()
-        match = _MLP_READS.fullmatch(name)
-        assert match is not None
-        return self.checkpoint.tensor(f"{match['layer']}.post_attention_layernorm.weight").float()
+        return (values * self.checkpoint.tensor(self.stream.norm_before(name)).float()) @ rotation
 
 
-def check(checkpoint: Checkpoint) -> None:
-    """Refuse what cannot be rotated.
+def check(checkpoint: Checkpoint) -> Stream:
+    """Refuse what cannot be rotated, and say what the tensors of a checkpoint that can do with its residual stream.
 
     Raises:
         UnsupportedModelError: another architecture, or a tensor whose part in the stream is unknown.
     """
     kind = checkpoint.config["model_type"]
-    if kind not in FAMILIES:
-        message = f"only models of {', '.join(FAMILIES)} can be rotated, not of {kind}; use --rotation none"
+    if not described(kind).rotatable:
+        known = ", ".join(name for name, architecture in ARCHITECTURES.items() if architecture.rotatable)
+        message = f"only models of {known} can be rotated, not of {kind}; use --rotation none"
         raise UnsupportedModelError(message, file=checkpoint.path)
-    known = (_NORMS, _ATTENTION_READS, _MLP_READS, _WRITES, _WRITTEN_BIAS, _STAYS)
+    stream = Stream(described(kind))
     for name in checkpoint.names():
-        if name not in (EMBEDDINGS, HEAD, LAST_NORM) and not any(pattern.fullmatch(name) for pattern in known):
+        if not stream.knows(name):
             message = "is unknown in a model that is to be rotated; use --rotation none"
             raise UnsupportedModelError(message, file=checkpoint.info(name).file, tensor=name)
+    return stream
 
 
 def fold(checkpoint: Checkpoint, rotation: Tensor | None) -> Folding:
     """Fold a rotation into a checkpoint; no tensor is computed yet.
 
     Args:
-        checkpoint: of one of `FAMILIES`.
+        checkpoint: of an architecture that is described as rotatable.
         rotation: [H, H] float32, or None to leave everything as it is.
 
     Raises:
         UnsupportedModelError: another architecture, or a tensor whose part in the stream is unknown.
         InvalidTensorError: the matrix is not orthogonal, or of another size.
     """
-    check(checkpoint)
+    stream = check(checkpoint)
     if rotation is None:
-        return Folding(checkpoint, None, checkpoint.names(), {})
-    width = checkpoint.info(EMBEDDINGS).shape[-1]
+        return Folding(checkpoint, stream, None, checkpoint.names(), {})
+    embeddings, head = stream.architecture.embeddings, stream.architecture.head
+    width = checkpoint.info(embeddings).shape[-1]
     if tuple(rotation.shape) != (width, width) or not is_orthogonal(rotation):
         raise InvalidTensorError(f"the rotation is no orthogonal matrix of {width} columns", tensor="rotation")
     names = checkpoint.names()
-    if HEAD in checkpoint:
-        return Folding(checkpoint, rotation, names, {})
-    return Folding(checkpoint, rotation, (*names, HEAD), {"tie_word_embeddings": False})
+    if head in checkpoint:
+        return Folding(checkpoint, stream, rotation, names, {})
+    return Folding(checkpoint, stream, rotation, (*names, head), {"tie_word_embeddings": False})

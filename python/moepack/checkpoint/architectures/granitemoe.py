@@ -1,0 +1,16 @@
+"""Granite 3 MoE; embeddings and residuals are scaled on the way."""
+
+from moepack.checkpoint.architectures.architecture import Architecture
+from moepack.checkpoint.architectures.common import ATTENTION, FUSED, GRANITE
+from moepack.checkpoint.architectures.registry import register
+
+register(
+    Architecture(
+        "granitemoe",
+        layouts=(GRANITE, FUSED),
+        dense={"attention": ATTENTION},
+        block="block_sparse_moe",
+        module="block_sparse_moe",
+        router=("router.",),
+    )
+)

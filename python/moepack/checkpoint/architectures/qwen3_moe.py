@@ -1,0 +1,15 @@
+"""Qwen3-MoE (arXiv 2505.09388)."""
+
+from moepack.checkpoint.architectures.architecture import Architecture, Decoder
+from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, NORMED_ATTENTION, gated
+from moepack.checkpoint.architectures.registry import register
+
+register(
+    Architecture(
+        "qwen3_moe",
+        layouts=(GATE_UP_DOWN, FUSED),
+        dense={"attention": NORMED_ATTENTION, "mlp": gated("mlp")},
+        rotatable=True,
+        decoder=Decoder("qwen3_moe.modeling_qwen3_moe.Qwen3Moe", head_norms=True),
+    )
+)

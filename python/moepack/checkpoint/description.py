@@ -1,0 +1,250 @@
+"""Which tensors of a checkpoint are experts, routers and linear layers: the reading of an architecture's description.
+
+The layers are found by name; what is found is then held against config.json and against itself, so that an expert can
+be neither forgotten nor taken for something else:
+
+* a block with a router has experts, a block with experts has a router;
+* the experts are exactly 0 .. E-1 with E from config.json, their shapes agree, gate and up are the transpose of down;
+* nothing else lies among the experts (a bias, an expert too many);
+* the weights are floating-point numbers of 16 bits or more, and the checkpoint declares no quantization.
+
+Architectures without a description are recognised by structure where that is safe (see `structural`).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
+from moepack.checkpoint.dense import FLOATS, find_dense, position
+from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
+from moepack.checkpoint.reader import Checkpoint
+from moepack.checkpoint.structural import expert_modules, refusal
+from moepack.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["describe"]
+
+
+def describe(checkpoint: Checkpoint) -> MoeModel:
+    """Name the experts, routers, shared experts and dense tensors of a checkpoint. No tensor is read.
+
+    Raises:
+        UnsupportedModelError: the architecture is unknown or not a mixture of experts, or the weights are quantized.
+        CheckpointError: the tensors contradict config.json or each other.
+    """
+    _refuse_quantized(checkpoint)
+    architecture = ARCHITECTURES.get(checkpoint.config["model_type"])
+    if architecture is None:
+        return _recognise(checkpoint)
+    model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
+    _check_layers(checkpoint, architecture)
+    return model
+
+
+def _recognise(checkpoint: Checkpoint) -> MoeModel:
+    """Describe a checkpoint by the experts that transformers' model has, and by names that are common."""
+    modules = expert_modules(checkpoint)
+    blocks = {name.removesuffix(".experts").rpartition(".")[2] for name in modules}
+    counts = {shape[0] for shape in modules.values()}
+    if len(blocks) != 1 or len(counts) != 1:
+        raise refusal(checkpoint, "its experts lie in blocks of different names or numbers")
+    model = _read(checkpoint, replace(STANDARD, module=blocks.pop()), counts.pop())
+    found = {layer.name: layer for layer in model.layers}
+    if set(found) != set(modules):
+        strange = min(set(found) ^ set(modules))
+        raise refusal(checkpoint, f"the checkpoint and the model disagree about the experts of {strange}")
+    for name, shape in modules.items():
+        if found[name].projections[0].shape != shape:
+            raise refusal(checkpoint, f"the experts of {name} have another shape than the model's, {list(shape)}")
+    note = f"'{model.architecture}' has no description of its own; its experts were recognised by structure."
+    return replace(model, notes=(note, *model.notes))
+
+
+def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> MoeModel:
+    """Describe a checkpoint whose names follow `architecture`; each sparse layer has `experts`.
+
+    Raises:
+        UnsupportedModelError: no layer has experts, or their dtype is not supported.
+        CheckpointError: the tensors contradict config.json or each other.
+    """
+    layers: dict[str, MoeLayer] = {}
+    renamed: dict[str, str] = {}
+    notes: list[str] = []
+    for block, number, rests in _blocks(checkpoint, architecture):
+        if number >= _layer_count(checkpoint, architecture):
+            notes.append(f"{block} lies behind the model's last layer (multi-token prediction) and is kept as it is.")
+            continue
+        layer = _read_layer(checkpoint, architecture, block, rests, experts)
+        if layer.name in layers:
+            raise CheckpointError("the layer is stored twice, under two names", file=checkpoint.path, tensor=layer.name)
+        layers[layer.name] = layer
+        renamed[block] = layer.name.removesuffix(".experts")
+    if not layers:
+        raise refusal(checkpoint, "no layer with experts was found under the names of a causal or seq2seq model")
+    consumed = {name for layer in layers.values() for part in layer.projections for name in part.sources}
+    names = tuple(name for name in checkpoint.names() if name not in consumed)
+    routers = {name for layer in layers.values() for name in layer.router}
+    count = _layer_count(checkpoint, architecture)
+    dense = find_dense(checkpoint, architecture, count, frozenset(consumed | routers), renamed)
+    return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), names, tuple(notes), dense)
+
+
+def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
+    """Every layer that config.json declares has a tensor: a checkpoint with less was not copied whole."""
+    for stack, key in architecture.stacks.items():
+        rests = (name.removeprefix(f"{stack}.") for name in checkpoint.names() if name.startswith(f"{stack}."))
+        found = {rest.partition(".")[0] for rest in rests}
+        count = checkpoint.config.get(key)
+        missing = next((i for i in range(count) if str(i) not in found), None) if isinstance(count, int) else None
+        if missing is not None:
+            message = f"{count} layers are configured ({key}), {stack}.{missing} has no tensor"
+            raise CheckpointError(message, file=checkpoint.path)
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    """A checkpoint that declares a quantization holds codes, not weights."""
+    quantization = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    reason = "already packed by moepack" if method == "moepack" else f"already quantized (quant_method '{method}')"
+    raise UnsupportedModelError(
+        f"the checkpoint is {reason}; start from the f32, f16 or bf16 weights", file=checkpoint.path / "config.json"
+    )
+
+
+def _blocks(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[tuple[str, int, list[str]]]:
+    """The sparse blocks in the order of execution: path, number of the layer, names below the path."""
+    pattern = re.compile(rf"(?P<block>{architecture.layer}\.{architecture.block})\.(?P<rest>.+)")
+    found: dict[str, tuple[int, list[str]]] = {}
+    for name in checkpoint.names():
+        if match := pattern.fullmatch(name):
+            found.setdefault(match["block"], (int(match["number"]), []))[1].append(match["rest"])
+    signs = (*architecture.expert_names, *architecture.router)
+    for block in sorted(found, key=position):
+        number, rests = found[block]
+        if any(rest.startswith(signs) for rest in rests):
+            yield block, number, rests
+
+
+def _layer_count(checkpoint: Checkpoint, architecture: Architecture) -> int:
+    """Layers of the model proper; of its longest stack, for a decoder may be longer than its encoder."""
+    return max(_sizes(checkpoint, "layers", tuple(architecture.stacks.values())).values())
+
+
+def _expert_count(checkpoint: Checkpoint, architecture: Architecture) -> int:
+    counts = _sizes(checkpoint, "experts", architecture.expert_keys)
+    if len(set(counts.values())) > 1 or min(counts.values()) < 1:
+        raise CheckpointError(f"contradictory numbers of experts: {counts}", file=checkpoint.path / "config.json")
+    return next(iter(counts.values()))
+
+
+def _sizes(checkpoint: Checkpoint, what: str, keys: tuple[str, ...]) -> dict[str, int]:
+    """Those of `keys` that config.json holds as integers, one at least."""
+    sizes = {key: checkpoint.config[key] for key in keys if isinstance(checkpoint.config.get(key), int)}
+    if not sizes:
+        raise CheckpointError(f"says no number of {what} ({', '.join(keys)})", file=checkpoint.path / "config.json")
+    return sizes
+
+
+def _read_layer(
+    checkpoint: Checkpoint, architecture: Architecture, block: str, rests: list[str], experts: int
+) -> MoeLayer:
+    """Describe the sparse block at `block`, whose tensors are called `rests` below it."""
+    layout = _layout(checkpoint, architecture, block, rests)
+    if not layout.stacked and experts > len(rests):
+        message = f"{experts} experts are configured, the block has {len(rests)} tensors"
+        raise CheckpointError(message, file=checkpoint.path, tensor=block)
+    parts = _parts(checkpoint, layout, block, experts)
+    module = f"{block.rpartition('.')[0]}.{architecture.module}.experts"
+    projections = tuple(
+        Projection(name, _shape(checkpoint, found), f"{module}.{architecture.packed.format(name)}", found, checkpoint)
+        for name, found in parts.items()
+    )
+    _check_shapes(checkpoint, block, projections)
+    sources = {source for projection in projections for source in projection.sources}
+    for rest in rests:
+        if rest.startswith(architecture.expert_names) and f"{block}.{rest}" not in sources:
+            raise CheckpointError(
+                f"lies among the experts and is no matrix of the {experts} experts that config.json declares",
+                file=checkpoint.info(f"{block}.{rest}").file,
+                tensor=f"{block}.{rest}",
+            )
+    router = tuple(f"{block}.{rest}" for rest in rests if rest.startswith(architecture.router))
+    if not router:
+        raise CheckpointError("the block has experts and no router", file=checkpoint.path, tensor=block)
+    shared = tuple(f"{block}.{rest}" for rest in rests if rest.startswith(architecture.shared))
+    return MoeLayer(module, projections, router, shared)
+
+
+def _layout(checkpoint: Checkpoint, architecture: Architecture, block: str, rests: list[str]) -> Layout:
+    """The one layout whose first tensor the block has."""
+    layouts = [layout for layout in architecture.layouts if layout.first in rests]
+    if len(layouts) != 1:
+        wanted = ", ".join(f"{block}.{layout.first}" for layout in architecture.layouts)
+        found = "none" if not layouts else "several"
+        raise CheckpointError(f"expected one of {wanted}; found {found}", file=checkpoint.path, tensor=block)
+    return layouts[0]
+
+
+def _parts(checkpoint: Checkpoint, layout: Layout, block: str, experts: int) -> dict[str, tuple[Part, ...]]:
+    """Where the experts of a block lie, by projection."""
+    parts: dict[str, tuple[Part, ...]] = {}
+    for template, projections in layout.tensors.items():
+        name, count = f"{block}.{template}", len(projections)
+        rows = _stacked_rows(checkpoint, name, experts) if layout.stacked else 0
+        for i, projection in enumerate(projections):
+            if not layout.stacked:
+                parts[projection] = tuple(Part(name.format(expert)) for expert in range(experts))
+            else:
+                share = None if count == 1 else (rows * i // count, rows * (i + 1) // count)
+                parts[projection] = tuple(Part(name, expert, share) for expert in range(experts))
+    return parts
+
+
+def _stacked_rows(checkpoint: Checkpoint, name: str, experts: int) -> int:
+    """Rows of each matrix of a stacked tensor, after holding it against the number of experts."""
+    info = checkpoint.info(name)
+    if len(info.shape) != 3 or info.shape[0] != experts:
+        raise CheckpointError(
+            f"has shape {list(info.shape)}, expected {experts} stacked matrices", file=info.file, tensor=name
+        )
+    return info.shape[1]
+
+
+def _shape(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> tuple[int, int, int]:
+    """Experts, rows, columns; every expert must have the shape of the first and a floating-point dtype."""
+    shapes = [_matrix_shape(checkpoint, part) for part in parts]
+    for part, shape in zip(parts, shapes, strict=True):
+        if shape != shapes[0]:
+            raise CheckpointError(
+                f"has shape {list(shape)}, the first expert has {list(shapes[0])}",
+                file=checkpoint.info(part.tensor).file,
+                tensor=part.tensor,
+            )
+    return len(parts), *shapes[0]
+
+
+def _matrix_shape(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
+    info = checkpoint.info(part.tensor)
+    if info.dtype not in FLOATS:
+        raise UnsupportedModelError(
+            f"is stored as {str(info.dtype).removeprefix('torch.')}, already quantized; start from the f32, f16 or "
+            "bf16 weights",
+            file=info.file,
+            tensor=part.tensor,
+        )
+    shape = info.shape if part.expert is None else info.shape[1:]
+    if len(shape) != 2:
+        raise CheckpointError(f"has shape {list(info.shape)}, expected a matrix", file=info.file, tensor=part.tensor)
+    return (shape[0] if part.rows is None else part.rows[1] - part.rows[0]), shape[1]
+
+
+def _check_shapes(checkpoint: Checkpoint, block: str, projections: tuple[Projection, ...]) -> None:
+    """Every projection but the last maps the hidden state inwards, and the last maps it back."""
+    _, rows, columns = projections[0].shape
+    expected = [(rows, columns)] * (len(projections) - 1) + [(columns, rows)]
+    if [projection.shape[1:] for projection in projections] != expected:
+        shapes: dict[str, Any] = {projection.name: list(projection.shape) for projection in projections}
+        raise CheckpointError(f"the projections do not fit each other: {shapes}", file=checkpoint.path, tensor=block)
