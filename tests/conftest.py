@@ -40,5 +40,5 @@ def switch(tiny_checkpoint: Callable[[str], Path]) -> Path:
 def packed(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packed directory of the tiny Mixtral. Read-only: copy it to damage it."""
     out = tmp_path_factory.mktemp("packed") / "mixtral"
-    moepack.compress(mixtral, out)
+    moepack.compress(mixtral, out, method="ternary")
     return out

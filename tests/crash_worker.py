@@ -67,7 +67,7 @@ def arm(moment: int) -> None:
 
 def main(model: Path, work: Path) -> None:
     compress = moepack.pipeline.job.compress
-    assert forked(lambda: compress(model, work / "reference", threads=1)) == 0
+    assert forked(lambda: compress(model, work / "reference", method="ternary", threads=1)) == 0
     reference = contents(work / "reference")
     out, partial = work / "out", work / "out.partial"
     moment = 0
@@ -76,7 +76,7 @@ def main(model: Path, work: Path) -> None:
 
         def killed(moment: int = moment) -> None:
             arm(moment)
-            compress(model, out, threads=1)
+            compress(model, out, method="ternary", threads=1)
 
         status = forked(killed)
         if status == 0:
@@ -85,7 +85,9 @@ def main(model: Path, work: Path) -> None:
         if out.exists():
             assert not partial.exists()
         else:
-            assert forked(lambda: compress(model, out, threads=1)) == 0, f"cannot continue after moment {moment}"
+            assert forked(lambda: compress(model, out, method="ternary", threads=1)) == 0, (
+                f"cannot continue after moment {moment}"
+            )
         assert contents(out) == reference, f"other bytes after a kill at moment {moment}"
         assert not partial.exists()
         shutil.rmtree(out)

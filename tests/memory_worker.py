@@ -10,5 +10,5 @@ import moepack.pipeline
 from moepack.memory import anonymous_bytes
 
 print(anonymous_bytes(), flush=True)
-report = moepack.pipeline.compress(sys.argv[1], sys.argv[2], threads=1)
+report = moepack.pipeline.compress(sys.argv[1], sys.argv[2], method="ternary", threads=1)
 print(report.peak_memory, report.expert_weights, flush=True)

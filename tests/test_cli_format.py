@@ -83,7 +83,7 @@ def test_compress_failures(mixtral: Path, packed: Path, tmp_path: Path, capsys: 
     assert code == 1 and error.startswith(f"error: {packed}: exists") and error.count("\n") == 1
     code, _, error = run(capsys, "compress", tmp_path / "absent", tmp_path / "out")
     assert code == 1 and error.startswith("error: ") and error.count("\n") == 1
-    code, _, error = run(capsys, "compress", mixtral, tmp_path / "out", "--code", "morse")
+    code, _, error = run(capsys, "compress", mixtral, tmp_path / "out", "--method", "ternary", "--code", "morse")
     assert code == 2 and "fsv8, dict16" in error
     assert list(tmp_path.iterdir()) == []
 
@@ -138,12 +138,13 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: 
         "main(['compress', *sys.argv[1:]])\n"
     )
     out = tmp_path / "out"
-    command = [sys.executable, "-c", script, mixtral, out]
+    arguments = [mixtral, out, "--method", "ternary"]
+    command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 130, done.stderr
     assert f"interrupted; the same command continues from {out}.partial" in done.stderr
     assert "Traceback" not in done.stderr and not out.exists()
-    done = subprocess.run([sys.executable, "-m", "moepack", "compress", mixtral, out], env=ENVIRONMENT)
+    done = subprocess.run([sys.executable, "-m", "moepack", "compress", *arguments], env=ENVIRONMENT)
     assert done.returncode == 0
     assert support.contents(out) == support.contents(packed)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -28,7 +28,7 @@ def run(monkeypatch):
 @pytest.fixture(scope="module")
 def packed(mixtral, tmp_path_factory):
     directory = tmp_path_factory.mktemp("cli") / "packed"
-    moepack.compress(mixtral, directory)
+    moepack.compress(mixtral, directory, method="ternary")
     return directory
 
 

@@ -47,7 +47,7 @@ class StopAfter(Silent):
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_every_architecture_and_code(architecture: str, code: str, tiny_checkpoint: Any, tmp_path: Path) -> None:
     model, out = tiny_checkpoint(architecture), tmp_path / "out"
-    report = moepack.compress(model, out, code=code)
+    report = moepack.compress(model, out, method="ternary", code=code)
     assert moepack.verify(out).ok
     totals = sum(len(data) for data in support.contents(out).values())
     assert report.packed_bytes == totals < report.source_bytes
@@ -62,11 +62,11 @@ def test_every_architecture_and_code(architecture: str, code: str, tiny_checkpoi
 
 
 def test_bytes_do_not_depend_on_threads_or_shards_of_the_source(mixtral: Path, packed: Path, tmp_path: Path) -> None:
-    moepack.compress(mixtral, tmp_path / "one", threads=1)
+    moepack.compress(mixtral, tmp_path / "one", method="ternary", threads=1)
     assert support.contents(tmp_path / "one") == support.contents(packed)
     sharded = tiny_models.build("mixtral", tmp_path / "sharded", max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
-    moepack.compress(sharded, tmp_path / "two")
+    moepack.compress(sharded, tmp_path / "two", method="ternary")
     for name, array in PackedDirectory.open(packed).tensors().items():
         assert np.array_equal(PackedDirectory.open(tmp_path / "two").tensor(name), array)
 
@@ -88,7 +88,7 @@ def test_killed_at_every_moment_it_continues_to_the_same_bytes(mixtral: Path, tm
 
 def test_killed_from_outside_it_does_not_repeat_finished_layers(tmp_path: Path) -> None:
     model, out = HERE.parent / "examples" / "tiny-moe", tmp_path / "out"
-    command = [sys.executable, "-m", "moepack", "compress", model, out, "--quiet"]
+    command = [sys.executable, "-m", "moepack", "compress", model, out, "--method", "ternary", "--quiet"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE)
     lines = tmp_path / "out.partial" / journal.JOURNAL
     while process.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") >= 2):
@@ -96,19 +96,19 @@ def test_killed_from_outside_it_does_not_repeat_finished_layers(tmp_path: Path) 
     process.kill()
     if process.wait() == 0:
         pytest.skip("the machine was too fast to be interrupted")
-    report = moepack.compress(model, out)
+    report = moepack.compress(model, out, method="ternary")
     assert 0 < report.resumed_weights < report.expert_weights
-    moepack.compress(model, tmp_path / "reference")
+    moepack.compress(model, tmp_path / "reference", method="ternary")
     assert support.contents(out) == support.contents(tmp_path / "reference")
 
 
 def test_interrupted_it_stays_resumable(mixtral: Path, packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        moepack.compress(mixtral, out, progress=StopAfter(2))
+        moepack.compress(mixtral, out, method="ternary", progress=StopAfter(2))
     assert not out.exists()
     assert not any(atomic.is_temporary(path.name) for path in (tmp_path / "out.partial").iterdir())
-    report = moepack.compress(mixtral, out)
+    report = moepack.compress(mixtral, out, method="ternary")
     assert report.resumed_weights == report.expert_weights // 2
     assert support.contents(out) == support.contents(packed)
 
@@ -116,7 +116,7 @@ def test_interrupted_it_stays_resumable(mixtral: Path, packed: Path, tmp_path: P
 def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     with pytest.raises(KeyboardInterrupt):
-        moepack.compress(mixtral, out, progress=StopAfter(3))
+        moepack.compress(mixtral, out, method="ternary", progress=StopAfter(3))
     partial.rename(tmp_path / "kept")
     text = (tmp_path / "kept" / journal.JOURNAL).read_bytes()
     assert text.count(b"\n") == 3
@@ -126,7 +126,7 @@ def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, t
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(tmp_path / "kept", partial)
         (partial / journal.JOURNAL).write_bytes(text[:cut])
-        report = moepack.compress(mixtral, out)
+        report = moepack.compress(mixtral, out, method="ternary")
         assert support.contents(out) == support.contents(packed)
         # Losing the last newline alone loses nothing.
         assert report.resumed_weights == report.expert_weights // (1 if cut == second - 1 else 2)
@@ -134,7 +134,7 @@ def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, t
     shutil.copytree(tmp_path / "kept", partial)
     support.flip(partial / "model-00001-of-00003.safetensors", 4000)
     (partial / "left-over").write_text("a copy of a file that the source has lost")
-    report = moepack.compress(mixtral, out)
+    report = moepack.compress(mixtral, out, method="ternary")
     assert report.resumed_weights == report.expert_weights // 2
     assert support.contents(out) == support.contents(packed)
 
@@ -143,15 +143,15 @@ def test_another_job_is_refused(mixtral: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     other = tiny_models.build("mixtral", tmp_path / "other", seed=1)
     with pytest.raises(KeyboardInterrupt):
-        moepack.compress(mixtral, out, progress=StopAfter(2))
+        moepack.compress(mixtral, out, method="ternary", progress=StopAfter(2))
     before = support.contents(partial)
     with pytest.raises(ResumeError, match=r"another job \(model was .* is ") as caught:
-        moepack.compress(other, out)
+        moepack.compress(other, out, method="ternary")
     assert caught.value.file == str(partial)
     with pytest.raises(ResumeError, match="settings was code=fsv8, is code=dict16"):
-        moepack.compress(mixtral, out, code="dict16")
+        moepack.compress(mixtral, out, method="ternary", code="dict16")
     assert support.contents(partial) == before
-    moepack.compress(other, out, resume=False)
+    moepack.compress(other, out, method="ternary", resume=False)
     assert moepack.verify(out).ok
 
 
@@ -161,7 +161,7 @@ def test_a_foreign_directory_is_left_alone(mixtral: Path, tmp_path: Path) -> Non
     (partial / "thesis.txt").write_text("years of work")
     for resume in (True, False):
         with pytest.raises(ResumeError, match="not the work of moepack"):
-            moepack.compress(mixtral, tmp_path / "out", resume=resume)
+            moepack.compress(mixtral, tmp_path / "out", method="ternary", resume=resume)
     assert support.contents(partial) == {"thesis.txt": b"years of work"}
 
 
@@ -169,7 +169,7 @@ def test_two_processes_do_not_share_a_directory(mixtral: Path, tmp_path: Path) -
     workspace = journal.Workspace.open(tmp_path / "out.partial", {"model": "x"}, True)
     try:
         with pytest.raises(ResumeError, match="another process"):
-            moepack.compress(mixtral, tmp_path / "out", resume=False)
+            moepack.compress(mixtral, tmp_path / "out", method="ternary", resume=False)
     finally:
         workspace.close()
 
@@ -184,7 +184,7 @@ def test_existing_output_is_never_touched(kind: str, mixtral: Path, tmp_path: Pa
     else:
         out.symlink_to(tmp_path / "nowhere")
     with pytest.raises(OutputExistsError) as caught:
-        moepack.compress(mixtral, out)
+        moepack.compress(mixtral, out, method="ternary")
     assert caught.value.file == str(out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -197,7 +197,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float, mixtral: Path, tmp_p
     tensors[name][5, 7] = value
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidTensorError, match=r"\[5, 7\]") as caught:
-        moepack.compress(model, tmp_path / "out")
+        moepack.compress(model, tmp_path / "out", method="ternary")
     assert caught.value.tensor == name
     assert caught.value.file == str(model / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -213,7 +213,7 @@ def test_layers_before_a_bad_weight_are_kept_until_it_is_mended(mixtral: Path, t
         return Checkpoint.open(model).fingerprint()
 
     sound = save()
-    reference = moepack.compress(model, tmp_path / "reference")
+    reference = moepack.compress(model, tmp_path / "reference", method="ternary")
     for position in range(0, len(weight), 256):  # until the fingerprint's samples miss it, as in any large file
         kept, weight[position] = weight[position].clone(), float("nan")
         if save() == sound:
@@ -221,11 +221,11 @@ def test_layers_before_a_bad_weight_are_kept_until_it_is_mended(mixtral: Path, t
         weight[position] = kept
     for _ in range(2):
         with pytest.raises(InvalidTensorError):
-            moepack.compress(model, tmp_path / "out")
+            moepack.compress(model, tmp_path / "out", method="ternary")
         assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
     weight[position] = kept
     assert save() == sound
-    report = moepack.compress(model, tmp_path / "out")
+    report = moepack.compress(model, tmp_path / "out", method="ternary")
     assert report.resumed_weights == reference.expert_weights // 2
     assert support.contents(tmp_path / "out") == support.contents(tmp_path / "reference")
 
@@ -235,7 +235,7 @@ def test_a_missing_shard_leaves_nothing(tmp_path: Path) -> None:
     lost = sorted(model.glob("model-*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(MoepackError, match=lost.name):
-        moepack.compress(model, tmp_path / "out")
+        moepack.compress(model, tmp_path / "out", method="ternary")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -247,7 +247,7 @@ def test_experts_of_size_zero_and_one_level_rows(tmp_path: Path, mixtral: Path) 
     for i, name in enumerate(experts):
         tensors[name] = [tensors[name] * 0, tensors[name].abs(), torch.ones_like(tensors[name])][i % 3]
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    moepack.compress(model, tmp_path / "out")
+    moepack.compress(model, tmp_path / "out", method="ternary")
     assert moepack.verify(tmp_path / "out").ok
 
 
@@ -272,7 +272,7 @@ def test_disk_that_fills_up_at_every_write(
         if failures == 40:
             monkeypatch.undo()
         try:
-            moepack.compress(mixtral, out)
+            moepack.compress(mixtral, out, method="ternary")
         except DiskError as error:
             failures += 1
             assert error.errno == errno.ENOSPC and "No space left" in str(error)
@@ -288,13 +288,13 @@ def test_a_file_size_limit_is_a_disk_error(mixtral: Path, packed: Path, tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
         with pytest.raises(DiskError, match="File too large") as caught:
-            moepack.compress(mixtral, tmp_path / "out")
+            moepack.compress(mixtral, tmp_path / "out", method="ternary")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     assert caught.value.file is not None and caught.value.file.endswith(".safetensors")
     assert not (tmp_path / "out").exists()
-    moepack.compress(mixtral, tmp_path / "out")
+    moepack.compress(mixtral, tmp_path / "out", method="ternary")
     assert support.contents(tmp_path / "out") == support.contents(packed)
 
 
@@ -304,7 +304,7 @@ def test_too_little_space_is_said_before_the_work(
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DiskError, match=r"needs up to [\d,]+ bytes, 1,000 are free"):
-        moepack.compress(mixtral, tmp_path / "out")
+        moepack.compress(mixtral, tmp_path / "out", method="ternary")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -340,7 +340,7 @@ def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Pa
     (model / "original").mkdir()
     with open(model / "huge.txt", "wb") as file:
         file.truncate(plan.COPY_LIMIT + 1)
-    report = moepack.compress(model, tmp_path / "out")
+    report = moepack.compress(model, tmp_path / "out", method="ternary")
     assert report.skipped == ("huge.txt", "original")
     names = set(support.contents(tmp_path / "out"))
     assert "LICENSE" in names and not names & {"pytorch_model.bin", ".hidden", "huge.txt", "original"}
@@ -348,7 +348,7 @@ def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Pa
 
 def test_dense_shards_are_cut(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "DENSE_SHARD", 20_000)
-    moepack.compress(mixtral, tmp_path / "out")
+    moepack.compress(mixtral, tmp_path / "out", method="ternary")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
     assert moepack.verify(tmp_path / "out").ok
 

@@ -1,6 +1,7 @@
-"""What users pass as tensors: torch or numpy, any byte order, any strides. Here they become torch tensors."""
+"""What users pass as tensors: torch or numpy, any byte order, any strides. Here they become torch tensors, and results
+become what was passed."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -8,9 +9,12 @@ import torch
 
 from moepack.errors import InvalidTensorError
 
-__all__ = ["AnyTensor", "as_tensor"]
+__all__ = ["AnyTensor", "Array", "as_given", "as_tensor"]
 
 AnyTensor = torch.Tensor | npt.NDArray[Any]
+
+Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
+"""Of a function that returns what it was given: a torch tensor for a torch tensor, an array for an array."""
 
 _KINDS = "fiub"
 
@@ -38,3 +42,8 @@ def as_tensor(array: AnyTensor, what: str = "tensor") -> torch.Tensor:
         raise InvalidTensorError(f"the {what} has dtype {array.dtype}, which torch does not know")
     native = array.astype(array.dtype.newbyteorder("="), order="C", copy=not array.flags.writeable)
     return torch.from_numpy(np.ascontiguousarray(native))
+
+
+def as_given(result: torch.Tensor, given: Array) -> Array:
+    """Give `result` as what `given` is: a NumPy array, or a torch tensor on the same device."""
+    return result.cpu().numpy() if isinstance(given, np.ndarray) else result.to(given.device)

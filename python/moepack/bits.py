@@ -4,55 +4,55 @@ Each byte of a word holds two whole codes, and what is left of the three words h
 docs/format.md, section 6, has the picture. The words are those of a group-wise tensor before rows are interleaved.
 """
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+
+from moepack import _core
+from moepack.arrays import Array, as_given, as_tensor
 
 __all__ = ["pack_int3", "unpack_int3"]
 
 
-def pack_int3(codes: NDArray[np.uint8]) -> NDArray[np.uint32]:
+def pack_int3(codes: Array) -> Array:
     """Pack 3-bit codes along the last axis.
 
     Args:
-        codes: uint8 [..., K], each 0 to 7; K is a multiple of 32.
+        codes: uint8 [..., K], each 0 to 7; K is a multiple of 32. Torch or NumPy, contiguous or not, on any device.
 
     Returns:
-        uint32 [..., 3 * K / 32].
+        uint32 [..., 3 * K / 32], of the same library and on the same device.
 
     Raises:
         ValueError: a code is larger than 7, or K is no multiple of 32.
-        TypeError: the codes are not uint8.
+        TypeError: the codes are not uint8, or neither a torch tensor nor a NumPy array.
     """
-    from moepack import _core
-
-    columns = _last_axis(codes, np.uint8, 32)
-    words = _core.pack_int3(np.ascontiguousarray(codes).reshape(-1))
-    return words.reshape(*codes.shape[:-1], columns // 32 * 3)
+    given, columns = _flat(codes, torch.uint8, 32)
+    words = torch.from_numpy(_core.pack_int3(given.numpy()))
+    return as_given(words.reshape(*codes.shape[:-1], columns // 32 * 3), codes)
 
 
-def unpack_int3(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
+def unpack_int3(words: Array) -> Array:
     """Undo `pack_int3`.
 
     Args:
-        words: uint32 [..., W]; W is a multiple of 3.
+        words: uint32 [..., W]; W is a multiple of 3. Torch or NumPy, contiguous or not, on any device.
 
     Returns:
-        uint8 [..., 32 * W / 3].
+        uint8 [..., 32 * W / 3], of the same library and on the same device.
 
     Raises:
         ValueError: W is no multiple of 3.
-        TypeError: the words are not uint32.
+        TypeError: the words are not uint32, or neither a torch tensor nor a NumPy array.
     """
-    from moepack import _core
-
-    width = _last_axis(words, np.uint32, 3)
-    codes = _core.unpack_int3(np.ascontiguousarray(words).reshape(-1))
-    return codes.reshape(*words.shape[:-1], width // 3 * 32)
+    given, width = _flat(words, torch.uint32, 3)
+    codes = torch.from_numpy(_core.unpack_int3(given.numpy()))
+    return as_given(codes.reshape(*words.shape[:-1], width // 3 * 32), words)
 
 
-def _last_axis(array: NDArray[np.uint8] | NDArray[np.uint32], dtype: type, unit: int) -> int:
-    if not isinstance(array, np.ndarray) or array.dtype != dtype:
-        raise TypeError(f"expected a NumPy array of {np.dtype(dtype)}, not {getattr(array, 'dtype', type(array))}")
-    if array.ndim == 0 or array.shape[-1] % unit:
-        raise ValueError(f"the last axis of {array.shape} is no multiple of {unit}")
-    return int(array.shape[-1])
+def _flat(array: Array, dtype: torch.dtype, unit: int) -> tuple[torch.Tensor, int]:
+    """All values in one run on the CPU, and the length of the last axis, a multiple of `unit`."""
+    given = as_tensor(array, "array")
+    if given.dtype != dtype:
+        raise TypeError(f"expected {dtype}, not {given.dtype}")
+    if given.ndim == 0 or given.shape[-1] % unit:
+        raise ValueError(f"the last axis of {tuple(given.shape)} is no multiple of {unit}")
+    return given.cpu().contiguous().reshape(-1), given.shape[-1]

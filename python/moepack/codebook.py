@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 
 from moepack import _core
-from moepack.arrays import AnyTensor, as_tensor
+from moepack.arrays import AnyTensor, Array, as_tensor
 from moepack.errors import InvalidTensorError
 from moepack.solvers.kmeans import kmeans
-from moepack.tensors import FLOATS, Array, BlobTensor
+from moepack.tensors import FLOATS, BlobTensor
 
 __all__ = [
     "CodebookTensor",

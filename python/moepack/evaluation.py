@@ -78,10 +78,11 @@ def evaluate(
     """Measure a model's loss on a text.
 
     Args:
-        model: a directory, packed or not, or a loaded model (which needs `tokenizer`), on any device.
+        model: a directory or an id of the hub, packed or not, or a loaded model (which needs `tokenizer`), on any
+            device.
         text: the text file, UTF-8.
         chars: how many of its characters to use.
-        reference: a directory or a loaded model with the same vocabulary, to compare with.
+        reference: a directory, an id of the hub or a loaded model with the same vocabulary, to compare with.
         tokenizer: None loads that of the `model` directory.
         dtype: for models that are loaded here.
         mode: how a packed `model` that is loaded here multiplies group-wise integers; see `moepack.load`.

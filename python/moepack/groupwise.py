@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from moepack import _core
-from moepack.arrays import AnyTensor, as_tensor
+from moepack.arrays import AnyTensor, Array, as_tensor
 from moepack.errors import InvalidTensorError
 from moepack.solvers.groupwise import GroupwiseCodes, check_grid, quantize_groupwise
-from moepack.tensors import FLOATS, Array, BlobTensor
+from moepack.tensors import FLOATS, BlobTensor
 
 __all__ = ["GroupwiseTensor", "encode_groupwise", "quantize_groupwise"]
 
@@ -47,7 +47,8 @@ class GroupwiseTensor(BlobTensor):
         dtype: torch.dtype = torch.float16,
     ) -> Self:
         """Quantize and pack a matrix or a stack of matrices; arguments and errors as for `quantize_groupwise`."""
-        found = quantize_groupwise(weight, bits, group_size, symmetric=symmetric, search=search, dtype=dtype)
+        values = as_tensor(weight, "weight")
+        found = quantize_groupwise(values, bits, group_size, symmetric=symmetric, search=search, dtype=dtype)
         return cls(_encode(found, bits, group_size, dtype))
 
     @property

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moepack import _core
-from moepack.arrays import as_tensor
+from moepack.arrays import Array, as_given, as_tensor
 from moepack.checkpoint.header import Header, read_header
 from moepack.errors import CorruptionError, LoadError
 from moepack.format.shard import Entry, write_shard
@@ -31,7 +31,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 _VERSION = "1"
 
-Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -132,8 +131,7 @@ class BlobTensor:
             expected = f"{[*stack, 'tokens', self.shape[-1]]}"
             raise ValueError(f"activations have shape {list(tokens.shape)}, expected {expected}")
         product = self._product(_kernel_input(tokens), options).reshape(*tokens.shape[:-1], self.shape[-2])
-        result = torch.from_numpy(product).to(device=tokens.device, dtype=tokens.dtype)
-        return result.numpy() if isinstance(x, np.ndarray) else result
+        return as_given(torch.from_numpy(product).to(tokens.dtype), x)
 
     def _product(self, x: npt.NDArray[Any], options: dict[str, Any]) -> npt.NDArray[np.float32]:
         """`[N, C]` to `[N, R]`; of a stack, equal shares of the rows belong to the experts in turn."""

@@ -17,3 +17,12 @@ def speed(rate: float, unit: str = "weights") -> str:
             return f"{rate:.3g}{prefix} {unit}/s"
         rate /= 1000
     return f"{rate:.3g}G {unit}/s"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it: `duration(5400)` is `1.5 h`."""
+    for unit, length in (("s", 60), ("min", 60), ("h", 48)):
+        if seconds < length:
+            return f"{max(seconds, 1):.0f} {unit}" if unit == "s" else f"{seconds:.2g} {unit}"
+        seconds /= length if unit != "h" else 24
+    return f"{seconds:.0f} days"

@@ -67,10 +67,7 @@ class Checkpoint:
         """
         directory = Path(path)
         if not directory.is_dir():
-            raise CheckpointError(
-                "no such directory (a model of the hub must be downloaded first: `hf download NAME --local-dir DIR`)",
-                file=directory,
-            )
+            raise CheckpointError("no such directory, and no id of the hub (ORGANIZATION/NAME)", file=directory)
         config = _read_json(directory / "config.json")
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("has no model_type", file=directory / "config.json")

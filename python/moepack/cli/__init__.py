@@ -1,6 +1,7 @@
 """The command line `moepack`: one module a command, listed in `COMMANDS`.
 
-The module of the command NAME offers `NAME_command`, the function that typer makes a command of. Modules import what is
+The module of the command NAME offers `NAME_command`, the function that typer makes a command of, and may offer
+`EPILOG`, the text below its options. Modules import what is
 heavy (torch, the pipeline) inside the function, so that `--help` is quick.
 
 Exit codes: 0 success, 1 a foreseen failure (one line on standard error) or damage found, 2 wrong usage, 130 Ctrl-C.
@@ -39,7 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _name, _module in COMMANDS.items():
-    app.command(_name)(getattr(import_module(f"{__name__}.{_module}"), f"{_name}_command"))
+    _content = import_module(f"{__name__}.{_module}")
+    app.command(_name, epilog=getattr(_content, "EPILOG", None))(getattr(_content, f"{_name}_command"))
 
 
 @app.callback()

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from moepack.cli import options, settings
 from moepack.cli.inspect import print_directory
+from moepack.cli.plan import print_plan
 from moepack.cli.usage import wrong_usage
 from moepack.units import size, speed
 
@@ -15,61 +16,76 @@ if TYPE_CHECKING:
     from moepack.pipeline import CompressReport
 
 
-_OWN = {"model", "out", "method", "report", "threads", "resume", "quiet"}
-"""Options that are no settings of a method."""
+EPILOG = "\n\n".join(
+    ["Methods and their options:"]
+    + [f"{name}: {text}. {' '.join(settings.options_of(name))}" for name, text in settings.METHODS.items()]
+)
+"""What stands below the options: each method with all that it takes."""
 
 
 def compress_command(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint (safetensors).")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of a checkpoint (safetensors), or a model of the hub: ORGANIZATION/NAME@REVISION."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
-    method: Annotated[
-        str, typer.Option(help="Compression method: ternary, qmoe, finequant, codequant or milo.")
-    ] = "ternary",
+    method: Annotated[str, typer.Option(help=f"Compression method: {', '.join(settings.METHODS)}.")] = "finequant",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")] = False,
     code: settings.Code = None,
-    calibration: settings.Calibration = None,
-    samples: settings.Samples = None,
-    sequence_length: settings.SequenceLength = None,
-    bits: settings.Bits = None,
     bits_per_weight: settings.BitsPerWeight = None,
-    group_size: settings.GroupSize = None,
-    dense_bits: settings.DenseBits = None,
-    weight_bits: settings.WeightBits = None,
-    activation_bits: settings.ActivationBits = None,
-    block: settings.Block = None,
-    steps: settings.Steps = None,
     alpha: settings.Alpha = None,
-    symmetric: settings.Symmetric = None,
     search: settings.Search = None,
     scales: settings.Scales = None,
-    rotation: settings.Rotation = None,
-    hadamard: settings.Hadamard = None,
-    solver: settings.Solver = None,
     rank: settings.Rank = None,
     rank_bits: settings.RankBits = None,
     refine: settings.Refine = None,
     memory_budget: settings.MemoryBudget = None,
+    weight_bits: settings.WeightBits = None,
+    activation_bits: settings.ActivationBits = None,
+    block: settings.Block = None,
+    steps: settings.Steps = None,
+    rotation: settings.Rotation = None,
+    hadamard: settings.Hadamard = None,
+    bits: settings.Bits = None,
+    group_size: settings.GroupSize = None,
+    dense_bits: settings.DenseBits = None,
+    symmetric: settings.Symmetric = None,
+    solver: settings.Solver = None,
+    calibration: settings.Calibration = None,
+    samples: settings.Samples = None,
+    sequence_length: settings.SequenceLength = None,
     device: settings.Device = None,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
     threads: options.Threads = None,
     resume: options.Resume = True,
     quiet: options.Quiet = False,
 ) -> None:
-    """Compress the experts of MODEL into the packed directory OUT.
+    """Compress the experts of MODEL into the packed directory OUT, after printing a plan of the job.
 
-    An interrupted run leaves OUT.partial; the same command continues it.
+    A model of the hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
     """
+    from moepack.checkpoint.resolve import resolve_model
     from moepack.methods import create
     from moepack.pipeline import compress
+    from moepack.pipeline.estimate import estimate
     from moepack.progress import terminal_progress
 
     console = Console(stderr=True)
-    given = {name: value for name, value in context.params.items() if name not in _OWN and value is not None}
+    given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
     with wrong_usage():
+        settings.refuse_foreign(method, given)
         chosen = create(method, **given)
         try:
+            directory = resolve_model(model)
+            if dry_run or not quiet:
+                print_plan(estimate(directory, out, chosen, threads), Console())
+            if dry_run:
+                return
             progress = terminal_progress(console, quiet)
-            done = compress(model, out, method=chosen, threads=threads, resume=resume, progress=progress)
+            done = compress(directory, out, method=chosen, threads=threads, resume=resume, progress=progress)
         except KeyboardInterrupt:
             raise interrupted(console, out) from None
     print_report(done)

@@ -1,10 +1,77 @@
-"""The settings of methods as options of `moepack compress`: which methods take each, and what it is there."""
+"""The methods of `moepack compress` and their settings as options: which methods take each, and what it is there.
 
-from typing import Annotated
+`METHODS_OF` is checked against the methods themselves by the tests: here nothing heavy is imported, so that `--help`
+is quick.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
 from moepack.cli.device import usable_device
+
+METHODS = {
+    "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text (the default)",
+    "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
+    "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
+    "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",
+    "ternary": "three values a row, 0.6 to 1.3 bits, without calibration: tiny, and loses much of the model",
+}
+"""The methods, and what they make of weights."""
+
+METHODS_OF = {
+    "code": ("ternary", "qmoe"),
+    "calibration": ("qmoe", "codequant", "milo"),
+    "samples": ("qmoe", "codequant", "milo"),
+    "sequence_length": ("qmoe", "codequant", "milo"),
+    "bits": ("finequant", "milo", "qmoe"),
+    "bits_per_weight": ("qmoe", "finequant"),
+    "group_size": ("finequant", "milo", "qmoe"),
+    "dense_bits": ("finequant", "qmoe"),
+    "symmetric": ("finequant", "milo"),
+    "solver": ("milo", "qmoe"),
+    "device": ("qmoe", "codequant", "milo"),
+    "alpha": ("finequant",),
+    "search": ("finequant",),
+    "scales": ("finequant",),
+    "rank": ("milo",),
+    "rank_bits": ("milo",),
+    "refine": ("milo",),
+    "memory_budget": ("milo",),
+    "weight_bits": ("codequant",),
+    "activation_bits": ("codequant",),
+    "block": ("codequant",),
+    "steps": ("codequant",),
+    "rotation": ("codequant",),
+    "hadamard": ("codequant",),
+}
+"""The methods that take each setting."""
+
+SHARED = "Options of several methods, which are named first"
+
+
+def flag(setting: str) -> str:
+    """The option of a setting: `--group-size` for `group_size`."""
+    return "--" + setting.replace("_", "-")
+
+
+def options_of(method: str) -> list[str]:
+    """The options that a method takes."""
+    return [flag(setting) for setting, methods in METHODS_OF.items() if method in methods]
+
+
+def refuse_foreign(method: str, given: Iterable[str]) -> None:
+    """Accept settings that `method` takes, or any of a method that is unknown.
+
+    Raises:
+        ValueError: the method does not take one of them; names those that it takes.
+    """
+    foreign = [flag(setting) for setting in given if method not in METHODS_OF[setting]]
+    if foreign and method in METHODS:
+        raise ValueError(
+            f"--method {method} does not take {', '.join(foreign)}; it takes {', '.join(options_of(method))}"
+        )
 
 
 def _number(text: str | None) -> int | str | None:
@@ -12,74 +79,75 @@ def _number(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.isdecimal() else text
 
 
-Code = Annotated[str | None, typer.Option(help="ternary, qmoe: fsv8 or dict16; default fsv8.")]
+def _option(setting: str, text: str, *declarations: str, panel: str | None = None, **more: Any) -> Any:
+    """The option of a setting: in the panel of its only method, or in the shared one, where its methods are named."""
+    methods = METHODS_OF[setting]
+    if len(methods) > 1:
+        text = f"{', '.join(methods)}: {text}"
+    panel = panel or (f"Options of {methods[0]}" if len(methods) == 1 else SHARED)
+    return typer.Option(*declarations, help=text, rich_help_panel=panel, **more)
+
+
+Code = Annotated[str | None, _option("code", "fsv8 (default) or dict16.", panel="Options of ternary")]
 Calibration = Annotated[
-    str | None,
-    typer.Option(help="qmoe, codequant, milo: text file, JSON lines, directory, or data set of the hub."),
+    str | None, _option("calibration", "text file, JSON lines, directory, or data set of the hub. milo may do without.")
 ]
-Samples = Annotated[int | None, typer.Option(min=1, help="qmoe, codequant, milo: calibration samples; default 128.")]
-SequenceLength = Annotated[int | None, typer.Option(min=1, help="qmoe, codequant, milo: tokens a sample; default 512.")]
+Samples = Annotated[int | None, _option("samples", "calibration samples; default 128.", min=1)]
+SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a sample; default 512.", min=1)]
 Bits = Annotated[
-    str | None,
-    typer.Option(help="qmoe: ternary or 2, default ternary. finequant, milo: 2, 3, 4 or 8, default 4, 3."),
+    str | None, _option("bits", "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2.")
 ]
 BitsPerWeight = Annotated[
     float | None,
-    typer.Option(help="qmoe: rate of the coded experts, 0.4 to 2. finequant: budget of --group-size budget."),
+    _option(
+        "bits_per_weight",
+        "of ternary experts, 0.4 to 2, everything counted. finequant: the budget of --group-size budget.",
+        panel="Options of qmoe",
+    ),
 ]
 GroupSize = Annotated[
     str | None,
-    typer.Option(
+    _option(
+        "group_size",
+        "columns that share a scale, 16 to 256; default 64. finequant also: row, adaptive, adaptive-mean or budget.",
         callback=_number,
-        help="finequant: 16 to 256, row, adaptive[-mean] or budget; default 64. qmoe, milo: 16 to 256.",
     ),
 ]
 DenseBits = Annotated[
     str | None,
-    typer.Option(
-        help="finequant, qmoe: bits of attention, shared experts and dense layers: 8, or attention=4,shared=8."
-    ),
+    _option("dense_bits", "pack attention, shared experts and dense layers too: 8, or attention=4,shared=8."),
 ]
-WeightBits = Annotated[int | None, typer.Option(help="codequant: 2, 3 or 4 bits of a code; default 4.")]
+WeightBits = Annotated[int | None, _option("weight_bits", "2, 3 or 4 bits of a code; default 4.")]
 ActivationBits = Annotated[
-    int | None,
-    typer.Option(help="codequant: round what packed layers read to 8 or 4 bits; default 16, not at all."),
+    int | None, _option("activation_bits", "Round what packed layers read to 8 or 4 bits; default 16, not at all.")
 ]
-Block = Annotated[
-    str | None, typer.Option(callback=_number, help="codequant: columns that share a codebook, or row; default row.")
-]
-Steps = Annotated[int | None, typer.Option(min=0, help="codequant: refinements of codes and centroids.")]
-Alpha = Annotated[float | None, typer.Option(help="finequant: of adaptive (0.35), adaptive-mean (0.87).")]
+Block = Annotated[str | None, _option("block", "Columns that share a codebook, or row; default row.", callback=_number)]
+Steps = Annotated[int | None, _option("steps", "How often codes and centroids are refined; default 4.", min=0)]
+Alpha = Annotated[float | None, _option("alpha", "Threshold of --group-size adaptive (0.35), adaptive-mean (0.87).")]
 Symmetric = Annotated[
-    bool | None,
-    typer.Option("--symmetric/--asymmetric", help="finequant, milo: a scale a group, or an offset too."),
+    bool | None, _option("symmetric", "a scale a group, or an offset too.", "--symmetric/--asymmetric")
 ]
 Search = Annotated[
-    bool | None,
-    typer.Option("--search/--no-search", help="finequant: scales of least squared error, or the paper's."),
+    bool | None, _option("search", "Scales of least squared error, or the paper's.", "--search/--no-search")
 ]
-Scales = Annotated[str | None, typer.Option(help="finequant: stored scales, float16 (default) or bfloat16.")]
-Rotation = Annotated[str | None, typer.Option(help="codequant: learned, random, hadamard or none; default learned.")]
+Scales = Annotated[str | None, _option("scales", "Type of the stored scales, float16 (default) or bfloat16.")]
+Rotation = Annotated[str | None, _option("rotation", "learned, random, hadamard or none; default learned.")]
 Hadamard = Annotated[
     bool | None,
-    typer.Option(help="codequant: turn inputs that no offline rotation reaches; default with 4 activation bits."),
+    _option("hadamard", "Turn inputs that no offline rotation reaches; the default with 4 activation bits."),
 ]
-Solver = Annotated[str | None, typer.Option(help="milo: lsq (default), hqq or rtn. qmoe: gptq (default) or rtn.")]
+Solver = Annotated[str | None, _option("solver", "lsq (default), hqq or rtn (milo); gptq (default) or rtn (qmoe).")]
 Rank = Annotated[
-    str | None,
-    typer.Option(help="milo: policies of the compensators, such as dense:512+kurtosis:16; default budget:5."),
+    str | None, _option("rank", "Policies of the corrections, such as dense:512+kurtosis:16; default budget:5.")
 ]
-RankBits = Annotated[int | None, typer.Option(help="milo: bits of the compensators: 3 (default), 8 or 16.")]
+RankBits = Annotated[int | None, _option("rank_bits", "Bits of the corrections: 3 (default), 8 or 16.")]
 Refine = Annotated[
-    bool | None,
-    typer.Option("--refine/--no-refine", help="milo: quantize compensators in the loop, or at its end."),
+    bool | None, _option("refine", "Quantize corrections in the loop, or at its end.", "--refine/--no-refine")
 ]
 MemoryBudget = Annotated[
-    int | None, typer.Option(min=1, help="milo: bytes of all safetensors files of OUT, instead of --rank.")
+    int | None, _option("memory_budget", "Bytes of all safetensors files of OUT, instead of --rank.", min=1)
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
-        callback=usable_device, help="qmoe, codequant, milo: where the model or the solver runs; default cpu."
-    ),
+    _option("device", "where the model or the solver runs; default cpu.", callback=usable_device),
 ]

@@ -1,5 +1,6 @@
 """Arguments that make no sense, which only the code that they are for can tell."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,10 +13,11 @@ __all__ = ["wrong_usage"]
 
 @contextmanager
 def wrong_usage() -> Iterator[None]:
-    """Make wrong usage of a `ValueError`; one that is a foreseen failure (`MoepackError`) stays what it is."""
+    """Turn a `ValueError` into one line and the exit code of wrong usage; a `MoepackError` stays what it is."""
     try:
         yield
     except MoepackError:
         raise
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error

@@ -5,15 +5,14 @@ integers as vLLM and compressed-tensors read them (`pack-quantized`), `gguf` as 
 without changing a value, and only where their layouts can hold what is packed.
 """
 
-import os
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 
-from moepack.errors import OutputExistsError
 from moepack.export.bf16 import export_bf16
 from moepack.export.compressed_tensors import export_compressed_tensors
 from moepack.export.gguf import export_gguf
+from moepack.format.atomic import refuse_existing
 
 __all__ = ["TARGETS", "export"]
 
@@ -45,6 +44,5 @@ def export(directory: str | PathLike[str], out: str | PathLike[str], to: str = "
     """
     if to not in TARGETS:
         raise ValueError(f"unknown format '{to}'; there is: {', '.join(TARGETS)}")
-    if os.path.lexists(out):
-        raise OutputExistsError("exists; choose another place or remove it", file=out)
+    refuse_existing(Path(out))
     return TARGETS[to](Path(directory), Path(out))

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from moepack.errors import DiskError, MoepackError
+from moepack.errors import DiskError, MoepackError, OutputExistsError
 
 TEMPORARY = ".{name}.moepack-tmp"
 """How a file is called while it is written. One process writes a directory at a time, so the name needs no number."""
@@ -34,6 +34,16 @@ def disk_errors(path: Path, action: str = "write") -> Iterator[None]:
         failure = DiskError(f"cannot {action}: {error.strerror or error}", file=path)
         failure.errno = error.errno
         raise failure from error
+
+
+def refuse_existing(path: Path) -> None:
+    """Do nothing, unless there is something at `path`.
+
+    Raises:
+        OutputExistsError: there is.
+    """
+    if os.path.lexists(path):
+        raise OutputExistsError("exists; choose another place or remove it", file=path)
 
 
 def try_creating(path: Path) -> None:

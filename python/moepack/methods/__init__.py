@@ -8,11 +8,13 @@ from moepack.methods.base import (
     CalibratedDenseMethod,
     CalibratedMethod,
     DenseMethod,
+    Expected,
     Method,
     PackedTensor,
     PlannedMethod,
     RewritingMethod,
     Shape,
+    SizedMethod,
     Weights,
 )
 from moepack.methods.codequant import CodeQuant
@@ -35,11 +37,13 @@ __all__ = [
     "CalibratedDenseMethod",
     "CalibratedMethod",
     "DenseMethod",
+    "Expected",
     "Method",
     "PackedTensor",
     "PlannedMethod",
     "RewritingMethod",
     "Shape",
+    "SizedMethod",
     "Weights",
     "create",
 ]

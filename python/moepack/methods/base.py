@@ -9,7 +9,7 @@ because resumed work must equal uninterrupted work.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -47,6 +47,10 @@ class Weights:
         """Axes of the blob: 3 for experts, 2 for a linear layer."""
         return 3 if self.role == "experts" else 2
 
+    def one_expert(self) -> "Weights":
+        """The first expert alone, for a look at what a method makes of such weights."""
+        return replace(self, shape=(1, *self.shape[1:]), sources=self.sources[:1])
+
 
 @dataclass(frozen=True)
 class PackedTensor:
@@ -61,6 +65,19 @@ class PackedTensor:
     kind: str
     data: npt.NDArray[np.uint8]
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The size of a packed tensor before it is made.
+
+    Attributes:
+        nbytes: bytes, all metadata counted.
+        exact: whether shape and settings alone fix it; otherwise the weights' values have a say, and it is about that.
+    """
+
+    nbytes: float
+    exact: bool
 
 
 class Method(Protocol):
@@ -95,6 +112,15 @@ class Method(Protocol):
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
         """
+        ...
+
+
+@runtime_checkable
+class SizedMethod(Method, Protocol):
+    """A method that can say what a tensor will take before any of it is packed or calibrated."""
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size of a projection or linear layer; where values matter, one expert is packed to find out."""
         ...
 
 

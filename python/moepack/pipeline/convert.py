@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moepack.checkpoint import describe
 from moepack.checkpoint.published import PublishedCheckpoint
-from moepack.errors import OutputExistsError
+from moepack.format.atomic import refuse_existing
 from moepack.memory import PeakMemory
 from moepack.methods.qmoe.published import Published
 from moepack.pipeline.job import Job
@@ -48,8 +48,7 @@ def convert(
         OutputExistsError, ResumeError, DiskError, KeyboardInterrupt: as for `compress`.
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
-    if os.path.lexists(target):
-        raise OutputExistsError("exists; choose another directory or remove it", file=target)
+    refuse_existing(target)
     if threads is not None:
         set_threads(threads)
     checkpoint = PublishedCheckpoint.open_pair(published, original)

@@ -18,8 +18,9 @@ from typing import Any
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, describe
 from moepack.checkpoint.header import read_header
+from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CheckpointError, DiskError, InvalidTensorError, MoepackError, OutputExistsError
-from moepack.format.atomic import try_creating, write_file
+from moepack.format.atomic import refuse_existing, try_creating, write_file
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
@@ -53,7 +54,7 @@ def compress(
     model: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    method: str | Method = "ternary",
+    method: str | Method = "finequant",
     code: str | None = None,
     threads: int | None = None,
     resume: bool = True,
@@ -63,7 +64,8 @@ def compress(
     layers too.
 
     Args:
-        model: directory of a Hugging Face checkpoint (safetensors).
+        model: directory of a Hugging Face checkpoint (safetensors), or the id of one on the hub, as in
+            `mistralai/Mixtral-8x7B-v0.1` or `ORGANIZATION/NAME@REVISION`.
         out: directory to be made; it must not exist.
         method: name of a method, or one with its settings.
         code: entropy code of a ternary method given by name: `fsv8` (the default) or `dict16`.
@@ -76,7 +78,7 @@ def compress(
         Sizes, times and memory.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged.
+        CheckpointError: the checkpoint is incomplete or damaged, or the hub does not give it.
         UnsupportedModelError: its architecture is unknown, or it is already quantized.
         CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
         InvalidTensorError: a weight is NaN or infinite.
@@ -89,12 +91,11 @@ def compress(
     without any, nothing is left behind, but for the place of a job that was interrupted.
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
-    if os.path.lexists(target):
-        raise OutputExistsError("exists; choose another directory or remove it", file=target)
+    refuse_existing(target)
     chosen = create(method, **({} if code is None else {"code": code})) if isinstance(method, str) else method
     if threads is not None:
         set_threads(threads)
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(resolve_model(model))
     described = describe(checkpoint)
     try_creating(target)  # before the methods below look at the whole model
     state, progress = target.with_name(target.name + STATE), progress or Silent()

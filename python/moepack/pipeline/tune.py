@@ -13,8 +13,9 @@ import torch
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.header import read_header
-from moepack.errors import CorruptionError, MoepackWarning, OutputExistsError, UnsupportedModelError
-from moepack.format.atomic import write_file
+from moepack.checkpoint.resolve import resolve_model
+from moepack.errors import CorruptionError, MoepackWarning, UnsupportedModelError
+from moepack.format.atomic import refuse_existing, write_file
 from moepack.format.directory import PackedDirectory, check_size
 from moepack.format.hub import CONFIG, config_bytes, quantization_config
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
@@ -47,7 +48,7 @@ def tune(
 
     Args:
         packed: what `moepack compress --method codequant` wrote.
-        original: the checkpoint that it was made of.
+        original: the checkpoint that it was made of, a directory or an id of the hub.
         out: directory to be made; it must not exist.
         calibration: text file, JSON lines, directory or data set of the hub.
         samples, sequence_length: windows, at most, and tokens of each.
@@ -63,14 +64,14 @@ def tune(
         ResumeError: `out`.partial is the unfinished work of `compress`.
     """
     target, settings = Path(os.path.abspath(out)), settings or TuneSettings()
-    if os.path.lexists(target):
-        raise OutputExistsError("exists; choose another directory or remove it", file=target)
+    refuse_existing(target)
+    original = resolve_model(original)
     source = PackedDirectory.open(Path(packed))
     if others := {record.kind for record in source.manifest.packed().values()} - {"codebook"}:
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
     for file, record in source.manifest.files.items():
         check_size(source.path / file, record.size)
-    checkpoint = Checkpoint.open(Path(original))
+    checkpoint = Checkpoint.open(original)
     # Of a checkpoint that was changed before it was packed, what it was changed by follows.
     if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
         message = f"{original}: is not what {packed} was made of, or was changed since"

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import LoadError, MoepackError
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import make_resident
@@ -33,7 +34,7 @@ def load(
     The experts stay in the mapped files; loading them adds next to nothing to the process's own memory.
 
     Args:
-        directory: what `moepack compress` wrote.
+        directory: what `moepack compress` wrote, or the id of such a model on the hub (`ORGANIZATION/NAME[@REVISION]`).
         dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
         threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
             them as they are.
@@ -47,11 +48,13 @@ def load(
         The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
 
     Raises:
+        CheckpointError: the hub does not give the model.
         LoadError: the directory is no packed model, needs a newer moepack, or is to be resident and larger than the
             available memory.
         CorruptionError: its files contradict each other or are truncated.
         ValueError: there is no such dtype or mode.
     """
+    directory = resolve_model(directory)
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
@@ -66,6 +69,7 @@ def open_model(
     resident: bool = False,
 ) -> Any:
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`."""
+    directory = resolve_model(directory)
     config = _read_config(directory)
     if threads is not None:
         set_threads(threads)
@@ -104,6 +108,7 @@ def open_tokenizer(directory: str | PathLike[str]) -> Any:
     """
     import transformers
 
+    directory = resolve_model(directory)
     try:
         return transformers.AutoTokenizer.from_pretrained(fspath(directory), local_files_only=True)
     except (OSError, ValueError) as error:

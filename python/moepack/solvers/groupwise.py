@@ -14,8 +14,10 @@ Shapes: `[..., R, C]` weights, G = ceil(C / group size) groups a row, the last o
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,6 +55,38 @@ class GroupwiseCodes(NamedTuple):
     offsets: Tensor | None
 
 
+class GroupwiseArrays(NamedTuple):
+    """The same in NumPy arrays."""
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float32]
+    offsets: npt.NDArray[np.float32] | None
+
+
+@overload
+def quantize_groupwise(
+    weight: Tensor,
+    bits: int = ...,
+    group_size: int | None = ...,
+    *,
+    symmetric: bool = ...,
+    search: bool = ...,
+    dtype: torch.dtype = ...,
+    name: str | None = ...,
+) -> GroupwiseCodes: ...
+@overload
+def quantize_groupwise(
+    weight: npt.NDArray[Any],
+    bits: int = ...,
+    group_size: int | None = ...,
+    *,
+    symmetric: bool = ...,
+    search: bool = ...,
+    dtype: torch.dtype = ...,
+    name: str | None = ...,
+) -> GroupwiseArrays: ...
+
+
 def quantize_groupwise(
     weight: AnyTensor,
     bits: int = 4,
@@ -62,7 +96,7 @@ def quantize_groupwise(
     search: bool = True,
     dtype: torch.dtype = torch.float16,
     name: str | None = None,
-) -> GroupwiseCodes:
+) -> GroupwiseCodes | GroupwiseArrays:
     """Quantize a matrix, or a stack of matrices, in groups of columns.
 
     Args:
@@ -77,7 +111,7 @@ def quantize_groupwise(
         name: the tensor's name, for errors.
 
     Returns:
-        Codes and parameters, on the device of `weight`. A group of zeros has the scale zero.
+        Codes and parameters, of the library and on the device of `weight`. A group of zeros has the scale zero.
 
     Raises:
         InvalidTensorError: the weight holds NaN or infinity, is no stack of matrices, is not dense and of a
@@ -111,7 +145,9 @@ def quantize_groupwise(
                 offsets[matrix][rows, places] = fit.offsets
     found = GroupwiseCodes(codes, scales, offsets)
     _check_range(found, dtype, name)
-    return found
+    if isinstance(weight, Tensor):
+        return found
+    return GroupwiseArrays(codes.numpy(), scales.numpy(), None if offsets is None else offsets.numpy())
 
 
 def _check_range(codes: GroupwiseCodes, dtype: torch.dtype, name: str | None) -> None:

@@ -25,7 +25,7 @@ from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
 from moepack.codebook import BLOCK_UNIT, centroid_bits
 from moepack.errors import ResumeError
-from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Weights
 from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
@@ -172,6 +172,10 @@ class CodeQuant:
     def dense_bound(self, shape: Shape, role: str) -> int:
         """Return the same for a linear layer."""
         return self.bound(shape)
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size: it depends on the shape alone."""
+        return Expected(self.bound(weights.shape), exact=True)
 
     def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
         """Find the rotation and the order of inner dimensions, and fold them into the checkpoint.

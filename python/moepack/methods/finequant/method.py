@@ -5,6 +5,7 @@ Nothing is calibrated. A tensor's group size is fixed, or follows from its weigh
 other linear layers may have bits of their own (table 5).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,8 +16,8 @@ import torch
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import PackedTensor, Shape, Weights
-from moepack.methods.finequant.planning import BudgetPlan
+from moepack.methods.base import Expected, PackedTensor, Shape, Weights
+from moepack.methods.finequant.planning import REFERENCE, BudgetPlan
 from moepack.methods.finequant.sizes import (
     GroupSize,
     free_size,
@@ -132,6 +133,18 @@ class FineQuant:
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return packed_bytes(shape, bits, self._fixed(), self.symmetric)
         return max(packed_bytes(shape, bits, size, self.symmetric) for size in sizes_for(shape[2]))
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size: known for one group size, the budget where there is one, by the first expert otherwise."""
+        bits = self.bits if weights.role == "experts" else self._dense[weights.role]
+        if isinstance(self.group_size, int) or self.group_size == ROW:
+            return Expected(self._bound(weights.shape, bits), exact=True)
+        if self.group_size != BUDGET:
+            sample = self._compress(weights.one_expert(), bits, lambda _: None)
+            return Expected(sample.data.nbytes * weights.shape[0], exact=False)
+        if self.bits_per_weight is None:
+            return Expected(packed_bytes(weights.shape, bits, REFERENCE, self.symmetric), exact=False)
+        return Expected(math.prod(weights.shape) * self.bits_per_weight / 8, exact=False)
 
     def _fixed(self) -> GroupSize:
         return self.group_size if isinstance(self.group_size, int) else None

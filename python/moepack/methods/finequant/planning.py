@@ -17,7 +17,7 @@ from moepack.methods.base import Shape
 from moepack.methods.finequant.sizes import Choice, GroupSize, allocate, packed_bytes, sizes_for
 from moepack.solvers.groupwise import group_values, quantize_groupwise
 
-__all__ = ["BudgetPlan", "choices_of"]
+__all__ = ["REFERENCE", "BudgetPlan", "choices_of"]
 
 SAMPLE = 1 << 20
 """Weights of a tensor that errors are measured on, about."""

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Weights
 from moepack.methods.milo.frequency import count_choices
 from moepack.methods.milo.joint import Compensated, JointSettings, compensate
-from moepack.methods.milo.packing import FACTOR_GROUP, Assembly, packed_bytes
+from moepack.methods.milo.packing import FACTOR_GROUP, Assembly, base_bytes, packed_bytes
 from moepack.methods.milo.planning import DENSE_ROLES, Planner, RankPlan, batches, workers
 from moepack.methods.milo.ranks import parse_ranks
 from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, residual_spectrum
@@ -159,6 +159,15 @@ class Milo:
     def dense_bound(self, shape: Shape, role: str) -> int:
         """Return the most bytes that a linear layer can take packed."""
         return self.bound(shape)
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size with the mean of the ranks, or with what the budget adds to that without compensators."""
+        first, dense = self._terms[0], weights.role != "experts"
+        if first.policy == "budget":
+            return Expected(base_bytes(weights.shape, self._specs[0]) * (1 + first.amount / 100), exact=False)
+        rank = sum(t.amount for t in self._terms if t.policy == "uniform" or (t.policy == "dense") == dense)
+        total = round(weights.shape[0] * min(rank, *weights.shape[1:]))
+        return Expected(packed_bytes(weights.shape, self._specs[0], total, self.rank_bits), exact=False)
 
     def compress_layer(
         self, layer: Mapping[str, Weights], advance: Callable[[int], None]

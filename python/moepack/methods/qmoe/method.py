@@ -8,6 +8,7 @@ later layers see bit for bit what they would have seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, Line
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Weights
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.qmoe.dense import DenseSettings, PackedLinears, SolvingLinears
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
@@ -28,7 +29,9 @@ from moepack.methods.qmoe.grid import GridSolver, Rounding
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.methods.qmoe.rate import RateSolver
 from moepack.methods.roles import dense_text, parse_dense_bits
+from moepack.methods.ternary import Ternary
 from moepack.solvers.gptq import GptqSettings
+from moepack.solvers.groupwise import quantize_groupwise
 from moepack.solvers.rate import RateSettings
 
 __all__ = ["PUBLISHED", "Qmoe"]
@@ -170,6 +173,20 @@ class Qmoe:
     def dense_bound(self, shape: Shape, role: str) -> int:
         """Return the size: it depends on shape and bits alone."""
         return packed_bytes(shape, self._dense.bits[role], self.group_size)
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size: the rate where one was asked for, otherwise that of the first expert without calibration."""
+        if weights.role != "experts":
+            return Expected(self.dense_bound(weights.shape, weights.role), exact=True)
+        if self.bits_per_weight is not None:
+            return Expected(math.prod(weights.shape) * self.bits_per_weight / 8, exact=False)
+        if self.bits == "ternary":
+            return Ternary(self.code).expected(weights)
+        found = quantize_groupwise(weights.expert(0), 2, self.group_size, symmetric=False)
+        assert found.offsets is not None
+        parameters = torch.stack([found.scales, found.offsets], dim=-1).flatten(-2)
+        sample = self._form.pack(found.codes[None], parameters[None])
+        return Expected(sample.data.nbytes * weights.shape[0], exact=False)
 
     def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
         """Read the calibration set and build the model's skeleton.

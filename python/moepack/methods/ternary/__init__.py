@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moepack import _core
-from moepack.methods.base import PackedTensor, Shape, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Weights
 from moepack.methods.parallel import for_experts
 from moepack.solvers.rtn import quantize_ternary
 
@@ -48,6 +48,11 @@ class Ternary:
         step, cost = _ROW_BYTES[self.code]
         row = -(-columns // step) * cost + 8 + 4  # payload, two f32 levels, index entry
         return experts * (rows * row + 8 * (rows // 64 + 2)) + 1024  # group starts; header and padding of sections
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size if all experts are coded as well as the first."""
+        sample = self._compress(weights.one_expert(), lambda _: None)
+        return Expected(sample.data.nbytes * weights.shape[0], exact=False)
 
     def compress_layer(
         self, layer: Mapping[str, Weights], advance: Callable[[int], None]

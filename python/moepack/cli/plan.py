@@ -1,0 +1,66 @@
+"""The plan that `moepack compress` prints before it starts."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moepack.cli.settings import METHODS
+from moepack.units import duration, size
+
+if TYPE_CHECKING:
+    from moepack.pipeline.estimate import Estimate, Part
+
+__all__ = ["print_plan"]
+
+
+def print_plan(estimate: "Estimate", console: Console) -> None:
+    """Print a table on a terminal, and a plain line for each of its rows in a log."""
+    rows = _rows(estimate)
+    if not console.is_terminal:
+        for label, text in rows:
+            console.print(f"plan: {label:<9} {text}", soft_wrap=True, markup=False, highlight=False)
+        return
+    table = Table(title="Plan", title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, Text(text))
+    console.print(table)
+
+
+def _rows(plan: "Estimate") -> list[tuple[str, str]]:
+    settings = ", ".join(f"{name} {value}" for name, value in plan.settings.items() if value not in ("", None))
+    rows = [
+        ("model", f"{plan.model} ({plan.architecture}: {plan.layers} layers of {plan.experts} experts)"),
+        ("method", f"{plan.method}: {METHODS.get(plan.method, '')}"),
+        ("settings", settings),
+        *(("packs", _part(part)) for part in plan.parts),
+        ("keeps", f"everything else as it is: {size(plan.kept)}"),
+        ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
+        ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
+        ("disk", f"up to {size(plan.disk)} to be written, {_left(plan.free_disk, plan.disk)}"),
+        ("time", _time(plan)),
+    ]
+    return rows
+
+
+def _part(part: "Part") -> str:
+    """Weights, bytes before and after, and the rate."""
+    about = "" if part.exact else "about "
+    rate = f"{about}{part.bits_per_weight:.2f} bits a weight"
+    return f"{part.role}: {part.weights:,} weights, {size(part.before)} -> {about}{size(part.after)} ({rate})"
+
+
+def _left(free: int | None, need: int) -> str:
+    """What the machine has left, and whether that is too little."""
+    if free is None:
+        return "how much is free is unknown"
+    return f"{size(free)} free" + ("" if free >= need else ": this may be TOO LITTLE")
+
+
+def _time(plan: "Estimate") -> str:
+    if plan.seconds is None:
+        return "not estimated on this device"
+    return f"about {duration(plan.seconds)} with {plan.threads} thread{'s' if plan.threads > 1 else ''}"

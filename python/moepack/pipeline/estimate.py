@@ -1,0 +1,214 @@
+"""What `compress` is going to do, in numbers, before any of the work: sizes, memory, disk, time.
+
+Sizes are what the methods expect (`SizedMethod`): exact where shapes and settings fix them, otherwise from one expert
+of a layer in the middle. Times follow from speeds that were measured once, and memory from what is held at a time: both
+may be wrong by a factor of two, which is enough to know whether to wait or to look for a larger machine. Nothing is
+written.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.resolve import resolve_model
+from moepack.format.atomic import refuse_existing, try_creating
+from moepack.memory import available_bytes
+from moepack.methods import CalibratedMethod, Expected, Method, SizedMethod
+from moepack.methods.parallel import MAX_WORKERS
+from moepack.pipeline.plan import Plan, make_plan, space_bound
+from moepack.pipeline.units import Unit, bound, units
+
+__all__ = ["Estimate", "Part", "estimate"]
+
+SECONDS = {"ternary": 15, "finequant": 90, "milo": 700, "codequant": 700, "qmoe": 700}
+"""Seconds in which one thread of a Zen 3 packs 10^9 weights, by method; calibration comes on top."""
+
+TOKEN_SECONDS = 3e-11
+"""Seconds of one thread for each token of the calibration set and weight that is packed."""
+
+PROCESS = 450 << 20
+"""Bytes of a process that has imported torch."""
+
+WORKING = 32
+"""Bytes a weight of the experts in work at a time: copies in float32 and candidates."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is packed of one role.
+
+    Attributes:
+        role: "experts", "attention", "shared", "mlp" or "head".
+        weights: how many.
+        before, after: bytes in the checkpoint and packed.
+        exact: whether `after` is exact.
+    """
+
+    role: str
+    weights: int
+    before: int
+    after: float
+    exact: bool
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Packed bits a weight, all metadata counted."""
+        return 8 * self.after / max(self.weights, 1)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a job is going to need and to make.
+
+    Attributes:
+        model: directory of the checkpoint.
+        architecture: transformers' model type.
+        layers, experts: how many sparse layers, and experts in the first of them.
+        method, settings: name and settings of the method.
+        parts: what is packed, experts first.
+        kept: bytes that are taken over as they are: other tensors and small files.
+        budget: bytes that all weights may take where the method was given that number, or None.
+        memory: bytes of the process's own memory, about.
+        free_memory: bytes that the machine has left, or None where it does not say.
+        disk: the most bytes that will be written.
+        free_disk: bytes that the disk has left.
+        threads: threads that work.
+        seconds: time, about; None on a device that is not the CPU.
+    """
+
+    model: Path
+    architecture: str
+    layers: int
+    experts: int
+    method: str
+    settings: Mapping[str, Any]
+    parts: tuple[Part, ...]
+    kept: int
+    budget: int | None
+    memory: int
+    free_memory: int | None
+    disk: int
+    free_disk: int
+    threads: int
+    seconds: float | None
+
+    @property
+    def before(self) -> int:
+        """Bytes of the checkpoint."""
+        return self.kept + sum(part.before for part in self.parts)
+
+    @property
+    def after(self) -> float:
+        """Bytes of the packed directory, about."""
+        return self.budget or self.kept + sum(part.after for part in self.parts)
+
+
+def estimate(
+    model: str | PathLike[str], out: str | PathLike[str], method: Method, threads: int | None = None
+) -> Estimate:
+    """Estimate what `compress` with the same arguments needs and makes.
+
+    Args:
+        model: directory of a checkpoint or id of the hub, as for `compress`; a model of the hub is fetched.
+        out: directory to be made; it must not exist.
+        method: the method with its settings.
+        threads: threads to use; None means torch's setting.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, InvalidTensorError: as for `compress`.
+        OutputExistsError, DiskError: `out` exists or cannot be made.
+    """
+    target = Path(os.path.abspath(out))
+    refuse_existing(target)
+    checkpoint = Checkpoint.open(resolve_model(model))
+    described = describe(checkpoint)
+    try_creating(target)
+    plan = make_plan(checkpoint, described, method)
+    parts = _parts(plan, method)
+    kept = sum(path.stat().st_size for path in plan.copies)
+    kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
+    workers = threads or torch.get_num_threads()
+    return Estimate(
+        model=checkpoint.path,
+        architecture=described.architecture,
+        layers=len(described.layers),
+        experts=described.layers[0].experts if described.layers else 0,
+        method=method.name,
+        settings=method.settings,
+        parts=parts,
+        kept=kept,
+        budget=getattr(method, "memory_budget", None),
+        memory=_memory(plan, method, checkpoint, workers),
+        free_memory=available_bytes(),
+        disk=space_bound(plan, checkpoint, method, ()),
+        free_disk=shutil.disk_usage(next(above for above in target.parents if above.exists())).free,
+        threads=workers,
+        seconds=_seconds(sum(part.weights for part in parts), method, workers),
+    )
+
+
+def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
+    """Add up what is packed, by role; tensors of equal shape and place in a layer are expected to pack alike."""
+    alike: dict[tuple[str, str, tuple[int, ...]], list[Unit]] = {}
+    for unit in _packed_units(plan):
+        alike.setdefault((unit.weights.role, unit.projection, unit.shape), []).append(unit)
+    parts: dict[str, list[Part]] = {}
+    for (role, _, shape), members in alike.items():
+        found = _expected(method, members[len(members) // 2])
+        before, weights = sum(unit.nbytes for unit in members), len(members) * math.prod(shape)
+        parts.setdefault(role, []).append(Part(role, weights, before, len(members) * found.nbytes, found.exact))
+    summed = [_sum(role, found) for role, found in parts.items()]
+    return tuple(sorted(summed, key=lambda part: part.role != "experts"))
+
+
+def _packed_units(plan: Plan) -> Iterable[Unit]:
+    return (unit for shard in plan.shards if shard.layer is not None for unit in units(shard.layer))
+
+
+def _sum(role: str, parts: list[Part]) -> Part:
+    weights, before = sum(part.weights for part in parts), sum(part.before for part in parts)
+    return Part(role, weights, before, sum(part.after for part in parts), all(part.exact for part in parts))
+
+
+def _expected(method: Method, unit: Unit) -> Expected:
+    """The size of a tensor; the most that it can be if the method does not say."""
+    if isinstance(method, SizedMethod):
+        return method.expected(unit.weights)
+    return Expected(method.bound(unit.weights.shape), exact=False)
+
+
+def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) -> int:
+    """The process, codes of one tensor (a byte a weight), the packed tensors of a layer, and the experts in work; with
+    calibration the layer itself in float32, and the states of all tokens before and after a block."""
+    layers = [shard.layer for shard in plan.shards if shard.layer is not None]
+    shapes = [unit.weights.shape for unit in _packed_units(plan)]
+    if not shapes:
+        return PROCESS
+    codes = max(math.prod(shape) for shape in shapes)
+    working = max(rows * columns * min(experts, workers, MAX_WORKERS) for experts, rows, columns in shapes) * WORKING
+    packed = max(bound(method, layer) for layer in layers)
+    total = PROCESS + codes + working + packed
+    if isinstance(method, CalibratedMethod):
+        states = _tokens(method) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
+        total += 4 * max(sum(math.prod(unit.shape) for unit in units(layer)) for layer in layers) + 2 * 4 * states
+    return total
+
+
+def _tokens(method: Method) -> int:
+    """Tokens of the calibration set, at most."""
+    return int(getattr(method, "samples", 0) * getattr(method, "sequence_length", 0))
+
+
+def _seconds(weights: int, method: Method, workers: int) -> float | None:
+    if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
+        return None
+    tokens = _tokens(method) if isinstance(method, CalibratedMethod) else 0
+    return weights * (SECONDS[method.name] / 1e9 + tokens * TOKEN_SECONDS) / min(workers, MAX_WORKERS)
