@@ -42,8 +42,8 @@ from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.methods.finequant import FineQuant
-from moepack.methods.finequant.planning import BudgetPlan, choices_of
-from moepack.methods.finequant.sizes import Choice, allocate, free_size, halving_ratios, stored_size
+from moepack.methods.finequant.planning import Proposal, plan_sizes, proposals
+from moepack.methods.finequant.sizes import free_size, halving_ratios, stored_size
 from moepack.pipeline import compress
 from moepack.runtime.loading import load, open_model, open_tokenizer
 from moepack.solvers.groupwise import group_values, quantize_groupwise
@@ -114,7 +114,7 @@ class Budgeted(FineQuant):
 
     def begin(self, checkpoint: Checkpoint, model: Any) -> None:
         """Allocate only."""
-        self._plan = BudgetPlan.fit(self.measured, self.bits_per_weight, self.symmetric)
+        self._sizes = plan_sizes(self.measured, self.bits_per_weight, self.symmetric)
 
     @classmethod
     def series(cls, source: Path, bits: int, rates: list[float]) -> Iterator[tuple[float, FineQuant]]:
@@ -122,7 +122,7 @@ class Budgeted(FineQuant):
         if not rates:
             return
         checkpoint, roles = Checkpoint.open(source), dict.fromkeys(("experts", "attention", "shared", "mlp"), bits)
-        found = list(choices_of(checkpoint, describe(checkpoint), roles))
+        found = list(proposals(checkpoint, describe(checkpoint), roles))
         for rate in rates:
             method = cls(bits, "budget", bits_per_weight=rate, dense_bits=bits)
             method.measured = found
@@ -226,22 +226,21 @@ class Bench:
             return
         checkpoint = Checkpoint.open(self.model)
         described = describe(checkpoint)
-        found = list(choices_of(checkpoint, described, dict.fromkeys(("experts", "attention", "shared", "mlp"), 4)))
-        choices = [choice for _, choice in found]
-        weights = sum(math.prod(tensor.shape) for tensor, _ in found)
-        fixed = [_sums(choices, [size] * len(choices)) for size in (None, *FIXED[1:])]
+        found = list(proposals(checkpoint, described, dict.fromkeys(("experts", "attention", "shared", "mlp"), 4)))
+        weights = sum(math.prod(tensor.shape) for tensor in found)
+        fixed = [_sums(found, [size] * len(found)) for size in (None, *FIXED[1:])]
         ratios = {mean: _ratios(described, mean) for mean in (False, True)}
         for rule, alphas in (("adaptive", ALPHAS), ("adaptive-mean", MEANS)):
             for alpha in alphas:
                 mine = ratios[rule == "adaptive-mean"]
-                picked = [free_size(t.shape, stored_size(t.shape[2], mine[t.name], alpha)) for t, _ in found]
-                nbytes, error = _sums(choices, picked)
-                budget = [c.sizes[at] for c, at in zip(choices, allocate(choices, nbytes), strict=True)]
+                picked = [free_size(t.shape, stored_size(t.shape[2], mine[t.name], alpha)) for t in found]
+                nbytes, error = _sums(found, picked)
+                budget = list(plan_sizes(found, 8 * nbytes / weights).values())
                 reference = float(np.interp(nbytes, [b for b, _ in fixed], [e for _, e in fixed]))
                 sizes = Counter(str(size or "row") for size in picked)
                 self.results.add({
                     **about, "label": f"{rule} {alpha}", "bits_per_weight": 8 * nbytes / weights, "sizes": dict(sizes),
-                    "error_over_fixed": error / reference, "budget_over_fixed": _sums(choices, budget)[1] / reference,
+                    "error_over_fixed": error / reference, "budget_over_fixed": _sums(found, budget)[1] / reference,
                 })  # fmt: skip
 
     def grids(self) -> None:
@@ -258,11 +257,12 @@ class Bench:
                 self.add(key, model, {"bits": bits, "bits_per_weight": bits + 16 * parameters / weights})
 
 
-def _sums(choices: list[Choice], picked: list[int | None]) -> tuple[int, float]:
+def _sums(proposed: list[Proposal], picked: list[int | None]) -> tuple[int, float]:
     """Bytes and errors of an allocation; a size that a tensor has no use for is the whole row."""
-    places = [c.sizes.index(size) if size in c.sizes else 0 for c, size in zip(choices, picked, strict=True)]
-    pairs = list(zip(choices, places, strict=True))
-    return sum(choice.nbytes[at] for choice, at in pairs), sum(choice.errors[at] for choice, at in pairs)
+    taken = []
+    for one, size in zip(proposed, picked, strict=True):
+        taken.append(next((c for c in one.candidates if c.specification == size), one.candidates[0]))
+    return sum(one.nbytes for one in taken), sum(one.loss for one in taken)
 
 
 def _ratios(model: Any, mean: bool) -> dict[str, Any]:

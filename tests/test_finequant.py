@@ -22,8 +22,6 @@ from moepack.format import PackedDirectory
 from moepack.methods import create
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.sizes import (
-    Choice,
-    allocate,
     free_size,
     halving_ratios,
     halvings,
@@ -105,48 +103,6 @@ def test_the_papers_rule_finds_outliers() -> None:
     assert stored_size(512, halving_ratios(weight), 0.3) is None
     weight[::5, 37] = 40.0
     assert stored_size(512, halving_ratios(weight), 0.3) in (16, 32, 64, 128, 256)
-
-
-def brute_force(choices: list[Choice], budget: int) -> float:
-    best = [math.inf]
-
-    def walk(index: int, left: int, error: float) -> None:
-        if left < 0:
-            return
-        if index == len(choices):
-            best.append(error)
-            return
-        for nbytes, more in zip(choices[index].nbytes, choices[index].errors, strict=True):
-            walk(index + 1, left - nbytes, error + more)
-
-    walk(0, budget, 0.0)
-    return min(best)
-
-
-def test_allocation_is_near_the_best_there_is() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        choices = []
-        for _ in range(5):
-            scale = 10 ** rng.uniform(-1, 1)
-            nbytes = tuple(int(x) for x in 100 + np.cumsum(rng.integers(5, 12, 4)))
-            errors = tuple(float(scale * (x + 0.02 * rng.random())) for x in (1.0, 0.6, 0.42, 0.35))
-            choices.append(Choice((None, 256, 128, 64), nbytes, errors))
-        least = sum(choice.nbytes[0] for choice in choices)
-        budget = least + int(rng.integers(0, 120))
-        picked = allocate(choices, budget)
-        assert sum(choice.nbytes[at] for choice, at in zip(choices, picked, strict=True)) <= budget
-        spent = sum(choice.errors[at] for choice, at in zip(choices, picked, strict=True))
-        assert spent <= 1.15 * brute_force(choices, budget)
-        with pytest.raises(ValueError, match="already takes"):
-            allocate(choices, least - 1)
-
-
-def test_allocation_skips_sizes_that_cost_more_and_bring_nothing() -> None:
-    choice = Choice((None, 64, 32, 16), (100, 110, 120, 130), (5.0, 6.0, 4.9, 1.0))
-    assert allocate([choice], 125) == [0]  # the hull goes straight to 130
-    assert allocate([choice], 130) == [3]
-    assert allocate([], 0) == []
 
 
 def test_dense_bits() -> None:

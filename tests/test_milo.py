@@ -1,7 +1,6 @@
 """The method `milo`: joint optimisation, rank policies, budgets, bad input, and the way through the whole program."""
 
 import json
-import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -21,11 +20,10 @@ from moepack.export import export
 from moepack.format import PackedDirectory
 from moepack.methods import create
 from moepack.methods.milo import Milo
-from moepack.methods.milo.grids import Option, choose_grids
 from moepack.methods.milo.joint import JointSettings, compensate
 from moepack.methods.milo.packing import Assembly, base_bytes, packed_bytes
 from moepack.methods.milo.planning import Planner, Source
-from moepack.methods.milo.ranks import Matrix, fill_budget, named_ranks, parse_ranks
+from moepack.methods.milo.ranks import Matrix, named_ranks, parse_ranks
 from moepack.methods.milo.statistics import kurtosis, residual_rank, residual_spectrum
 from moepack.solvers.affine import GroupSpec, quantize_affine
 from moepack.solvers.least_squares import LeastSquares
@@ -122,8 +120,7 @@ def test_statistics() -> None:
 
 
 def matrices(dense: int, experts: int, side: int = 128) -> list[Matrix]:
-    found = [Matrix(f"d{i}", 0, side, 2 * side, True) for i in range(dense)]
-    return found + [Matrix("e", i, side, side // 2, False) for i in range(experts)]
+    return [Matrix(side, True)] * dense + [Matrix(side // 2, False)] * experts
 
 
 @pytest.mark.parametrize("side", [128, 2048])
@@ -164,17 +161,6 @@ def test_specs_that_are_none(spec: str) -> None:
         parse_ranks(spec)
 
 
-def test_a_budget_is_spent_where_the_error_falls_most() -> None:
-    falls = [np.array([9.0, 4.0, 1.0]), np.array([8.0, 7.0, 0.0]), np.array([100.0])]
-    costs = np.array([1.0, 2.0, 60.0])
-    assert fill_budget(falls, costs, 5).tolist() == [3, 1, 0]
-    assert fill_budget(falls, costs, 6).tolist() == [2, 2, 0]
-    assert fill_budget(falls, costs, 1000).tolist() == [3, 2, 1]
-    assert fill_budget(falls, costs, 0.5).tolist() == [0, 0, 0]
-    # A later step that is worth more than an earlier one is bought with it.
-    assert fill_budget([np.array([1.0, 5.0])], np.array([1.0]), 1).tolist() == [1]
-
-
 class Given(Source):
     """A tensor of two experts, one three times the other."""
 
@@ -187,36 +173,12 @@ class Given(Source):
 
 def test_a_budget_weighs_experts_by_their_size_or_their_frequency() -> None:
     tensor = Given("w", (2, 64, 128), False, "layer", cast(Any, None))
-    planner = Planner([SPEC], SOLVER, 3, torch.device("cpu"))
-    by_size = planner._option(tensor, SPEC, None, 1, 8)
-    np.testing.assert_allclose(by_size.falls[1], 9 * by_size.falls[0], rtol=0.05)
-    by_frequency = planner._option(tensor, SPEC, np.array([0.75, 0.25]), 1, 8)
-    np.testing.assert_allclose(3 * by_frequency.falls[1], by_frequency.falls[0], rtol=0.05)
-    assert by_size.error == pytest.approx(by_frequency.error, rel=0.02)
-
-
-def test_grids_are_the_best_for_their_bytes() -> None:
-    rng = np.random.default_rng(1)
-    tensors = []
-    for _ in range(6):
-        falls = -np.sort(-rng.random((2, 4))) * 0.2
-        error = float(falls.sum()) + 0.5
-        better = Option(110, error * float(rng.uniform(0.7, 0.99)), falls * 0.7, 10)
-        tensors.append([better, Option(100, error, falls, 10)])
-
-    def error_of(chosen: Any, budget: float) -> float:
-        options = [options[choice] for options, choice in zip(tensors, chosen, strict=True)]
-        left = budget - sum(option.nbytes for option in options)
-        if left < 0:
-            return math.inf
-        falls = [fall for option in options for fall in option.falls]
-        steps = fill_budget(falls, np.full(len(falls), 10.0), left)
-        return sum(o.error for o in options) - sum(float(f[:n].sum()) for f, n in zip(falls, steps, strict=True))
-
-    for budget in (600, 650, 720, 800, 2000):
-        best = min(error_of([mask >> i & 1 for i in range(6)], budget) for mask in range(64))
-        assert error_of(choose_grids(tensors, budget), budget) <= 1.05 * best
-    assert choose_grids(tensors, 10**6) == [0 if t[0].at(0)[0] < t[1].at(0)[0] else 1 for t in tensors]
+    by_size = Planner([SPEC], SOLVER, 3, torch.device("cpu"))._propose(tensor, SPEC, 8)
+    np.testing.assert_allclose(by_size.chains[1].gains, 9 * by_size.chains[0].gains, rtol=0.05)
+    counts = {"layer": [74, 24]}  # and one each
+    by_frequency = Planner([SPEC], SOLVER, 3, torch.device("cpu"), counts)._propose(tensor, SPEC, 8)
+    np.testing.assert_allclose(3 * by_frequency.chains[1].gains, by_frequency.chains[0].gains, rtol=0.05)
+    assert by_size.loss == pytest.approx(by_frequency.loss, rel=0.02)
 
 
 @pytest.mark.parametrize("bits", [3, 8, 16])

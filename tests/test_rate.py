@@ -13,7 +13,7 @@ from moepack import _core
 from moepack.calibration.moments import Tokens, expert_moments, sensitivity
 from moepack.cli import app
 from moepack.methods import Qmoe
-from moepack.methods.qmoe.budget import GAINS, STEPS, RateBudget
+from moepack.methods.qmoe.curves import GAINS, STEPS, RateCurves
 from moepack.pipeline import compress
 from moepack.solvers.rate import RateGrid, RateProblem, RateSettings, row_bits
 
@@ -146,7 +146,7 @@ def test_sensitivity_is_the_squared_effect_on_the_experts_output():
 @pytest.mark.parametrize("target", [1.0, 1.3, 1.6])
 def test_a_layer_takes_its_budget(target):
     """Two stages in two groups, all but the last solved once."""
-    experts, budget = range(4), RateBudget(target, 4)
+    experts, curves = range(4), RateCurves(target, 4)
     shapes = {"up": (40, 96), "down": (48, 80)}
     h = {
         name: hessians(4, columns, seed=9) * torch.tensor([0.1, 1, 3, 10])[:, None, None]
@@ -161,13 +161,14 @@ def test_a_layer_takes_its_budget(target):
 
     for group in groups:
         for name in shapes:
-            budget.add(name, group, problem(name, group))
+            curves.add(name, group, problem(name, group))
+    budget, gain = curves.budget()
+    assert gain in GAINS
     total = 0.0
     for group in groups:
         for name, (rows, _) in shapes.items():
             for _ in range(3):
-                price, gain = budget.price(name, group)
-                assert gain in GAINS
+                price = curves.unit * budget.price(name, group)
                 codes, _, _ = problem(name, group).solve(constant(rows, price), constant(rows, gain))
                 bits = row_bits(codes).sum(1)
                 budget.book(name, group, bits)
@@ -181,18 +182,17 @@ def test_a_layer_takes_its_budget(target):
 
 @pytest.mark.parametrize("spread, target, gain", [(1, 1.2, 1.2), (1000, 1.2, 1.0), (1000, 0.98, 1.2)])
 def test_large_levels_where_experts_are_even_or_bits_are_few(spread, target, gain):
-    budget = RateBudget(target, 3)
+    curves = RateCurves(target, 3)
     h = hessians(3, 256) * torch.tensor([1, spread, 1])[:, None, None]
-    budget.add("up", range(3), RateProblem(weights(columns=256), h))
-    assert budget.price("up", range(3))[1] == gain
+    curves.add("up", range(3), RateProblem(weights(columns=256), h))
+    assert curves.budget()[1] == gain
 
 
 def test_unreachable_budgets_take_the_end_of_the_ladder():
     for target, step in ((50.0, STEPS[0]), (0.01, STEPS[-1])):
-        budget = RateBudget(target, 3)
-        budget.add("up", range(3), RateProblem(weights(), hessians(3, 64)))
-        price, _ = budget.price("up", range(3))
-        assert price == pytest.approx(budget.unit * float(step))
+        curves = RateCurves(target, 3)
+        curves.add("up", range(3), RateProblem(weights(), hessians(3, 64)))
+        assert curves.budget()[0].price("up", range(3)) == float(step)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack.allocation.importance import curvatures
 from moepack.solvers.drift import corrected
 from moepack.solvers.gptq import ExpertReport, Factors, GptqSettings, factorize, gptq
 
@@ -39,8 +40,6 @@ ROW_METADATA = 33
 ROW_TAIL = 5
 #: What FSV8 needs over the entropy of a row, with a choice among eight dictionaries.
 CODE_EXCESS = 1.007
-#: Importance of an expert is at least this part of the mean: prices stay finite for experts that no token reached.
-LEAST_IMPORTANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -148,13 +147,7 @@ class RateProblem:
             shift, damping = self.settings.shift, self.settings.shift_damping
             self.weights = corrected(self.weights, hessians, drift, shift, damping)
         self.factors: Factors = factorize(hessians, self.settings.damping)
-        self.importance = self._importance()
-
-    def _importance(self) -> Tensor:
-        scale = torch.tensor(self.factors.scale, device=self.weights.device)
-        scale = torch.where(torch.isfinite(scale), scale, 0.0)
-        mean = scale.mean()
-        return scale.clamp(min=float(LEAST_IMPORTANCE * mean)) if mean > 0 else torch.ones_like(scale)
+        self.importance = curvatures(torch.tensor(self.factors.scale, device=self.weights.device))
 
     def rows(self, picked: Tensor) -> RateProblem:
         """The problem with the rows picked [K] int64 only; one may be picked many times."""

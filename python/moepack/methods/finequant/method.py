@@ -17,7 +17,7 @@ from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, PackedTensor, Shape, Weights
-from moepack.methods.finequant.planning import REFERENCE, BudgetPlan
+from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
 from moepack.methods.finequant.sizes import (
     GroupSize,
     free_size,
@@ -72,7 +72,7 @@ class FineQuant:
     search: bool = True
     scales: str = "float16"
     name: ClassVar[str] = "finequant"
-    _plan: BudgetPlan | None = field(default=None, init=False, repr=False)
+    _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.bits = as_number(self.bits, "bits")
@@ -157,7 +157,8 @@ class FineQuant:
         """
         if self.group_size == BUDGET:
             bits = {"experts": self.bits, **self._dense}
-            self._plan = BudgetPlan.make(checkpoint, model, bits, self.bits_per_weight, self.symmetric, self.search)
+            found = list(proposals(checkpoint, model, bits, self.symmetric, self.search))
+            self._sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
 
     def compress_layer(
         self, layer: Mapping[str, Weights], advance: Callable[[int], None]
@@ -175,8 +176,8 @@ class FineQuant:
 
     def _size(self, weights: Weights) -> GroupSize:
         """The group size of a tensor."""
-        if self._plan is not None:
-            return self._plan.sizes[weights.name]
+        if self._sizes is not None:
+            return self._sizes[weights.name]
         if self.alpha is None:
             return self._fixed()
         experts, _, columns = weights.shape

@@ -1,9 +1,9 @@
 """The group sizes of a whole model under a byte budget.
 
-For every tensor and every group size the squared error is measured on a sample of rows (all rows of small tensors) and
-the bytes are computed; `allocate` then spends the budget where a byte buys most. Errors of different tensors are added
-as they are: the mean square of an output's error is the squared error of its row times that of the inputs. An expert's
-error counts by the share of tokens that visit one: with k of E experts chosen, k/E.
+Each tensor proposes its group sizes, with the squared error measured on a sample of rows (all rows of small tensors),
+and the budget is spent where a byte buys most. Errors of different tensors are added as they are: the mean square of
+an output's error is the squared error of its row times that of the inputs. An expert's error counts by the share of
+tokens that visit one.
 """
 
 import math
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from moepack.allocation import Candidate, allocate
+from moepack.allocation.importance import visits
 from moepack.checkpoint import Checkpoint, MoeModel, Projection
 from moepack.methods.base import Shape
-from moepack.methods.finequant.sizes import Choice, GroupSize, allocate, packed_bytes, sizes_for
+from moepack.methods.finequant.sizes import GroupSize, packed_bytes, sizes_for
 from moepack.solvers.groupwise import group_values, quantize_groupwise
 
-__all__ = ["REFERENCE", "BudgetPlan", "choices_of"]
+__all__ = ["REFERENCE", "Proposal", "plan_sizes", "proposals"]
 
 SAMPLE = 1 << 20
 """Weights of a tensor that errors are measured on, about."""
@@ -29,91 +31,79 @@ _TOP_K = ("num_experts_per_tok", "num_selected_experts", "moe_top_k", "top_k")
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor to be packed: its name, its shape, its bits, a sample of its rows, and how many rows that stands for."""
+class Proposal:
+    """The group sizes of a tensor to be packed: its packed name, its shape, its bits, a candidate for each size."""
 
     name: str
     shape: Shape
     bits: int
-    weight: float
-    sample: torch.Tensor
+    candidates: Sequence[Candidate[GroupSize]]
 
 
-@dataclass(frozen=True)
-class BudgetPlan:
-    """The group size of every tensor, by the name of the packed tensor."""
+def plan_sizes(
+    proposed: Sequence[Proposal], bits_per_weight: float | None, symmetric: bool = True
+) -> dict[str, GroupSize]:
+    """The group size of every tensor, by its packed name.
 
-    sizes: Mapping[str, GroupSize]
+    Args:
+        proposed: what `proposals` measured.
+        bits_per_weight: the budget, all metadata counted; None for the bytes of groups of 64.
+        symmetric: whether groups have a scale only.
 
-    @classmethod
-    def make(
-        cls,
-        checkpoint: Checkpoint,
-        model: MoeModel,
-        bits: Mapping[str, int],
-        bits_per_weight: float | None,
-        symmetric: bool,
-        search: bool,
-    ) -> "BudgetPlan":
-        """Measure and allocate.
-
-        Args:
-            checkpoint: the source.
-            model: its description.
-            bits: bits a code by role ("experts" and those linear layers that are packed).
-            bits_per_weight: the budget, all metadata counted; None for the bytes of groups of 64.
-            symmetric: whether groups have a scale only.
-            search: how scales are found.
-
-        Raises:
-            InvalidTensorError: a sampled weight is NaN or infinite.
-            ValueError: rows with one scale already take more than the budget.
-        """
-        return cls.fit(list(choices_of(checkpoint, model, bits, symmetric, search)), bits_per_weight, symmetric)
-
-    @classmethod
-    def fit(
-        cls, found: Sequence[tuple[Tensor, Choice]], bits_per_weight: float | None, symmetric: bool
-    ) -> "BudgetPlan":
-        """Allocate among what `choices_of` measured; arguments and errors as for `make`."""
-        choices = [choice for _, choice in found]
-        reference = sum(packed_bytes(tensor.shape, tensor.bits, REFERENCE, symmetric) for tensor, _ in found)
-        weights = sum(math.prod(tensor.shape) for tensor, _ in found)
-        budget = reference if bits_per_weight is None else round(weights * bits_per_weight / 8)
-        least = sum(min(choice.nbytes) for choice in choices)
-        if least > budget:
-            rates = f"{8 * least / max(weights, 1):.3f} bits a weight, the budget is {bits_per_weight}"
-            raise ValueError(f"one scale a row already takes {rates}")
-        picked = allocate(choices, budget)
-        return cls({tensor.name: choice.sizes[at] for (tensor, choice), at in zip(found, picked, strict=True)})
+    Raises:
+        ValueError: rows with one scale already take more than the budget.
+    """
+    weights = sum(math.prod(one.shape) for one in proposed)
+    if bits_per_weight is None:
+        budget = sum(packed_bytes(one.shape, one.bits, REFERENCE, symmetric) for one in proposed)
+    else:
+        budget = round(weights * bits_per_weight / 8)
+    least = sum(min(candidate.nbytes for candidate in one.candidates) for one in proposed)
+    if least > budget:
+        rate = 8 * least / max(weights, 1)
+        raise ValueError(f"one scale a row already takes {rate:.3f} bits a weight, the budget is {bits_per_weight}")
+    choices = allocate([one.candidates for one in proposed], budget)
+    return {one.name: choice.candidate.specification for one, choice in zip(proposed, choices, strict=True)}
 
 
-def choices_of(
+def proposals(
     checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int], symmetric: bool = True, search: bool = True
-) -> Iterator[tuple[Tensor, Choice]]:
-    """What each group size costs every tensor of a model; arguments and errors as for `BudgetPlan.make`."""
-    for tensor in _tensors(checkpoint, model, bits):
-        yield tensor, _choice(tensor, symmetric, search)
+) -> Iterator[Proposal]:
+    """What each group size costs every tensor of a model.
 
+    Args:
+        checkpoint: the source.
+        model: its description.
+        bits: bits a code by role ("experts" and those linear layers that are packed).
+        symmetric: whether groups have a scale only.
+        search: how scales are found.
 
-def _tensors(checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int]) -> Iterator[Tensor]:
+    Raises:
+        InvalidTensorError: a sampled weight is NaN or infinite.
+    """
+    # Switch says no k: one expert.
+    chosen = next((checkpoint.config[key] for key in _TOP_K if isinstance(checkpoint.config.get(key), int)), 1)
+
+    def propose(name: str, shape: Shape, width: int, sample: torch.Tensor, importance: float) -> Proposal:
+        values, found = sample.float(), []
+        for size in sizes_for(shape[2]):
+            groups = quantize_groupwise(values, width, size, symmetric=symmetric, search=search, name=name)
+            # Summed by NumPy: torch's order follows the number of threads, and sizes could follow it.
+            error = (group_values(groups, width, size) - values).square_().sum(-1).numpy().sum(dtype="float64")
+            nbytes = packed_bytes(shape, width, size, symmetric)
+            found.append(Candidate("groupwise", size, nbytes, importance * float(error)))
+        return Proposal(name, shape, width, found)
+
     for layer in model.layers:
-        share = _share(checkpoint, layer.experts)
+        share = visits(chosen, layer.experts)
         for projection in layer.projections:
             sample, factor = _sample(projection)
-            yield Tensor(projection.packed_name, projection.shape, bits["experts"], factor * share, sample)
+            yield propose(projection.packed_name, projection.shape, bits["experts"], sample, factor * share)
     for dense in model.dense:
         for linear in dense.only(frozenset(bits)).linears:
             rows = _rows(linear.shape[0], max(1, SAMPLE // max(linear.shape[1], 1)))
-            sample = linear.matrix()[rows]
             factor = linear.shape[0] / max(len(rows), 1)
-            yield Tensor(linear.source, (1, *linear.shape), bits[linear.role], factor, sample)
-
-
-def _share(checkpoint: Checkpoint, experts: int) -> float:
-    """The share of tokens that visit an expert: k / E; 1 / E for Switch, which says no k."""
-    chosen = next((checkpoint.config[key] for key in _TOP_K if isinstance(checkpoint.config.get(key), int)), 1)
-    return chosen / max(experts, 1)
+            yield propose(linear.source, (1, *linear.shape), bits[linear.role], linear.matrix()[rows], factor)
 
 
 def _sample(projection: Projection) -> tuple[torch.Tensor, float]:
@@ -130,15 +120,3 @@ def _rows(rows: int, count: int) -> torch.Tensor:
     if count >= rows:
         return torch.arange(rows)
     return torch.arange(count) * rows // count
-
-
-def _choice(tensor: Tensor, symmetric: bool, search: bool) -> Choice:
-    sizes = sizes_for(tensor.shape[2])
-    values = tensor.sample.float()
-    errors = []
-    for size in sizes:
-        found = quantize_groupwise(values, tensor.bits, size, symmetric=symmetric, search=search, name=tensor.name)
-        error = (group_values(found, tensor.bits, size) - values).square_().sum(-1)
-        errors.append(tensor.weight * float(error.numpy().sum(dtype="float64")))
-    nbytes = tuple(packed_bytes(tensor.shape, tensor.bits, size, symmetric) for size in sizes)
-    return Choice(sizes, nbytes, tuple(errors))

@@ -1,12 +1,10 @@
-"""Group sizes: what each costs, the paper's adaptive rule, and the allocation of a byte budget.
+"""Group sizes: what each costs, and the paper's adaptive rule.
 
 A group size is a number of columns, or None for the whole row. The unit of choice is what is stored as one tensor: a
 projection of all experts of a layer, or a linear layer.
 """
 
-import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -17,8 +15,7 @@ from moepack.methods.base import Shape
 from moepack.solvers.groupwise import BITS, GROUP_SIZES
 
 __all__ = [
-    "Choice",
-    "allocate",
+    "GroupSize",
     "free_size",
     "halving_ratios",
     "halvings",
@@ -124,75 +121,3 @@ def free_size(shape: Shape, size: GroupSize, symmetric: bool = True) -> GroupSiz
     limit = packed_bytes(shape, bits, size, symmetric)
     free = [other for other in sizes_for(shape[2]) if packed_bytes(shape, bits, other, symmetric) <= limit]
     return free[-1] if free else size
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the group sizes of one tensor cost.
-
-    Attributes:
-        sizes: the group sizes, the coarsest first.
-        nbytes: bytes with each size.
-        errors: squared error with each size, in the unit in which tensors are compared.
-    """
-
-    sizes: tuple[GroupSize, ...]
-    nbytes: tuple[int, ...]
-    errors: tuple[float, ...]
-
-
-def allocate(choices: Sequence[Choice], budget: int) -> list[int]:
-    """Choose a size for each tensor so that the errors' sum is least and the bytes' sum within the budget.
-
-    Each tensor starts with its coarsest size. Steps along the lower convex hull of its errors over its bytes are taken
-    in the order of gain a byte, over all tensors; a step that no longer fits is skipped, and cheaper ones that fit are
-    still taken. Among choices on the hulls that is optimal up to the last step.
-
-    Returns:
-        For each tensor the index of its size.
-
-    Raises:
-        ValueError: even the coarsest sizes take more than the budget.
-    """
-    hulls = [_hull(choice) for choice in choices]
-    picked = [hull[0] for hull in hulls]
-    left = budget - sum(choice.nbytes[at] for choice, at in zip(choices, picked, strict=True))
-    if left < 0:
-        raise ValueError(f"one scale a row already takes {budget - left:,} bytes, the budget is {budget:,}")
-    steps = [_step(choices[i], hulls[i], i, 0) for i in range(len(choices)) if len(hulls[i]) > 1]
-    heapq.heapify(steps)
-    while steps:
-        _, tensor, position = heapq.heappop(steps)
-        choice, hull = choices[tensor], hulls[tensor]
-        cost = choice.nbytes[hull[position + 1]] - choice.nbytes[hull[position]]
-        if cost > left:
-            continue
-        left -= cost
-        picked[tensor] = hull[position + 1]
-        if position + 2 < len(hull):
-            heapq.heappush(steps, _step(choice, hull, tensor, position + 1))
-    return picked
-
-
-def _step(choice: Choice, hull: list[int], tensor: int, position: int) -> tuple[float, int, int]:
-    """The step from a point of a hull to the next, ordered by falling gain a byte, then by tensor."""
-    here, there = hull[position], hull[position + 1]
-    gain = choice.errors[here] - choice.errors[there]
-    return -gain / (choice.nbytes[there] - choice.nbytes[here]), tensor, position
-
-
-def _hull(choice: Choice) -> list[int]:
-    """Indices of the lower convex hull of the errors over the bytes, from the cheapest on."""
-    order = sorted(range(len(choice.sizes)), key=lambda i: (choice.nbytes[i], choice.errors[i]))
-    hull: list[int] = []
-    for index in order:
-        x, y = choice.nbytes[index], choice.errors[index]
-        if hull and y >= choice.errors[hull[-1]]:
-            continue
-        while len(hull) > 1:
-            (x0, y0), (x1, y1) = ((choice.nbytes[i], choice.errors[i]) for i in hull[-2:])
-            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
-                break
-            hull.pop()
-        hull.append(index)
-    return hull

@@ -4,14 +4,13 @@ Policies that look at weights (kurtosis, budget) read the model once, one batch 
 a matrix are kept. The budget policy rounds everything once and takes the singular values of what is lost: their squares
 are the measured fall of the error by each rank.
 
-An error must be weighed before matrices can be compared. The measure is the squared error of a projection of a layer as
-a share of the squares of its weights, summed over projections. So all of a layer's experts together count as much as
-one attention projection, though they have many times its weights: what a token meets is what counts. Among a layer's
-experts the same measure counts those most that have the largest weights, and training has made those large that it
-chose often: on the measured models the squared norm follows the frequency with a correlation of 0.7 to 0.97 in most
-layers whose experts are chosen unequally. Where frequencies are known, each expert's error counts as a share of its own
-squares, and by its frequency, instead.
-A budget also says which tensors do without offsets (`grids`): most experts, whose ranks are worth more.
+The squared error of a projection of a layer counts as a share of the squares of its weights. So all of a layer's
+experts together count as much as one attention projection, though they have many times its weights: what a token meets
+is what counts. Among a layer's experts those count most that have the largest weights, and training has made those
+large that it chose often: on the measured models the squared norm follows the frequency with a correlation of 0.7 to
+0.97 in most layers whose experts are chosen unequally. Where frequencies are known, each expert's error counts as a
+share of its own squares, and by its frequency, instead (`moepack.allocation.importance`).
+A budget also says which tensors do without offsets: most experts, whose ranks are worth more.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moepack.allocation import Candidate, Chain, Choice, allocate
+from moepack.allocation.chains import Numbers
+from moepack.allocation.importance import relative, shares
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import DenseLinear
 from moepack.checkpoint.model import Projection
 from moepack.methods.base import Shape
-from moepack.methods.milo.grids import Option, choose_grids
 from moepack.methods.milo.packing import base_bytes, factor_bytes, packed_bytes
-from moepack.methods.milo.ranks import Matrix, Numbers, Ranks, Term, fill_budget, named_ranks, rank_step
+from moepack.methods.milo.ranks import Matrix, Term, named_ranks, rank_step
 from moepack.methods.milo.statistics import kurtosis, residual_spectrum
 from moepack.methods.parallel import for_experts
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine
@@ -43,8 +44,6 @@ _BATCH = 1 << 22
 """Weights that are worked on at a time, but at least one expert: 16 MB of float32."""
 _IN_WORK = 1 << 28
 """Weights in work in all threads together, each with temporaries of some 24 bytes a weight: 6 GB at most."""
-_TRIALS = 12
-"""Sums that are tried, by bisection, until a budget is spent to within a 2000th of what is left for ranks."""
 _TENSOR_HEADER, _SHARD_HEADER = 160, 192
 """Bytes of a shard's header: for each tensor besides its name, and for the file with its padding."""
 
@@ -130,20 +129,18 @@ class Planner:
                 unknown.
         """
         sources = list(find_sources(model))
-        matrices = [Matrix(s.name, e, s.shape[1], s.shape[2], s.dense) for s in sources for e in range(s.shape[0])]
-        specs = {source.name: self.specs[0] for source in sources}
+        matrices = [Matrix(min(source.shape[1:]), source.dense) for source in sources for _ in range(source.shape[0])]
         if memory is not None or terms[0].policy == "budget":
             fixed = self._fixed_bytes(checkpoint, model, sources)
             if memory is None:
                 plain = fixed + sum(base_bytes(source.shape, self.specs[0]) for source in sources)
                 memory = int(plain * (1 + terms[0].amount / 100))
-            ranks, specs = self._by_budget(sources, matrices, memory, fixed)
-        else:
-            ranks = named_ranks(terms, matrices, self._kurtosis(sources, terms), self._shares(sources))
-        found: dict[str, list[int]] = {source.name: [] for source in sources}
-        for matrix, rank in zip(matrices, ranks.tolist(), strict=True):
-            found[matrix.tensor].append(rank)
-        return RankPlan(found, specs)
+            return self._by_budget(sources, rank_step(matrices), memory, fixed)
+        chosen = np.concatenate([self._shares(source) for source in sources]) if self.frequency else None
+        ranks = named_ranks(terms, matrices, self._kurtosis(sources, terms), chosen)
+        parts = np.split(ranks, np.cumsum([source.shape[0] for source in sources])[:-1])
+        found = {source.name: part.tolist() for source, part in zip(sources, parts, strict=True)}
+        return RankPlan(found, {source.name: self.specs[0] for source in sources})
 
     def _kurtosis(self, sources: Sequence[Source], terms: Sequence[Term]) -> Numbers:
         if all(term.policy != "kurtosis" for term in terms):
@@ -165,19 +162,9 @@ class Planner:
         for_experts(work, len(parts), lambda: None, most=workers(rows * columns), alone=True)
         return np.concatenate([found[number] for number in range(len(parts))])
 
-    def _shares(self, sources: Sequence[Source]) -> Numbers | None:
-        """For each matrix the share of its layer's choices, a dense one's being 1; every expert counts once more than
-        it was chosen, so that none is written off for a text that does not need it."""
-        if not self.frequency:
-            return None
-        shares: list[float] = []
-        for source in sources:
-            if source.layer is None:
-                shares += [1.0]
-                continue
-            counts = [count + 1 for count in self.frequency[source.layer]]
-            shares += [count / sum(counts) for count in counts]
-        return np.array(shares)
+    def _shares(self, source: Source) -> Numbers:
+        """For each matrix of a tensor the share of its layer's choices, a dense one's being 1."""
+        return np.ones(1) if source.layer is None else shares(self.frequency[source.layer])
 
     def _fixed_bytes(self, checkpoint: Checkpoint, model: MoeModel, sources: Sequence[Source]) -> int:
         """What all safetensors files hold beside the packed tensors, to within the padding of headers."""
@@ -188,47 +175,27 @@ class Planner:
                 total += checkpoint.info(name).nbytes + _TENSOR_HEADER + len(name)
         return total + sum(_TENSOR_HEADER + len(source.name) for source in sources)
 
-    def _by_budget(
-        self, sources: Sequence[Source], matrices: Sequence[Matrix], memory: int, fixed: int
-    ) -> tuple[Ranks, dict[str, GroupSpec]]:
+    def _by_budget(self, sources: Sequence[Source], step: int, memory: int, fixed: int) -> RankPlan:
         bare = fixed + sum(min(base_bytes(source.shape, spec) for spec in self.specs) for source in sources)
         if memory < bare:
             raise ValueError(f"the memory budget, {memory:,} bytes, is below the {bare:,} that no compensators take")
-        step = rank_step(matrices)
-        shares = self._shares(sources)
-        options, first = [], 0
-        for source in sources:
-            weights = None if shares is None or source.dense else shares[first : first + source.shape[0]]
-            cost = step * factor_bytes(source.shape[1], source.shape[2], self.rank_bits)
-            options.append([self._option(source, spec, weights, cost, step) for spec in self.specs])
-            first += source.shape[0]
-        chosen = choose_grids(options, memory - fixed)
-        best = [tensor[choice] for tensor, choice in zip(options, chosen, strict=True)]
-        grids = [self.specs[choice] for choice in chosen]
-        falls = [fall for option in best for fall in option.falls]
-        costs = np.concatenate([np.full(len(option.falls), option.cost, np.float64) for option in best])
-        # What ranks cost besides their rows, headers and padding, is found by trying.
-        low, high = 0, memory - fixed - sum(option.nbytes for option in best)
-        ranks, offer = np.zeros(len(falls), np.int64), high
-        for _ in range(_TRIALS):
-            found = fill_budget(falls, costs, offer) * step
-            if self._bytes_of(sources, grids, found) <= memory - fixed:
-                ranks, low = found, offer
-            else:
-                high = offer
-            offer = (low + high) // 2
-        return ranks, {source.name: spec for source, spec in zip(sources, grids, strict=True)}
 
-    def _bytes_of(self, sources: Sequence[Source], grids: Sequence[GroupSpec], ranks: Ranks) -> int:
-        """Bytes of all packed tensors."""
-        total = first = 0
-        for source, spec in zip(sources, grids, strict=True):
-            own = ranks[first : first + source.shape[0]]
-            total, first = total + packed_bytes(source.shape, spec, int(own.sum()), self.rank_bits), first + len(own)
-        return total
+        def stored(choices: Sequence[Choice[GroupSpec]]) -> int:
+            return sum(
+                packed_bytes(source.shape, one.candidate.specification, int(one.steps.sum()) * step, self.rank_bits)
+                for source, one in zip(sources, choices, strict=True)
+            )
 
-    def _option(self, source: Source, spec: GroupSpec, weights: Numbers | None, cost: int, step: int) -> Option:
-        """What a grid costs and leaves of a tensor, its experts weighed by `weights` or by their own size."""
+        proposed = [[self._propose(source, spec, step) for spec in self.specs] for source in sources]
+        chosen = allocate(proposed, memory - fixed, stored)
+        found = {source.name: choice for source, choice in zip(sources, chosen, strict=True)}
+        return RankPlan(
+            {name: (choice.steps * step).tolist() for name, choice in found.items()},
+            {name: choice.candidate.specification for name, choice in found.items()},
+        )
+
+    def _propose(self, source: Source, spec: GroupSpec, step: int) -> Candidate[GroupSpec]:
+        """A grid: what it costs and leaves of a tensor, and by how much each step of an expert's rank reduces that."""
         _, rows, columns = source.shape
         most = min(rows, columns) // step
 
@@ -243,10 +210,11 @@ class Planner:
             return torch.cat([size[:, None], residual.square().sum((1, 2))[:, None], gains], 1)
 
         found = self._measure(source, errors)
-        sizes, falls = found[:, 0], found[:, 1:]
-        counts = sizes / sizes.sum() if weights is None else weights
-        falls = falls * (counts / sizes * (self.dense_weight if source.dense else 1.0))[:, None]
-        return Option(base_bytes(source.shape, spec), float(falls[:, 0].sum()), falls[:, 1:], cost)
+        importance = relative(found[:, 0], self._shares(source) if self.frequency else None)
+        falls = found[:, 1:] * (importance * (self.dense_weight if source.dense else 1.0))[:, None]
+        costs = np.full(falls.shape[1] - 1, step * factor_bytes(rows, columns, self.rank_bits), np.int64)
+        chains = [Chain(costs, gains) for gains in falls[:, 1:]]
+        return Candidate("compensated", spec, base_bytes(source.shape, spec), float(falls[:, 0].sum()), chains)
 
 
 def find_sources(model: MoeModel) -> Iterator[Source]:

@@ -23,14 +23,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Matrix", "Term", "fill_budget", "named_ranks", "parse_ranks", "rank_step"]
+from moepack.allocation.chains import Numbers
+
+__all__ = ["Matrix", "Ranks", "Term", "named_ranks", "parse_ranks", "rank_step"]
 
 NAMED = ("uniform", "dense", "sparse", "kurtosis", "frequency")
 _SMALL_SIDE = 512
 _TERM = re.compile(r"([a-z]+):(\d+(?:\.\d+)?)")
 
 Ranks = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -43,25 +44,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix to be compensated.
+    """A matrix to be compensated: its smaller side, and whether every token passes through it."""
 
-    Attributes:
-        tensor: name of the packed tensor that it is part of.
-        expert: its index in it.
-        rows, columns: its shape.
-        dense: whether every token passes through it.
-    """
-
-    tensor: str
-    expert: int
-    rows: int
-    columns: int
+    side: int
     dense: bool
-
-    @property
-    def most(self) -> int:
-        """The rank of the matrix itself."""
-        return min(self.rows, self.columns)
 
 
 def parse_ranks(spec: str) -> tuple[Term, ...]:
@@ -84,7 +70,7 @@ def parse_ranks(spec: str) -> tuple[Term, ...]:
 
 def rank_step(matrices: Sequence[Matrix]) -> int:
     """What ranks are multiples of."""
-    return 8 if max((matrix.most for matrix in matrices), default=0) < _SMALL_SIDE else 16
+    return 8 if max((matrix.side for matrix in matrices), default=0) < _SMALL_SIDE else 16
 
 
 def named_ranks(
@@ -105,7 +91,7 @@ def named_ranks(
         ValueError: `frequency` is asked for and unknown.
     """
     step = rank_step(matrices)
-    most = np.array([matrix.most // step * step for matrix in matrices], np.int64)
+    most = np.array([matrix.side // step * step for matrix in matrices], np.int64)
     dense = np.array([matrix.dense for matrix in matrices], bool)
     ranks = np.zeros(len(matrices), np.int64)
     for term in terms:
@@ -150,33 +136,3 @@ def _share(scores: Numbers, mean: float, most: Ranks, step: int) -> Ranks:
     order = np.argsort(-rest, kind="stable")
     whole[order[: left - int(whole.sum())]] += 1
     return (whole * step).astype(np.int64)
-
-
-def fill_budget(falls: Sequence[Numbers], costs: Numbers, budget: float) -> Ranks:
-    """Spend bytes where the error falls most a byte.
-
-    Args:
-        falls: for each matrix the weighted fall of the squared error by each further step of its rank.
-        costs: bytes of a step of each matrix.
-        budget: bytes to be spent.
-
-    Returns:
-        [M] steps. A step that no longer fits ends its matrix, smaller ones may still follow elsewhere.
-    """
-    owner = np.repeat(np.arange(len(falls)), [len(fall) for fall in falls])
-    place = np.concatenate([np.arange(len(fall)) for fall in falls]) if falls else np.empty(0, np.int64)
-    # A step is never worth more than the ones before it, or it could not be bought in order.
-    gains = np.concatenate([np.minimum.accumulate(fall) for fall in falls]) if falls else np.empty(0)
-    order = np.lexsort((owner, place, -gains / costs[owner]))
-    steps = np.zeros(len(falls), np.int64)
-    closed = np.zeros(len(falls), bool)
-    for step in order:
-        matrix = owner[step]
-        if closed[matrix] or gains[step] <= 0:
-            continue
-        if costs[matrix] > budget:
-            closed[matrix] = True
-            continue
-        budget -= costs[matrix]
-        steps[matrix] += 1
-    return steps

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moepack.allocation import PricedBudget
 from moepack.calibration import Stage
-from moepack.methods.qmoe.budget import RateBudget
+from moepack.methods.qmoe.curves import RateCurves
 from moepack.methods.qmoe.forms import Form
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import ExpertReport
@@ -24,11 +25,12 @@ class RateSolver:
     def __init__(self, bits_per_weight: float, experts: int, settings: RateSettings | None = None) -> None:
         """Start a layer of `experts` experts; `bits_per_weight` counts all metadata."""
         self.settings = settings or RateSettings()
-        self.budget = RateBudget(bits_per_weight, experts)
+        self.curves = RateCurves(bits_per_weight, experts)
+        self._budget: tuple[PricedBudget, float] | None = None
 
     def plan(self, stage: Stage) -> None:
         """See a stage before any is solved."""
-        self.budget.add(_name(stage), stage.experts, self._problem(stage))
+        self.curves.add(_name(stage), stage.experts, self._problem(stage))
 
     def solve(self, stage: Stage, form: Form) -> tuple[Tensor, Tensor, Tensor, tuple[ExpertReport, ...]]:
         """Quantize a stage; all its projections are one problem.
@@ -37,12 +39,14 @@ class RateSolver:
             codes [G, R, C], levels [G, R, 2] as `form` stores them, values [G, R, C], reports of the experts.
         """
         problem, name = self._problem(stage), _name(stage)
+        self._budget = self._budget or self.curves.budget()
+        budget, gain = self._budget
         for _ in range(RETRIES):
-            price, gain = self.budget.price(name, stage.experts)
+            price = self.curves.unit * budget.price(name, stage.experts)
             every = torch.ones(problem.weights.shape[1], device=problem.weights.device)
             codes, levels, reports = problem.solve(price * every, gain * every)
-            self.budget.book(name, stage.experts, row_bits(codes).sum(1))
-            excess = self.budget.excess()
+            budget.book(name, stage.experts, row_bits(codes).sum(1))
+            excess = budget.excess()
             if excess is None or abs(excess) <= TOLERANCE:
                 break
         raw = form.values(codes, levels)

@@ -1,0 +1,74 @@
+"""A budget for what is only known by solving: one price of a bit, looked up again before each solution.
+
+Matrices propose *curves*: an estimate of the bits that they take at each price of a ladder. The price of the budget is
+where the sum of all curves crosses it. What a matrix really took is booked when it is solved, and the price is looked
+up again for those that remain, on curves scaled by what the estimate was wrong by; so errors do not add up, and what
+missed its budget can be tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["PricedBudget"]
+
+
+class PricedBudget:
+    """Bits of some stages of matrices, spent range by range."""
+
+    def __init__(self, budget: float, ladder: Tensor, curves: Mapping[str, Tensor]) -> None:
+        """Start with nothing booked.
+
+        Args:
+            budget: bits of everything.
+            ladder: [P] prices, float64, each the same multiple of the one before.
+            curves: by stage [E, P] float64, bits of each matrix at each price; E is the same for all.
+        """
+        self.budget, self.ladder, self.curves = budget, ladder, curves
+        self._spent = {stage: torch.full((len(own),), torch.nan, dtype=torch.float64) for stage, own in curves.items()}
+        self._bias: dict[str, float] = {}
+        self._last = 0.0
+
+    def price(self, stage: str, matrices: range) -> float:
+        """The price for matrices about to be solved; forgets what was booked for them."""
+        self._spent[stage][matrices.start : matrices.stop] = torch.nan
+        left, curve = self.budget, torch.zeros(len(self.ladder), dtype=torch.float64)
+        for name, curves in self.curves.items():
+            unsolved = self._spent[name].isnan()
+            left -= float(self._spent[name][~unsolved].sum())
+            curve += curves[unsolved].sum(0) * self._bias.get(name, 1.0)
+        self._last = self._crossing(curve, left)
+        return self._last
+
+    def book(self, stage: str, matrices: range, bits: Tensor) -> None:
+        """Note the bits [G] that matrices took at the last price that was asked for."""
+        group = slice(matrices.start, matrices.stop)
+        self._spent[stage][group] = bits.double().cpu()
+        expected = self._lookup(self.curves[stage][group].sum(0), self._last)
+        if expected > 0:
+            self._bias[stage] = float(self._spent[stage][group].sum()) / expected
+
+    def excess(self) -> float | None:
+        """What everything took over the budget, as a part of it; `None` while something is not booked."""
+        total = float(sum(self._spent.values(), torch.zeros((), dtype=torch.float64)).sum())
+        return None if total != total or self.budget == 0 else total / self.budget - 1
+
+    def _crossing(self, curve: Tensor, bits: float) -> float:
+        """The price at which a falling curve has `bits`; logarithmic between the ladder's, its end beyond it."""
+        curve = curve.cummin(0).values
+        above = int((curve >= bits).sum())
+        if above in (0, len(self.ladder)):
+            return float(self.ladder[max(above - 1, 0)])
+        high, low = float(curve[above - 1]), float(curve[above])
+        part = (high - bits) / (high - low)
+        return float(self.ladder[above - 1] * (self.ladder[above] / self.ladder[above - 1]) ** part)
+
+    def _lookup(self, curve: Tensor, price: float) -> float:
+        """The value of a curve at a price; linear in its logarithm."""
+        steps = torch.log2(torch.tensor(price, dtype=torch.float64)) - torch.log2(self.ladder[0])
+        position = steps.clamp(0, len(self.ladder) - 1)
+        below = min(int(position), len(self.ladder) - 2)
+        return float(torch.lerp(curve[below], curve[below + 1], position - below))
