@@ -45,7 +45,8 @@ def measure(builds: dict[str, Any], case: str, args: argparse.Namespace) -> dict
     peers, expected = [], {}
     for name, core in builds.items():
         blob = core.encode_codebook(codes, centroids, scales, bits=args.bits, block=args.block, ndim=2)
-        blobs = [core.CodebookBlob(copy) for copy in codebook.rotation(blob, resident << 20)]
+        reader = getattr(core, "PackedTensor", None) or core.CodebookBlob  # builds before the one class have the other
+        blobs = [reader(copy) for copy in codebook.rotation(blob, resident << 20)]
         for isa in args.isa:
             for mode in args.modes:
 

@@ -89,7 +89,7 @@ def own(rows: int, columns: int, x: np.ndarray, args: argparse.Namespace) -> lis
         if not modes:
             continue
         copies = rotation(packed(rows, columns, bits, activation_bits), args.cold)
-        blobs = [_core.CodebookBlob(copy) for copy in copies]
+        blobs = [_core.PackedTensor(copy) for copy in copies]
         for isa, mode in itertools.product(args.isa, modes):
             found.append(Peer(f"codebook{bits} {mode} {isa}", partial(multiply, blobs, mode, isa), len(blobs)))
         if not activation_bits and "int8" in args.modes:
@@ -197,7 +197,7 @@ def layer_rounds(tokens: list[int], modes: list[str]) -> Iterator[tuple[str, int
     for mode in modes:
         activation_bits = 8 if mode == "int8" else 0
         sources = [packed(rows, columns, 4, activation_bits, groupwise.EXPERTS) for rows, columns in shapes]
-        layers = [[_core.CodebookBlob(rotation(source, 0)[0]) for source in sources] for _ in range(3)]
+        layers = [[_core.PackedTensor(rotation(source, 0)[0]) for source in sources] for _ in range(3)]
         size = sum(source.nbytes for source in sources)
         for count in tokens:
             x = np.random.default_rng(count).standard_normal((count, 2048)).astype(np.float32)

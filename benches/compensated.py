@@ -37,7 +37,7 @@ def product(rounds: int) -> dict[str, Any]:
         return rng.integers(0, 8, size, np.uint8), np.full((size[0], length // 64), 0.015625, np.float32)
 
     whole = _core.encode_compensated(base, np.full(EXPERTS, RANK, np.int64), factor(COLUMNS), factor(ROWS), bits=3)
-    blobs = {"int3": _core.GroupwiseBlob(aligned(base)), "int3 + rank 32": _core.CompensatedBlob(aligned(whole))}
+    blobs = {"int3": _core.PackedTensor(aligned(base)), "int3 + rank 32": _core.PackedTensor(aligned(whole))}
     x = rng.normal(size=(1, COLUMNS)).astype(np.float32)
     figures: dict[str, Any] = {"bytes": {name: blob.nbytes for name, blob in blobs.items()}}
     for mode in ("exact", "int8"):

@@ -143,11 +143,11 @@ def routing(tokens: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
     return experts, np.full((tokens, TOP_K), 1 / TOP_K, np.float32)
 
 
-def our_layers(count: int) -> list[list[_core.GroupwiseBlob]]:
+def our_layers(count: int) -> list[list[_core.PackedTensor]]:
     """Gate, up and down projections of several layers."""
     shapes = ((EXPERTS, INNER, HIDDEN), (EXPERTS, INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
     sources = [encode(shape, 4, 64, seed) for seed, shape in enumerate(shapes)]
-    return [[_core.GroupwiseBlob(aligned(source)) for source in sources] for _ in range(count)]
+    return [[_core.PackedTensor(aligned(source)) for source in sources] for _ in range(count)]
 
 
 def layer_rounds(tokens: list[int], isas: list[str]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:

@@ -111,7 +111,7 @@ class Random:
             blob = _core.encode_codebook(
                 codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim, activation_bits=8
             )
-            details = {"bits": 4, "block_size": _core.CodebookBlob(blob).block_size, "activation_bits": 8}
+            details = {"bits": 4, "block_size": _core.PackedTensor(blob).details()["block_size"], "activation_bits": 8}
             advance(codes.size)
             yield name, PackedTensor("codebook", blob, details)
 

@@ -27,7 +27,7 @@ import numpy as np
 import machine
 import moepack
 from moepack import _core
-from moepack.runtime.matrix import PackedMatrix, open_matrix
+from moepack.registry import OpenTensor, open_tensor
 
 EXPERTS, ROWS, COLUMNS, GROUP, LAYERS, TOP_K = 64, 768, 2048, 64, 20, 8
 POPULATE_READ = 22
@@ -101,7 +101,7 @@ class Kind:
         self.memory = make()
         self.seconds = time.perf_counter() - start
         data = np.frombuffer(self.memory, np.uint8)
-        self.matrices: list[PackedMatrix] = [open_matrix(data[at : at + size]) for at in range(0, len(data), size)]
+        self.matrices: list[OpenTensor] = [open_tensor(data[at : at + size]) for at in range(0, len(data), size)]
         self.data, self.rates = data, list[float]()
 
     def round(self, seed: int) -> float:

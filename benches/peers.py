@@ -72,7 +72,7 @@ def encode(shape: tuple[int, int, int], bits: int, group: int, seed: int = 0) ->
 def moepack_peer(rows: int, columns: int, bits: int, group: int, mode: str, isa: str, cold: int) -> Peer:
     """Group-wise integers with offsets, as they lie in a packed directory."""
     data = encode((1, rows, columns), bits, group)
-    blobs = [_core.GroupwiseBlob(aligned(data)) for _ in range(copies_for(data.size, cold))]
+    blobs = [_core.PackedTensor(aligned(data)) for _ in range(copies_for(data.size, cold))]
 
     def round_of(x: torch.Tensor) -> Round:
         values = x.numpy()

@@ -69,7 +69,7 @@ def peers(rows: int, columns: int, tokens: int, isas: list[str]) -> list[Peer]:
     x16 = x.bfloat16()
     dense = [torch.randn(rows, columns).bfloat16() for _ in range(1 + COLD_BYTES // (2 * rows * columns))]
 
-    def multiply(blobs: list[_core.TernaryBlob], isa: str, copy: int) -> object:
+    def multiply(blobs: list[_core.PackedTensor], isa: str, copy: int) -> object:
         return blobs[copy].matmul(xs, isa=isa)
 
     found = [Peer("torch bf16", lambda i: torch.nn.functional.linear(x16, dense[i]), len(dense))]
@@ -79,7 +79,7 @@ def peers(rows: int, columns: int, tokens: int, isas: list[str]) -> list[Peer]:
         copies = 1 + COLD_BYTES // source.size
         arena = np.zeros((copies, stride), np.uint8)
         arena[:, : source.size] = source
-        blobs = [_core.TernaryBlob(arena[i, : source.size]) for i in range(copies)]
+        blobs = [_core.PackedTensor(arena[i, : source.size]) for i in range(copies)]
         for isa in isas:
             found.append(Peer(f"{code} {isa}", partial(multiply, blobs, isa), len(blobs)))
     return found

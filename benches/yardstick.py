@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from moepack import _core, evaluate
 from moepack.checkpoint import Checkpoint, MoeLayer, describe
 from moepack.methods import CalibratedMethod, Method, PackedTensor, Weights
 from moepack.runtime.loading import open_model, open_tokenizer
-
-VALUES: dict[str, Callable[[Any], Any]] = {
-    "ternary": lambda data: _core.TernaryBlob(data).dequantize("float32"),
-    "groupwise": lambda data: _core.GroupwiseBlob(data).dequantize(),
-    "coded-groupwise": lambda data: _core.CodedGroupwiseBlob(data).dequantize(),
-}
 
 
 class Yardstick:
@@ -61,7 +54,8 @@ class Yardstick:
 
     def _put(self, layer: MoeLayer, packed: dict[str, PackedTensor]) -> None:
         """Make the packed values the weights of the model."""
-        values = {name: torch.from_numpy(VALUES[tensor.kind](tensor.data)) for name, tensor in packed.items()}
+        blobs = {name: _core.PackedTensor(tensor.data) for name, tensor in packed.items()}
+        values = {name: torch.from_numpy(blob.dequantize()) for name, blob in blobs.items()}
         module = self.model.get_submodule(layer.name)
         if "wi" in values:
             for name, stack in values.items():

@@ -14,26 +14,41 @@ import transformers
 
 from moepack.methods import PackedTensor
 from moepack.pipeline import compress
-from moepack.runtime.matrix import register_format
+from moepack.registry import register
 
 MAGIC = b"MOEPTEST"
+KIND = "test-dense"
 
 
 class DenseMatrix:
-    """Float32 weights behind a header of eight 64-bit words: the magic, E, R, C and zeros."""
+    """Float32 weights behind a header of eight 64-bit words: the magic, E, R, C, axes and zeros."""
 
-    format = "test-dense"
+    kind = format = KIND
+    modes = ("exact",)
 
     def __init__(self, data):
-        sizes = data[8:32].view(np.uint64)
-        self.shape = tuple(int(size) for size in sizes)
+        *self.shape, self.ndim = map(int, data[8:40].view(np.uint64))
+        self.shape = tuple(self.shape)
         self.nbytes = data.nbytes
         count = math.prod(self.shape)
         if data.nbytes != 64 + -(-4 * count // 64) * 64:
             raise ValueError(f"{data.nbytes} bytes do not hold {self.shape}")
         self.weights = data[64 : 64 + 4 * count].view(np.float32).reshape(self.shape)
 
-    def matmul_grouped(self, x, offsets):
+    def details(self):
+        return {"width": 32}
+
+    def verify(self):
+        if not np.isfinite(self.weights).all():
+            raise ValueError("test-dense: a weight is not finite")
+
+    def dequantize(self, dtype="float32"):
+        if dtype == "float32":
+            return self.weights
+        return torch.from_numpy(self.weights).bfloat16().view(torch.uint16).numpy()
+
+    def matmul_grouped(self, x, offsets, mode=None):
+        assert mode in (None, *self.modes)
         if x.dtype == np.uint16:
             x = (x.astype(np.uint32) << 16).view(np.float32)
         y = np.empty((len(x), self.shape[1]), np.float32)
@@ -43,14 +58,14 @@ class DenseMatrix:
         return y
 
 
-register_format(MAGIC, DenseMatrix)
+register(KIND, MAGIC, DenseMatrix)
 
 
-def dense_blob(weights):
-    """Pack float32 weights [E, R, C] into the test format."""
+def dense_blob(weights, ndim=3):
+    """Pack float32 weights [E, R, C], of which a user sees so many axes, into the test format."""
     header = np.zeros(64, np.uint8)
     header[:8] = np.frombuffer(MAGIC, np.uint8)
-    header[8:32] = np.array(weights.shape, np.uint64).view(np.uint8)
+    header[8:40] = np.array([*weights.shape, ndim], np.uint64).view(np.uint8)
     body = np.ascontiguousarray(weights, np.float32).view(np.uint8).reshape(-1)
     return np.concatenate([header, body, np.zeros(-len(body) % 64, np.uint8)])
 
@@ -175,7 +190,7 @@ class DenseMethod:
         for name, weights in layer.items():
             values = torch.stack([weights.expert(expert).float() for expert in range(weights.shape[0])])
             advance(values.numel())
-            yield name, PackedTensor("test-dense", dense_blob(values.numpy()))
+            yield name, PackedTensor(KIND, dense_blob(values.numpy(), weights.ndim))
 
 
 def write_packed(model, directory, method=None):

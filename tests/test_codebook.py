@@ -13,7 +13,7 @@ import torch
 import moepack
 from moepack import CodebookTensor, InvalidTensorError, _core, encode_codebook, lut_matmul
 from moepack.codebook import fixed_point
-from moepack.runtime.matrix import CodebookMatrix, open_matrix
+from moepack.registry import open_tensor
 from moepack.solvers.activations import round_activations
 from oracle import codebook as oracle
 
@@ -42,16 +42,20 @@ def golden(case: dict[str, Any]) -> oracle.Tensor:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_golden_file(case: dict[str, Any]) -> None:
     data, expected = np.fromfile(GOLDEN / f"{case['name']}.bin", np.uint8), golden(case)
-    blob = _core.CodebookBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
-    assert (blob.bits, blob.ndim, blob.block_size) == (case["bits"], case["rank"], case["block"])
-    assert blob.activation_bits == case["activation_bits"] and blob.hadamard == expected.hadamard
+    details = blob.details()
+    assert (details["bits"], blob.ndim, details["block_size"]) == (case["bits"], case["rank"], case["block"])
+    assert (details["activation_bits"], details["hadamard"]) == (case["activation_bits"], expected.hadamard)
+    assert _core.packed_bytes(blob.kind, blob.shape, **details) == blob.nbytes == len(data)
+    for name in ("scales", "centroids"):
+        np.testing.assert_array_equal(blob.parameters(name), getattr(expected, name))
     np.testing.assert_array_equal(blob.decode(), expected.codes)
     close = 0 if expected.hadamard == 1 else 1e-6
     np.testing.assert_allclose(blob.dequantize(), expected.weights(), rtol=close, atol=close)
     again = _core.encode_codebook(
-        expected.codes.copy(), expected.centroids, expected.scales, bits=blob.bits, block=blob.block_size,
-        ndim=blob.ndim, activation_bits=blob.activation_bits, hadamard=blob.hadamard,
+        expected.codes.copy(), expected.centroids, expected.scales, bits=case["bits"], block=case["block"],
+        ndim=blob.ndim, activation_bits=case["activation_bits"], hadamard=expected.hadamard,
     )  # fmt: skip
     assert again.tobytes() == data.tobytes() == oracle.write(expected)
 
@@ -116,7 +120,7 @@ def test_products_are_within_the_stated_bounds(isa: str, bits: int, mode: str, a
     weights = tensor.dequantize().double().numpy()
     x = weight(13, 270, seed=1).numpy()
     offsets = np.array([0, 1, 1, 13])
-    y = _core.CodebookBlob(tensor._data).matmul_grouped(x, offsets, mode=mode, activation_bits=activation_bits, isa=isa)
+    y = _core.PackedTensor(tensor._data).matmul_grouped(x, offsets, mode=mode, activation_bits=activation_bits, isa=isa)
     steps = (np.maximum(x.max(1), 0) - np.minimum(x.min(1), 0)) / (2**activation_bits - 1)
     for expert in range(3):
         for token in range(offsets[expert], offsets[expert + 1]):
@@ -154,18 +158,18 @@ def test_lut_matmul_of_nothing_is_zeros(shape: tuple[int, ...]) -> None:
 def test_the_runtime_multiplies_as_the_tensor_asks() -> None:
     for activation_bits, name in ((0, "codebook-4bit"), (8, "codebook-4bit-a8"), (4, "codebook-4bit-a4")):
         tensor = CodebookTensor.quantize(weight(2, 6, 40), activation_bits=activation_bits)
-        matrix = open_matrix(tensor._data)
+        matrix = open_tensor(tensor._data)
         assert matrix.format == name and matrix.shape == (2, 6, 40)
         x, offsets = weight(4, 40).numpy(), np.array([0, 1, 4])
         mode = "int8" if activation_bits else "exact"
-        expected = _core.CodebookBlob(tensor._data).matmul_grouped(
+        expected = _core.PackedTensor(tensor._data).matmul_grouped(
             x, offsets, mode=mode, activation_bits=activation_bits or 8
         )
         np.testing.assert_array_equal(matrix.matmul_grouped(x, offsets), expected)
-        assert isinstance(matrix, CodebookMatrix)
-        matrix.mode = "exact"
-        exact = _core.CodebookBlob(tensor._data).matmul_grouped(x, offsets, mode="exact")
-        np.testing.assert_array_equal(matrix.matmul_grouped(x, offsets), exact)
+        assert matrix.modes[0] == mode
+        exact = CodebookTensor(tensor._data).dequantize().numpy()
+        products = [x[:1] @ exact[0].T, x[1:] @ exact[1].T]
+        np.testing.assert_allclose(matrix.matmul_grouped(x, offsets, "exact"), np.concatenate(products), atol=1e-4)
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: pathlib.Path) -> None:

@@ -164,7 +164,7 @@ def test_turned_activations_are_those_of_the_kernels(bits):
     torch.testing.assert_close(turned(turned(x, width), width), x)
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (1, 5, 192)).astype(np.uint8)
-    blob = _core.CodebookBlob(_core.encode_codebook(
+    blob = _core.PackedTensor(_core.encode_codebook(
         codes, rng.integers(-127, 128, (1, 5, 1, 16)).astype(np.int16) * 256, np.full((1, 5, 1), 1e-5, np.float32),
         bits=4, block=256, ndim=2, activation_bits=bits, hadamard=width,
     ))  # fmt: skip

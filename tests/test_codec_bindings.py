@@ -21,13 +21,13 @@ def test_round_trip(code: str, shape: tuple[int, int, int]) -> None:
     codes, levels = ternary(shape)
     data = _core.encode_ternary(codes, levels, ndim=3, code=code)
     assert data.dtype == np.uint8 and data.nbytes % 64 == 0
-    blob = _core.TernaryBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
-    assert (blob.experts, blob.rows, blob.columns) == shape
-    assert (blob.code, blob.ndim, blob.nbytes) == (code, 3, data.nbytes)
-    assert blob.nonzeros == np.count_nonzero(codes)
+    assert blob.shape == shape
+    assert (blob.details()["code"], blob.ndim, blob.nbytes) == (code, 3, data.nbytes)
+    assert blob.details()["nonzeros"] == np.count_nonzero(codes)
     np.testing.assert_array_equal(blob.decode(), codes)
-    np.testing.assert_array_equal(blob.levels(), levels)
+    np.testing.assert_array_equal(blob.parameters("levels"), levels)
     values = np.where(codes < 0, levels[..., :1], np.where(codes > 0, levels[..., 1:], 0)).astype(np.float32)
     np.testing.assert_array_equal(blob.dequantize("float32"), values)
 
@@ -35,8 +35,8 @@ def test_round_trip(code: str, shape: tuple[int, int, int]) -> None:
 def test_bfloat16_values_are_returned_as_bits() -> None:
     codes, _ = ternary((1, 5, 100))
     levels = np.tile(np.array([-0.5, 1.0], np.float32), (1, 5, 1))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=2))
-    assert blob.level_dtype == "bfloat16"
+    blob = _core.PackedTensor(_core.encode_ternary(codes, levels, ndim=2))
+    assert blob.details()["level_dtype"] == "bfloat16"
     bits = blob.dequantize("bfloat16")
     assert bits.dtype == np.uint16
     widened = (bits.astype(np.uint32) << 16).view(np.float32)
@@ -48,19 +48,9 @@ def test_bfloat16_values_are_returned_as_bits() -> None:
 )
 def test_levels_are_stored_in_the_narrowest_exact_type(level: float, dtype: str) -> None:
     levels = np.array([[[-level, level]]], np.float32)
-    blob = _core.TernaryBlob(_core.encode_ternary(np.ones((1, 1, 9), np.int8), levels, ndim=2))
-    assert blob.level_dtype == dtype
-    np.testing.assert_array_equal(blob.levels(), levels)
-
-
-def test_rows_are_decoded_apart() -> None:
-    codes, levels = ternary((2, 130, 77))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=3))
-    np.testing.assert_array_equal(blob.decode_rows(1, 63, 129), codes[1, 63:129])
-    assert blob.decode_rows(0, 5, 5).shape == (0, 77)
-    for expert, start, stop in [(2, 0, 1), (0, 3, 2), (0, 0, 131)]:
-        with pytest.raises(IndexError):
-            blob.decode_rows(expert, start, stop)
+    blob = _core.PackedTensor(_core.encode_ternary(np.ones((1, 1, 9), np.int8), levels, ndim=2))
+    assert blob.details()["level_dtype"] == dtype
+    np.testing.assert_array_equal(blob.parameters("levels"), levels)
 
 
 def test_a_read_only_memory_map_is_read_in_place(tmp_path) -> None:
@@ -69,10 +59,10 @@ def test_a_read_only_memory_map_is_read_in_place(tmp_path) -> None:
     path = tmp_path / "blob"
     data.tofile(path)
     mapped = np.memmap(path, np.uint8, mode="r")
-    np.testing.assert_array_equal(_core.TernaryBlob(mapped).decode(), codes)
+    np.testing.assert_array_equal(_core.PackedTensor(mapped).decode(), codes)
     # One byte further on nothing is aligned, and nothing needs to be.
     shifted = np.concatenate([np.zeros(1, np.uint8), data])[1:]
-    np.testing.assert_array_equal(_core.TernaryBlob(shifted).decode(), codes)
+    np.testing.assert_array_equal(_core.PackedTensor(shifted).decode(), codes)
 
 
 def test_threads_do_not_change_the_bytes() -> None:
@@ -93,10 +83,10 @@ def test_threads_do_not_change_the_bytes() -> None:
 @pytest.mark.parametrize("isa", _core.available_isas())
 def test_products_are_those_of_the_decoded_weights(code: str, isa: str) -> None:
     codes, levels = ternary((3, 70, 301))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=3, code=code))
+    blob = _core.PackedTensor(_core.encode_ternary(codes, levels, ndim=3, code=code))
     weights = blob.dequantize("float32").astype(np.float64)
     x = np.random.default_rng(1).standard_normal((5, 301)).astype(np.float32)
-    np.testing.assert_allclose(blob.matmul(x, 2, isa), x @ weights[2].T, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(blob.matmul(x, 2, isa=isa), x @ weights[2].T, rtol=0, atol=1e-4)
     bits = (x.view(np.uint32) >> 16).astype(np.uint16)
     truncated = (bits.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_allclose(blob.matmul(bits, isa=isa), truncated @ weights[0].T, rtol=0, atol=1e-4)
@@ -107,7 +97,7 @@ def test_products_are_those_of_the_decoded_weights(code: str, isa: str) -> None:
 
 def test_wrong_operands_are_value_or_type_errors() -> None:
     codes, levels = ternary((2, 4, 10))
-    blob = _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=3))
+    blob = _core.PackedTensor(_core.encode_ternary(codes, levels, ndim=3))
     x = np.ones((3, 10), np.float32)
     assert blob.matmul(x[:0]).shape == (0, 4)
     for call in (
@@ -141,7 +131,7 @@ def test_wrong_arguments_are_value_or_type_errors() -> None:
         bad_levels[0, 3, 0] = value
         with pytest.raises(ValueError, match="row 3"):
             _core.encode_ternary(codes, bad_levels, ndim=2)
-    with pytest.raises(ValueError, match="rank"):
+    with pytest.raises(ValueError, match="ndim 4"):
         _core.encode_ternary(codes, levels, ndim=4)
     with pytest.raises(ValueError, match="shape"):
         _core.encode_ternary(codes, levels[:, :3], ndim=2)
@@ -152,7 +142,7 @@ def test_wrong_arguments_are_value_or_type_errors() -> None:
     with pytest.raises(TypeError):
         _core.encode_ternary(codes.astype(np.int16), levels, ndim=2)
     with pytest.raises(ValueError, match="dtype"):
-        _core.TernaryBlob(_core.encode_ternary(codes, levels, ndim=2)).dequantize("float64")
+        _core.PackedTensor(_core.encode_ternary(codes, levels, ndim=2)).dequantize("float64")
 
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
@@ -161,14 +151,14 @@ def test_damage_raises_corruption_errors(code: str) -> None:
     data = _core.encode_ternary(codes, levels, ndim=2, code=code)
     for length in (0, 7, 127, 128, data.size - 64, data.size - 1):
         with pytest.raises(_core.CorruptionError, match=r"truncated|corrupt"):
-            _core.TernaryBlob(data[:length].copy())
+            _core.PackedTensor(data[:length].copy())
     longer = np.concatenate([data, np.zeros(64, np.uint8)])
     with pytest.raises(_core.CorruptionError):
-        _core.TernaryBlob(longer)
+        _core.PackedTensor(longer)
     damaged = data.copy()
     damaged[-1] = 1
     with pytest.raises(_core.CorruptionError, match="padding"):
-        _core.TernaryBlob(damaged).verify()
+        _core.PackedTensor(damaged).verify()
     assert issubclass(_core.CorruptionError, ValueError)
 
 

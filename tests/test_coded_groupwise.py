@@ -10,7 +10,7 @@ from moepack.format import PackedDirectory
 from moepack.methods import Qmoe
 from moepack.methods.qmoe.forms import GroupwiseForm
 from moepack.pipeline import compress
-from moepack.runtime.matrix import open_matrix
+from moepack.registry import open_tensor
 from oracle import coded_groupwise as oracle
 
 
@@ -29,12 +29,15 @@ def test_an_independent_reader_gets_the_plain_bytes_back(shape):
     plain = packed(shape)
     data = _core.code_groupwise(plain)
     assert oracle.expand(data.tobytes()) == plain.tobytes()
-    blob = _core.CodedGroupwiseBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
-    assert blob.expand().tobytes() == plain.tobytes()
-    same = _core.GroupwiseBlob(plain)
-    assert (blob.experts, blob.rows, blob.columns, blob.ndim) == (*shape, 3)
-    assert (blob.bits, blob.group_size, blob.symmetric, blob.dtype) == (2, same.group_size, False, "float16")
+    assert _core.expand_groupwise(data).tobytes() == plain.tobytes()
+    same = _core.PackedTensor(plain)
+    assert (*blob.shape, blob.ndim) == (*shape, 3)
+    assert blob.details() == same.details()
+    assert same.details() == {"bits": 2, "group_size": 64, "symmetric": False, "dtype": "float16"}
+    for name in ("scales", "offsets"):
+        np.testing.assert_array_equal(blob.parameters(name), same.parameters(name))
     np.testing.assert_array_equal(blob.decode(), same.decode())
     np.testing.assert_array_equal(blob.dequantize(), same.dequantize())
 
@@ -42,11 +45,11 @@ def test_an_independent_reader_gets_the_plain_bytes_back(shape):
 @pytest.mark.parametrize("mode", ["exact", "int8"])
 def test_products_are_those_of_the_plain_tensor(mode):
     plain = packed()
-    blob = _core.CodedGroupwiseBlob(_core.code_groupwise(plain))
+    blob = _core.PackedTensor(_core.code_groupwise(plain))
     x = np.random.default_rng(1).standard_normal((7, 200)).astype(np.float32)
     offsets = np.array([0, 5, 7])
     for isa in _core.available_isas():
-        wanted = _core.GroupwiseBlob(plain).matmul_grouped(x, offsets, mode, isa)
+        wanted = _core.PackedTensor(plain).matmul_grouped(x, offsets, mode, isa)
         np.testing.assert_array_equal(blob.matmul_grouped(x, offsets, mode, isa), wanted)
 
 
@@ -64,16 +67,16 @@ def test_damage_is_found_or_harmless():
         bad = data.copy()
         bad[place] ^= 1 << int(rng.integers(8))
         try:
-            blob = _core.CodedGroupwiseBlob(bad)
-            assert blob.decode().shape == (blob.experts, blob.rows, blob.columns)
+            blob = _core.PackedTensor(bad)
+            assert blob.decode().shape == blob.shape
         except _core.CorruptionError:
             continue
     for length in (0, 7, 100, 575, len(data) - 64):
         with pytest.raises(_core.CorruptionError):
-            _core.CodedGroupwiseBlob(data[:length].copy())
+            _core.PackedTensor(data[:length].copy())
         if length >= 8:
             with pytest.raises(CorruptionError):
-                open_matrix(data[:length].copy())
+                open_tensor(data[:length].copy())
 
 
 @pytest.mark.parametrize("skew", [True, False])

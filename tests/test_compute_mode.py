@@ -9,9 +9,9 @@ import torch
 
 import moepack
 from moepack import _core
+from moepack.runtime.compute import product_mode
 from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
-from moepack.runtime.matrix import open_matrix
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def layer():
 
 def test_the_mode_of_the_process_and_of_a_model(layer):
     linear, data, x = layer
-    blob = _core.GroupwiseBlob(data)
+    blob = _core.PackedTensor(data)
     exact, int8 = (torch.from_numpy(blob.matmul(x.numpy(), mode=mode)) for mode in ("exact", "int8"))
     assert not torch.equal(exact, int8)
     assert moepack.compute_mode() == "exact" and torch.equal(linear(x), exact)
@@ -39,7 +39,6 @@ def test_the_mode_of_the_process_and_of_a_model(layer):
     assert torch.equal(linear(x), exact)
     moepack.set_compute_mode(None, linear)
     assert torch.equal(linear(x), int8)
-    assert torch.equal(torch.from_numpy(open_matrix(data).matmul_grouped(x.numpy(), np.array([0, 3]))), int8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,9 +60,7 @@ def test_a_layer_in_one_call_is_the_layer_in_three(tokens, dtype, layer):
         moepack.set_compute_mode(mode)
         tolerance = {"rtol": 0.01, "atol": 1e-5 if dtype == torch.float32 and mode == "exact" else 0.01}
         torch.testing.assert_close(fused(x, index, weights), split(x, index, weights), **tolerance)
-    for module in (fused, split):
-        module.matrix("up_proj").mode = "exact"
-    torch.testing.assert_close(fused(x, index, weights), split(x, index, weights), rtol=0.02, atol=0.02)
+        assert [product_mode(fused.matrix(name), None) for name in shapes] == [None if mode == "exact" else mode] * 3
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())
@@ -74,7 +71,7 @@ def test_bf16_is_the_product_of_rounded_factors(bits, group_size, isa):
     scales = (rng.random((1, 40, 256 // group_size), np.float32) + 0.5).astype(np.float16).astype(np.float32)
     offsets = (-scales * 2 ** (bits - 1)).astype(np.float16).astype(np.float32)
     data = _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group_size, ndim=2)
-    blob = _core.GroupwiseBlob(data)
+    blob = _core.PackedTensor(data)
     weights = torch.from_numpy(blob.dequantize()[0]).double()
     x = torch.from_numpy(rng.standard_normal((20, 256)).astype(np.float32))
     y = torch.from_numpy(blob.matmul(x.numpy(), mode="bf16", isa=isa)).double()
@@ -91,11 +88,12 @@ def test_codebooks_have_no_bf16():
     codes = rng.integers(0, 16, (1, 8, 64)).astype(np.uint8)
     centroids = rng.integers(-9999, 9999, (1, 8, 1, 16)).astype(np.int16)
     data = _core.encode_codebook(codes, centroids, np.ones((1, 8, 1), np.float32), bits=4, block=128, ndim=2)
-    matrix = open_matrix(data)
-    x, offsets = rng.standard_normal((12, 64)).astype(np.float32), np.array([0, 12])
-    expected = matrix.matmul_grouped(x, offsets)
-    matrix.mode = "bf16"
-    assert np.array_equal(matrix.matmul_grouped(x, offsets), expected)
+    linear = PackedLinear(8, 64)
+    linear.attach("packed", data)
+    x = torch.from_numpy(rng.standard_normal((12, 64)).astype(np.float32))
+    expected = linear(x)
+    moepack.set_compute_mode("bf16", linear)
+    assert torch.equal(linear(x), expected) and product_mode(linear.matrix("packed"), "bf16") is None
 
 
 def test_unknown_modes_are_refused(layer):

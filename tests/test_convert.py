@@ -14,7 +14,7 @@ from moepack.cli import app
 from moepack.errors import CheckpointError, InvalidTensorError, OutputExistsError, UnsupportedModelError
 from moepack.format import PackedDirectory
 from moepack.pipeline import convert
-from moepack.runtime.matrix import open_matrix
+from moepack.registry import open_tensor
 from moepack.solvers.rtn import quantize_ternary
 from qmoe_format import original_form
 
@@ -50,7 +50,7 @@ def models(switch, tmp_path_factory):
 
 def dequantized(directory):
     packed = PackedDirectory.open(directory)
-    return {name: open_matrix(packed.tensor(name)).blob.dequantize("float32") for name in packed.manifest.packed()}
+    return {name: open_tensor(packed.tensor(name)).dequantize("float32") for name in packed.manifest.packed()}
 
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])

@@ -57,7 +57,7 @@ class WatchingLinears(TernaryLinears):
 
     def restore_dense(self, layer, packed):
         assert set(packed) == {linear.name for linear in layer.linears}
-        assert all(_core.TernaryBlob(tensor.data).ndim == 2 for tensor in packed.values())
+        assert all(_core.PackedTensor(tensor.data).ndim == 2 for tensor in packed.values())
         self.seen += [linear.name for linear in layer.linears]
 
     def notes(self, layers):

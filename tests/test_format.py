@@ -118,7 +118,7 @@ def test_packed_tensors_are_mapped_and_hold_the_quantized_weights(packed: Path, 
         assert array.dtype == np.uint8 and array.ndim == 1
         assert not array.flags.writeable and array.ctypes.data % 64 == 0
         layer, projection = name.split(".")[2], names[name.rsplit(".", 1)[1]]
-        codes, levels = directory.blob(name).decode(), directory.blob(name).levels()
+        codes, levels = directory.blob(name).decode(), directory.blob(name).parameters("levels")
         for expert in range(4):
             weight = source[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}.weight"]
             expected, pairs = quantize_ternary(weight)

@@ -16,9 +16,9 @@ GOLDEN = Path(__file__).parent / "golden"
 def test_golden_tensors(path: Path) -> None:
     data = path.read_bytes()
     codes, levels = ternary_reader.read(data)
-    blob = _core.TernaryBlob(np.frombuffer(data, np.uint8))
+    blob = _core.PackedTensor(np.frombuffer(data, np.uint8))
     assert np.array_equal(codes, blob.decode())
-    assert np.array_equal(levels, blob.levels())
+    assert np.array_equal(levels, blob.parameters("levels"))
 
 
 def test_a_packed_directory(packed: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_packed_directory(packed: Path) -> None:
     for name, data in directory.tensors().items():
         codes, levels = ternary_reader.read(data.tobytes())
         assert np.array_equal(codes, directory.blob(name).decode())
-        assert np.array_equal(levels, directory.blob(name).levels())
+        assert np.array_equal(levels, directory.blob(name).parameters("levels"))
 
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])

@@ -29,19 +29,22 @@ def encode(tensor: oracle.Tensor, base: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_golden_file(case: dict[str, Any]) -> None:
     data = np.fromfile(GOLDEN / f"{case['name']}.bin", np.uint8)
-    blob = _core.CompensatedBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
-    assert [blob.experts, blob.rows, blob.columns] == case["shape"]
-    assert (blob.ndim, blob.rank_bits) == (case["rank"], case["rank_bits"])
-    assert blob.ranks().tolist() == case["ranks"]
+    assert [*blob.shape] == case["shape"]
+    details = blob.details()
+    assert (blob.ndim, details["rank_bits"]) == (case["rank"], case["rank_bits"])
+    assert blob.parameters("ranks").tolist() == case["ranks"]
     tensor = oracle.read(data.tobytes())
-    assert (blob.bits, blob.symmetric, blob.dtype) == (tensor.base.bits, tensor.base.offsets is None, tensor.base.dtype)
-    probe, expected = np.arange(blob.columns) % 7 - 3.0, np.reshape(case["products"], case["shape"][:2])
+    base = tensor.base
+    assert [details[name] for name in ("bits", "symmetric", "dtype")] == [base.bits, base.offsets is None, base.dtype]
+    assert _core.packed_bytes(blob.kind, blob.shape, **details) == blob.nbytes == len(data)
+    probe, expected = np.arange(blob.shape[2]) % 7 - 3.0, np.reshape(case["products"], case["shape"][:2])
     np.testing.assert_allclose(tensor.weights() @ probe, expected, atol=1e-9)
     np.testing.assert_allclose(blob.dequantize() @ probe, expected, atol=1e-3)
     np.testing.assert_allclose(blob.dequantize(), tensor.weights(), atol=1e-5)
-    base = data[128 : 128 + int(data[16:24].view(np.uint64)[0])]
-    assert encode(tensor, base.copy()).tobytes() == data.tobytes()
+    plain = data[128 : 128 + int(data[16:24].view(np.uint64)[0])]
+    assert encode(tensor, plain.copy()).tobytes() == data.tobytes()
     assert oracle.write(tensor) == data.tobytes()
 
 
@@ -56,7 +59,7 @@ def test_damage_is_refused_or_read_safely(name: str) -> None:
     data = np.fromfile(GOLDEN / f"{name}.bin", np.uint8)
     for length in range(0, len(data), 61):
         with pytest.raises(_core.CorruptionError):
-            _core.CompensatedBlob(data[:length].copy())
+            _core.PackedTensor(data[:length].copy())
     rng = np.random.default_rng(0)
     refused = 0
     for _ in range(300):
@@ -65,12 +68,12 @@ def test_damage_is_refused_or_read_safely(name: str) -> None:
         at = int(rng.integers(0, len(bad))) if rng.random() < 0.5 else int(rng.integers(0, 200))
         bad[at] ^= np.uint8(1 << rng.integers(0, 8))
         try:
-            blob = _core.CompensatedBlob(bad)
+            blob = _core.PackedTensor(bad)
         except _core.CorruptionError:
             refused += 1
             continue
         blob.dequantize()
-        blob.matmul(np.ones((2, blob.columns), np.float32))
+        blob.matmul(np.ones((2, blob.shape[2]), np.float32))
         try:
             blob.verify()
         except _core.CorruptionError:
@@ -82,13 +85,14 @@ def test_damage_is_refused_or_read_safely(name: str) -> None:
 @pytest.mark.parametrize("isa", _core.available_isas())
 def test_products_are_those_of_the_oracle(name: str, isa: str) -> None:
     data = np.fromfile(GOLDEN / f"{name}.bin", np.uint8)
-    blob, weights = _core.CompensatedBlob(data), oracle.read(data.tobytes()).weights()
-    x = np.random.default_rng(1).normal(size=(5, blob.columns)).astype(np.float32)
-    for expert in range(blob.experts):
+    blob, weights = _core.PackedTensor(data), oracle.read(data.tobytes()).weights()
+    x = np.random.default_rng(1).normal(size=(5, blob.shape[2])).astype(np.float32)
+    experts = blob.shape[0]
+    for expert in range(experts):
         found = blob.matmul(x, expert, isa=isa)
         np.testing.assert_allclose(found, x.astype(np.float64) @ weights[expert].T, rtol=1e-4, atol=1e-4)
-    offsets = np.linspace(0, 5, blob.experts + 1).astype(np.int64)
+    offsets = np.linspace(0, 5, experts + 1).astype(np.int64)
     grouped = blob.matmul_grouped(x, offsets, isa=isa)
-    for expert in range(blob.experts):
+    for expert in range(experts):
         run = slice(offsets[expert], offsets[expert + 1])
         np.testing.assert_allclose(grouped[run], blob.matmul(x[run].copy(), expert, isa=isa), rtol=1e-6, atol=1e-6)

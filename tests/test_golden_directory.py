@@ -37,7 +37,7 @@ def test_packed_tensors_decode_to_what_was_written(version: str) -> None:
         codes = np.array([["-0+".index(code) - 1 for code in row] for row in content["rows"]], np.int8)
         assert np.array_equal(blob.decode(), codes.reshape(content["shape"]))
         levels = np.array(content["levels"], np.float32)
-        assert np.array_equal(blob.levels(), levels.reshape(*content["shape"][:2], 2))
+        assert np.array_equal(blob.parameters("levels"), levels.reshape(*content["shape"][:2], 2))
 
 
 def test_dense_tensors_are_what_was_written(version: str) -> None:

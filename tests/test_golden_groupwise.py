@@ -19,13 +19,15 @@ CASES = json.loads((GOLDEN / "cases.json").read_text())
 def test_golden_file(case: dict[str, Any]) -> None:
     data = np.fromfile(GOLDEN / f"{case['name']}.bin", np.uint8)
     codes = np.frombuffer(bytes.fromhex(case["codes"]), np.uint8).reshape(case["shape"])
-    blob = _core.GroupwiseBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
-    assert (blob.bits, blob.ndim, blob.dtype) == (case["bits"], case["rank"], case["dtype"])
-    assert blob.group_size == (case["group"] or max(case["shape"][2], 1))
-    assert blob.symmetric == (case["offsets"] is None)
+    details = blob.details()
+    assert (details["bits"], blob.ndim, details["dtype"]) == (case["bits"], case["rank"], case["dtype"])
+    assert details["group_size"] == (case["group"] or max(case["shape"][2], 1))
+    assert details["symmetric"] == (case["offsets"] is None)
+    assert _core.packed_bytes(blob.kind, blob.shape, **details) == blob.nbytes == len(data)
     np.testing.assert_array_equal(blob.decode(), codes)
-    scales, offsets = blob.scales(), blob.offsets()
+    scales, offsets = blob.parameters("scales"), None if details["symmetric"] else blob.parameters("offsets")
     assert scales.ravel().tolist() == case["scales"]
     assert (None if offsets is None else offsets.ravel().tolist()) == case["offsets"]
     np.testing.assert_array_equal(blob.dequantize(), oracle.read(data.tobytes()).weights())
@@ -33,10 +35,10 @@ def test_golden_file(case: dict[str, Any]) -> None:
         codes.copy(),
         scales,
         offsets,
-        bits=blob.bits,
+        bits=details["bits"],
         group_size=case["group"] or 1 << 20,
         ndim=blob.ndim,
-        dtype=blob.dtype,
+        dtype=details["dtype"],
     )
     assert again.tobytes() == data.tobytes()
     assert oracle.write(oracle.read(data.tobytes())) == data.tobytes()
@@ -45,9 +47,9 @@ def test_golden_file(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.coded")), ids=lambda file: file.stem)
 def test_golden_coded_file(file: pathlib.Path) -> None:
     data, plain = np.fromfile(file, np.uint8), np.fromfile(file.with_suffix(".bin"), np.uint8)
-    blob = _core.CodedGroupwiseBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
-    assert blob.expand().tobytes() == plain.tobytes() == coded_groupwise.expand(data.tobytes())
+    assert _core.expand_groupwise(data).tobytes() == plain.tobytes() == coded_groupwise.expand(data.tobytes())
     assert _core.code_groupwise(plain).tobytes() == data.tobytes()
 
 

@@ -24,11 +24,13 @@ def codes_and_levels(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def test_golden_file(case: dict[str, Any], code: str) -> None:
     codes, levels = codes_and_levels(case)
     data = np.fromfile(GOLDEN / f"{case['name']}.{code}.bin", np.uint8)
-    blob = _core.TernaryBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
-    assert (blob.code, blob.ndim, blob.level_dtype) == (code, case["rank"], case["level_dtype"])
+    details = blob.details()
+    assert (details["code"], blob.ndim, details["level_dtype"]) == (code, case["rank"], case["level_dtype"])
+    assert (blob.kind, blob.format, blob.nbytes) == ("ternary", f"ternary-{code}", len(data))
     np.testing.assert_array_equal(blob.decode(), codes)
-    np.testing.assert_array_equal(blob.levels(), levels)
+    np.testing.assert_array_equal(blob.parameters("levels"), levels)
     again = _core.encode_ternary(codes, levels, ndim=case["rank"], code=code)
     assert again.tobytes() == data.tobytes()
 

@@ -38,7 +38,7 @@ def test_the_core_and_the_reference_write_the_same_bytes(bits, group, symmetric,
     made = tensor(bits, group, symmetric, dtype, shape)
     data = encode(made)
     assert data.tobytes() == oracle.write(made)
-    blob = _core.GroupwiseBlob(data)
+    blob = _core.PackedTensor(data)
     blob.verify()
     np.testing.assert_array_equal(blob.decode(), made.codes)
     np.testing.assert_array_equal(blob.dequantize(), made.weights())
@@ -46,11 +46,14 @@ def test_the_core_and_the_reference_write_the_same_bytes(bits, group, symmetric,
 
 def test_attributes():
     data = encode(tensor())
-    blob = _core.GroupwiseBlob(data)
-    assert (blob.experts, blob.rows, blob.columns, blob.ndim) == (2, 19, 130, 3)
-    assert (blob.bits, blob.group_size, blob.nbytes, blob.symmetric, blob.dtype) == (4, 64, len(data), False, "float16")
-    assert "2 x 19 x 130, 4 bits, groups of 64" in repr(blob)
-    assert _core.GroupwiseBlob(encode(tensor(symmetric=True))).offsets() is None
+    blob = _core.PackedTensor(data)
+    assert (*blob.shape, blob.ndim) == (2, 19, 130, 3)
+    assert blob.details() == {"bits": 4, "group_size": 64, "symmetric": False, "dtype": "float16"}
+    assert (blob.kind, blob.format, blob.nbytes) == ("groupwise", "groupwise-4bit", len(data))
+    assert blob.modes == ["exact", "int8", "bf16"]
+    assert "groupwise-4bit, 2 x 19 x 130" in repr(blob)
+    with pytest.raises(ValueError, match=r"no parameters \"offsets\": it has scales"):
+        _core.PackedTensor(encode(tensor(symmetric=True))).parameters("offsets")
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())
@@ -59,7 +62,7 @@ def test_attributes():
 @pytest.mark.parametrize(("group", "symmetric"), [(32, False), (0, True)])
 def test_products(bits, group, symmetric, mode, isa):
     made = tensor(bits, group, symmetric, shape=(1, 19, 330))
-    blob = _core.GroupwiseBlob(encode(made))
+    blob = _core.PackedTensor(encode(made))
     x = np.random.default_rng(1).standard_normal((5, 330)).astype(np.float32)
     expected = oracle.product(made, x, mode)
     size = np.abs(made.codes[0].astype(float) * 0.4).sum(1).max() * np.abs(x).max()
@@ -71,7 +74,7 @@ def test_products(bits, group, symmetric, mode, isa):
 
 @pytest.mark.parametrize("mode", ["exact", "int8"])
 def test_grouped_products_are_those_of_each_expert(mode):
-    blob = _core.GroupwiseBlob(encode(tensor(shape=(3, 19, 130))))
+    blob = _core.PackedTensor(encode(tensor(shape=(3, 19, 130))))
     x = np.random.default_rng(1).standard_normal((7, 130)).astype(np.float32)
     y = blob.matmul_grouped(x, np.array([0, 5, 5, 7]), mode=mode)
     expected = [blob.matmul(x[:5], 0, mode=mode), blob.matmul(x[5:], 2, mode=mode)]
@@ -90,17 +93,17 @@ def test_damage_is_a_typed_error():
     data = encode(tensor())
     for length in (0, 100, len(data) - 64):
         with pytest.raises(_core.CorruptionError):
-            _core.GroupwiseBlob(data[:length].copy())
+            _core.PackedTensor(data[:length].copy())
     damaged = data.copy()
     damaged[128:130] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
     with pytest.raises(_core.CorruptionError, match="expert 0 row 0"):
-        _core.GroupwiseBlob(damaged).verify()
+        _core.PackedTensor(damaged).verify()
 
 
 def test_wrong_arguments_are_value_errors():
     made = tensor()
     arguments = {"codes": made.codes, "scales": made.scales, "offsets": made.offsets}
-    good = {**arguments, "bits": 4, "group_size": 64, "rank": 3}
+    good = {**arguments, "bits": 4, "group_size": 64, "ndim": 3}
     wrong = [
         ({"codes": made.codes + 1}, "code 16"),
         ({"codes": made.codes[:, :, ::-1]}, "contiguous"),
@@ -110,7 +113,7 @@ def test_wrong_arguments_are_value_errors():
         ({"bits": 5}, "bits"),
         ({"group_size": 48}, "groups"),
         ({"group_size": 0}, "group_size"),
-        ({"rank": 2}, "rank"),
+        ({"ndim": 2}, "ndim 2"),
         ({"dtype": "float32"}, "float32"),
     ]
     for change, message in wrong:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moepack import _core
+from moepack._core import PackedTensor, gated_experts
 from moepack.runtime.experts import PackedExperts
-from moepack.runtime.matrix import PackedMatrix, gated_experts, open_matrix
 from runtime_support import dense_blob
 
 EXPERTS, HIDDEN, INNER = 6, 80, 96
@@ -64,7 +64,7 @@ FORMATS = {"groupwise": groupwise, "coded": coded, "ternary": ternary, "codebook
 
 def matrices(*formats):
     return [
-        open_matrix(FORMATS[name](shape, seed))
+        PackedTensor(FORMATS[name](shape, seed))
         for seed, (name, shape) in enumerate(zip(formats, SHAPES.values(), strict=True))
     ]
 
@@ -76,21 +76,20 @@ def inputs(tokens, top_k=3):
     return x, experts, random.random((tokens, top_k), np.float32)
 
 
-def one_by_one(layer: list[PackedMatrix], x, experts, weights):
+def one_by_one(layer, x, experts, weights, modes=(None, None, None)):
     """Three products for each token and expert."""
 
-    def product(matrix, expert, x):
+    def product(number, expert, x):
         offsets = np.repeat(np.array([0, 1]), [expert + 1, EXPERTS - expert])
-        return matrix.matmul_grouped(x, offsets)
+        return layer[number].matmul_grouped(x, offsets, modes[number])
 
-    gate, up, down = layer
     y = np.zeros_like(x)
     for token, slot in itertools.product(range(len(x)), range(experts.shape[1])):
         expert = experts[token, slot]
         if expert < EXPERTS:
             row = x[token : token + 1]
-            gated = torch.nn.functional.silu(torch.from_numpy(product(gate, expert, row))).numpy()
-            y[token] += weights[token, slot] * product(down, expert, gated * product(up, expert, row))[0]
+            gated = torch.nn.functional.silu(torch.from_numpy(product(0, expert, row))).numpy()
+            y[token] += weights[token, slot] * product(2, expert, gated * product(1, expert, row))[0]
     return y
 
 
@@ -99,20 +98,19 @@ def one_by_one(layer: list[PackedMatrix], x, experts, weights):
 def test_a_layer_of_any_formats_is_its_products(formats, tokens):
     layer = matrices(*formats)
     x, experts, weights = inputs(tokens)
-    y = gated_experts(layer, x, experts, weights)
-    assert y is not None
+    y = gated_experts(*layer, x, experts, weights)
     np.testing.assert_allclose(y, one_by_one(layer, x, experts, weights), rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 def test_each_projection_has_its_own_mode():
     layer = matrices("groupwise", "groupwise", "groupwise")
     x, experts, weights = inputs(4)
-    exact = gated_experts(layer, x, experts, weights)
-    layer[2].mode = "int8"
-    mixed = gated_experts(layer, x, experts, weights)
+    exact = gated_experts(*layer, x, experts, weights)
+    modes = (None, "exact", "int8")
+    mixed = gated_experts(*layer, x, experts, weights, modes)
     assert not np.array_equal(mixed, exact)
     np.testing.assert_allclose(
-        mixed, one_by_one(layer, x, experts, weights), rtol=1e-4, atol=1e-4 * np.abs(exact).max()
+        mixed, one_by_one(layer, x, experts, weights, modes), rtol=1e-4, atol=1e-4 * np.abs(exact).max()
     )
 
 
@@ -124,19 +122,20 @@ def test_a_format_that_takes_no_part_is_multiplied_by_itself():
         module.attach(name, blob)
     x, experts, weights = inputs(5)
     layer = [module.matrix(name) for name in SHAPES]
-    assert gated_experts(layer, x, experts, weights) is None
+    with pytest.raises(TypeError, match="takes no part"):
+        gated_experts(*layer, x, experts, weights)
     y = module(torch.from_numpy(x), torch.from_numpy(experts), torch.from_numpy(weights)).numpy()
     np.testing.assert_allclose(y, one_by_one(layer, x, experts, weights), rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 def test_bad_arguments_are_refused():
-    layer = [matrix.blob for matrix in matrices("groupwise", "ternary", "groupwise")]
+    layer = matrices("groupwise", "ternary", "groupwise")
     x, experts, weights = inputs(2)
     with pytest.raises(TypeError, match="takes no part"):
-        _core.gated_experts(layer[0], object(), layer[2], x, experts, weights)
+        gated_experts(layer[0], object(), layer[2], x, experts, weights)
     with pytest.raises(ValueError, match='no mode "int8"'):
-        _core.gated_experts(*layer, x, experts, weights, ("int8",) * 3)
+        gated_experts(*layer, x, experts, weights, ("int8",) * 3)
     with pytest.raises(ValueError, match="do not fit"):
-        _core.gated_experts(layer[0], layer[1], layer[1], x, experts, weights)
+        gated_experts(layer[0], layer[1], layer[1], x, experts, weights)
     with pytest.raises(ValueError, match="activations"):
-        _core.gated_experts(*layer, x[:, 1:].copy(), experts, weights)
+        gated_experts(*layer, x[:, 1:].copy(), experts, weights)

@@ -51,9 +51,9 @@ def test_ternary_packs_what_rtn_gives(code: str, threads: int) -> None:
     advanced: list[int] = []
     ((name, packed),) = create("ternary", code=code).compress_layer({"wi": weights}, advanced.append)
     codes, levels = quantize_ternary(stack)
-    blob = _core.TernaryBlob(packed.data)
+    blob = _core.PackedTensor(packed.data)
     assert name == "wi" and packed.kind == "ternary" and advanced == [33 * 50] * 6
-    assert np.array_equal(blob.decode(), codes.numpy()) and np.array_equal(blob.levels(), levels.numpy())
+    assert np.array_equal(blob.decode(), codes.numpy()) and np.array_equal(blob.parameters("levels"), levels.numpy())
     assert packed.details == {"code": code, "nonzeros": int((codes != 0).sum())}
 
 

@@ -191,7 +191,7 @@ def test_sizes_are_what_the_core_writes(bits: int, symmetric: bool) -> None:
         if not any(ranks):
             assert kind == "groupwise" and data.nbytes == base_bytes(shape, spec) and "rank_bits" not in details
         else:
-            assert kind == "compensated" and _core.CompensatedBlob(data).ranks().tolist() == ranks
+            assert kind == "compensated" and _core.PackedTensor(data).parameters("ranks").tolist() == ranks
             assert details["rank_bits"] == bits and details["symmetric"] == symmetric
 
 

@@ -29,8 +29,8 @@ from moepack.methods.qmoe.forms import GroupwiseForm
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
+from moepack.registry import open_tensor
 from moepack.runtime.loading import open_model, set_threads
-from moepack.runtime.matrix import open_matrix
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import gptq
 from moepack.solvers.grids import TernaryGrid
@@ -209,7 +209,7 @@ def test_experts_without_tokens_are_almost_empty_at_a_rate_and_named(tiny_checkp
     packed = PackedDirectory.open(tmp_path / "out")
     name = "model.layers.0.mlp.experts.gate_proj"
     unseen = [e for e, count in enumerate(packed.manifest.tensors[name].details["tokens"]) if count == 0]
-    weights = open_matrix(packed.tensor(name)).blob.dequantize("float32")
+    weights = open_tensor(packed.tensor(name)).dequantize("float32")
     density = (weights != 0).mean((1, 2))
     seen = [e for e in range(len(density)) if e not in unseen]
     assert unseen and density[unseen].max() < 0.2 * density[seen].max()

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepack import CorruptionError, LoadError
+from moepack.registry import open_tensor, register
 from moepack.runtime.experts import PackedExperts, PackedSwitchExperts, sort_by_expert
-from moepack.runtime.matrix import open_matrix, register_format
-from runtime_support import MAGIC, DenseMatrix, dense_blob
+from runtime_support import KIND, MAGIC, DenseMatrix, dense_blob
 
 EXPERTS, HIDDEN, INNER = 5, 16, 24
 SHAPES = {
@@ -188,25 +188,26 @@ def test_a_shape_that_is_not_the_models_is_refused(experts, weights):
 @pytest.mark.parametrize("length", [0, 7])
 def test_too_short_for_a_magic(length):
     with pytest.raises(CorruptionError, match="'name'") as caught:
-        open_matrix(np.zeros(length, np.uint8), file="shard", tensor="name")
+        open_tensor(np.zeros(length, np.uint8), file="shard", tensor="name")
     assert (caught.value.file, caught.value.tensor) == ("shard", "name")
 
 
 def test_unknown_formats_are_named_with_what_is_known():
     with pytest.raises(LoadError, match=r"NEWMAGIC.*MOEPTERN"):
-        open_matrix(np.frombuffer(b"NEWMAGIC" + bytes(56), np.uint8))
+        open_tensor(np.frombuffer(b"NEWMAGIC" + bytes(56), np.uint8))
 
 
 @settings(max_examples=50)
 @given(st.binary(min_size=8, max_size=200))
 def test_damaged_ternary_blobs_raise_the_typed_error(data):
     with pytest.raises(CorruptionError, match="'name'"):
-        open_matrix(np.frombuffer(b"MOEPTERN" + data, np.uint8), file="shard", tensor="name")
+        open_tensor(np.frombuffer(b"MOEPTERN" + data, np.uint8), file="shard", tensor="name")
 
 
 def test_formats_register_once():
-    register_format(MAGIC, DenseMatrix)
-    with pytest.raises(ValueError, match="already registered"):
-        register_format(MAGIC, lambda data: DenseMatrix(data))
+    register(KIND, MAGIC, DenseMatrix)
+    for kind, magic in [(KIND, b"NEWMAGIC"), ("new", MAGIC), ("ternary", b"NEWMAGIC"), ("new", b"MOEPTERN")]:
+        with pytest.raises(ValueError, match="already registered"):
+            register(kind, magic, lambda data: DenseMatrix(data))
     with pytest.raises(ValueError, match="8 bytes"):
-        register_format(b"SHORT", DenseMatrix)
+        register("new", b"SHORT", DenseMatrix)

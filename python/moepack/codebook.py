@@ -83,8 +83,6 @@ class CodebookTensor(BlobTensor):
     """
 
     kind = "codebook"
-    _parse = _core.CodebookBlob
-    _blob: _core.CodebookBlob
 
     @classmethod
     def quantize(
@@ -127,22 +125,22 @@ class CodebookTensor(BlobTensor):
     @property
     def bits(self) -> int:
         """Bits of a code: 2, 3 or 4."""
-        return self._blob.bits
+        return int(self._details["bits"])
 
     @property
     def block_size(self) -> int:
         """Columns that share a codebook, as stored: a multiple of 128."""
-        return self._blob.block_size
+        return int(self._details["block_size"])
 
     @property
     def activation_bits(self) -> int:
         """To how many bits products round activations unless told otherwise; 0 for not at all."""
-        return self._blob.activation_bits
+        return int(self._details["activation_bits"])
 
     @property
     def hadamard(self) -> int:
         """Columns that products turn together by Hadamard's matrix (docs/format.md, section 7); 1 for not at all."""
-        return self._blob.hadamard
+        return int(self._details["hadamard"])
 
     def matmul(self, x: Array, mode: Mode | None = None, activation_bits: int | None = None) -> Array:
         """Multiply activations by the packed weights: `y = x W^T`. No gradient flows through.

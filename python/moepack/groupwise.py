@@ -32,8 +32,6 @@ class GroupwiseTensor(BlobTensor):
     """
 
     kind = "groupwise"
-    _parse = _core.GroupwiseBlob
-    _blob: _core.GroupwiseBlob
 
     @classmethod
     def quantize(
@@ -54,34 +52,32 @@ class GroupwiseTensor(BlobTensor):
     @property
     def bits(self) -> int:
         """Bits of a code: 2, 3, 4 or 8."""
-        return self._blob.bits
+        return int(self._details["bits"])
 
     @property
     def group_size(self) -> int:
         """Columns that share a scale; with one group a row, the columns."""
-        return self._blob.group_size
+        return int(self._details["group_size"])
 
     @property
     def symmetric(self) -> bool:
         """Whether a weight is `scale * (code - 2^(bits - 1))`, without offsets."""
-        return self._blob.symmetric
+        return bool(self._details["symmetric"])
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the stored parameters: float16 or bfloat16."""
-        return {name: dtype for dtype, name in _DTYPES.items()}[self._blob.dtype]
+        return {name: dtype for dtype, name in _DTYPES.items()}[self._details["dtype"]]
 
     @property
     def scales(self) -> torch.Tensor:
         """`[R, G]` or `[E, R, G]` float32."""
-        scales = self._blob.scales()
-        return torch.from_numpy(scales).reshape(*self.shape[:-1], scales.shape[-1])
+        return self._parameters("scales")
 
     @property
     def offsets(self) -> torch.Tensor | None:
         """`[R, G]` or `[E, R, G]` float32, or None if symmetric."""
-        offsets = self._blob.offsets()
-        return None if offsets is None else torch.from_numpy(offsets).reshape(*self.shape[:-1], offsets.shape[-1])
+        return None if self.symmetric else self._parameters("offsets")
 
     def matmul(self, x: Array, mode: Literal["exact", "int8", "bf16"] = "exact") -> Array:
         """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. No gradient flows through.
@@ -142,13 +138,13 @@ def encode_groupwise(
     expected = [*given.shape[:-1], -(-given.shape[-1] // width)]
     found = GroupwiseCodes(
         given,
-        _parameters(scales, "scales", expected),
-        None if offsets is None else _parameters(offsets, "offsets", expected),
+        _checked(scales, "scales", expected),
+        None if offsets is None else _checked(offsets, "offsets", expected),
     )
     return GroupwiseTensor(_encode(found, bits, group_size, dtype))
 
 
-def _parameters(values: AnyTensor, what: str, shape: list[int]) -> torch.Tensor:
+def _checked(values: AnyTensor, what: str, shape: list[int]) -> torch.Tensor:
     given = as_tensor(values, what).cpu()
     if given.dtype not in FLOATS or list(given.shape) != shape:
         raise InvalidTensorError(f"{what} must be floating-point {shape}, got {given.dtype} {list(given.shape)}")

@@ -7,6 +7,7 @@ threads.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -42,9 +43,6 @@ class BlobTensor:
     kind: ClassVar[str]
     """Name of the format; of the tensor in a file, too."""
 
-    _parse: ClassVar[Any]
-    """The blob's class in the core."""
-
     def __init__(self, data: Bytes, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
         """Wrap a packed blob without copying it.
 
@@ -59,28 +57,30 @@ class BlobTensor:
         self._data = data
         self._place: dict[str, Any] = {"file": file, "tensor": tensor}
         with self._corruption():
-            self._blob: Any = type(self)._parse(data)
+            self._blob = _core.PackedTensor(data)
+        if self._blob.kind != self.kind:
+            raise CorruptionError(f"is a {self._blob.kind} tensor, not a {self.kind} one", **self._place)
+        self._details = self._blob.details()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """`(R, C)`, or `(E, R, C)` for a stack."""
-        matrix = (self._blob.rows, self._blob.columns)
-        return matrix if self._blob.ndim == 2 else (self._blob.experts, *matrix)
+        return self._blob.shape[-self._blob.ndim :]
 
     @property
     def ndim(self) -> int:
         """2, or 3 for a stack."""
-        return int(self._blob.ndim)
+        return self._blob.ndim
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of everything that the tensor needs: header, parameters, codes and padding."""
-        return int(self._blob.nbytes)
+        return self._blob.nbytes
 
     @property
     def bits_per_weight(self) -> float:
         """`nbytes` in bits over the number of weights; infinite for an empty tensor, whose header holds no weight."""
-        weights = self._blob.experts * self._blob.rows * self._blob.columns
+        weights = math.prod(self.shape)
         return 8 * self.nbytes / weights if weights else float("inf")
 
     @property
@@ -91,18 +91,32 @@ class BlobTensor:
         return view
 
     def decode(self) -> torch.Tensor:
-        """The codes, uint8 of the tensor's shape."""
-        return torch.from_numpy(self._blob.decode()).reshape(self.shape)
+        """The codes, uint8 of the tensor's shape; int8 in {-1, 0, 1} of a ternary one.
+
+        Raises:
+            CorruptionError: the codes contradict the format.
+        """
+        with self._corruption():
+            return torch.from_numpy(self._blob.decode()).reshape(self.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, of the tensor's shape, computed in float32 and rounded once, to `dtype`.
 
         Raises:
             ValueError: `dtype` is none of bfloat16, float16, float32 and float64.
+            CorruptionError: the codes contradict the format.
         """
         if dtype not in FLOATS:
             raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
-        return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
+        with self._corruption():
+            if dtype == torch.bfloat16:
+                return torch.from_numpy(self._blob.dequantize("bfloat16")).view(dtype).reshape(self.shape)
+            return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
+
+    def _parameters(self, name: str) -> torch.Tensor:
+        """The stored parameters of a name, a row of them for each row of the tensor."""
+        found: npt.NDArray[np.float32] = self._blob.parameters(name)
+        return torch.from_numpy(found).reshape(*self.shape[:-1], *found.shape[2:])
 
     def matmul(self, x: Array) -> Array:
         """Multiply activations by the packed weights without unpacking them: `y = x W^T`, accumulated in float32.
@@ -136,12 +150,10 @@ class BlobTensor:
     def _product(self, x: npt.NDArray[Any], options: dict[str, Any]) -> npt.NDArray[np.float32]:
         """`[N, C]` to `[N, R]`; of a stack, equal shares of the rows belong to the experts in turn."""
         if self.ndim == 2:
-            product: npt.NDArray[np.float32] = self._blob.matmul(x, **options)
-            return product
-        experts = self._blob.experts
+            return self._blob.matmul(x, **options)
+        experts = self.shape[0]
         offsets = np.arange(experts + 1, dtype=np.int64) * (len(x) // max(experts, 1))
-        products: npt.NDArray[np.float32] = self._blob.matmul_grouped(x, offsets, **options)
-        return products
+        return self._blob.matmul_grouped(x, offsets, **options)
 
     def verify(self) -> None:
         """Decode everything and check it against the format.

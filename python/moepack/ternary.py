@@ -30,49 +30,21 @@ class TernaryTensor(BlobTensor):
     """
 
     kind = "ternary"
-    _parse = _core.TernaryBlob
-    _blob: _core.TernaryBlob
 
     @property
     def code(self) -> str:
         """The code that stores it: "fsv8" or "dict16"."""
-        return self._blob.code
+        return str(self._details["code"])
 
     @property
     def nonzeros(self) -> int:
         """How many codes are not zero."""
-        return self._blob.nonzeros
+        return int(self._details["nonzeros"])
 
     @property
     def levels(self) -> torch.Tensor:
         """`[R, 2]` or `[E, R, 2]` float32: each row's (negative, positive)."""
-        return torch.from_numpy(self._blob.levels()).reshape(*self.shape[:-1], 2)
-
-    def decode(self) -> torch.Tensor:
-        """The codes: int8 in {-1, 0, 1}, of the tensor's shape.
-
-        Raises:
-            CorruptionError: the codes of a row do not cover it.
-        """
-        with self._corruption():
-            return torch.from_numpy(self._blob.decode()).reshape(self.shape)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, of the tensor's shape; each level is rounded once, to `dtype`.
-
-        Args:
-            dtype: bfloat16, float16, float32 or float64.
-
-        Raises:
-            ValueError: `dtype` is none of these.
-            CorruptionError: the codes of a row do not cover it.
-        """
-        if dtype not in FLOATS:
-            raise ValueError(f"dtype must be bfloat16, float16, float32 or float64, not {dtype}")
-        with self._corruption():
-            if dtype == torch.bfloat16:
-                return torch.from_numpy(self._blob.dequantize("bfloat16")).view(dtype).reshape(self.shape)
-            return torch.from_numpy(self._blob.dequantize("float32")).reshape(self.shape).to(dtype)
+        return self._parameters("levels")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TernaryTensor):

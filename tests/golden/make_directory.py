@@ -69,7 +69,7 @@ def expected(directory: PackedDirectory, tensors: dict[str, torch.Tensor]) -> di
     """Return what readers must find: rows of codes spelled with `-0+`, levels, and dense tensors in hex."""
     packed = {}
     for name in directory.tensors():
-        codes, levels = directory.blob(name).decode(), directory.blob(name).levels()
+        codes, levels = directory.blob(name).decode(), directory.blob(name).parameters("levels")
         rows = ["".join("-0+"[code + 1] for code in row) for row in codes.reshape(-1, codes.shape[2])]
         packed[name] = {"shape": codes.shape, "rows": rows, "levels": [float(level) for level in levels.ravel()]}
     dense = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}

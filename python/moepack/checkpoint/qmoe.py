@@ -140,7 +140,7 @@ def _values(
     if words.dtype != torch.int16 or not ascending or levels.shape != (2 * rows,):
         raise CheckpointError("words, row offsets and levels contradict each other", tensor=name)
     try:
-        blob = _core.TernaryBlob(_blob(words.numpy().view(np.uint16), starts.numpy(), columns))
+        blob = _core.PackedTensor(_blob(words.numpy().view(np.uint16), starts.numpy(), columns))
         symbols = torch.from_numpy(blob.decode()[0])
     except ValueError as error:
         raise CheckpointError(f"the words do not decode: {error}", tensor=name) from error

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from moepack import _core
 from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
 from moepack.export.names import Experts, experts_of
 from moepack.format.directory import PackedDirectory
@@ -57,6 +56,4 @@ def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[
 
 def _values(source: PackedDirectory, name: str) -> torch.Tensor:
     """The values of a packed tensor, `[E, R, C]` bfloat16."""
-    blob = source.blob(name)
-    values = blob.dequantize("float32") if isinstance(blob, _core.TernaryBlob) else blob.dequantize()
-    return torch.from_numpy(values).bfloat16()
+    return torch.from_numpy(source.blob(name).dequantize("bfloat16")).view(torch.bfloat16)

@@ -20,30 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moepack import _core
 from moepack.checkpoint.header import Header, read_header
 from moepack.errors import CorruptionError, LoadError
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
 from moepack.mapping import map_file
 from moepack.memory import available_bytes
-
-Blob = _core.TernaryBlob | _core.GroupwiseBlob | _core.CodedGroupwiseBlob | _core.CodebookBlob | _core.CompensatedBlob
-"""A packed tensor of any kind, its metadata checked."""
-
-_KINDS: Mapping[str, type[Blob]] = {
-    "ternary": _core.TernaryBlob,
-    "groupwise": _core.GroupwiseBlob,
-    "coded-groupwise": _core.CodedGroupwiseBlob,
-    "codebook": _core.CodebookBlob,
-    "compensated": _core.CompensatedBlob,
-}
-
-_DETAILS = (
-    "code", "nonzeros", "bits", "group_size", "symmetric", "dtype", "block_size", "activation_bits",
-    "hadamard", "rank_bits",
-)  # fmt: skip
-"""What a manifest may say about a packed tensor that its bytes say too."""
+from moepack.registry import OpenTensor, kinds, open_tensor
 
 
 @dataclass(frozen=True)
@@ -91,7 +74,7 @@ class PackedDirectory:
         """Return one packed tensor; `KeyError` if there is none of that name."""
         return self._tensors[name]
 
-    def blob(self, name: str) -> Blob:
+    def blob(self, name: str) -> OpenTensor:
         """Return the packed tensor `name`, its metadata checked against the bytes and the manifest.
 
         Raises:
@@ -172,20 +155,17 @@ def map_tensors(file: Path, header: Header, names: list[str], *, huge: bool = Tr
     return {name: mapped[info.offset : info.offset + info.nbytes] for name, info in slices.items()}
 
 
-def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path: Path) -> Blob:
+def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path: Path) -> OpenTensor:
     """Parse a packed blob (metadata only) and compare it with its record; `CorruptionError` says what is wrong."""
     file = path / record.file
-    if record.kind not in _KINDS:
+    if record.kind not in kinds():
         raise CorruptionError(f"unknown kind of packed tensor '{record.kind}'", file=file, tensor=name)
     try:
-        blob = _KINDS[record.kind](data)
-    except ValueError as error:
-        raise CorruptionError(str(error), file=file, tensor=name) from error
-    shape = (blob.experts, blob.rows, blob.columns)[-blob.ndim :]
-    if shape != record.shape:
-        raise CorruptionError(f"shape is {shape}, the manifest says {record.shape}", file=file, tensor=name)
-    for key in _DETAILS:
-        found = getattr(blob, key, None)
-        if key in record.details and found != record.details[key]:
-            raise CorruptionError(f"{key} is {found}, the manifest says {record.details[key]}", file=file, tensor=name)
+        blob = open_tensor(data, file=file, tensor=name)
+    except LoadError as error:
+        raise CorruptionError(error.detail, file=file, tensor=name) from error
+    found = {**blob.details(), "kind": blob.kind, "shape": blob.shape[-blob.ndim :]}
+    for key, said in {**record.details, "kind": record.kind, "shape": record.shape}.items():
+        if key in found and found[key] != said:
+            raise CorruptionError(f"{key} is {found[key]}, the manifest says {said}", file=file, tensor=name)
     return blob

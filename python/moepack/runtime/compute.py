@@ -15,13 +15,25 @@ import os
 
 from torch import nn
 
-__all__ = ["MODES", "VARIABLE", "compute_mode", "set_compute_mode"]
+from moepack.registry import OpenTensor
+
+__all__ = ["MODES", "VARIABLE", "ComputingModule", "compute_mode", "product_mode", "set_compute_mode"]
 
 MODES = ("exact", "int8", "bf16")
 VARIABLE = "MOEPACK_COMPUTE"
 """The environment variable that chooses the mode of the process when it starts."""
 
 _chosen: str | None = None
+
+
+class ComputingModule(nn.Module):
+    """A module with packed weights.
+
+    Attributes:
+        mode: "exact", "int8" or "bf16"; None follows the process.
+    """
+
+    mode: str | None = None
 
 
 def compute_mode() -> str:
@@ -50,11 +62,24 @@ def set_compute_mode(mode: str | None, model: nn.Module | None = None) -> None:
     if model is None:
         _chosen = mode
         return
-    from moepack.runtime.packed import PackedModule
-
     for module in model.modules():
-        if isinstance(module, PackedModule):
-            module.set_compute_mode(mode)
+        if isinstance(module, ComputingModule):
+            module.mode = mode
+
+
+def product_mode(tensor: OpenTensor, mode: str | None) -> str | None:
+    """Return the mode in which a tensor multiplies; None is its format's own.
+
+    Args:
+        tensor: the weights.
+        mode: what their module says, or None.
+
+    Returns:
+        The module's mode, or the process's if that is another than "exact"; None where the format does not have it.
+    """
+    process = compute_mode()
+    chosen = mode or (None if process == "exact" else process)
+    return chosen if chosen in tensor.modes else None
 
 
 def _checked(mode: str) -> str:

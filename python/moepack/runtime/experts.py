@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from moepack.runtime.matrix import gated_experts
+from moepack._core import PackedTensor, gated_experts
+from moepack.runtime.compute import product_mode
 from moepack.runtime.packed import PackedModule, Shape, as_numpy, inference_only, require_cpu
 
 __all__ = ["PackedExperts", "PackedSwitchExperts", "Routing", "is_silu", "sort_by_expert"]
@@ -103,10 +104,11 @@ class PackedExperts(_Experts):
         """Let the kernels run the whole layer where they can."""
         require_cpu(hidden_states)
         if is_silu(self.act_fn):
-            matrices = [self.matrix(projection) for projection in self.projections]
-            choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
-            outputs = gated_experts(matrices, as_numpy(hidden_states), *choice)
-            if outputs is not None:
+            gate, up, down = (self.matrix(projection) for projection in self.projections)
+            if isinstance(gate, PackedTensor) and isinstance(up, PackedTensor) and isinstance(down, PackedTensor):
+                modes = tuple(product_mode(matrix, self.mode) for matrix in (gate, up, down))
+                choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
+                outputs = gated_experts(gate, up, down, as_numpy(hidden_states), *choice, modes)
                 return torch.from_numpy(outputs).to(hidden_states.dtype)
         return super()._forward(hidden_states, index, weights)
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from moepack.errors import LoadError
-from moepack.runtime.matrix import Activations, ModalMatrix, PackedMatrix, open_matrix
+from moepack.registry import Activations, OpenTensor, open_tensor
+from moepack.runtime.compute import ComputingModule, product_mode
 
 __all__ = ["PackedModule", "Shape", "as_numpy", "inference_only", "require_cpu"]
 
@@ -46,16 +46,15 @@ def inference_only(function: Callable[..., torch.Tensor], *inputs: torch.Tensor)
     return function(*inputs)
 
 
-class PackedModule(nn.Module):
-    """Buffers of packed bytes, one for each projection, and the matrices that read them; a subclass computes."""
+class PackedModule(ComputingModule):
+    """Buffers of packed bytes, one for each projection, and the readers of these bytes; a subclass computes."""
 
     projections: tuple[str, ...]
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         super().__init__()
         self.shapes = {name: shapes[name] for name in self.projections}
-        self._mode: str | None = None
-        self._matrices: dict[str, tuple[int, PackedMatrix]] = {}
+        self._matrices: dict[str, tuple[int, OpenTensor]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -82,23 +81,16 @@ class PackedModule(nn.Module):
             CorruptionError: the blob contradicts its format.
             LoadError: the blob's format is unknown, or its shape is not this module's.
         """
-        matrix = open_matrix(data, file=file, tensor=tensor)
+        matrix = open_tensor(data, file=file, tensor=tensor)
         if matrix.shape != self.shapes[projection]:
             message = f"the packed tensor is {matrix.shape}, the model's {projection} is {self.shapes[projection]}"
             raise LoadError(message, file=file, tensor=tensor)
-        _set_mode(matrix, self._mode)
         buffer = _as_tensor(data)
         self._buffers.pop(projection, None)
         self.register_buffer(projection, buffer)
         self._matrices[projection] = buffer.data_ptr(), matrix
 
-    def set_compute_mode(self, mode: str | None) -> None:
-        """Choose the mode of these weights' products ("exact", "int8" or "bf16"); None follows that of the process."""
-        self._mode = mode
-        for _, matrix in self._matrices.values():
-            _set_mode(matrix, mode)
-
-    def matrix(self, projection: str) -> PackedMatrix:
+    def matrix(self, projection: str) -> OpenTensor:
         """The reader of a projection, made anew where the buffer was moved or copied (`deepcopy`, `load_state_dict`).
 
         Raises:
@@ -142,13 +134,8 @@ class PackedModule(nn.Module):
 
     def _product(self, projection: str, x: torch.Tensor, offsets: NDArray[np.int64]) -> torch.Tensor:
         """Grouped product: x [N, C] float32 or bfloat16, sorted by expert, to [N, R] float32."""
-        return torch.from_numpy(self.matrix(projection).matmul_grouped(as_numpy(x), offsets))
-
-
-def _set_mode(matrix: PackedMatrix, mode: str | None) -> None:
-    """Formats with one way to multiply have no mode."""
-    if isinstance(matrix, ModalMatrix):
-        matrix.mode = mode
+        matrix = self.matrix(projection)
+        return torch.from_numpy(matrix.matmul_grouped(as_numpy(x), offsets, product_mode(matrix, self.mode)))
 
 
 def as_numpy(x: torch.Tensor) -> Activations:

@@ -21,10 +21,9 @@ from transformers.utils import output_capturing
 from moepack import _core
 from moepack.checkpoint.architectures import ARCHITECTURES, Decoder
 from moepack.runtime.cache import Form
-from moepack.runtime.compute import compute_mode
+from moepack.runtime.compute import compute_mode, product_mode
 from moepack.runtime.experts import PackedExperts, is_silu
 from moepack.runtime.linear import PackedLinear
-from moepack.runtime.matrix import PackedMatrix, core_blob
 from moepack.runtime.packed import PackedModule
 
 __all__ = ["Plan", "Unknown", "dense_matrix", "is_known"]
@@ -65,7 +64,7 @@ class _Guard:
     tensors: list[tuple[Mapping[str, Any], str, int]] = field(default_factory=list)
     hooks: list[Mapping[Any, Any]] = field(default_factory=list)
     attributes: list[Mapping[str, Any]] = field(default_factory=list)
-    matrices: list[tuple[PackedMatrix, str | None]] = field(default_factory=list)
+    modules: list[tuple[PackedModule, str | None]] = field(default_factory=list)
 
     def holds(self) -> bool:
         return (
@@ -74,7 +73,7 @@ class _Guard:
             and all(parent.get(name) is child for parent, name, child in self.children)
             and all(_is_at(parent.get(name), pointer) for parent, name, pointer in self.tensors)
             and compute_mode() == self.mode
-            and all(getattr(matrix, "mode", None) == mode for matrix, mode in self.matrices)
+            and all(module.mode == mode for module, mode in self.modules)
         )
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
@@ -215,11 +214,10 @@ class Plan:
 
     def _packed(self, module: PackedModule, projection: str) -> tuple[Any, str | None]:
         matrix = module.matrix(projection)
-        blob = core_blob(matrix)
-        _require(blob is not None, f"the format {matrix.format}")
+        _require(isinstance(matrix, _core.PackedTensor), f"the format {matrix.format}")
         self._guard.tensors.append((module._buffers, projection, module._buffers[projection].data_ptr()))  # type: ignore[union-attr]
-        self._guard.matrices.append((matrix, getattr(matrix, "mode", None)))
-        return blob, matrix.product_mode()  # type: ignore[attr-defined]
+        self._guard.modules.append((module, module.mode))
+        return matrix, product_mode(matrix, module.mode)
 
     def _dense(self, module: nn.Module) -> tuple[Any, None]:
         self._read(module, "weight", module._parameters)

@@ -3,6 +3,7 @@
 //! * [`Error::InvalidArgument`]: the caller passed something that has no meaning (a shape, a level, a thread count).
 //! * [`Error::Corruption`]: bytes contradict the format; they were damaged or never were of this format.
 //! * [`Error::InsufficientData`]: bytes end before the format says they may.
+//! * [`Error::UnknownFormat`]: bytes begin with the magic of no format that this process knows.
 
 use thiserror::Error;
 
@@ -18,6 +19,9 @@ pub enum Error {
     /// The bytes end too early.
     #[error("truncated data: {0}")]
     InsufficientData(String),
+    /// No format begins with these bytes.
+    #[error("unknown packed format {0}")]
+    UnknownFormat(String),
 }
 
 /// The result of every fallible function of this crate.

@@ -13,6 +13,7 @@ pub mod limits;
 pub mod pool;
 pub mod simd;
 pub mod solvers;
+pub mod tensor;
 pub mod types;
 
 pub use error::{Error, Result};

@@ -1,37 +1,77 @@
-//! NumPy arrays on their way in and out: what every packed format asks of its arguments and results.
+//! NumPy arrays on their way in and out: checks that every function makes, and results that Python allocates, so that
+//! too large a one is a MemoryError.
 
-use moepack_core::Result;
 use moepack_core::simd::{self, Isa};
 use moepack_core::types;
-use numpy::{Element, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
-use numpy::{PyUntypedArrayMethods, dtype};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use numpy::ndarray::Dimension;
+use numpy::{
+    Element, PyArray, PyArray2, PyArrayMethods, PyReadonlyArray, PyReadonlyArray1, PyReadonlyArray2,
+};
+use numpy::{PyReadwriteArray, PyUntypedArrayMethods, dtype};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-use crate::error::raise;
+use crate::error::{invalid, raise};
 
 /// The values of an array, or a ValueError that names it.
-pub fn contiguous<T>(slice: std::result::Result<T, numpy::AsSliceError>, name: &str) -> PyResult<T> {
-    slice.map_err(|_| PyValueError::new_err(format!("{name} must be C-contiguous")))
+pub fn contiguous<T>(slice: Result<T, numpy::AsSliceError>, name: &str) -> PyResult<T> {
+    slice.or_else(|_| invalid(format!("{name} must be C-contiguous")))
 }
 
-/// What `work` makes of the bytes of a packed tensor, without the interpreter lock.
-pub fn reading<T: Send>(
-    py: Python<'_>,
-    data: &Py<PyArray1<u8>>,
-    work: impl FnOnce(&[u8]) -> Result<T> + Send,
-) -> PyResult<T> {
-    let data = data.bind(py).try_readonly()?;
-    let data = contiguous(data.as_slice(), "data")?;
-    py.detach(|| work(data)).map_err(raise)
+/// The values of an argument.
+pub fn values<'a, T: Element, D: Dimension>(
+    array: &'a PyReadonlyArray<'_, T, D>,
+    name: &str,
+) -> PyResult<&'a [T]> {
+    contiguous(array.as_slice(), name)
 }
 
-/// An array of zeros; MemoryError if there is no room for it.
-pub fn zeros<'py, T: Element>(py: Python<'py>, shape: [usize; 3]) -> PyResult<Bound<'py, PyArray3<T>>> {
-    Ok(py
+/// The values of an argument that may be absent.
+pub fn optional<'a, T: Element, D: Dimension>(
+    array: &'a Option<PyReadonlyArray<'_, T, D>>,
+    name: &str,
+) -> PyResult<Option<&'a [T]>> {
+    array.as_ref().map(|array| values(array, name)).transpose()
+}
+
+/// The lengths of the axes of an array that has so many.
+pub fn lengths<'py, T: PyUntypedArrayMethods<'py>, const N: usize>(array: &T) -> [usize; N] {
+    array.shape().try_into().expect("the type has so many axes")
+}
+
+/// Numbers that must not be negative.
+pub fn counts(array: &PyReadonlyArray1<'_, i64>, name: &str) -> PyResult<Vec<usize>> {
+    let counts: Result<Vec<_>, _> = array.as_array().iter().map(|&n| usize::try_from(n)).collect();
+    counts.or_else(|_| invalid(format!("{name} must not be negative")))
+}
+
+/// A new array of zeros.
+pub fn zeros<'py, T: Element, D: Dimension, const N: usize>(
+    py: Python<'py>,
+    shape: [usize; N],
+) -> PyResult<Bound<'py, PyArray<T, D>>> {
+    let zeros = py
         .import("numpy")?
-        .call_method1("zeros", (shape, dtype::<T>(py)))?
-        .cast_into()?)
+        .call_method1("zeros", (shape, dtype::<T>(py)))?;
+    Ok(zeros.cast_into()?)
+}
+
+/// The values of an array of [`zeros`], to be written.
+pub fn places<'a, T: Element, D: Dimension>(
+    array: &'a mut PyReadwriteArray<'_, T, D>,
+) -> PyResult<&'a mut [T]> {
+    contiguous(array.as_slice_mut(), "the result")
+}
+
+/// A new array that `fill` writes.
+pub fn filled<'py, T: Element, D: Dimension, const N: usize>(
+    py: Python<'py>,
+    shape: [usize; N],
+    fill: impl FnOnce(&mut [T]) -> PyResult<()>,
+) -> PyResult<Bound<'py, PyArray<T, D>>> {
+    let out = zeros(py, shape)?;
+    fill(places(&mut out.try_readwrite()?)?)?;
+    Ok(out)
 }
 
 /// Activations [tokens, columns]: float32, or the bits of bfloat16 as uint16.
@@ -60,17 +100,16 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Activations<'py> {
 
 impl Activations<'_> {
     pub fn shape(&self) -> [usize; 2] {
-        let shape = match self {
-            Activations::F32(x) => x.shape(),
-            Activations::Bf16(x) => x.shape(),
-        };
-        [shape[0], shape[1]]
+        match self {
+            Activations::F32(x) => lengths(&**x),
+            Activations::Bf16(x) => lengths(&**x),
+        }
     }
 
     pub fn values(&self) -> PyResult<types::Activations<'_>> {
         Ok(match self {
-            Activations::F32(x) => contiguous(x.as_slice(), "x")?.into(),
-            Activations::Bf16(x) => contiguous(x.as_slice(), "x")?.into(),
+            Activations::F32(x) => values(x, "x")?.into(),
+            Activations::Bf16(x) => values(x, "x")?.into(),
         })
     }
 }
@@ -78,14 +117,6 @@ impl Activations<'_> {
 /// The instruction set of a name, or the active one.
 pub fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
     name.map_or_else(simd::active, Isa::from_name).map_err(raise)
-}
-
-/// The offsets [experts + 1] of a grouped product.
-pub fn expert_offsets(offsets: &PyReadonlyArray1<'_, i64>) -> PyResult<Vec<usize>> {
-    let offsets = offsets.as_array();
-    let offsets: std::result::Result<Vec<_>, _> =
-        offsets.iter().map(|&offset| usize::try_from(offset)).collect();
-    offsets.map_err(|_| PyValueError::new_err("offsets must not be negative"))
 }
 
 /// A new array [tokens, rows] that `product` fills from activations of `columns` columns.
@@ -98,26 +129,7 @@ pub fn products<'py>(
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     let [tokens, width] = x.shape();
     if width != columns {
-        return Err(PyValueError::new_err(format!(
-            "x has {width} columns instead of {columns}"
-        )));
+        return invalid(format!("x has {width} columns instead of {columns}"));
     }
-    let out = zeros::<f32>(py, [1, tokens, rows])?;
-    let mut borrowed = out.try_readwrite()?;
-    product(x.values()?, contiguous(borrowed.as_slice_mut(), "output")?)?;
-    drop(borrowed);
-    out.reshape([tokens, rows])
-}
-
-/// A new array that `work` fills.
-pub fn filled<'py, T: Element>(
-    py: Python<'py>,
-    shape: [usize; 3],
-    work: impl FnOnce(&mut [T]) -> PyResult<()>,
-) -> PyResult<Bound<'py, PyArray3<T>>> {
-    let out = zeros::<T>(py, shape)?;
-    let mut borrowed = out.try_readwrite()?;
-    work(contiguous(borrowed.as_slice_mut(), "output")?)?;
-    drop(borrowed);
-    Ok(out)
+    filled(py, [tokens, rows], |y| product(x.values()?, y))
 }

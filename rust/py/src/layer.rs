@@ -3,18 +3,14 @@
 use moepack_core::gemm::layer::{Layer, Projection, Routing};
 use moepack_core::simd::Isa;
 use moepack_core::{Result, pool};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-use crate::arrays::{Activations, chosen_isa, contiguous, products};
-use crate::codebook::CodebookBlob;
-use crate::coded::CodedGroupwiseBlob;
-use crate::compensated::CompensatedBlob;
+use crate::arrays::{Activations, chosen_isa, lengths, products, values};
 use crate::dense::DenseMatrix;
 use crate::error::raise;
-use crate::groupwise::GroupwiseBlob;
-use crate::ternary::TernaryBlob;
+use crate::tensor::PackedTensor;
 
 /// A tensor, packed or dense, that takes part in layers.
 pub trait Packed: Sync {
@@ -30,22 +26,10 @@ pub trait Packed: Sync {
     ) -> Result<Box<dyn Projection + 'a>>;
 }
 
-/// The tensor that an object is: one of the classes that take part.
+/// The tensor that an object is: a `PackedTensor` or a `DenseMatrix`.
 pub fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
-    if let Ok(blob) = object.cast::<GroupwiseBlob>() {
-        return Ok(blob.get());
-    }
-    if let Ok(blob) = object.cast::<CodedGroupwiseBlob>() {
-        return Ok(blob.get());
-    }
-    if let Ok(blob) = object.cast::<CompensatedBlob>() {
-        return Ok(blob.get());
-    }
-    if let Ok(blob) = object.cast::<TernaryBlob>() {
-        return Ok(blob.get());
-    }
-    if let Ok(blob) = object.cast::<CodebookBlob>() {
-        return Ok(blob.get());
+    if let Ok(tensor) = object.cast::<PackedTensor>() {
+        return Ok(tensor.get());
     }
     if let Ok(matrix) = object.cast::<DenseMatrix>() {
         return Ok(matrix.get());
@@ -83,16 +67,13 @@ pub fn gated_experts<'py>(
     modes: [Option<String>; 3],
     isa: Option<&str>,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
-    let blobs = [packed(gate)?, packed(up)?, packed(down)?];
+    let tensors = [packed(gate)?, packed(up)?, packed(down)?];
     let (isa, routing) = (chosen_isa(isa)?, routing(&experts, &weights)?);
-    let arrays = blobs.map(|blob| blob.array().bind(py).try_readonly());
-    let [gate, up, down] = arrays;
+    let [gate, up, down] = tensors.map(|tensor| tensor.array().bind(py).try_readonly());
     let arrays = [gate?, up?, down?];
-    let [gate, up, down] = arrays
-        .each_ref()
-        .map(|array| contiguous(array.as_slice(), "data"));
+    let [gate, up, down] = arrays.each_ref().map(|array| values(array, "data"));
     let data = [gate?, up?, down?];
-    let projection = |i: usize| blobs[i].projection(data[i], modes[i].as_deref(), isa);
+    let projection = |i: usize| tensors[i].projection(data[i], modes[i].as_deref(), isa);
     let columns = x.shape()[1];
     products(py, &x, columns, columns, |x, y| {
         let forward = || {
@@ -113,8 +94,8 @@ fn routing<'a>(
     weights: &'a PyReadonlyArray2<'_, f32>,
 ) -> PyResult<Routing<'a>> {
     Ok(Routing {
-        experts: contiguous(experts.as_slice(), "experts")?,
-        weights: contiguous(weights.as_slice(), "weights")?,
-        top_k: experts.shape()[1],
+        experts: values(experts, "experts")?,
+        weights: values(weights, "weights")?,
+        top_k: lengths::<_, 2>(&**experts)[1],
     })
 }

@@ -1,19 +1,14 @@
 //! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
 
 mod arrays;
-mod clustering;
-mod codebook;
-mod coded;
-mod compensated;
 mod decoder;
 mod dense;
+mod encode;
 mod error;
-mod fitting;
-mod groupwise;
-mod kmeans;
 mod layer;
 mod machine;
-mod ternary;
+mod solvers;
+mod tensor;
 
 use pyo3::prelude::*;
 
@@ -22,31 +17,25 @@ mod _core {
     use super::*;
 
     #[pymodule_export]
-    use super::clustering::refine_codebooks;
-    #[pymodule_export]
-    use super::codebook::{CodebookBlob, encode_codebook};
-    #[pymodule_export]
-    use super::coded::{CodedGroupwiseBlob, code_groupwise};
-    #[pymodule_export]
-    use super::compensated::{CompensatedBlob, encode_compensated, encode_compensated_f16};
-    #[pymodule_export]
     use super::decoder::Decoder;
     #[pymodule_export]
     use super::dense::DenseMatrix;
     #[pymodule_export]
-    use super::error::CorruptionError;
+    use super::encode::{
+        code_groupwise, encode_codebook, encode_groupwise, encode_ternary, expand_groupwise,
+    };
     #[pymodule_export]
-    use super::fitting::fit_groups;
+    use super::encode::{encode_compensated, encode_compensated_f16, pack_int3, unpack_int3};
     #[pymodule_export]
-    use super::groupwise::{GroupwiseBlob, encode_groupwise, pack_int3, unpack_int3};
-    #[pymodule_export]
-    use super::kmeans::kmeans;
+    use super::error::{CorruptionError, UnknownFormatError};
     #[pymodule_export]
     use super::layer::gated_experts;
     #[pymodule_export]
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]
-    use super::ternary::{TernaryBlob, encode_ternary};
+    use super::solvers::{fit_groups, kmeans, refine_codebooks};
+    #[pymodule_export]
+    use super::tensor::{PackedTensor, formats, packed_bytes};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -58,7 +58,7 @@ def main() -> None:
         for code in ("fsv8", "dict16"):
             data = _core.encode_ternary(codes, levels, ndim=rank, code=code)
             (HERE / f"{name}.{code}.bin").write_bytes(data.tobytes())
-            case["level_dtype"] = _core.TernaryBlob(data).level_dtype
+            case["level_dtype"] = _core.PackedTensor(data).details()["level_dtype"]
         cases.append(case | {"levels": [float(level) for level in levels.ravel()]})
     (HERE / "cases.json").write_text(json.dumps(cases, indent=1) + "\n")
 

@@ -279,7 +279,7 @@ class CodeQuant:
         self._restore(packed)
 
     def _restore(self, packed: Mapping[str, PackedTensor]) -> None:
-        blobs = {name: _core.CodebookBlob(tensor.data) for name, tensor in packed.items()}
+        blobs = {name: _core.PackedTensor(tensor.data) for name, tensor in packed.items()}
         self._current = Packed({name: torch.from_numpy(blob.dequantize()) for name, blob in blobs.items()})
         next(self._steps)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moepack import _core
 from moepack.calibration.moments import Moments
-from moepack.codebook import BLOCK_UNIT, centroid_bits, fixed_point
+from moepack.codebook import centroid_bits, fixed_point
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import PackedTensor, Shape, Weights
 from moepack.solvers.activations import Rounding, turned
@@ -24,15 +24,8 @@ WHOLE_ROW = 1 << 20
 
 def packed_bytes(shape: Shape, bits: int, block: int | None, activation_bits: int) -> int:
     """Size of a codebook tensor (docs/format.md, section 7); `activation_bits` are 4 or 8, or 0 for no rounding."""
-    experts, rows, columns = shape
-    width = block or max(-(-columns // BLOCK_UNIT) * BLOCK_UNIT, BLOCK_UNIT)
-    step = {2: 64, 3: 128, 4: 32}[bits]
-    parameters = 16 * (4 + (1 if activation_bits else 2) * ((1 << bits) + 4))
-    panel = 0
-    for first in range(0, columns, width):
-        steps = -(-min(width, columns - first) // step)
-        panel += parameters + 4 * steps * (192 if bits == 3 else 64)
-    return 128 + experts * -(-rows // 16) * panel
+    specification = {"bits": bits, "block_size": block or WHOLE_ROW, "activation_bits": activation_bits}
+    return _core.packed_bytes("codebook", shape, **specification)
 
 
 class Packed:
@@ -140,13 +133,6 @@ class Solving:
             block=self.settings.block or WHOLE_ROW, ndim=weights.ndim, activation_bits=self.rounding.bits,
             hadamard=self.rounding.width(name, weights.shape[-1]),
         )  # fmt: skip
-        header = _core.CodebookBlob(blob)
         mean = self.objectives[name] / max(weights.shape[0], 1)
-        own = {
-            "bits": header.bits,
-            "block_size": header.block_size,
-            "activation_bits": header.activation_bits,
-            "hadamard": header.hadamard,
-            "objective": [float(f"{value:.5e}") for value in mean.tolist()],
-        }
-        return PackedTensor("codebook", blob, {**own, **details})
+        own = {"objective": [float(f"{value:.5e}") for value in mean.tolist()]}
+        return PackedTensor("codebook", blob, {**_core.PackedTensor(blob).details(), **own, **details})

@@ -217,7 +217,7 @@ class FineQuant:
         for_experts(quantize, experts, lambda: advance(rows * columns))
         blob = self._encode(codes, scales, offsets, bits, size, weights)
         error, energy = sums.sum(0)
-        width = _core.GroupwiseBlob(blob).group_size
+        width = _core.PackedTensor(blob).details()["group_size"]
         details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": self.scales}
         return PackedTensor(
             "groupwise", blob, {**details, "relative_error": _digits(error / energy if energy else 0.0)}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moepack import _core
 from moepack.methods.base import Shape
 from moepack.solvers.groupwise import BITS, GROUP_SIZES
 
@@ -24,20 +25,13 @@ __all__ = [
     "stored_size",
 ]
 
-_HEADER, _ROWS, _COLUMNS, _REGISTER = 128, 16, 32, 64
-
 GroupSize = int | None
 
 
 def packed_bytes(shape: Shape, bits: int, size: GroupSize, symmetric: bool = True) -> int:
     """Bytes of a packed tensor (docs/format.md, section 6); parameters have 16 bits."""
-    experts, rows, columns = shape
-    groups = 0 if not columns else 1 if size is None else -(-columns // size)
-    if symmetric or size == GROUP_SIZES[0]:
-        groups += groups % 2
-    parameters = 2 * _ROWS * groups * (1 if symmetric else 2)
-    block = -(-parameters // _REGISTER) * _REGISTER + -(-columns // _COLUMNS) * _REGISTER * bits
-    return _HEADER + experts * -(-rows // _ROWS) * block
+    group_size = size or max(shape[2], 1)
+    return _core.packed_bytes("groupwise", shape, bits=bits, group_size=group_size, symmetric=symmetric)
 
 
 def sizes_for(columns: int) -> tuple[GroupSize, ...]:

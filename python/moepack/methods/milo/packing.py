@@ -25,36 +25,31 @@ FACTOR_GROUP = 64
 
 
 def base_bytes(shape: Shape, spec: GroupSpec) -> int:
-    """Size of the group-wise tensor: rows padded to 16, columns to 32."""
-    experts, rows, columns = shape
-    blocks = experts * -(-rows // 16)
-    groups = spec.groups(columns)
-    if spec.group_size == 16:
-        groups += groups % 2
-    parameters = groups * 32 * (1 if spec.symmetric else 2)
-    return 128 + blocks * (-(-parameters // 64) * 64 + -(-columns // 32) * 64 * spec.bits)
+    """Size of the group-wise tensor."""
+    return _core.packed_bytes("groupwise", shape, **_specification(spec))
 
 
 def factor_bytes(rows: int, columns: int, bits: int) -> int:
-    """Bytes of one rank of a compensator."""
-    chunks = -(-rows // FACTOR_GROUP) + -(-columns // FACTOR_GROUP)
-    return chunks * (FACTOR_GROUP * bits // 8 + (0 if bits == 16 else 2))
+    """Bytes of one rank of a compensator: what 64 of them, whose sections need no padding, add to none."""
+    none, many = (_compensated((1, rows, columns), _ANY, rank, bits) for rank in (0, 64))
+    return (many - none) // 64
 
 
 def packed_bytes(shape: Shape, spec: GroupSpec, total_rank: int, bits: int) -> int:
     """Size of a tensor whose experts' ranks sum to `total_rank`."""
-    size = base_bytes(shape, spec)
-    if not total_rank:
-        return size
-    size += 128 + _padded(4 * shape[0])
-    for length in shape[2], shape[1]:
-        cells = total_rank * -(-length // FACTOR_GROUP)
-        size += _padded(0 if bits == 16 else 2 * cells) + _padded(cells * FACTOR_GROUP * bits // 8)
-    return size
+    return _compensated(shape, spec, total_rank, bits) if total_rank else base_bytes(shape, spec)
 
 
-def _padded(size: int) -> int:
-    return -(-size // 64) * 64
+_ANY = GroupSpec(bits=4, group_size=64)
+
+
+def _compensated(shape: Shape, spec: GroupSpec, total_rank: int, bits: int) -> int:
+    ranks = {"rank_bits": bits, "total_rank": total_rank}
+    return _core.packed_bytes("compensated", shape, **_specification(spec), **ranks)
+
+
+def _specification(spec: GroupSpec) -> dict[str, Any]:
+    return {"bits": spec.bits, "group_size": spec.group_size, "symmetric": spec.symmetric}
 
 
 class Assembly:
@@ -94,9 +89,7 @@ class Assembly:
             ndim=self.ndim,
             dtype=str(self.spec.storage).removeprefix("torch."),
         )
-        blob = _core.GroupwiseBlob(base)
-        details: dict[str, Any] = {"bits": blob.bits, "group_size": blob.group_size}
-        details |= {"symmetric": blob.symmetric, "dtype": blob.dtype}
+        details = _core.PackedTensor(base).details()
         if not self.ranks.any():
             return "groupwise", base, details
         details["rank_bits"] = self.bits

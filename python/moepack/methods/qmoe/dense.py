@@ -44,7 +44,7 @@ class PackedLinears:
     """Linear layers of a block whose values are known."""
 
     def __init__(self, packed: Mapping[str, PackedTensor]) -> None:
-        blobs = {path: _core.GroupwiseBlob(tensor.data) for path, tensor in packed.items()}
+        blobs = {path: _core.PackedTensor(tensor.data) for path, tensor in packed.items()}
         self.values = {path: torch.from_numpy(blob.dequantize()) for path, blob in blobs.items()}
 
     def solve(self, stage: LinearStage) -> dict[str, Tensor]:

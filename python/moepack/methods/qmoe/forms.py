@@ -96,11 +96,12 @@ class TernaryForm:
         """Encode the codes."""
         levels = parameters.numpy().astype(np.float32) + 0.0  # without negative zeros, opposite levels are stored once
         blob = _core.encode_ternary(codes.numpy(), levels, ndim=3, code=self.code)
-        return PackedTensor(self.kind, blob, {"code": self.code, "nonzeros": _core.TernaryBlob(blob).nonzeros})
+        nonzeros = _core.PackedTensor(blob).details()["nonzeros"]
+        return PackedTensor(self.kind, blob, {"code": self.code, "nonzeros": nonzeros})
 
     def unpack(self, packed: PackedTensor) -> Tensor:
         """Decode a blob."""
-        return torch.from_numpy(_core.TernaryBlob(packed.data).dequantize("float32"))
+        return torch.from_numpy(_core.PackedTensor(packed.data).dequantize())
 
     def bound(self, shape: Shape) -> int:
         """Return the size of a blob all of whose rows are as bad as the code allows."""
@@ -160,8 +161,7 @@ class GroupwiseForm:
 
     def unpack(self, packed: PackedTensor) -> Tensor:
         """Dequantize a blob."""
-        reader = _core.GroupwiseBlob if packed.kind == self.kind else _core.CodedGroupwiseBlob
-        return torch.from_numpy(reader(packed.data).dequantize())
+        return torch.from_numpy(_core.PackedTensor(packed.data).dequantize())
 
     def bound(self, shape: Shape) -> int:
         """Return the size of the plain format."""
@@ -170,10 +170,4 @@ class GroupwiseForm:
 
 def groupwise_details(blob: NDArray[np.uint8]) -> dict[str, Any]:
     """What a manifest says of a group-wise tensor: its header's bits, group size, symmetry and parameter type."""
-    header = _core.GroupwiseBlob(blob)
-    return {
-        "bits": header.bits,
-        "group_size": header.group_size,
-        "symmetric": header.symmetric,
-        "dtype": header.dtype,
-    }
+    return _core.PackedTensor(blob).details()

@@ -77,4 +77,5 @@ class Ternary:
 
         for_experts(quantize, experts, lambda: advance(rows * columns))
         blob = _core.encode_ternary(codes, levels, ndim=3, code=self.code)
-        return PackedTensor("ternary", blob, {"code": self.code, "nonzeros": _core.TernaryBlob(blob).nonzeros})
+        nonzeros = _core.PackedTensor(blob).details()["nonzeros"]
+        return PackedTensor("ternary", blob, {"code": self.code, "nonzeros": nonzeros})

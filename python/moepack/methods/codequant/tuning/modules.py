@@ -17,7 +17,6 @@ from moepack.codebook import centroid_bits, fixed_point, split_blocks
 from moepack.errors import UnsupportedModelError
 from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
-from moepack.runtime.matrix import CodebookMatrix
 from moepack.runtime.packed import PackedModule
 from moepack.solvers.activations import round_activations, turned
 from moepack.solvers.codebooks import look_up
@@ -39,11 +38,14 @@ class Books(nn.Module):
     first: Tensor
     units: Tensor
 
-    def __init__(self, blob: _core.CodebookBlob) -> None:
+    def __init__(self, blob: _core.PackedTensor) -> None:
         """Read a blob; its bytes are not kept."""
         super().__init__()
-        self.bits, self.activation_bits, self.width = blob.bits, blob.activation_bits, blob.hadamard
-        self.ndim, self.block = blob.ndim, min(blob.block_size, max(blob.columns, 1))
+        details = blob.details()
+        self.bits, self.activation_bits, self.width = (
+            int(details[name]) for name in ("bits", "activation_bits", "hadamard")
+        )
+        self.ndim, self.block = blob.ndim, min(details["block_size"], max(blob.shape[2], 1))
         codes = torch.from_numpy(blob.decode())
         values = turned(torch.from_numpy(blob.dequantize()), self.width)
         parts = zip(split_blocks(codes, self.block), split_blocks(values, self.block), strict=True)
@@ -148,12 +150,11 @@ def thaw(model: nn.Module) -> dict[str, Books]:
     return found
 
 
-def _blob(module: PackedModule, projection: str) -> _core.CodebookBlob:
+def _blob(module: PackedModule, projection: str) -> _core.PackedTensor:
     matrix = module.matrix(projection)
-    if not isinstance(matrix, CodebookMatrix):
+    if not isinstance(matrix, _core.PackedTensor) or matrix.kind != "codebook":
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {matrix.format}")
-    blob: _core.CodebookBlob = matrix.blob
-    return blob
+    return matrix
 
 
 def _grouped(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:

@@ -4,7 +4,7 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::bits::{QUADS, pack, step_columns, step_registers};
-use super::{BLOCK_UNIT, HEADER_BYTES, Layout, MAX_CENTROID, PANEL, invalid, split};
+use super::{HEADER_BYTES, Layout, MAX_CENTROID, PANEL, invalid, split};
 use crate::Result;
 use crate::types::Shape;
 
@@ -36,19 +36,13 @@ pub struct Content<'a> {
 /// [`crate::Error::InvalidArgument`]: a size, code, centroid or scale is out of range.
 pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
     let Content { shape, bits, .. } = content;
-    let whole = shape.columns.max(1).next_multiple_of(BLOCK_UNIT);
-    let Some(layout) = Layout::of(
+    let layout = Layout::new(
         shape,
         bits,
         content.activation_bits,
-        content.block.min(whole),
+        content.block,
         content.hadamard,
-    ) else {
-        return invalid(format!(
-            "{shape:?} of {bits} bits, activations of {}, blocks of {}, turned by {} cannot be packed",
-            content.activation_bits, content.block, content.hadamard
-        ));
-    };
+    )?;
     check(&layout, &content)?;
     let mut out = vec![0; layout.total_bytes()];
     layout.write(&mut out);

@@ -1,7 +1,7 @@
 //! Shape and places of a tensor, everything derived from the header.
 
 use super::bits::{QUADS, REGISTER, step_columns, step_registers};
-use super::{BLOCK_UNIT, HEADER_BYTES, MAGIC, PANEL, VERSION, corrupt};
+use super::{BLOCK_UNIT, HEADER_BYTES, MAGIC, PANEL, VERSION, corrupt, invalid};
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
@@ -20,15 +20,24 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// The layout that a writer asks for; a block larger than the row means the row.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: something is out of range, or the tensor is too large.
+    pub fn new(shape: Shape, bits: u8, activation_bits: u8, block: usize, hadamard: usize) -> Result<Layout> {
+        let whole = shape.columns.max(1).next_multiple_of(BLOCK_UNIT);
+        match Layout::of(shape, bits, activation_bits, block.min(whole), hadamard) {
+            Some(layout) => Ok(layout),
+            None => invalid(format!(
+                "{shape:?} of {bits} bits, activations of {activation_bits}, blocks of {block}, turned by {hadamard} \
+                 cannot be packed"
+            )),
+        }
+    }
+
     /// The layout of a tensor; `None` where something is out of range or the size overflows.
-    pub(super) fn of(
-        shape: Shape,
-        bits: u8,
-        activation_bits: u8,
-        block: usize,
-        hadamard: usize,
-    ) -> Option<Layout> {
-        let sane = matches!((shape.ndim, shape.experts), (2, 1) | (3, _))
+    fn of(shape: Shape, bits: u8, activation_bits: u8, block: usize, hadamard: usize) -> Option<Layout> {
+        let sane = shape.has_valid_ndim()
             && matches!(bits, 2..=4)
             && matches!(activation_bits, 0 | 4 | 8)
             && block > 0

@@ -1,7 +1,7 @@
 //! The header, the ranks, and the places that follow from them.
 
 use super::chunk::{CHUNK, Width};
-use super::{ALIGNMENT, HEADER_BYTES, MAGIC, VERSION, corrupt};
+use super::{ALIGNMENT, HEADER_BYTES, MAGIC, VERSION, corrupt, invalid};
 use crate::formats::groupwise;
 use crate::types::Shape;
 use crate::{Error, Result};
@@ -33,6 +33,18 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// The layout that a writer asks for: factors of `bits` bits and `total_rank` rows beside a group-wise tensor.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there are no such factors, or the tensor is too large.
+    pub fn new(base: groupwise::Layout, bits: u8, total_rank: usize) -> Result<Layout> {
+        let layout = Width::from_bits(bits).and_then(|width| Layout::of(base, width, total_rank));
+        layout.map_or_else(
+            || invalid(format!("no factors of {bits} bits and rank {total_rank} in all")),
+            Ok,
+        )
+    }
+
     /// The layout of a group-wise tensor with factors of `total_rank` rows, or `None` where its size overflows.
     pub(super) fn of(base: groupwise::Layout, width: Width, total_rank: usize) -> Option<Layout> {
         let shape = base.shape();
@@ -73,7 +85,7 @@ impl Layout {
         })
     }
 
-    /// Experts, rows, columns and the tensor's own rank (2 or 3) for its user.
+    /// Experts, rows, columns and ndim.
     pub fn shape(&self) -> Shape {
         self.base.shape()
     }

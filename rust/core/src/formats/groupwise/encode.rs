@@ -3,7 +3,7 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::{BLOCK_ROWS, GROUP_SIZES, HEADER_BYTES, Layout, REGISTER_BYTES, Spec, invalid};
+use super::{BLOCK_ROWS, HEADER_BYTES, Layout, REGISTER_BYTES, Spec, invalid};
 use crate::Result;
 use crate::bits::{self, UNIT};
 use crate::types::Shape;
@@ -11,8 +11,7 @@ use crate::types::Shape;
 /// Packs codes and parameters.
 ///
 /// `codes` is E x R x C, each below `2^bits`; `scales` and `offsets` are E x R x G and exactly what the parameter type
-/// holds; without offsets the tensor is symmetric and `spec.symmetric` must say so. `spec.group` may also be any number
-/// of columns that is not smaller than the row: one group a row.
+/// holds; without offsets the tensor is symmetric and `spec.symmetric` must say so.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](crate::Error): a size, code or parameter is out of range; the message names the row.
@@ -21,12 +20,9 @@ pub fn encode(
     scales: &[f32],
     offsets: Option<&[f32]>,
     shape: Shape,
-    mut spec: Spec,
+    spec: Spec,
     pool: &ThreadPool,
 ) -> Result<Vec<u8>> {
-    if !GROUP_SIZES.contains(&spec.group) && spec.group > 0 && spec.group >= shape.columns {
-        spec.group = 0;
-    }
     let layout = Layout::new(shape, spec)?;
     check(codes, scales, offsets, &layout)?;
     let mut out = vec![0; layout.total_bytes()];

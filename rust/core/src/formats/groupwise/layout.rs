@@ -105,18 +105,22 @@ impl Layout {
         })
     }
 
-    /// The layout that a writer asks for.
+    /// The layout that a writer asks for. A group may be any number of columns that is not smaller than the row: then it
+    /// is the whole row.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`]: there is no such format, or the shape is too large.
-    pub fn new(shape: Shape, spec: Spec) -> Result<Layout> {
+    pub fn new(shape: Shape, mut spec: Spec) -> Result<Layout> {
+        if !GROUP_SIZES.contains(&spec.group) && spec.group >= shape.columns {
+            spec.group = 0;
+        }
         if !spec.exists() {
             return invalid(format!(
                 "{} bits in groups of {} columns: bits must be 2, 3, 4 or 8, groups {GROUP_SIZES:?} or the whole row",
                 spec.bits, spec.group
             ));
         }
-        if !matches!((shape.ndim, shape.experts), (2, 1) | (3, _)) {
+        if !shape.has_valid_ndim() {
             return invalid(format!("ndim {} of {} experts", shape.ndim, shape.experts));
         }
         let sizes = [shape.experts, shape.rows, shape.columns];
@@ -310,9 +314,9 @@ fn read_shape(header: &[u8]) -> Result<Shape> {
         columns: dimension(header, 32, limits::MAX_COLUMNS)?,
         ndim: header[12],
     };
-    match (shape.ndim, shape.experts) {
-        (2, 1) | (3, _) => Ok(shape),
-        (ndim, experts) => corrupt(format!("ndim {ndim} of {experts} experts")),
+    match shape.has_valid_ndim() {
+        true => Ok(shape),
+        false => corrupt(format!("ndim {} of {} experts", shape.ndim, shape.experts)),
     }
 }
 

@@ -7,12 +7,15 @@ use rayon::prelude::*;
 use super::{Row, TernaryView, dict16, fsv8, fsv8::Lut};
 use crate::{Error, Result};
 
+/// The codes of the symbols 0, 1 and 2.
+const CODES: [i8; 3] = [0, -1, 1];
+
 /// Decodes a row into `out`, whose length is the number of columns: -1, 0 and 1.
 ///
 /// # Errors
 /// [`Error::Corruption`] if a code does not exist, or if the codes do not cover exactly the columns of a row.
 pub fn decode_row(view: &TernaryView, expert: usize, row: usize, out: &mut [i8]) -> Result<()> {
-    decode_codes_of(view, view.row(expert, row), out).map_err(|fault| fault.of_row(expert, row))
+    decode_row_as(view, view.row(expert, row), out, CODES).map_err(|fault| fault.of_row(expert, row))
 }
 
 /// Decodes everything into `out` (E x R x C).
@@ -20,7 +23,19 @@ pub fn decode_row(view: &TernaryView, expert: usize, row: usize, out: &mut [i8])
 /// # Errors
 /// [`Error::InvalidArgument`] if `out` has another size; otherwise as [`decode_row`].
 pub fn decode_codes(view: &TernaryView, out: &mut [i8], pool: &ThreadPool) -> Result<()> {
-    for_rows(view, out, pool, |_, row, out| decode_codes_of(view, row, out))
+    for_rows(view, out, pool, |_, row, out| {
+        decode_row_as(view, row, out, CODES)
+    })
+}
+
+/// Decodes everything into `out` (E x R x C) as [`decode_codes`] does, into the bytes of signed codes.
+///
+/// # Errors
+/// As [`decode_codes`].
+pub fn decode_bytes(view: &TernaryView, out: &mut [u8], pool: &ThreadPool) -> Result<()> {
+    for_rows(view, out, pool, |_, row, out| {
+        decode_row_as(view, row, out, [0, 255, 1])
+    })
 }
 
 /// Decodes everything into values (E x R x C).
@@ -39,7 +54,7 @@ pub fn decode_values_bf16(view: &TernaryView, out: &mut [u16], pool: &ThreadPool
     decode_values(view, out, pool, |level| bf16::from_f32(level).to_bits())
 }
 
-fn decode_values<T: Copy + Send + Default>(
+fn decode_values<T: Copy + Send>(
     view: &TernaryView,
     out: &mut [T],
     pool: &ThreadPool,
@@ -47,12 +62,7 @@ fn decode_values<T: Copy + Send + Default>(
 ) -> Result<()> {
     for_rows(view, out, pool, |index, row, out| {
         let (negative, positive) = view.levels(index);
-        let values = [convert(0.0), convert(negative), convert(positive)];
-        out.fill(values[0]);
-        visit(view, row, out.len(), |column, symbol| {
-            out[column] = values[usize::from(symbol)]
-        })
-        .map(|_| ())
+        decode_row_as(view, row, out, [0.0, negative, positive].map(&convert))
     })
 }
 
@@ -95,10 +105,16 @@ fn for_rows<T: Send>(
     })
 }
 
-fn decode_codes_of(view: &TernaryView, row: Row, out: &mut [i8]) -> std::result::Result<(), Fault> {
-    out.fill(0);
+/// Decodes a row into what stands for zero, negative and positive.
+fn decode_row_as<T: Copy>(
+    view: &TernaryView,
+    row: Row,
+    out: &mut [T],
+    values: [T; 3],
+) -> std::result::Result<(), Fault> {
+    out.fill(values[0]);
     visit(view, row, out.len(), |column, symbol| {
-        out[column] = if symbol == 1 { -1 } else { 1 }
+        out[column] = values[usize::from(symbol)]
     })
     .map(|_| ())
 }

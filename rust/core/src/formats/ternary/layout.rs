@@ -121,7 +121,7 @@ impl Header {
     }
 
     fn check(&self) -> Result<()> {
-        if !matches!((self.shape.ndim, self.shape.experts), (2, 1) | (3, _)) {
+        if !self.shape.has_valid_ndim() {
             return corrupt(format!(
                 "ndim {} with {} experts",
                 self.shape.ndim, self.shape.experts

@@ -1,0 +1,145 @@
+"""How any packed tensor is opened: by its first eight bytes.
+
+The core reads its own formats (`_core.formats`). A format that is written in Python takes part by `register`: from then
+on directories may hold such tensors, `verify` checks them, `inspect` lists them, and the runtime multiplies by them.
+Nothing else in the package asks which formats there are.
+
+Invariants: an opened tensor never copies or changes its bytes, and keeps the array (hence the file map) alive.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moepack import _core
+from moepack.errors import CorruptionError, LoadError
+
+__all__ = ["MAGIC_BYTES", "Activations", "OpenTensor", "kinds", "open_tensor", "register"]
+
+MAGIC_BYTES = 8
+
+Activations = NDArray[np.float32] | NDArray[np.uint16]
+"""What products take: float32, or bfloat16 as its bits."""
+
+
+class OpenTensor(Protocol):
+    """A packed tensor whose metadata have been checked; `_core.PackedTensor` is one."""
+
+    @property
+    def kind(self) -> str:
+        """The format as manifests name it, for example `groupwise`."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """The format with what matters most of its specification, for people, for example `groupwise-4bit`."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts (1 for a matrix), rows and columns."""
+        ...
+
+    @property
+    def ndim(self) -> int:
+        """Axes that the user sees: 2 for a matrix, 3 for a stack of experts."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, everything counted."""
+        ...
+
+    @property
+    def modes(self) -> Sequence[str]:
+        """The compute modes that products have, the default first."""
+        ...
+
+    def details(self) -> Mapping[str, Any]:
+        """Return what the bytes say beside the shape, JSON values by name; a manifest must not contradict them."""
+        ...
+
+    def verify(self) -> None:
+        """Check every byte; a ValueError says what is wrong and where."""
+        ...
+
+    def dequantize(self, dtype: Any = "float32") -> NDArray[Any]:
+        """Return the values [E, R, C]: float32, or for "bfloat16" its bits in uint16."""
+        ...
+
+    def matmul_grouped(
+        self, x: Activations, offsets: NDArray[np.int64], mode: str | None = None
+    ) -> NDArray[np.float32]:
+        """Multiply each run of rows by its own expert: y[i] = W[e] x[i] for offsets[e] <= i < offsets[e + 1].
+
+        Args:
+            x: [N, C], rows sorted by expert.
+            offsets: [E + 1], ascending, from 0 to N.
+            mode: one of `modes`, by default the first.
+
+        Returns:
+            [N, R], accumulated in float32.
+        """
+        ...
+
+
+Opener = Callable[[NDArray[np.uint8]], OpenTensor]
+
+_REGISTERED: dict[bytes, tuple[str, Opener]] = {}
+
+
+def register(kind: str, magic: bytes, opener: Opener) -> None:
+    """Add a format that is written in Python.
+
+    Args:
+        kind: its name in manifests.
+        magic: the first eight bytes of each of its tensors.
+        opener: takes such a tensor (flat uint8, maybe a read-only file map), checks its metadata, and raises
+            `ValueError` where they contradict the format.
+
+    Raises:
+        ValueError: `magic` is not eight bytes long, or magic or kind belong to another format.
+    """
+    if len(magic) != MAGIC_BYTES:
+        raise ValueError(f"a format's magic is {MAGIC_BYTES} bytes, got {len(magic)}")
+    if _REGISTERED.get(magic) == (kind, opener):
+        return
+    if kind in kinds() or magic in _magics():
+        raise ValueError(f"the kind {kind!r} or the magic {magic!r} is already registered")
+    _REGISTERED[magic] = kind, opener
+
+
+def kinds() -> frozenset[str]:
+    """Return the names of all formats."""
+    return frozenset([*(kind for kind, _, _ in _core.formats()), *(kind for kind, _ in _REGISTERED.values())])
+
+
+def open_tensor(
+    data: NDArray[np.uint8], *, file: str | PathLike[str] | None = None, tensor: str | None = None
+) -> OpenTensor:
+    """Open a packed tensor by its magic.
+
+    Args:
+        data: its bytes, flat and contiguous uint8; they are neither copied nor changed.
+        file: the file that they lie in, for messages.
+        tensor: its name, for messages.
+
+    Raises:
+        CorruptionError: the bytes contradict their format, or are too few to have one.
+        LoadError: no format of this version of moepack starts with these bytes.
+    """
+    magic = data[:MAGIC_BYTES].tobytes()
+    _, opener = _REGISTERED.get(magic, ("", _core.PackedTensor))
+    try:
+        return opener(data)
+    except _core.UnknownFormatError as error:
+        raise LoadError(str(error), file=file, tensor=tensor) from error
+    except ValueError as error:
+        raise CorruptionError(str(error), file=file, tensor=tensor) from error
+
+
+def _magics() -> frozenset[bytes]:
+    return frozenset([*(magic for _, magic, _ in _core.formats()), *_REGISTERED])

@@ -1,0 +1,81 @@
+//! The formats that this process knows.
+
+use std::sync::RwLock;
+
+use super::{Format, MAGIC_BYTES, Tensor};
+use super::{codebook, coded_groupwise, compensated, groupwise, ternary};
+use crate::{Error, Result};
+
+/// The formats of this crate.
+static FORMATS: [&dyn Format; 5] = [
+    &ternary::Ternary,
+    &groupwise::Groupwise,
+    &coded_groupwise::CodedGroupwise,
+    &codebook::Codebook,
+    &compensated::Compensated,
+];
+
+/// Formats that others have registered.
+static REGISTERED: RwLock<Vec<&dyn Format>> = RwLock::new(Vec::new());
+
+/// All formats: this crate's, then those that were registered, in that order.
+pub fn formats() -> Vec<&'static dyn Format> {
+    let registered = REGISTERED.read().unwrap_or_else(|error| error.into_inner());
+    FORMATS.iter().chain(registered.iter()).copied().collect()
+}
+
+/// Adds a format for the rest of the process: [`open`] and [`format`] find it from now on.
+///
+/// # Errors
+/// [`Error::InvalidArgument`]: another format has its magic or kind.
+pub fn register(format: &'static dyn Format) -> Result<()> {
+    let mut registered = REGISTERED.write().unwrap_or_else(|error| error.into_inner());
+    let mut known = FORMATS.iter().chain(registered.iter());
+    if known.any(|known| known.magic() == format.magic() || known.kind() == format.kind()) {
+        let (kind, magic) = (format.kind(), format.magic().escape_ascii().to_string());
+        return invalid(format!(
+            "a format {kind:?} or one with the magic {magic} is already registered"
+        ));
+    }
+    registered.push(format);
+    Ok(())
+}
+
+/// The format of a kind.
+///
+/// # Errors
+/// [`Error::InvalidArgument`]: there is none.
+pub fn format(kind: &str) -> Result<&'static dyn Format> {
+    let found = formats().into_iter().find(|format| format.kind() == kind);
+    found.map_or_else(|| invalid(format!("unknown kind of packed tensor {kind:?}")), Ok)
+}
+
+/// Opens a packed tensor by its magic.
+///
+/// # Errors
+/// [`Error::InsufficientData`]: the bytes are too short to have a magic. [`Error::UnknownFormat`]: no format has it.
+/// Otherwise as [`Format::open`].
+pub fn open(data: &[u8]) -> Result<Box<dyn Tensor>> {
+    let Some(magic) = data.first_chunk::<MAGIC_BYTES>() else {
+        let message = format!("{} bytes cannot be a packed tensor", data.len());
+        return Err(Error::InsufficientData(message));
+    };
+    let formats = formats();
+    match formats.iter().find(|format| format.magic() == *magic) {
+        Some(format) => format.open(data),
+        None => {
+            let known: Vec<_> = formats
+                .iter()
+                .map(|f| f.magic().escape_ascii().to_string())
+                .collect();
+            let (magic, known) = (magic.escape_ascii(), known.join(", "));
+            Err(Error::UnknownFormat(format!(
+                "{magic} (known: {known}); a newer moepack may read it"
+            )))
+        }
+    }
+}
+
+fn invalid<T>(message: String) -> Result<T> {
+    Err(Error::InvalidArgument(message))
+}

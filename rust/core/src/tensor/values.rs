@@ -1,0 +1,81 @@
+//! Numbers on their way out of a packed tensor.
+
+use half::bf16;
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use crate::types::Shape;
+use crate::{Error, Result};
+
+/// Where dequantized values go.
+pub enum Floats<'a> {
+    /// Single precision.
+    F32(&'a mut [f32]),
+    /// The bits of bf16 values, rounded to nearest even.
+    Bf16(&'a mut [u16]),
+}
+
+/// The values of an [`Array`].
+#[derive(Debug, Clone, PartialEq)]
+pub enum Numbers {
+    /// Single precision.
+    F32(Vec<f32>),
+    /// Counts.
+    I64(Vec<i64>),
+}
+
+/// Parameters of a tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Array {
+    /// The length of each axis.
+    pub shape: Vec<usize>,
+    /// As many values as the shape has places.
+    pub values: Numbers,
+}
+
+impl Array {
+    /// An array of single precision.
+    pub fn floats(shape: &[usize], values: Vec<f32>) -> Array {
+        Array {
+            shape: shape.to_vec(),
+            values: Numbers::F32(values),
+        }
+    }
+}
+
+/// Fills `out`, E x R x C values, row by row in parallel: `fill` gets the row's number among all experts' rows.
+pub(super) fn fill_rows<T: Send>(
+    shape: Shape,
+    out: &mut [T],
+    pool: &ThreadPool,
+    fill: impl Fn(usize, &mut [T]) + Sync,
+) -> Result<()> {
+    if shape.weights() != Some(out.len()) {
+        return Err(Error::InvalidArgument(format!(
+            "{} places for the weights of {shape:?}",
+            out.len()
+        )));
+    }
+    let rows = out.par_chunks_exact_mut(shape.columns.max(1)).enumerate();
+    pool.install(|| rows.for_each(|(row, out)| fill(row, out)));
+    Ok(())
+}
+
+/// Fills `out` by rows of f32 values, as [`fill_rows`] does.
+pub(super) fn fill_floats(
+    shape: Shape,
+    out: Floats,
+    pool: &ThreadPool,
+    fill: impl Fn(usize, &mut [f32]) + Sync,
+) -> Result<()> {
+    match out {
+        Floats::F32(out) => fill_rows(shape, out, pool, fill),
+        Floats::Bf16(out) => fill_rows(shape, out, pool, |row, out| {
+            let mut values = vec![0.0; out.len()];
+            fill(row, &mut values);
+            for (bits, value) in out.iter_mut().zip(values) {
+                *bits = bf16::from_f32(value).to_bits();
+            }
+        }),
+    }
+}

@@ -1,0 +1,300 @@
+//! Packing: codes and parameters that a solver found become the bytes of a packed tensor, uint8 [bytes].
+
+use moepack_core::formats::compensated::chunk::Width;
+use moepack_core::formats::compensated::{self, Factor};
+use moepack_core::formats::groupwise::{self, ParameterType, Spec, View};
+use moepack_core::formats::{codebook, coded_groupwise, ternary};
+use moepack_core::types::Shape;
+use moepack_core::{Result, bits, pool};
+use numpy::PyUntypedArrayMethods;
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArray3, PyReadonlyArray4};
+use pyo3::prelude::*;
+
+use crate::arrays::{counts, lengths, optional, values};
+use crate::error::{invalid, raise};
+
+type Bytes<'py> = PyResult<Bound<'py, PyArray1<u8>>>;
+
+/// What `work` packs without the interpreter lock.
+fn packed(py: Python<'_>, work: impl FnOnce() -> Result<Vec<u8>> + Send) -> Bytes<'_> {
+    Ok(py.detach(work).map_err(raise)?.into_pyarray(py))
+}
+
+fn shape<T: numpy::Element>(codes: &PyReadonlyArray3<'_, T>, ndim: u8) -> Shape {
+    let [experts, rows, columns] = lengths(&**codes);
+    Shape {
+        experts,
+        rows,
+        columns,
+        ndim,
+    }
+}
+
+/// Encodes ternary codes.
+///
+/// Args:
+///     codes: int8 [experts, rows, columns], C-contiguous, each -1, 0 or 1.
+///     levels: float32 [experts, rows, 2], C-contiguous: the negative (<= 0) and the positive (>= 0) value of a row.
+///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
+///     code: "fsv8" or "dict16" (the dictionary of the QMoE paper, section 4.3).
+///
+/// Returns:
+///     The packed tensor. It is the same whatever the number of threads.
+///
+/// Raises:
+///     ValueError: a code, level or shape is out of range; the message names expert and row.
+#[pyfunction]
+#[pyo3(signature = (codes, levels, *, ndim, code="fsv8"))]
+pub fn encode_ternary<'py>(
+    py: Python<'py>,
+    codes: PyReadonlyArray3<'py, i8>,
+    levels: PyReadonlyArray3<'py, f32>,
+    ndim: u8,
+    code: &str,
+) -> Bytes<'py> {
+    let shape = shape(&codes, ndim);
+    let Shape { experts, rows, .. } = shape;
+    if levels.shape() != [experts, rows, 2] {
+        return invalid(format!(
+            "levels have shape {:?} instead of [{experts}, {rows}, 2]",
+            levels.shape()
+        ));
+    }
+    let (codes, levels) = (values(&codes, "codes")?, values(&levels, "levels")?);
+    let code = ternary::Code::from_name(code).map_err(raise)?;
+    packed(py, || {
+        let levels: Vec<_> = levels
+            .as_chunks::<2>()
+            .0
+            .iter()
+            .map(|&pair| pair.into())
+            .collect();
+        ternary::encode(codes, &levels, shape, code, &*pool::current()?)
+    })
+}
+
+/// Packs group-wise codes.
+///
+/// Args:
+///     codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
+///     scales: float32 [experts, rows, groups], C-contiguous, exactly what `dtype` holds, finite.
+///     offsets: the same, or None for a symmetric tensor, whose weights are scale * (code - 2^(bits - 1)).
+///     bits: 2, 3, 4 or 8.
+///     group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
+///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
+///     dtype: of the stored parameters, "float16" or "bfloat16".
+///
+/// Raises:
+///     ValueError: a code, parameter, setting or shape is out of range.
+#[pyfunction]
+#[pyo3(signature = (codes, scales, offsets, *, bits, group_size, ndim, dtype="float16"))]
+#[allow(clippy::too_many_arguments)] // Python's signature
+pub fn encode_groupwise<'py>(
+    py: Python<'py>,
+    codes: PyReadonlyArray3<'py, u8>,
+    scales: PyReadonlyArray3<'py, f32>,
+    offsets: Option<PyReadonlyArray3<'py, f32>>,
+    bits: u8,
+    group_size: usize,
+    ndim: u8,
+    dtype: &str,
+) -> Bytes<'py> {
+    let shape = shape(&codes, ndim);
+    let spec = Spec {
+        bits,
+        group: group_size,
+        symmetric: offsets.is_none(),
+        parameters: ParameterType::from_name(dtype).map_err(raise)?,
+    };
+    if group_size == 0 {
+        return invalid("group_size must be positive");
+    }
+    let (codes, scales) = (values(&codes, "codes")?, values(&scales, "scales")?);
+    let offsets = optional(&offsets, "offsets")?;
+    packed(py, || {
+        groupwise::encode(codes, scales, offsets, shape, spec, &*pool::current()?)
+    })
+}
+
+/// Codes a packed group-wise tensor block by block.
+///
+/// Args:
+///     data: uint8 [bytes], contiguous, as `encode_groupwise` writes it.
+///
+/// Returns:
+///     The coded tensor; smaller or not.
+///
+/// Raises:
+///     CorruptionError: the bytes are no group-wise tensor.
+///     ValueError: its rows are too long for the coded format (beyond some 45,000 columns of 2 bits).
+#[pyfunction]
+pub fn code_groupwise<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {
+    let data = values(&data, "data")?;
+    packed(py, || {
+        coded_groupwise::encode(&View::parse(data)?, &*pool::current()?)
+    })
+}
+
+/// Undoes `code_groupwise`.
+///
+/// Raises:
+///     CorruptionError: the bytes are no coded tensor.
+#[pyfunction]
+pub fn expand_groupwise<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {
+    let data = values(&data, "data")?;
+    packed(py, || {
+        coded_groupwise::Coded::parse(data)?
+            .view(data)?
+            .expand(&*pool::current()?)
+    })
+}
+
+/// Packs codes and codebooks. A weight is `scale * centroid[code]`.
+///
+/// Args:
+///     codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
+///     centroids: int16 [experts, rows, blocks, 2^bits], C-contiguous, -32639 to 32639; multiples of 256 unless
+///         activation_bits is 0, for then the high byte alone is stored.
+///     scales: float32 [experts, rows, blocks], C-contiguous, finite and not negative.
+///     bits: of a code: 2, 3 or 4.
+///     block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
+///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
+///     activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+///     hadamard: columns that products turn together by Hadamard's matrix before they multiply, a power of two that
+///         divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
+///
+/// Raises:
+///     ValueError: a code, centroid, scale or shape is out of range.
+#[pyfunction]
+#[pyo3(signature = (codes, centroids, scales, *, bits, block, ndim, activation_bits=0, hadamard=1))]
+#[allow(clippy::too_many_arguments)] // Python's signature
+pub fn encode_codebook<'py>(
+    py: Python<'py>,
+    codes: PyReadonlyArray3<'py, u8>,
+    centroids: PyReadonlyArray4<'py, i16>,
+    scales: PyReadonlyArray3<'py, f32>,
+    bits: u8,
+    block: usize,
+    ndim: u8,
+    activation_bits: u8,
+    hadamard: usize,
+) -> Bytes<'py> {
+    let given = [codes.shape(), centroids.shape(), scales.shape()];
+    if given[0][..2] != given[1][..2] || given[1][..3] != *given[2] {
+        let [codes, centroids, scales] = given;
+        return invalid(format!(
+            "centroids {centroids:?} and scales {scales:?} do not belong to codes {codes:?}"
+        ));
+    }
+    let content = codebook::Content {
+        shape: shape(&codes, ndim),
+        bits,
+        activation_bits,
+        block,
+        hadamard,
+        codes: values(&codes, "codes")?,
+        centroids: values(&centroids, "centroids")?,
+        scales: values(&scales, "scales")?,
+    };
+    packed(py, || codebook::encode(content, &*pool::current()?))
+}
+
+/// Codes [ranks, n] and scales [ranks, ceil(n / 64)] of one factor.
+type Codes<'py> = (PyReadonlyArray2<'py, u8>, PyReadonlyArray2<'py, f32>);
+
+fn factor<'a>((codes, scales): &'a Codes<'_>) -> PyResult<Factor<'a>> {
+    Ok(Factor::Codes {
+        codes: values(codes, "codes")?,
+        scales: values(scales, "scales")?,
+    })
+}
+
+/// Adds integer low-rank compensators to a packed group-wise tensor: W = Wq + U V.
+///
+/// Args:
+///     base: the packed group-wise tensor, uint8 [bytes].
+///     ranks: int64 [experts], each at most min(rows, columns); their sum is T.
+///     right: (codes uint8 [T, columns], scales float32 [T, ceil(columns / 64)]) of the rows of V, expert by expert; a
+///         value is scale * (code - 2^(bits - 1)), and scales are exactly what float16 holds.
+///     left: likewise the rows of U^T, [T, rows].
+///     bits: 3 or 8.
+///
+/// Raises:
+///     ValueError: a rank, code, scale or shape is out of range.
+///     CorruptionError: `base` is no group-wise tensor.
+#[pyfunction]
+#[pyo3(signature = (base, ranks, right, left, *, bits))]
+pub fn encode_compensated<'py>(
+    py: Python<'py>,
+    base: PyReadonlyArray1<'py, u8>,
+    ranks: PyReadonlyArray1<'py, i64>,
+    right: Codes<'py>,
+    left: Codes<'py>,
+    bits: u8,
+) -> Bytes<'py> {
+    let Some(width) = Width::from_bits(bits).filter(|&width| width != Width::Half) else {
+        return invalid(format!("bits must be 3 or 8, not {bits}"));
+    };
+    let (ranks, base) = (counts(&ranks, "ranks")?, values(&base, "base")?);
+    let (right, left) = (factor(&right)?, factor(&left)?);
+    packed(py, || compensated::encode(base, &ranks, right, left, width))
+}
+
+/// Adds float16 low-rank compensators to a packed group-wise tensor.
+///
+/// Args:
+///     base: the packed group-wise tensor, uint8 [bytes].
+///     ranks: int64 [experts], each at most min(rows, columns); their sum is T.
+///     right: float32 [T, columns], exactly what float16 holds: the rows of V, expert by expert.
+///     left: float32 [T, rows], the rows of U^T.
+///
+/// Raises:
+///     ValueError: a rank, value or shape is out of range.
+///     CorruptionError: `base` is no group-wise tensor.
+#[pyfunction]
+pub fn encode_compensated_f16<'py>(
+    py: Python<'py>,
+    base: PyReadonlyArray1<'py, u8>,
+    ranks: PyReadonlyArray1<'py, i64>,
+    right: PyReadonlyArray2<'py, f32>,
+    left: PyReadonlyArray2<'py, f32>,
+) -> Bytes<'py> {
+    let (ranks, base) = (counts(&ranks, "ranks")?, values(&base, "base")?);
+    let (right, left) = (
+        Factor::Values(values(&right, "right")?),
+        Factor::Values(values(&left, "left")?),
+    );
+    packed(py, || compensated::encode(base, &ranks, right, left, Width::Half))
+}
+
+/// Packs 3-bit codes, 32 of them in three words.
+///
+/// Args:
+///     codes: uint8 [n], C-contiguous, 0 to 7; n is a multiple of 32.
+///
+/// Returns:
+///     uint32 [3 * n / 32].
+///
+/// Raises:
+///     ValueError: a code or n is out of range.
+#[pyfunction]
+pub fn pack_int3<'py>(
+    py: Python<'py>,
+    codes: PyReadonlyArray1<'py, u8>,
+) -> PyResult<Bound<'py, PyArray1<u32>>> {
+    let codes = values(&codes, "codes")?;
+    Ok(py
+        .detach(|| bits::pack_all(3, codes))
+        .map_err(raise)?
+        .into_pyarray(py))
+}
+
+/// Undoes `pack_int3`: uint32 [n], C-contiguous, to uint8 [32 * n / 3].
+///
+/// Raises:
+///     ValueError: n is no multiple of 3.
+#[pyfunction]
+pub fn unpack_int3<'py>(py: Python<'py>, words: PyReadonlyArray1<'py, u32>) -> Bytes<'py> {
+    let words = values(&words, "words")?;
+    packed(py, || bits::unpack_all(3, words))
+}

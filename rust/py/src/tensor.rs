@@ -1,0 +1,340 @@
+//! Packed tensors of every format as one Python class.
+
+use moepack_core::gemm::layer::Projection;
+use moepack_core::simd::Isa;
+use moepack_core::tensor::{self, Compute, Details, Floats, Numbers, Tensor, Value};
+use moepack_core::types::{Mode, Shape};
+use moepack_core::{Result, pool};
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyDict};
+use rayon::ThreadPool;
+
+use crate::arrays::{Activations, chosen_isa, contiguous, counts, filled, products};
+use crate::error::{invalid, raise};
+use crate::layer::Packed;
+
+/// A packed tensor of experts x rows x columns, of any format, opened by its first eight bytes and read in place.
+///
+/// Args:
+///     data: uint8 [bytes], contiguous, exactly one packed tensor; it is kept and not copied, and may be a read-only
+///         memory map. It must not change afterwards.
+///
+/// Raises:
+///     CorruptionError: header, offsets and size contradict the format. Codes are checked where they are used.
+///     UnknownFormatError: no format begins with these bytes.
+#[pyclass(frozen, module = "moepack._core")]
+pub struct PackedTensor {
+    data: Py<PyArray1<u8>>,
+    tensor: Box<dyn Tensor>,
+}
+
+impl PackedTensor {
+    /// Runs `work` on the bytes without the interpreter lock.
+    fn reading<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&dyn Tensor, &[u8], &ThreadPool) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        let data = self.data.bind(py).try_readonly()?;
+        let data = contiguous(data.as_slice(), "data")?;
+        py.detach(|| work(&*self.tensor, data, &*pool::current()?))
+            .map_err(raise)
+    }
+
+    fn dimensions(&self) -> [usize; 3] {
+        let Shape {
+            experts,
+            rows,
+            columns,
+            ..
+        } = self.tensor.shape();
+        [experts, rows, columns]
+    }
+
+    fn product<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Activations<'py>,
+        offsets: &[usize],
+        options: (Option<&str>, Option<&str>, Option<u8>),
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let (mode, isa, activation_bits) = options;
+        let isa = chosen_isa(isa)?;
+        let mode = chosen_mode(&*self.tensor, mode).map_err(raise)?;
+        let compute = Compute {
+            mode,
+            activation_bits,
+            isa,
+        };
+        let [_, rows, columns] = self.dimensions();
+        products(py, x, rows, columns, |x, y| {
+            self.reading(py, |tensor, data, pool| {
+                tensor::matmul_grouped(&*tensor.projection(data, compute)?, x, offsets, y, pool)
+            })
+        })
+    }
+}
+
+/// The mode of a name, or the tensor's default.
+fn chosen_mode(tensor: &dyn Tensor, name: Option<&str>) -> Result<Mode> {
+    tensor.mode(name.map(Mode::from_name).transpose()?)
+}
+
+#[pymethods]
+impl PackedTensor {
+    #[new]
+    fn new(data: &Bound<'_, PyArray1<u8>>) -> PyResult<PackedTensor> {
+        let borrowed = data.try_readonly()?;
+        let bytes = contiguous(borrowed.as_slice(), "data")?;
+        let tensor = data.py().detach(|| tensor::open(bytes)).map_err(raise)?;
+        Ok(PackedTensor {
+            data: data.clone().unbind(),
+            tensor,
+        })
+    }
+
+    /// The format as manifests name it: "groupwise".
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.tensor.format().kind()
+    }
+
+    /// The format with what matters most of its specification: "groupwise-4bit".
+    #[getter]
+    fn format(&self) -> String {
+        self.tensor.name()
+    }
+
+    /// Experts (1 for a matrix), rows and columns.
+    #[getter]
+    fn shape(&self) -> (usize, usize, usize) {
+        self.dimensions().into()
+    }
+
+    /// Axes of the tensor as its user sees it: 2 or 3.
+    #[getter]
+    fn ndim(&self) -> u8 {
+        self.tensor.shape().ndim
+    }
+
+    /// The size of the packed tensor in bytes, everything counted.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.tensor.bytes()
+    }
+
+    /// The modes that products have, the default first.
+    #[getter]
+    fn modes(&self) -> Vec<&'static str> {
+        self.tensor.modes().iter().map(|mode| mode.name()).collect()
+    }
+
+    /// What the format says of the tensor beside its shape: values that JSON has, by name, in a fixed order.
+    fn details<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let details = PyDict::new(py);
+        for (name, value) in self.tensor.details().iter() {
+            match value {
+                Value::Flag(flag) => details.set_item(name, flag)?,
+                Value::Integer(number) => details.set_item(name, number)?,
+                Value::Text(text) => details.set_item(name, text)?,
+            }
+        }
+        Ok(details)
+    }
+
+    /// The codes [experts, rows, columns]: int8 of ternary tensors, uint8 of others.
+    ///
+    /// Raises CorruptionError that says where.
+    fn decode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let codes: Bound<'py, PyArray3<u8>> = filled(py, self.dimensions(), |out| {
+            self.reading(py, |tensor, data, pool| tensor.decode(data, out, pool))
+        })?;
+        match self.tensor.has_signed_codes() {
+            true => codes.call_method1("view", ("int8",)),
+            false => Ok(codes.into_any()),
+        }
+    }
+
+    /// The values [experts, rows, columns]: float32, or bfloat16 (rounded to nearest even) as its bits in uint16.
+    ///
+    /// Raises ValueError for another dtype, CorruptionError that says where.
+    #[pyo3(signature = (dtype="float32"))]
+    fn dequantize<'py>(&self, py: Python<'py>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
+        let shape = self.dimensions();
+        let read = |out: Floats| self.reading(py, |tensor, data, pool| tensor.dequantize(data, out, pool));
+        match dtype {
+            "float32" => {
+                let values: Bound<PyArray3<f32>> = filled(py, shape, |out| read(Floats::F32(out)))?;
+                Ok(values.into_any())
+            }
+            "bfloat16" => {
+                let bits: Bound<PyArray3<u16>> = filled(py, shape, |out| read(Floats::Bf16(out)))?;
+                Ok(bits.into_any())
+            }
+            _ => invalid(format!("dtype {dtype:?} is neither \"float32\" nor \"bfloat16\"")),
+        }
+    }
+
+    /// The stored parameters of a name: float32, or int64 of ranks.
+    ///
+    /// Args:
+    ///     name: "levels" [experts, rows, 2], negative and positive, of ternary tensors; "scales" and, unless they are
+    ///         symmetric, "offsets" [experts, rows, groups] of group-wise ones; beside these "ranks" [experts] and, with
+    ///         T for the sum of the ranks, "right" [T, columns] and "left" [T, rows] of compensated ones; "scales"
+    ///         [experts, rows, blocks] and "centroids" [experts, rows, blocks, 2^bits] of codebooks.
+    ///
+    /// Raises ValueError: the tensor has no such parameters.
+    fn parameters<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+        let found = self.reading(py, |tensor, data, pool| tensor.parameters(data, name, pool))?;
+        let flat = match found.values {
+            Numbers::F32(values) => values.into_pyarray(py).into_any(),
+            Numbers::I64(values) => values.into_pyarray(py).into_any(),
+        };
+        flat.call_method1("reshape", (found.shape,))
+    }
+
+    /// Checks every byte: codes, parameters, offsets, padding.
+    ///
+    /// Raises CorruptionError that says where.
+    fn verify(&self, py: Python<'_>) -> PyResult<()> {
+        self.reading(py, |tensor, data, pool| tensor.verify(data, pool))
+    }
+
+    /// y = W x for one expert, without unpacking W: float32 [tokens, rows].
+    ///
+    /// Args:
+    ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
+    ///     expert: whose weights.
+    ///     mode: one of `modes`, by default the first.
+    ///     isa: the instruction set, by default the active one.
+    ///     activation_bits: to how many bits codebook tensors round activations, 4 or 8; by default the tensor's, or 8.
+    ///
+    /// Raises ValueError if sizes do not match, there is no such expert or mode, or the processor lacks the set.
+    #[pyo3(signature = (x, expert=0, mode=None, isa=None, activation_bits=None))]
+    fn matmul<'py>(
+        &self,
+        py: Python<'py>,
+        x: Activations<'py>,
+        expert: usize,
+        mode: Option<&str>,
+        isa: Option<&str>,
+        activation_bits: Option<u8>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let ([experts, ..], [tokens, _]) = (self.dimensions(), x.shape());
+        if expert >= experts {
+            return invalid(format!("no expert {expert} of {experts}"));
+        }
+        let offsets: Vec<_> = (0..=experts)
+            .map(|e| if e > expert { tokens } else { 0 })
+            .collect();
+        self.product(py, &x, &offsets, (mode, isa, activation_bits))
+    }
+
+    /// y = W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+    ///
+    /// Args:
+    ///     x: as in `matmul`, its tokens sorted by expert.
+    ///     offsets: int64 [experts + 1], ascending from 0 to the number of tokens: expert e takes the tokens
+    ///         `offsets[e]` to `offsets[e + 1]`.
+    ///     mode, isa, activation_bits: as in `matmul`.
+    ///
+    /// Raises ValueError if sizes or offsets do not match, there is no such mode, or the processor lacks the set.
+    #[pyo3(signature = (x, offsets, mode=None, isa=None, activation_bits=None))]
+    fn matmul_grouped<'py>(
+        &self,
+        py: Python<'py>,
+        x: Activations<'py>,
+        offsets: PyReadonlyArray1<'py, i64>,
+        mode: Option<&str>,
+        isa: Option<&str>,
+        activation_bits: Option<u8>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        self.product(
+            py,
+            &x,
+            &counts(&offsets, "offsets")?,
+            (mode, isa, activation_bits),
+        )
+    }
+
+    fn __repr__(&self) -> String {
+        let [experts, rows, columns] = self.dimensions();
+        format!(
+            "PackedTensor({}, {experts} x {rows} x {columns}, {} bytes)",
+            self.format(),
+            self.nbytes()
+        )
+    }
+}
+
+impl Packed for PackedTensor {
+    fn array(&self) -> &Py<PyArray1<u8>> {
+        &self.data
+    }
+
+    fn projection<'a>(
+        &'a self,
+        data: &'a [u8],
+        mode: Option<&str>,
+        isa: Isa,
+    ) -> Result<Box<dyn Projection + 'a>> {
+        let mode = chosen_mode(&*self.tensor, mode)?;
+        self.tensor.projection(
+            data,
+            Compute {
+                mode,
+                activation_bits: None,
+                isa,
+            },
+        )
+    }
+}
+
+/// The packed formats: kind, magic and version of each.
+#[pyfunction]
+pub fn formats(py: Python<'_>) -> Vec<(&'static str, Bound<'_, PyBytes>, u16)> {
+    let formats = tensor::formats().into_iter();
+    formats
+        .map(|format| (format.kind(), PyBytes::new(py, &format.magic()), format.version()))
+        .collect()
+}
+
+/// The size in bytes of a packed tensor, everything counted.
+///
+/// Args:
+///     kind: of the tensor, as `formats` names it; not one whose size depends on its codes.
+///     shape: experts, rows, columns.
+///     specification: what `PackedTensor.details` says of such a tensor: bits, group_size, symmetric; and of a
+///         compensated one rank_bits and total_rank; of codebooks bits, block_size, activation_bits.
+///
+/// Raises ValueError: there is no such kind or tensor. TypeError: a value is neither a bool, a number nor a string.
+#[pyfunction]
+#[pyo3(signature = (kind, shape, **specification))]
+pub fn packed_bytes(
+    kind: &str,
+    shape: (usize, usize, usize),
+    specification: Option<&Bound<'_, PyDict>>,
+) -> PyResult<usize> {
+    let (experts, rows, columns) = shape;
+    let shape = Shape {
+        experts,
+        rows,
+        columns,
+        ndim: 3,
+    };
+    let mut details = Details::default();
+    for (name, value) in specification.into_iter().flatten() {
+        let value: Value = match value.cast::<PyBool>() {
+            Ok(flag) => flag.is_true().into(),
+            Err(_) => match value.extract::<u64>() {
+                Ok(number) => number.into(),
+                Err(_) => value.extract::<&str>()?.into(),
+            },
+        };
+        details = details.with(name.extract()?, value);
+    }
+    tensor::format(kind)
+        .and_then(|format| format.bytes(shape, &details))
+        .map_err(raise)
+}
