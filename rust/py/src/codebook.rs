@@ -1,10 +1,11 @@
 //! Packed codebook tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
 use moepack_core::formats::codebook::{self, Content, Layout, View};
-use moepack_core::gemm::codebook::{Codebook, Mode, matmul_grouped};
+use moepack_core::gemm::codebook::Codebook;
 use moepack_core::gemm::layer::Projection;
+use moepack_core::gemm::matmul_grouped;
 use moepack_core::simd::Isa;
-use moepack_core::types::Shape;
+use moepack_core::types::{Mode, Shape};
 use moepack_core::{Result, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyReadonlyArray4, PyUntypedArrayMethods};
@@ -119,14 +120,6 @@ impl CodebookBlob {
                 Ok(())
             })
         })
-    }
-
-    /// The mode of a name; by default what the tensor asks for.
-    fn mode(&self, name: Option<&str>, activation_bits: Option<u8>) -> Result<Mode> {
-        let stored = self.layout.activation_bits();
-        let name = name.unwrap_or(if stored == 0 { "exact" } else { "int8" });
-        let bits = activation_bits.unwrap_or(if stored == 0 { 8 } else { stored });
-        Mode::from_name(name, bits)
     }
 }
 
@@ -244,13 +237,7 @@ impl CodebookBlob {
         let offsets = (0..=experts)
             .map(|e| if e > expert { tokens } else { 0 })
             .collect();
-        self.product(
-            py,
-            x,
-            offsets,
-            self.mode(mode, activation_bits).map_err(raise)?,
-            isa,
-        )
+        self.product(py, x, offsets, (mode, activation_bits), isa)
     }
 
     /// y = W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
@@ -272,13 +259,7 @@ impl CodebookBlob {
         isa: Option<&str>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let offsets = expert_offsets(&offsets)?;
-        self.product(
-            py,
-            x,
-            offsets,
-            self.mode(mode, activation_bits).map_err(raise)?,
-            isa,
-        )
+        self.product(py, x, offsets, (mode, activation_bits), isa)
     }
 
     fn __repr__(&self) -> String {
@@ -299,14 +280,18 @@ impl CodebookBlob {
         py: Python<'py>,
         x: Activations<'py>,
         offsets: Vec<usize>,
-        mode: Mode,
+        (mode, activation_bits): (Option<&str>, Option<u8>),
         isa: Option<&str>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
-        let isa = chosen_isa(isa)?;
+        let (mode, isa) = (
+            Mode::from_name(mode.unwrap_or("auto")).map_err(raise)?,
+            chosen_isa(isa)?,
+        );
         let Shape { rows, columns, .. } = self.layout.shape();
         products(py, &x, rows, columns, |x, y| {
             self.with_view(py, |view| {
-                matmul_grouped(view, x, &offsets, y, mode, isa, &*pool::current()?)
+                let weights = Codebook::with_activation_bits(*view, mode, activation_bits, isa)?;
+                matmul_grouped(&weights, x, &offsets, y, &*pool::current()?)
             })
         })
     }
@@ -323,7 +308,7 @@ impl Packed for CodebookBlob {
         mode: Option<&str>,
         isa: Isa,
     ) -> Result<Box<dyn Projection + 'a>> {
-        let mode = self.mode(mode, None)?;
+        let mode = Mode::from_name(mode.unwrap_or("auto"))?;
         Ok(Box::new(Codebook::new(View::parse(data)?, mode, isa)?))
     }
 }

@@ -2,10 +2,11 @@
 
 use moepack_core::formats::coded_groupwise::{self, Coded, CodedView};
 use moepack_core::formats::groupwise::View;
-use moepack_core::gemm::groupwise::{self as gemm, Groupwise, Mode};
+use moepack_core::gemm::groupwise::Groupwise;
 use moepack_core::gemm::layer::Projection;
+use moepack_core::gemm::matmul_grouped;
 use moepack_core::simd::Isa;
-use moepack_core::types::Shape;
+use moepack_core::types::{Mode, Shape};
 use moepack_core::{Result, pool};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -182,7 +183,8 @@ impl CodedGroupwiseBlob {
         let Shape { rows, columns, .. } = self.shape();
         products(py, &x, rows, columns, |x, y| {
             self.with_view(py, |view| {
-                gemm::matmul_grouped(view, x, &offsets, y, mode, isa, &*pool::current()?)
+                let weights = Groupwise::new(view, mode, isa)?;
+                matmul_grouped(&weights, x, &offsets, y, &*pool::current()?)
             })
         })
     }

@@ -2,11 +2,11 @@
 
 use moepack_core::formats::compensated::chunk::Width;
 use moepack_core::formats::compensated::{self, Factor, Layout, View};
-use moepack_core::gemm::compensated as gemm;
-use moepack_core::gemm::groupwise::Mode;
+use moepack_core::gemm::compensated::Compensated;
 use moepack_core::gemm::layer::Projection;
+use moepack_core::gemm::{matmul, matmul_grouped};
 use moepack_core::simd::Isa;
-use moepack_core::types::Shape;
+use moepack_core::types::{Mode, Shape};
 use moepack_core::{Result, pool};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray2};
@@ -258,7 +258,8 @@ impl CompensatedBlob {
         let [tokens, _] = x.shape();
         products(py, &x, rows, columns, |x, y| {
             self.with_view(py, |view| {
-                gemm::matmul(view, expert, x, tokens, y, mode, isa, &*pool::current()?)
+                let weights = Compensated::new(view.clone(), mode, isa)?;
+                matmul(&weights, expert, x, tokens, y, &*pool::current()?)
             })
         })
     }
@@ -286,7 +287,8 @@ impl CompensatedBlob {
         let Shape { rows, columns, .. } = self.shape();
         products(py, &x, rows, columns, |x, y| {
             self.with_view(py, |view| {
-                gemm::matmul_grouped(view, x, &offsets, y, mode, isa, &*pool::current()?)
+                let weights = Compensated::new(view.clone(), mode, isa)?;
+                matmul_grouped(&weights, x, &offsets, y, &*pool::current()?)
             })
         })
     }
@@ -318,6 +320,6 @@ impl Packed for CompensatedBlob {
         isa: Isa,
     ) -> Result<Box<dyn Projection + 'a>> {
         let mode = Mode::from_name(mode.unwrap_or(Mode::Exact.name()))?;
-        Ok(Box::new(gemm::Compensated::new(View::parse(data)?, mode, isa)?))
+        Ok(Box::new(Compensated::new(View::parse(data)?, mode, isa)?))
     }
 }

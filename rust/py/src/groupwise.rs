@@ -1,10 +1,11 @@
 //! Packed group-wise tensors. A blob keeps a reference to a NumPy array and reads it in place.
 
 use moepack_core::formats::groupwise::{self, Layout, ParameterType, Spec, View};
-use moepack_core::gemm::groupwise::{self as gemm, Groupwise, Mode};
+use moepack_core::gemm::groupwise::Groupwise;
 use moepack_core::gemm::layer::Projection;
+use moepack_core::gemm::{matmul, matmul_grouped};
 use moepack_core::simd::Isa;
-use moepack_core::types::Shape;
+use moepack_core::types::{Mode, Shape};
 use moepack_core::{Result, bits, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use numpy::{PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
@@ -289,7 +290,8 @@ impl GroupwiseBlob {
         let [tokens, _] = x.shape();
         products(py, &x, rows, columns, |x, y| {
             self.with_view(py, |view| {
-                gemm::matmul(view, expert, x, tokens, y, mode, isa, &*pool::current()?)
+                let weights = Groupwise::new(view, mode, isa)?;
+                matmul(&weights, expert, x, tokens, y, &*pool::current()?)
             })
         })
     }
@@ -318,7 +320,8 @@ impl GroupwiseBlob {
         let Shape { rows, columns, .. } = self.layout.shape();
         products(py, &x, rows, columns, |x, y| {
             self.with_view(py, |view| {
-                gemm::matmul_grouped(view, x, &offsets, y, mode, isa, &*pool::current()?)
+                let weights = Groupwise::new(view, mode, isa)?;
+                matmul_grouped(&weights, x, &offsets, y, &*pool::current()?)
             })
         })
     }

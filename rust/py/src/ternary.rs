@@ -2,10 +2,11 @@
 
 use moepack_core::formats::ternary::{self, Code, Metadata, TernaryView};
 use moepack_core::gemm::layer::Projection;
-use moepack_core::gemm::ternary as gemm;
+use moepack_core::gemm::ternary::Ternary;
+use moepack_core::gemm::{matmul, matmul_grouped};
 use moepack_core::simd::Isa;
-use moepack_core::types::Shape;
-use moepack_core::{Error, Result, pool};
+use moepack_core::types::{Mode, Shape};
+use moepack_core::{Result, pool};
 use numpy::{Element, IntoPyArray, PyArray1, PyArray2, PyArray3};
 use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray3, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyIndexError, PyValueError};
@@ -299,9 +300,10 @@ impl TernaryBlob {
         expert: usize,
         isa: Option<&str>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
-        let isa = chosen_isa(isa)?;
+        let (isa, tokens) = (chosen_isa(isa)?, x.shape()[0]);
         self.multiply(py, &x, |view, x, y| {
-            gemm::matmul(view, expert, x, y, isa, &*pool::current()?)
+            let weights = Ternary::new(view.clone(), Mode::Auto, isa)?;
+            matmul(&weights, expert, x, tokens, y, &*pool::current()?)
         })
     }
 
@@ -325,7 +327,8 @@ impl TernaryBlob {
         let isa = chosen_isa(isa)?;
         let offsets = expert_offsets(&offsets)?;
         self.multiply(py, &x, |view, x, y| {
-            gemm::matmul_grouped(view, x, &offsets, y, isa, &*pool::current()?)
+            let weights = Ternary::new(view.clone(), Mode::Auto, isa)?;
+            matmul_grouped(&weights, x, &offsets, y, &*pool::current()?)
         })
     }
 
@@ -355,14 +358,8 @@ impl Packed for TernaryBlob {
         mode: Option<&str>,
         isa: Isa,
     ) -> Result<Box<dyn Projection + 'a>> {
-        match mode {
-            None | Some("exact") => Ok(Box::new(gemm::Ternary::new(
-                TernaryView::again(data, &self.metadata)?,
-                isa,
-            )?)),
-            Some(other) => Err(Error::InvalidArgument(format!(
-                "ternary products have no mode {other:?}"
-            ))),
-        }
+        let mode = Mode::from_name(mode.unwrap_or("auto"))?;
+        let view = TernaryView::again(data, &self.metadata)?;
+        Ok(Box::new(Ternary::new(view, mode, isa)?))
     }
 }
