@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use divan::counter::ItemsCount;
 use divan::{Bencher, black_box};
 use moepack_core::formats::ternary::{Code, TernaryView, decode_codes, encode};
-use moepack_core::gemm::ternary::{Kernel, matmul_with};
+use moepack_core::gemm::matmul;
+use moepack_core::gemm::ternary::{Kernel, Ternary};
 use moepack_core::types::Shape;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -132,7 +133,10 @@ fn product(bencher: Bencher, case: &Case) {
         *copies = None;
         *copies = Some(Copies::new(key));
     }
-    let views = copies.as_ref().unwrap().views();
+    let views = copies.as_ref().unwrap().views().into_iter();
+    let weights: Vec<_> = views
+        .map(|view| Ternary::with_kernel(case.kernel, view).unwrap())
+        .collect();
     let x: Vec<f32> = (0..tokens * case.columns)
         .map(|i| (i % 61) as f32 - 30.0)
         .collect();
@@ -141,8 +145,8 @@ fn product(bencher: Bencher, case: &Case) {
     bencher
         .counter(ItemsCount::new(case.rows * case.columns))
         .bench_local(|| {
-            let view = &views[next.fetch_add(1, Relaxed) % views.len()];
-            matmul_with(case.kernel, view, 0, black_box(&x[..]), &mut y, &pool).unwrap();
+            let weights = &weights[next.fetch_add(1, Relaxed) % weights.len()];
+            matmul(weights, 0, black_box(&x[..]), tokens, &mut y, &pool).unwrap();
         });
 }
 

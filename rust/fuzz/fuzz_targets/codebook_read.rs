@@ -4,7 +4,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use moepack_core::formats::codebook::View;
-use moepack_core::gemm::codebook::{Mode, matmul_grouped};
+use moepack_core::gemm::codebook::{Codebook, MODES};
+use moepack_core::gemm::matmul_grouped;
 use moepack_core::simd::Isa;
 use moepack_core::{Error, pool};
 
@@ -39,9 +40,10 @@ fn read(data: &[u8]) -> Result<(), Error> {
         if shape.experts == 0 {
             return verified;
         }
-        for mode in [Mode::Exact, Mode::Int16 { activation_bits: 8 }, Mode::Int8 { activation_bits: 4 }] {
+        for (mode, bits) in MODES.into_iter().flat_map(|mode| [(mode, 8), (mode, 4)]) {
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-                matmul_grouped(&view, &x[..], &offsets, &mut y, mode, isa, &pool)?;
+                let weights = Codebook::with_activation_bits(view, mode, Some(bits), isa)?;
+                matmul_grouped(&weights, &x[..], &offsets, &mut y, &pool)?;
             }
         }
     }

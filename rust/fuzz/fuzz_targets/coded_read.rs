@@ -4,8 +4,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use moepack_core::formats::coded_groupwise::Coded;
-use moepack_core::gemm::groupwise::{Mode, matmul};
 use moepack_core::formats::groupwise::View;
+use moepack_core::gemm::groupwise::{Groupwise, MODES};
+use moepack_core::gemm::matmul;
 use moepack_core::simd::Isa;
 use moepack_core::{Error, pool};
 
@@ -30,11 +31,11 @@ fn read(data: &[u8]) -> Result<(), Error> {
     assert!(verified.is_err() || parsed.verify(&pool).is_ok());
     if shape.experts > 0 {
         let x = vec![1.0f32; 3 * shape.columns];
-        for mode in Mode::ALL {
+        for mode in MODES {
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
                 let (mut y, mut wanted) = (vec![0.0; 3 * shape.rows], vec![0.0; 3 * shape.rows]);
-                matmul(&view, shape.experts - 1, &x[..], 3, &mut y, mode, isa, &pool)?;
-                matmul(&parsed, shape.experts - 1, &x[..], 3, &mut wanted, mode, isa, &pool)?;
+                matmul(&Groupwise::new(view, mode, isa)?, shape.experts - 1, &x[..], 3, &mut y, &pool)?;
+                matmul(&Groupwise::new(parsed, mode, isa)?, shape.experts - 1, &x[..], 3, &mut wanted, &pool)?;
                 assert!(y.iter().zip(&wanted).all(|(a, b)| a.to_bits() == b.to_bits()));
             }
         }

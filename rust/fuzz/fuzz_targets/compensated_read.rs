@@ -4,8 +4,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use moepack_core::formats::compensated::View;
-use moepack_core::gemm::compensated::matmul;
-use moepack_core::gemm::groupwise::Mode;
+use moepack_core::gemm::compensated::Compensated;
+use moepack_core::gemm::groupwise::MODES;
+use moepack_core::gemm::matmul;
 use moepack_core::simd::Isa;
 use moepack_core::{Error, pool};
 
@@ -32,9 +33,10 @@ fn read(data: &[u8]) -> Result<(), Error> {
     if shape.experts > 0 {
         let x = vec![1.0f32; 3 * shape.columns];
         let mut y = vec![0.0; 3 * shape.rows];
-        for mode in Mode::ALL {
+        for mode in MODES {
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-                matmul(&view, shape.experts - 1, &x[..], 3, &mut y, mode, isa, &pool)?;
+                let weights = Compensated::new(view.clone(), mode, isa)?;
+                matmul(&weights, shape.experts - 1, &x[..], 3, &mut y, &pool)?;
             }
         }
     }

@@ -3,8 +3,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moepack_core::gemm::groupwise::{Mode, matmul};
 use moepack_core::formats::groupwise::View;
+use moepack_core::gemm::groupwise::{Groupwise, MODES};
+use moepack_core::gemm::matmul;
 use moepack_core::simd::Isa;
 use moepack_core::{Error, pool};
 
@@ -34,9 +35,9 @@ fn read(data: &[u8]) -> Result<(), Error> {
     if shape.experts > 0 {
         let x = vec![1.0f32; 3 * shape.columns];
         let mut y = vec![0.0; 3 * shape.rows];
-        for mode in Mode::ALL {
+        for mode in MODES {
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-                matmul(&view, shape.experts - 1, &x[..], 3, &mut y, mode, isa, &pool)?;
+                matmul(&Groupwise::new(view, mode, isa)?, shape.experts - 1, &x[..], 3, &mut y, &pool)?;
             }
         }
     }

@@ -3,9 +3,11 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moepack_core::gemm::ternary::matmul;
-use moepack_core::simd::Isa;
 use moepack_core::formats::ternary::{self, TernaryView};
+use moepack_core::gemm::matmul;
+use moepack_core::gemm::ternary::Ternary;
+use moepack_core::simd::Isa;
+use moepack_core::types::Mode;
 use moepack_core::{Error, pool};
 
 /// Larger tensors only cost time: a row of zeros takes no bytes, so a few bytes can stand for billions of weights.
@@ -28,7 +30,7 @@ fn read(data: &[u8]) -> Result<(), Error> {
         let x = vec![1.0f32; view.columns()];
         let mut y = vec![0.0; view.rows()];
         for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-            matmul(&view, 0, &x[..], &mut y, isa, &pool)?;
+            matmul(&Ternary::new(view.clone(), Mode::Auto, isa)?, 0, &x[..], 1, &mut y, &pool)?;
         }
     }
     verified

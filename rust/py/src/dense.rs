@@ -1,9 +1,11 @@
 //! Dense matrices that take part in the core's parallel regions. A matrix keeps a reference to a NumPy array and reads
 //! it in place.
 
-use moepack_core::gemm::dense::{Dense, Kind};
-use moepack_core::gemm::layer::{Job, Projection, multiply};
+use moepack_core::gemm::dense::{Dense, Kind, View};
+use moepack_core::gemm::layer::Projection;
+use moepack_core::gemm::matmul;
 use moepack_core::simd::Isa;
+use moepack_core::types::Mode;
 use moepack_core::{Result, pool};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::exceptions::PyValueError;
@@ -46,7 +48,7 @@ impl DenseMatrix {
         };
         let borrowed = data.try_readonly()?;
         let bytes = contiguous(borrowed.as_slice(), "data")?;
-        Dense::new(bytes, kind, rows, columns, Isa::Scalar).map_err(raise)?;
+        View::new(bytes, kind, rows, columns).map_err(raise)?;
         Ok(DenseMatrix {
             data: data.clone().unbind(),
             kind,
@@ -74,9 +76,15 @@ impl DenseMatrix {
         let bytes = contiguous(data.as_slice(), "data")?;
         products(py, &x, self.rows, self.columns, |x, y| {
             let work = || {
-                let matrix = Dense::new(bytes, self.kind, self.rows, self.columns, isa)?;
-                multiply(&matrix, Job::of_offsets(&[0, tokens]), x, y, &*pool::current()?);
-                Ok(())
+                let view = View::new(bytes, self.kind, self.rows, self.columns)?;
+                matmul(
+                    &Dense::new(view, Mode::Auto, isa)?,
+                    0,
+                    x,
+                    tokens,
+                    y,
+                    &*pool::current()?,
+                )
             };
             py.detach(work).map_err(raise)
         })
@@ -98,12 +106,7 @@ impl Packed for DenseMatrix {
         _mode: Option<&str>,
         isa: Isa,
     ) -> Result<Box<dyn Projection + 'a>> {
-        Ok(Box::new(Dense::new(
-            data,
-            self.kind,
-            self.rows,
-            self.columns,
-            isa,
-        )?))
+        let view = View::new(data, self.kind, self.rows, self.columns)?;
+        Ok(Box::new(Dense::new(view, Mode::Auto, isa)?))
     }
 }

@@ -1,6 +1,6 @@
 //! Packed tensors of every format as one Python class.
 
-use moepack_core::gemm::layer::Projection;
+use moepack_core::gemm::{self, layer::Projection};
 use moepack_core::simd::Isa;
 use moepack_core::tensor::{self, Compute, Details, Floats, Numbers, Tensor, Value};
 use moepack_core::types::{Mode, Shape};
@@ -70,7 +70,7 @@ impl PackedTensor {
         let [_, rows, columns] = self.dimensions();
         products(py, x, rows, columns, |x, y| {
             self.reading(py, |tensor, data, pool| {
-                tensor::matmul_grouped(&*tensor.projection(data, compute)?, x, offsets, y, pool)
+                gemm::matmul_grouped(&*tensor.projection(data, compute)?, x, offsets, y, pool)
             })
         })
     }

@@ -20,10 +20,11 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use moepack_core::formats::codebook::{Content, MAX_CENTROID, View, encode};
-use moepack_core::gemm::codebook::{Mode, matmul_grouped};
+use moepack_core::gemm::codebook::Codebook;
+use moepack_core::gemm::matmul;
 use moepack_core::pool;
 use moepack_core::simd::Isa;
-use moepack_core::types::Shape;
+use moepack_core::types::{Mode, Shape};
 use planes::{Planes, Rows, Token};
 use rayon::ThreadPool;
 use serde_json::{Value, json};
@@ -121,16 +122,11 @@ fn measure(source: &Rows, isa: Isa, resident: usize, pool: &ThreadPool) -> moepa
                 by_planes(&packed[run % packed.len()], &x, isa, y)
             }));
         }
-        let modes = [
-            Mode::Int16 { activation_bits: 8 },
-            Mode::Int8 { activation_bits: 8 },
-        ];
-        for (times, mode) in times[1..].iter_mut().zip(modes) {
+        for (times, mode) in times[1..].iter_mut().zip([Mode::Int16, Mode::Int8]) {
             for run in 0..batch {
-                let view = &views[run % views.len()];
+                let weights = Codebook::new(views[run % views.len()], mode, isa)?;
                 let mut product = Ok(());
-                let call =
-                    |y: &mut [f32]| product = matmul_grouped(view, &x[..], &[0, 1], y, mode, isa, pool);
+                let call = |y: &mut [f32]| product = matmul(&weights, 0, &x[..], 1, y, pool);
                 times.push(time(&mut y, call));
                 product?;
             }

@@ -2,10 +2,11 @@ use rayon::ThreadPool;
 
 use super::*;
 use crate::formats::groupwise::{View, encode, tests::spec};
-use crate::gemm::dense::{Dense, Kind};
-use crate::gemm::groupwise::{Groupwise, Mode};
+use crate::gemm::dense::{self, Dense, Kind};
+use crate::gemm::groupwise::Groupwise;
 use crate::pool;
 use crate::simd::Isa;
+use crate::types::Mode;
 use crate::types::Shape;
 
 const HIDDEN: usize = 24;
@@ -150,7 +151,8 @@ impl Tensors {
     }
 
     fn dense(&self, name: &str, rows: usize, columns: usize, isa: Isa) -> Weights<'_> {
-        Box::new(Dense::new(&self.find(name).2, Kind::F32, rows, columns, isa).unwrap())
+        let view = dense::View::new(&self.find(name).2, Kind::F32, rows, columns).unwrap();
+        Box::new(Dense::new(view, Mode::Auto, isa).unwrap())
     }
 
     fn norm(&self, name: &str) -> Norm<'_> {

@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use super::layer::{Job, Products, Projection, Worker};
+use super::require_mode;
 use crate::simd::{Isa, vectorized};
-use crate::types::Shape;
-use crate::types::{Activations, from_bf16};
+use crate::types::{Activations, Mode, Shape, from_bf16};
 use crate::{Error, Result};
 
 /// Sums that a matrix's product keeps side by side: four registers of 16, or eight of 8.
@@ -38,37 +38,58 @@ impl Kind {
     }
 }
 
-/// A matrix, with the instruction set of its products.
+/// A matrix read in place.
 #[derive(Debug, Clone, Copy)]
-pub struct Dense<'a> {
+pub struct View<'a> {
     bytes: &'a [u8],
     kind: Kind,
     rows: usize,
     columns: usize,
+}
+
+impl<'a> View<'a> {
+    /// The matrix rows x columns of `bytes`, row by row.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there are not rows x columns values.
+    pub fn new(bytes: &'a [u8], kind: Kind, rows: usize, columns: usize) -> Result<View<'a>> {
+        let size = rows
+            .checked_mul(columns)
+            .and_then(|size| size.checked_mul(kind.bytes()));
+        match size == Some(bytes.len()) {
+            true => Ok(View {
+                bytes,
+                kind,
+                rows,
+                columns,
+            }),
+            false => Err(Error::InvalidArgument(format!(
+                "{} bytes are no matrix of {rows} x {columns} {kind:?}",
+                bytes.len()
+            ))),
+        }
+    }
+}
+
+/// The modes that dense matrices have.
+pub const MODES: [Mode; 2] = [Mode::Auto, Mode::Exact];
+
+/// A matrix, with the instruction set of its products.
+#[derive(Debug, Clone, Copy)]
+pub struct Dense<'a> {
+    view: View<'a>,
     isa: Isa,
 }
 
 impl<'a> Dense<'a> {
-    /// The matrix rows x columns of `bytes`, row by row.
+    /// Products with `isa`; both modes of dense matrices are exact.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there are not rows x columns values, or the processor lacks the instruction set.
-    pub fn new(bytes: &'a [u8], kind: Kind, rows: usize, columns: usize, isa: Isa) -> Result<Dense<'a>> {
-        let size = rows
-            .checked_mul(columns)
-            .and_then(|size| size.checked_mul(kind.bytes()));
-        if size != Some(bytes.len()) {
-            let message = format!(
-                "{} bytes are no matrix of {rows} x {columns} {kind:?}",
-                bytes.len()
-            );
-            return Err(Error::InvalidArgument(message));
-        }
+    /// [`Error::InvalidArgument`]: there is no such mode, or the processor lacks the instruction set.
+    pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Dense<'a>> {
+        require_mode(mode, &MODES, "a dense matrix")?;
         Ok(Dense {
-            bytes,
-            kind,
-            rows,
-            columns,
+            view,
             isa: isa.require()?,
         })
     }
@@ -78,18 +99,18 @@ impl Projection for Dense<'_> {
     fn shape(&self) -> Shape {
         Shape {
             experts: 1,
-            rows: self.rows,
-            columns: self.columns,
+            rows: self.view.rows,
+            columns: self.view.columns,
             ndim: 2,
         }
     }
 
     fn row_bytes(&self) -> usize {
-        self.columns * self.kind.bytes()
+        self.view.columns * self.view.kind.bytes()
     }
 
     fn memory(&self, _expert: usize) -> &[u8] {
-        self.bytes
+        self.view.bytes
     }
 
     fn granule(&self) -> usize {
@@ -99,10 +120,10 @@ impl Projection for Dense<'_> {
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
         let shared = sibling
             .and_then(|sibling| sibling.shared()?.downcast::<Tokens>().ok())
-            .filter(|tokens| tokens.columns == self.columns);
+            .filter(|tokens| tokens.columns == self.view.columns);
         let mine = shared.is_none();
         let make = || Tokens {
-            columns: self.columns,
+            columns: self.view.columns,
             values: (0..job.tokens).map(|_| OnceLock::new()).collect(),
         };
         Box::new(Multiplication {
@@ -163,8 +184,8 @@ impl Worker for Thread<'_> {
         for (&token, out) in places.iter().zip(out.chunks_exact_mut(rows.len())) {
             let x = tokens.values[token].get().expect("the first stage has made it");
             let row_bytes = matrix.row_bytes();
-            let bytes = &matrix.bytes[rows.start * row_bytes..rows.end * row_bytes];
-            products(matrix.isa, bytes, matrix.kind, x, out);
+            let bytes = &matrix.view.bytes[rows.start * row_bytes..rows.end * row_bytes];
+            products(matrix.isa, bytes, matrix.view.kind, x, out);
         }
     }
 }
@@ -219,7 +240,7 @@ fn sum<const LANES: usize, T: Copy>(values: &[T], x: &[f32], wide: impl Fn(T) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gemm::layer::multiply;
+    use crate::gemm::matmul;
     use crate::pool;
 
     fn numbers(count: usize, seed: usize) -> Vec<f32> {
@@ -235,9 +256,9 @@ mod tests {
     }
 
     fn product(matrix: &Dense, x: Activations, tokens: usize) -> Vec<f32> {
-        let mut y = vec![f32::NAN; tokens * matrix.rows];
+        let mut y = vec![f32::NAN; tokens * matrix.view.rows];
         let pool = pool::current().unwrap();
-        multiply(matrix, Job::of_offsets(&[0, tokens]), x, &mut y, &pool);
+        matmul(matrix, 0, x, tokens, &mut y, &pool).unwrap();
         y
     }
 
@@ -259,7 +280,8 @@ mod tests {
                 ),
             ];
             for (values, bytes, kind, x) in forms {
-                let run = |isa| product(&Dense::new(bytes, kind, rows, columns, isa).unwrap(), x, tokens);
+                let view = View::new(bytes, kind, rows, columns).unwrap();
+                let run = |isa| product(&Dense::new(view, Mode::Auto, isa).unwrap(), x, tokens);
                 let scalar = run(Isa::Scalar);
                 let (mut wide, mut wide_x) = (vec![0.0; rows * columns], vec![0.0; tokens * columns]);
                 values.widen(0, &mut wide);
@@ -281,8 +303,9 @@ mod tests {
 
     #[test]
     fn a_matrix_of_another_size_is_refused() {
-        let new = |rows, columns| Dense::new(&[0; 24], Kind::F32, rows, columns, Isa::Scalar);
+        let new = |rows, columns| View::new(&[0; 24], Kind::F32, rows, columns);
         assert!(new(2, 3).is_ok());
         assert!(new(2, 4).is_err() && new(usize::MAX, 2).is_err());
+        assert!(Dense::new(new(2, 3).unwrap(), Mode::Int8, Isa::Scalar).is_err());
     }
 }

@@ -1,4 +1,7 @@
 //! Matrix products by packed weights: y = W x without unpacking W.
+//!
+//! A format takes part by a [`layer::Projection`], which its room here makes of a view, a [`Mode`] and an instruction
+//! set; [`matmul`] and [`matmul_grouped`] multiply by any of them.
 
 pub mod codebook;
 pub mod compensated;
@@ -6,7 +9,25 @@ pub mod dense;
 pub mod groupwise;
 pub mod hadamard;
 pub mod layer;
+mod matmul;
 mod panel;
 pub mod ternary;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;
+
+pub use self::matmul::{matmul, matmul_grouped};
+
+use crate::types::Mode;
+use crate::{Error, Result};
+
+/// Refuses a mode that a format, whose name is for the message, does not have.
+pub(crate) fn require_mode(mode: Mode, modes: &[Mode], format: &str) -> Result<()> {
+    if modes.contains(&mode) {
+        return Ok(());
+    }
+    let names: Vec<_> = modes.iter().map(|mode| mode.name()).collect();
+    let (name, names) = (mode.name(), names.join(", "));
+    Err(Error::InvalidArgument(format!(
+        "{format} has no mode {name}: use one of {names}"
+    )))
+}

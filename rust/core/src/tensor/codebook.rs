@@ -69,12 +69,8 @@ impl Tensor for Layout {
             .with("hadamard", self.hadamard())
     }
 
-    /// A tensor that was made for rounded activations rounds them unless told otherwise.
     fn modes(&self) -> &'static [Mode] {
-        match self.activation_bits() {
-            0 => &[Mode::Exact, Mode::Int16, Mode::Int8],
-            _ => &[Mode::Int8, Mode::Exact, Mode::Int16],
-        }
+        &gemm::MODES
     }
 
     fn verify(&self, data: &[u8], _: &ThreadPool) -> Result<()> {
@@ -120,13 +116,13 @@ impl Tensor for Layout {
     }
 
     fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>> {
-        let stored = Some(self.activation_bits()).filter(|&bits| bits != 0);
-        let bits = compute.activation_bits.or(stored).unwrap_or(8);
-        let mode = gemm::Mode::from_name(compute.mode.name(), bits)?;
-        Ok(Box::new(gemm::Codebook::new(
-            View::parse(data)?,
+        let Compute {
             mode,
-            compute.isa,
-        )?))
+            activation_bits,
+            isa,
+        } = compute;
+        let view = View::parse(data)?;
+        let weights = gemm::Codebook::with_activation_bits(view, mode, activation_bits, isa)?;
+        Ok(Box::new(weights))
     }
 }

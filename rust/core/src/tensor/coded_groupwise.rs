@@ -5,7 +5,7 @@ use rayon::ThreadPool;
 use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Tensor, groupwise, no_parameters};
 use crate::formats::coded_groupwise::{Coded, MAGIC, VERSION};
 use crate::formats::groupwise::View;
-use crate::gemm::groupwise::Groupwise;
+use crate::gemm::groupwise::{Groupwise, MODES};
 use crate::gemm::layer::Projection;
 use crate::types::{Mode, Shape};
 use crate::{Error, Result};
@@ -59,7 +59,7 @@ impl Tensor for Coded {
     }
 
     fn modes(&self) -> &'static [Mode] {
-        groupwise::MODES
+        &MODES
     }
 
     fn verify(&self, data: &[u8], pool: &ThreadPool) -> Result<()> {
@@ -84,7 +84,10 @@ impl Tensor for Coded {
     }
 
     fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>> {
-        let mode = groupwise::mode(compute.mode)?;
-        Ok(Box::new(Groupwise::new(self.view(data)?, mode, compute.isa)?))
+        Ok(Box::new(Groupwise::new(
+            self.view(data)?,
+            compute.mode,
+            compute.isa,
+        )?))
     }
 }

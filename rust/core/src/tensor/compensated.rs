@@ -10,6 +10,7 @@ use crate::Result;
 use crate::formats::compensated::chunk::CHUNK;
 use crate::formats::compensated::{FactorRow, Layout, MAGIC, VERSION, View};
 use crate::gemm::compensated as gemm;
+use crate::gemm::groupwise::MODES;
 use crate::gemm::layer::Projection;
 use crate::types::{Mode, Shape};
 
@@ -71,7 +72,7 @@ impl Tensor for Layout {
     }
 
     fn modes(&self) -> &'static [Mode] {
-        groupwise::MODES
+        &MODES
     }
 
     fn verify(&self, data: &[u8], pool: &ThreadPool) -> Result<()> {
@@ -107,12 +108,8 @@ impl Tensor for Layout {
     }
 
     fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>> {
-        let mode = groupwise::mode(compute.mode)?;
-        Ok(Box::new(gemm::Compensated::new(
-            View::parse(data)?,
-            mode,
-            compute.isa,
-        )?))
+        let weights = gemm::Compensated::new(View::parse(data)?, compute.mode, compute.isa)?;
+        Ok(Box::new(weights))
     }
 }
 

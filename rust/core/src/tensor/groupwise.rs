@@ -11,9 +11,6 @@ use crate::gemm::groupwise as gemm;
 use crate::gemm::layer::Projection;
 use crate::types::{Mode, Shape};
 
-/// The modes of group-wise products.
-pub(super) const MODES: &[Mode] = &[Mode::Exact, Mode::Int8, Mode::Bf16];
-
 /// The format [`crate::formats::groupwise`].
 pub(super) struct Groupwise;
 
@@ -61,7 +58,7 @@ impl Tensor for Layout {
     }
 
     fn modes(&self) -> &'static [Mode] {
-        MODES
+        &gemm::MODES
     }
 
     fn verify(&self, data: &[u8], pool: &ThreadPool) -> Result<()> {
@@ -88,12 +85,8 @@ impl Tensor for Layout {
     }
 
     fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>> {
-        let mode = mode(compute.mode)?;
-        Ok(Box::new(gemm::Groupwise::new(
-            View::parse(data)?,
-            mode,
-            compute.isa,
-        )?))
+        let weights = gemm::Groupwise::new(View::parse(data)?, compute.mode, compute.isa)?;
+        Ok(Box::new(weights))
     }
 }
 
@@ -116,11 +109,6 @@ pub(super) fn details(layout: &Layout) -> Details {
         .with("group_size", layout.group_size())
         .with("symmetric", layout.spec().symmetric)
         .with("dtype", layout.spec().parameters.name())
-}
-
-/// The mode of group-wise products.
-pub(super) fn mode(mode: Mode) -> Result<gemm::Mode> {
-    gemm::Mode::from_name(mode.name())
 }
 
 /// The names that [`parameters`] knows.

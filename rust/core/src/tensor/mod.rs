@@ -15,7 +15,6 @@ mod coded_groupwise;
 mod compensated;
 mod details;
 mod groupwise;
-mod products;
 mod registry;
 mod ternary;
 mod values;
@@ -23,7 +22,6 @@ mod values;
 use rayon::ThreadPool;
 
 pub use details::{Details, Value};
-pub use products::matmul_grouped;
 pub use registry::{format, formats, open, register};
 pub use values::{Array, Floats, Numbers};
 

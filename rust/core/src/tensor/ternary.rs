@@ -62,7 +62,7 @@ impl Tensor for Metadata {
     }
 
     fn modes(&self) -> &'static [Mode] {
-        &[Mode::Exact]
+        &gemm::MODES
     }
 
     fn has_signed_codes(&self) -> bool {
@@ -98,9 +98,7 @@ impl Tensor for Metadata {
     }
 
     fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>> {
-        Ok(Box::new(gemm::Ternary::new(
-            TernaryView::again(data, self)?,
-            compute.isa,
-        )?))
+        let weights = gemm::Ternary::new(TernaryView::again(data, self)?, compute.mode, compute.isa)?;
+        Ok(Box::new(weights))
     }
 }

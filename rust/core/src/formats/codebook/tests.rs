@@ -123,7 +123,7 @@ proptest! {
         mut data in prop::collection::vec(any::<u8>(), 0..2000), bits in 2u8..5, activation_bits in 0u8..2,
     ) {
         let shape = Shape { experts: 1, rows: 3, columns: 40, ndim: 3 };
-        let layout = Layout::of(shape, bits, 8 * activation_bits, 128, 1).unwrap();
+        let layout = Layout::new(shape, bits, 8 * activation_bits, 128, 1).unwrap();
         data.resize(layout.total_bytes(), 7);
         layout.write(&mut data);
         data[13] %= 4;

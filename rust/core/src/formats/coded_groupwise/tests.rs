@@ -3,9 +3,11 @@ use proptest::prelude::*;
 use super::huffman::{MAX_BITS, codewords, complete, lengths};
 use super::*;
 use crate::formats::groupwise::{ParameterType, Spec, tests as plain};
-use crate::gemm::groupwise::{Mode, matmul_grouped};
+use crate::gemm::groupwise::{Groupwise, MODES};
+use crate::gemm::matmul_grouped;
 use crate::pool;
 use crate::simd::Isa;
+use crate::types::Mode;
 
 fn spec(bits: u8, group: usize, symmetric: bool) -> Spec {
     Spec {
@@ -76,11 +78,13 @@ fn products_are_those_of_the_plain_tensor() {
         let tensor = Coded::parse(&data).unwrap();
         let view = tensor.view(&data).unwrap();
         let x: Vec<f32> = (0..7 * 130).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
-        for mode in Mode::ALL {
+        for mode in MODES {
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
                 let (mut wanted, mut found) = (vec![0.0; 7 * 50], vec![0.0; 7 * 50]);
-                matmul_grouped(&plain, &x[..], &[0, 2, 2, 7], &mut wanted, mode, isa, &pool).unwrap();
-                matmul_grouped(&view, &x[..], &[0, 2, 2, 7], &mut found, mode, isa, &pool).unwrap();
+                let weights = Groupwise::new(plain, mode, isa).unwrap();
+                matmul_grouped(&weights, &x[..], &[0, 2, 2, 7], &mut wanted, &pool).unwrap();
+                let weights = Groupwise::new(view, mode, isa).unwrap();
+                matmul_grouped(&weights, &x[..], &[0, 2, 2, 7], &mut found, &pool).unwrap();
                 assert_eq!(wanted, found);
             }
         }
@@ -192,7 +196,8 @@ proptest! {
             if shape.columns <= 4096 && shape.rows * shape.experts <= 4096 && shape.experts > 0 {
                 let offsets: Vec<usize> = (0..=shape.experts).map(|e| usize::from(e > 0)).collect();
                 let (x, mut y) = (vec![1.0f32; shape.columns], vec![0.0; shape.rows]);
-                matmul_grouped(&view, &x[..], &offsets, &mut y, Mode::Exact, Isa::Scalar, &pool).unwrap();
+                let weights = Groupwise::new(view, Mode::Exact, Isa::Scalar).unwrap();
+                matmul_grouped(&weights, &x[..], &offsets, &mut y, &pool).unwrap();
             }
         }
     }

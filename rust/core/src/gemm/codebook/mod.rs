@@ -2,14 +2,16 @@
 //!
 //! Three modes:
 //!
-//! * [`Mode::Exact`]: `y = sum of (scale * centroid) * x` in f32. With u = 2^-24, n columns in b blocks and
+//! * exact: `y = sum of (scale * centroid) * x` in f32. With u = 2^-24, n columns in b blocks and
 //!   S = sum of |w x|, the error is at most (n / 16 + b + 7) u S.
-//! * [`Mode::Int16`]: activations are rounded to 8 or 4 bits a token, `x ~ step * (q - zero)`, unsigned, the range being
+//! * int16: activations are rounded to 8 or 4 bits a token, `x ~ step * (q - zero)`, unsigned, the range being
 //!   that of the token and zero (CodeQuant, section 4, asymmetric min-max). Centroids are used in full, sums are exact
-//!   integers within a block. The error beyond that of the mode `Exact` is at most step * 0.501 * sum of |w|.
-//! * [`Mode::Int8`]: the same with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
+//!   integers within a block. The error beyond that of the mode exact is at most step * 0.501 * sum of |w|.
+//! * int8: the same with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
 //!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales). Tensors that store one byte
-//!   a centroid lose nothing by it, and take it for `Int16`.
+//!   a centroid lose nothing by it, and take it for int16.
+//!
+//! The mode auto is int8 for tensors that were made for rounded activations, exact for others.
 //!
 //! A tensor whose layout has a Hadamard width stores turned weights; every mode turns the activations first, and the
 //! bounds hold for turned weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the turning.
@@ -39,65 +41,52 @@ mod tokens;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use projection::Codebook;
-use rayon::ThreadPool;
+pub use projection::{Codebook, MODES};
 
-use super::layer::{self, Job};
-use crate::formats::codebook::{Block, PANEL, View};
+use crate::formats::codebook::{Block, Layout, PANEL};
 use crate::simd::Isa;
-use crate::types::Activations;
+use crate::types::Mode;
 use crate::{Error, Result};
 
 /// What is computed; see the module.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Mode {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Precision {
     /// Floating point throughout.
     Exact,
-    /// Quantized activations, 16-bit centroids.
-    Int16 {
-        /// Bits of an activation, 4 or 8.
-        activation_bits: u8,
-    },
-    /// Quantized activations, centroids rounded to 8 bits.
-    Int8 {
-        /// Bits of an activation, 4 or 8.
-        activation_bits: u8,
-    },
+    /// Activations rounded to 4 or 8 bits, centroids as they are.
+    Int16 { activation_bits: u8 },
+    /// Activations rounded to 4 or 8 bits, centroids to 8.
+    Int8 { activation_bits: u8 },
 }
 
-impl Mode {
-    /// Parses a name, `exact`, `int16` or `int8`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`]: another name, or activations of neither 4 nor 8 bits for an integer mode.
-    pub fn from_name(name: &str, activation_bits: u8) -> Result<Mode> {
-        if name != "exact" && !matches!(activation_bits, 4 | 8) {
-            let message = format!("activations have 4 or 8 bits, not {activation_bits}");
-            return Err(Error::InvalidArgument(message));
-        }
-        match name {
-            "exact" => Ok(Mode::Exact),
-            "int16" => Ok(Mode::Int16 { activation_bits }),
-            "int8" => Ok(Mode::Int8 { activation_bits }),
-            _ => Err(Error::InvalidArgument(format!(
-                "unknown mode {name:?}: use exact, int16 or int8"
+impl Precision {
+    /// What a mode that codebooks have means for a tensor, whose activation bits it takes unless `activation_bits` says
+    /// otherwise; 8 where neither does.
+    fn resolve(mode: Mode, activation_bits: Option<u8>, layout: &Layout) -> Result<Precision> {
+        let stored = layout.activation_bits();
+        let activation_bits = activation_bits.unwrap_or(if stored == 0 { 8 } else { stored });
+        let precision = match mode {
+            Mode::Exact | Mode::Bf16 => return Ok(Precision::Exact),
+            Mode::Auto if stored == 0 => return Ok(Precision::Exact),
+            // Without low bytes the fast way is the exact one.
+            Mode::Int16 if layout.planes() > 1 => Precision::Int16 { activation_bits },
+            Mode::Auto | Mode::Int8 | Mode::Int16 => Precision::Int8 { activation_bits },
+        };
+        match activation_bits {
+            4 | 8 => Ok(precision),
+            bits => Err(Error::InvalidArgument(format!(
+                "activations have 4 or 8 bits, not {bits}"
             ))),
-        }
-    }
-
-    /// What gives the same products by as few bytes as centroids of `planes` bytes have.
-    fn of_planes(self, planes: usize) -> Mode {
-        match self {
-            Mode::Int16 { activation_bits } if planes == 1 => Mode::Int8 { activation_bits },
-            mode => mode,
         }
     }
 
     /// Bits of an activation; `None` where they stay as they are.
     fn activation_bits(self) -> Option<u8> {
         match self {
-            Mode::Exact => None,
-            Mode::Int16 { activation_bits } | Mode::Int8 { activation_bits } => Some(activation_bits),
+            Precision::Exact => None,
+            Precision::Int16 { activation_bits } | Precision::Int8 { activation_bits } => {
+                Some(activation_bits)
+            }
         }
     }
 }
@@ -108,42 +97,6 @@ pub fn kernel_name(isa: Isa) -> &'static str {
         Isa::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
         _ => isa.name(),
     }
-}
-
-/// y = W x with each expert's own tokens: `x` is N x C and `y` is N x R, rows sorted by expert; tokens
-/// `offsets[e]..offsets[e + 1]` belong to expert e. Experts without tokens are not read.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if the offsets do not ascend from 0 to N, the sizes do not match, or the processor lacks
-/// `isa`.
-pub fn matmul_grouped<'a>(
-    view: &View,
-    x: impl Into<Activations<'a>>,
-    offsets: &[usize],
-    y: &mut [f32],
-    mode: Mode,
-    isa: Isa,
-    pool: &ThreadPool,
-) -> Result<()> {
-    let (x, projection) = (x.into(), Codebook::new(*view, mode, isa)?);
-    let shape = view.layout().shape();
-    if offsets.len() != shape.experts + 1 || offsets[0] != 0 || !offsets.is_sorted() {
-        return Err(Error::InvalidArgument(format!(
-            "{} offsets for {} experts: they must ascend from 0",
-            offsets.len(),
-            shape.experts
-        )));
-    }
-    let tokens = offsets[shape.experts];
-    if tokens.checked_mul(shape.columns) != Some(x.len()) || tokens.checked_mul(shape.rows) != Some(y.len()) {
-        return Err(Error::InvalidArgument(format!(
-            "{} activations and {} outputs for {tokens} tokens of {shape:?}",
-            x.len(),
-            y.len()
-        )));
-    }
-    layer::multiply(&projection, Job::of_offsets(offsets), x, y, pool);
-    Ok(())
 }
 
 /// What turns the integer sums of a block's rows into products.

@@ -2,7 +2,7 @@
 //! token. The exact mode of AVX2 is this code as well, where [`Lookup`] permutes registers.
 
 use super::tokens::Prepared;
-use super::{Epilogue, Mode, Rows};
+use super::{Epilogue, Precision, Rows};
 use crate::formats::codebook::bits::LANE;
 use crate::formats::codebook::{Block, PANEL};
 
@@ -43,17 +43,17 @@ impl Lookup for Loops {
 /// Adds the products of a block, whose first column is `first`, to `out` for the tokens of `list`.
 pub(super) fn block(
     block: &Block,
-    mode: Mode,
+    precision: Precision,
     first: usize,
     prepared: &Prepared,
     list: &[usize],
     buffers: &mut Buffers,
     out: &mut Rows,
 ) {
-    match mode {
-        Mode::Exact => exact::<Loops>(block, first, prepared, list, buffers, out),
-        Mode::Int16 { .. } => integer::<2>(block, first, prepared, list, buffers, out),
-        Mode::Int8 { .. } => integer::<1>(block, first, prepared, list, buffers, out),
+    match precision {
+        Precision::Exact => exact::<Loops>(block, first, prepared, list, buffers, out),
+        Precision::Int16 { .. } => integer::<2>(block, first, prepared, list, buffers, out),
+        Precision::Int8 { .. } => integer::<1>(block, first, prepared, list, buffers, out),
     }
 }
 

@@ -13,38 +13,52 @@ use super::planes::lookups::Lookups;
 use super::tokens::{Form, Prepared};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use super::{Mode, Rows, portable};
+use super::{Precision, Rows, portable};
 use crate::Result;
 use crate::formats::codebook::{PANEL, View};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
 use crate::gemm::panel::{self, Backend};
 use crate::simd::Isa;
-use crate::types::Activations;
-use crate::types::Shape;
+use crate::types::{Activations, Mode, Shape};
 
 /// A codebook tensor with a mode and an instruction set.
 #[derive(Debug, Clone, Copy)]
 pub struct Codebook<'a> {
     view: View<'a>,
-    mode: Mode,
+    precision: Precision,
     isa: Isa,
     /// What multiplies experts with many tokens by panels of bytes.
     pub(super) panels: Option<Backend>,
 }
 
+/// The modes that codebooks have.
+pub const MODES: [Mode; 5] = Mode::ALL;
+
 impl<'a> Codebook<'a> {
-    /// Products in `mode` with `isa`.
+    /// Products in `mode` with `isa`. Where the mode rounds activations, they get the bits that the tensor says, or 8.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Codebook<'a>> {
-        let vectors = isa.require()?;
-        let mode = mode.of_planes(view.layout().planes());
-        let bytes = matches!(mode, Mode::Int8 { .. });
+        Codebook::with_activation_bits(view, mode, None, isa)
+    }
+
+    /// Products as [`Codebook::new`] gives them, with so many bits of an activation instead of the tensor's, 4 or 8.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): other bits, or the processor lacks the instruction set.
+    pub fn with_activation_bits(
+        view: View<'a>,
+        mode: Mode,
+        activation_bits: Option<u8>,
+        isa: Isa,
+    ) -> Result<Codebook<'a>> {
+        let precision = Precision::resolve(mode, activation_bits, &view.layout())?;
+        let bytes = matches!(precision, Precision::Int8 { .. });
         Ok(Codebook {
             view,
-            mode,
-            isa: vectors,
+            precision,
+            isa: isa.require()?,
             panels: (isa == Isa::Amx && bytes).then_some(Backend::Matrix),
         })
     }
@@ -70,7 +84,7 @@ impl Projection for Codebook<'_> {
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
         #[cfg(target_arch = "x86_64")]
         if let Some(backend) = self.panels {
-            let form = Form::of(&self.view.layout(), self.mode, self.isa);
+            let form = Form::of(&self.view.layout(), self.precision, self.isa);
             let (source, how) = (Panels::new(self.view, form), (backend, panels::FEWEST));
             let by_panels = panel::products(source, how, job, sibling, |few| self.directly(few, None));
             if let Some(products) = by_panels {
@@ -84,7 +98,7 @@ impl Projection for Codebook<'_> {
 impl Codebook<'_> {
     /// Products straight from the codes.
     fn directly<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        let form = Form::of(&self.view.layout(), self.mode, self.isa);
+        let form = Form::of(&self.view.layout(), self.precision, self.isa);
         let shared = sibling
             .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())
             .filter(|prepared| prepared.form() == form);
@@ -142,12 +156,13 @@ impl Worker for Thread<'_> {
         let prepared: &Prepared = &products.prepared;
         out.fill(0.0);
         #[cfg(target_arch = "x86_64")]
-        if let (true, Some(activation_bits)) = (prepared.form().tables(), weights.mode.activation_bits()) {
+        if let (true, Some(activation_bits)) = (prepared.form().tables(), weights.precision.activation_bits())
+        {
             let lookups = Lookups {
                 view: weights.view,
                 prepared,
                 activation_bits,
-                planes: if matches!(weights.mode, Mode::Int8 { .. }) {
+                planes: if matches!(weights.precision, Precision::Int8 { .. }) {
                     1
                 } else {
                     2
@@ -157,7 +172,7 @@ impl Worker for Thread<'_> {
             return unsafe { lookups.multiply(expert, rows, list, out) };
         }
         #[cfg(target_arch = "x86_64")]
-        if weights.mode != Mode::Exact && list.len() >= pieces::FEWEST {
+        if weights.precision != Precision::Exact && list.len() >= pieces::FEWEST {
             self.buffers.pieces.take(prepared, list);
         }
         for start in rows.clone().step_by(PANEL) {
@@ -169,16 +184,32 @@ impl Worker for Thread<'_> {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx512 => {
                         let buffers = &mut self.buffers;
-                        x86::avx512(&block, weights.mode, first, prepared, list, buffers, &mut out);
+                        x86::avx512(
+                            &block,
+                            weights.precision,
+                            first,
+                            prepared,
+                            list,
+                            buffers,
+                            &mut out,
+                        );
                     }
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => {
                         let buffers = &mut self.buffers;
-                        x86::avx2(&block, weights.mode, first, prepared, list, buffers, &mut out);
+                        x86::avx2(
+                            &block,
+                            weights.precision,
+                            first,
+                            prepared,
+                            list,
+                            buffers,
+                            &mut out,
+                        );
                     }
                     _ => portable::block(
                         &block,
-                        weights.mode,
+                        weights.precision,
                         first,
                         prepared,
                         list,

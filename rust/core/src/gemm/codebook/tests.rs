@@ -1,13 +1,19 @@
 use super::*;
+use crate::formats::codebook::View;
 use crate::formats::codebook::tests::Case;
+use crate::gemm::matmul_grouped;
 use crate::pool;
 
-const INTEGERS: [Mode; 4] = [
-    Mode::Int8 { activation_bits: 8 },
-    Mode::Int8 { activation_bits: 4 },
-    Mode::Int16 { activation_bits: 8 },
-    Mode::Int16 { activation_bits: 4 },
+/// A mode and the bits of an activation.
+type Rounding = (Mode, Option<u8>);
+
+const INTEGERS: [Rounding; 4] = [
+    (Mode::Int8, Some(8)),
+    (Mode::Int8, Some(4)),
+    (Mode::Int16, Some(8)),
+    (Mode::Int16, Some(4)),
 ];
+const EXACT: Rounding = (Mode::Exact, None);
 
 fn sets() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
@@ -19,15 +25,26 @@ fn activations(count: usize) -> Vec<f32> {
         .collect()
 }
 
-fn product(view: &View, x: &[f32], offsets: &[usize], mode: Mode, isa: Isa) -> Vec<f32> {
+fn weights<'a>(view: &View<'a>, (mode, bits): Rounding, isa: Isa) -> Codebook<'a> {
+    Codebook::with_activation_bits(*view, mode, bits, isa).unwrap()
+}
+
+fn product(view: &View, x: &[f32], offsets: &[usize], mode: Rounding, isa: Isa) -> Vec<f32> {
     let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
-    matmul_grouped(view, x, offsets, &mut y, mode, isa, &pool::current().unwrap()).unwrap();
+    matmul_grouped(
+        &weights(view, mode, isa),
+        x,
+        offsets,
+        &mut y,
+        &pool::current().unwrap(),
+    )
+    .unwrap();
     y
 }
 
 /// A token's activations as `mode` sees them, with the step. In f32 as the kernel, which breaks ties the same way.
-fn seen(x: &[f32], mode: Mode) -> (Vec<f64>, f64) {
-    let Some(bits) = mode.activation_bits() else {
+fn seen(x: &[f32], mode: Rounding) -> (Vec<f64>, f64) {
+    let Some(bits) = mode.1 else {
         return (x.iter().map(|&x| f64::from(x)).collect(), 0.0);
     };
     let top = ((1 << bits) - 1) as f32;
@@ -41,7 +58,7 @@ fn seen(x: &[f32], mode: Mode) -> (Vec<f64>, f64) {
 }
 
 /// Each output against the module's bounds: (outputs, their distance from the product of decoded weights).
-fn hold(view: &View, x: &[f32], offsets: &[usize], mode: Mode, y: &[f32]) {
+fn hold(view: &View, x: &[f32], offsets: &[usize], mode: Rounding, y: &[f32]) {
     let layout = view.layout();
     let shape = layout.shape();
     let mut weights = vec![0.0; shape.columns];
@@ -57,10 +74,10 @@ fn hold(view: &View, x: &[f32], offsets: &[usize], mode: Mode, y: &[f32]) {
                 let size: f64 = products.clone().map(f64::abs).sum();
                 let mut bound =
                     (shape.columns as f64 / 16.0 + layout.blocks() as f64 + 7.0) * 2f64.powi(-24) * size;
-                if mode != Mode::Exact {
+                if mode != EXACT {
                     bound += step * 0.501 * weights.iter().map(|&w| f64::from(w.abs())).sum::<f64>();
                 }
-                if matches!(mode, Mode::Int8 { .. }) {
+                if mode.0 == Mode::Int8 {
                     bound += 128.0 * f64::from(largest) * rounded.iter().map(|x| x.abs()).sum::<f64>();
                 }
                 let (found, expected) = (f64::from(y[token * shape.rows + row]), products.sum::<f64>());
@@ -101,7 +118,7 @@ fn products_are_within_their_bounds_on_every_set() {
                 for counts in [[1, 0, 0], [0, 9, 2], [4, 3, 17], [2, 8, 6]] {
                     let offsets = ascending(&counts[..shape[0]]);
                     let x = activations(offsets[shape[0]] * shape[2]);
-                    for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+                    for mode in INTEGERS.into_iter().chain([EXACT]) {
                         for isa in sets() {
                             let y = product(&view, &x, &offsets, mode, isa);
                             hold(&view, &x, &offsets, mode, &y);
@@ -128,7 +145,7 @@ fn centroids_of_one_byte_give_the_products_of_two_bytes() {
             let (short, two) = (View::parse(&short).unwrap(), View::parse(&two).unwrap());
             let offsets = ascending(&[1, 5, 14][..shape[0]]);
             let x = activations(offsets[shape[0]] * shape[2]);
-            for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+            for mode in INTEGERS.into_iter().chain([EXACT]) {
                 for isa in sets() {
                     let expected = product(&two, &x, &offsets, mode, isa);
                     assert_eq!(
@@ -211,18 +228,12 @@ fn panels_of_bytes_give_the_same_bits() {
             let view = View::parse(&blob).unwrap();
             let offsets = [0, 3, 40];
             let x = activations(40 * shape[2]);
-            for mode in [8, 4].map(|activation_bits| Mode::Int8 { activation_bits }) {
+            for mode in [8, 4].map(|bits| (Mode::Int8, Some(bits))) {
                 let expected = product(&view, &x, &offsets, mode, Isa::Avx512);
-                let mut projection = Codebook::new(view, mode, Isa::Avx512).unwrap();
+                let mut projection = weights(&view, mode, Isa::Avx512);
                 projection.panels = Some(crate::gemm::panel::Backend::Emulated);
                 let mut y = vec![f32::NAN; expected.len()];
-                layer::multiply(
-                    &projection,
-                    Job::of_offsets(&offsets),
-                    (&x[..]).into(),
-                    &mut y,
-                    &pool,
-                );
+                matmul_grouped(&projection, &x[..], &offsets, &mut y, &pool).unwrap();
                 assert_eq!(y, expected, "{shape:?} {block} {mode:?}");
             }
         }
@@ -230,7 +241,7 @@ fn panels_of_bytes_give_the_same_bits() {
 }
 
 /// Products of rounded activations and centroids as the mode sees them, in f64.
-fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Mode) -> Vec<f64> {
+fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Rounding) -> Vec<f64> {
     let layout = view.layout();
     let shape = layout.shape();
     let mut y = Vec::new();
@@ -243,8 +254,8 @@ fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Mode) -> Vec<f64> {
                 let weight = |(column, &code): (usize, &u8)| {
                     let block = view.block(expert, row / 16, column / layout.block_size());
                     let centroid = f64::from(block.centroid(row % 16, code.into()));
-                    let seen = match mode {
-                        Mode::Int8 { .. } => 256.0 * ((centroid + 0.5) / 256.0).round(),
+                    let seen = match mode.0 {
+                        Mode::Int8 => 256.0 * ((centroid + 0.5) / 256.0).round(),
                         _ => centroid,
                     };
                     f64::from(block.scales()[row % 16]) * seen
@@ -277,11 +288,8 @@ fn the_largest_sums_fit_their_integers() {
         let blob = case.blob();
         let view = View::parse(&blob).unwrap();
         view.verify().unwrap();
-        for mode in [
-            Mode::Int8 { activation_bits: 8 },
-            Mode::Int16 { activation_bits: 8 },
-        ] {
-            let centroid = if matches!(mode, Mode::Int8 { .. }) {
+        for mode in [INTEGERS[0], INTEGERS[2]] {
+            let centroid = if mode.0 == Mode::Int8 {
                 127.0 * 256.0
             } else {
                 32_639.0
@@ -313,11 +321,18 @@ fn bf16_activations_are_their_values_and_threads_change_nothing() {
     let bits: Vec<u16> = x.iter().map(|x| x.to_bits()).collect();
     let values: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
     let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-    for mode in [Mode::Exact, INTEGERS[0]] {
+    for mode in [EXACT, INTEGERS[0]] {
         for isa in sets() {
             let expected = product(&view, &values, &[0, 450, 600], mode, isa);
             let mut y = vec![0.0; 600 * 50];
-            matmul_grouped(&view, &bits[..], &[0, 450, 600], &mut y, mode, isa, &one).unwrap();
+            matmul_grouped(
+                &weights(&view, mode, isa),
+                &bits[..],
+                &[0, 450, 600],
+                &mut y,
+                &one,
+            )
+            .unwrap();
             assert_eq!(y, expected);
         }
     }
@@ -349,7 +364,7 @@ fn hostile_parameters_give_numbers_and_nothing_else() {
         blob[crate::formats::codebook::HEADER_BYTES..].fill(0xff);
         let view = View::parse(&blob).unwrap();
         assert!(view.verify().is_err());
-        for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+        for mode in INTEGERS.into_iter().chain([EXACT]) {
             for isa in sets() {
                 for tokens in [1, 9] {
                     product(&view, &activations(tokens * 100), &[0, tokens], mode, isa);
@@ -366,7 +381,7 @@ fn empty_tensors_and_wrong_sizes() {
         let blob = Case::new(4, shape, 128).blob();
         let view = View::parse(&blob).unwrap();
         let offsets: Vec<usize> = (0..=shape[0]).collect();
-        for mode in [Mode::Exact, INTEGERS[0]] {
+        for mode in [EXACT, INTEGERS[0]] {
             let y = product(
                 &view,
                 &activations(shape[0] * shape[2]),
@@ -387,10 +402,10 @@ fn empty_tensors_and_wrong_sizes() {
         (vec![1, 1, 2], 6),
     ] {
         let y = &mut vec![0.0; outputs];
-        assert!(matmul_grouped(&view, &x[..], &offsets, y, Mode::Exact, Isa::Scalar, &pool).is_err());
+        assert!(matmul_grouped(&weights(&view, EXACT, Isa::Scalar), &x[..], &offsets, y, &pool).is_err());
     }
-    assert!(Mode::from_name("int8", 5).is_err() && Mode::from_name("float", 8).is_err());
-    assert_eq!(Mode::from_name("exact", 0), Ok(Mode::Exact));
+    let bits = |mode, bits| Codebook::with_activation_bits(view, mode, Some(bits), Isa::Scalar);
+    assert!(bits(Mode::Int8, 5).is_err() && bits(Mode::Exact, 0).is_ok());
 }
 
 #[test]
@@ -405,7 +420,7 @@ fn turned_tensors_turn_their_activations() {
     for isa in sets() {
         let mut first = x.clone();
         crate::gemm::hadamard::rotate(isa, &mut first, 64);
-        for mode in INTEGERS.into_iter().chain([Mode::Exact]) {
+        for mode in INTEGERS.into_iter().chain([EXACT]) {
             let found = product(&turned, &x, &offsets, mode, isa);
             assert_eq!(
                 found,
@@ -413,7 +428,7 @@ fn turned_tensors_turn_their_activations() {
                 "{mode:?} {isa:?}"
             );
         }
-        let found = product(&turned, &x, &offsets, Mode::Exact, isa);
+        let found = product(&turned, &x, &offsets, EXACT, isa);
         for (at, found) in found.into_iter().enumerate() {
             let (token, row) = (at / 21, at % 21);
             turned.decode_values(usize::from(token >= 3), row, &mut weights);
@@ -424,4 +439,31 @@ fn turned_tensors_turn_their_activations() {
             );
         }
     }
+}
+
+#[test]
+fn modes_are_resolved_by_what_a_tensor_was_made_for() {
+    let layout = |activation_bits| {
+        let case = Case {
+            activation_bits,
+            ..Case::new(3, [1, 4, 128], 128).of_one_byte()
+        };
+        View::parse(&case.blob()).unwrap().layout()
+    };
+    let (plain, rounded) = (layout(0), layout(4));
+    let resolve = |mode, layout| Precision::resolve(mode, None, layout).unwrap();
+    assert_eq!(resolve(Mode::Auto, &plain), Precision::Exact);
+    assert_eq!(
+        resolve(Mode::Auto, &rounded),
+        Precision::Int8 { activation_bits: 4 }
+    );
+    assert_eq!(
+        resolve(Mode::Int16, &rounded),
+        Precision::Int8 { activation_bits: 4 }
+    );
+    assert_eq!(
+        resolve(Mode::Int16, &plain),
+        Precision::Int16 { activation_bits: 8 }
+    );
+    assert_eq!(resolve(Mode::Exact, &rounded), Precision::Exact);
 }

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use super::Mode;
+use super::Precision;
 use super::planes::by_tables;
 use super::planes::tables::Tables;
 use crate::formats::codebook::Layout;
@@ -55,14 +55,14 @@ pub(super) struct Form {
 
 impl Form {
     /// What products of a tensor in a mode want.
-    pub fn of(layout: &Layout, mode: Mode, isa: Isa) -> Form {
+    pub fn of(layout: &Layout, precision: Precision, isa: Isa) -> Form {
         Form {
             columns: layout.shape().columns,
             padded: layout.padded_columns(),
             stride: spread(layout.padded_columns()),
             turned: layout.hadamard(),
-            bits: mode.activation_bits(),
-            tables: by_tables(layout.bits(), mode, isa),
+            bits: precision.activation_bits(),
+            tables: by_tables(layout.bits(), precision, isa),
             isa,
         }
     }

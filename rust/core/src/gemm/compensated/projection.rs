@@ -4,8 +4,8 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use super::TOKENS;
 use super::kernel::{self, Coefficients};
-use super::{Mode, TOKENS};
 use crate::Result;
 use crate::formats::compensated::View;
 use crate::formats::compensated::chunk::CHUNK;
@@ -13,8 +13,7 @@ use crate::formats::groupwise;
 use crate::gemm::groupwise::Groupwise;
 use crate::gemm::layer::{Job, Products, Projection, Worker};
 use crate::simd::Isa;
-use crate::types::Activations;
-use crate::types::Shape;
+use crate::types::{Activations, Mode, Shape};
 
 /// Products of a weight and an activation that a unit of the second stage is worth: some 20 microseconds.
 const UNIT_PRODUCTS: usize = 1 << 17;
@@ -31,7 +30,8 @@ impl<'a> Compensated<'a> {
     /// Products in `mode` with `isa`; the compensator always multiplies f32 activations.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error): there is no such mode (those of a group-wise tensor), or the processor
+    /// lacks the instruction set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Compensated<'a>> {
         Ok(Compensated {
             base: Groupwise::new(*view.base(), mode, isa)?,

@@ -8,20 +8,21 @@ use super::matrix::{self, Multiplier, Panel};
 use super::tile::{Form, Steps, Tile};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use super::{Mode, Out, scalar, tile};
+use super::{MODES, Out, Precision, scalar, tile};
 use crate::Result;
 use crate::gemm::panel::Backend;
+use crate::gemm::require_mode;
 use crate::simd::Isa;
-use crate::types::Activations;
+use crate::types::{Activations, Mode};
 
 /// How a call computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Engine {
-    pub mode: Mode,
+    pub precision: Precision,
     /// The set of the vectors.
     pub isa: Isa,
     pub matrix: Matrix,
-    /// What multiplies experts with many tokens in the mode `bf16`; without it, all are multiplied exactly.
+    /// What multiplies experts with many tokens rounded to bf16; without it, all go by integer products.
     pub panels: Option<Backend>,
 }
 
@@ -52,21 +53,26 @@ pub(super) struct Scratch {
 impl Engine {
     /// An engine of a set that the processor must run.
     pub fn new(mode: Mode, isa: Isa) -> Result<Engine> {
+        require_mode(mode, &MODES, "a group-wise tensor")?;
         let vectors = isa.require()?;
+        let rounds = matches!(mode, Mode::Auto | Mode::Bf16);
         let matrix = if isa == Isa::Amx { Matrix::On } else { Matrix::Off };
         Ok(Engine {
-            mode,
+            precision: match mode {
+                Mode::Int8 => Precision::Int8,
+                _ => Precision::Exact,
+            },
             isa: vectors,
             matrix,
-            panels: (mode == Mode::Bf16).then(|| Backend::of_bf16(isa)).flatten(),
+            panels: rounds.then(|| Backend::of_bf16(isa)).flatten(),
         })
     }
 
     /// Most tokens of a tile for vectors: what the sums of a kernel leave of the registers.
     fn widest(&self) -> usize {
-        match (self.mode, self.isa) {
-            (Mode::Int8, Isa::Avx512) => 8,
-            (Mode::Int8, _) | (_, Isa::Avx512) => 4,
+        match (self.precision, self.isa) {
+            (Precision::Int8, Isa::Avx512) => 8,
+            (Precision::Int8, _) | (_, Isa::Avx512) => 4,
             _ => 2,
         }
     }
@@ -139,11 +145,11 @@ impl Engine {
 
     /// Token `token` of `x`, of `columns` columns, quantized.
     pub fn quantized(&self, steps: &Steps, columns: usize, x: &Activations, token: usize) -> Tile {
-        let mut tile = Tile::single(steps, self.mode.planes());
+        let mut tile = Tile::single(steps, self.precision.planes());
         match self.isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 | Isa::Avx512 => x86::fill(steps, columns, x, token, self.mode, &mut tile),
-            _ => tile::fill(steps, columns, x, token, self.mode, &mut tile),
+            Isa::Avx2 | Isa::Avx512 => x86::fill(steps, columns, x, token, self.precision, &mut tile),
+            _ => tile::fill(steps, columns, x, token, self.precision, &mut tile),
         }
         tile
     }

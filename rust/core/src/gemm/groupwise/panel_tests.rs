@@ -6,6 +6,7 @@ use super::*;
 use crate::formats::groupwise::View;
 use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::gemm::panel::{Backend, Line, Source};
+use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 
 /// The most that a weight rounded to bf16 is off by, in units of itself and of its scale.
@@ -23,7 +24,7 @@ fn products(view: &View, x: &[f32], offsets: &[usize], isa: Option<Isa>) -> Vec<
             projection
         }
     };
-    layer::multiply(&projection, Job::of_offsets(offsets), x.into(), &mut y, &pool);
+    matmul_grouped(&projection, x, offsets, &mut y, &pool).unwrap();
     y
 }
 
@@ -106,16 +107,8 @@ fn few_tokens_are_exact_and_many_alike_whatever_their_company() {
             let few = [0, 1, 2, 3];
             let mut exact = vec![0.0; 3 * 40];
             let pool = pool::current().unwrap();
-            matmul_grouped(
-                &view,
-                &x[..3 * 192],
-                &few,
-                &mut exact,
-                Mode::Exact,
-                isa.unwrap_or(Isa::Avx512),
-                &pool,
-            )
-            .unwrap();
+            let weights = Groupwise::new(view, Mode::Exact, isa.unwrap_or(Isa::Avx512)).unwrap();
+            matmul_grouped(&weights, &x[..3 * 192], &few, &mut exact, &pool).unwrap();
             assert_eq!(products(&view, &x[..3 * 192], &few, isa), exact);
             let all = products(&view, &x, &[0, 1, 30, 70], isa);
             assert_eq!(all[..40], exact[..40]);
@@ -139,7 +132,8 @@ fn bf16_activations_are_their_values_and_threads_change_nothing() {
     for isa in sets() {
         let expected = products(&view, &values, &[0, 600], Some(isa));
         let mut y = vec![f32::NAN; 600 * 300];
-        matmul(&view, 0, &bits[..], 600, &mut y, Mode::Bf16, isa, &one).unwrap();
+        let weights = Groupwise::new(view, Mode::Auto, isa).unwrap();
+        matmul(&weights, 0, &bits[..], 600, &mut y, &one).unwrap();
         assert!(y == expected, "{isa:?}");
     }
 }

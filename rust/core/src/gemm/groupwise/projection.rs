@@ -4,18 +4,17 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use super::Out;
 use super::drive::{Engine, ROW_TOKENS, Scratch};
 use super::kernel::Weights;
 use super::panels::{self, Panels};
 use super::tile::{Form, Steps, Tile};
-use super::{Mode, Out};
 use crate::Result;
 use crate::formats::groupwise::{BLOCK_ROWS, Blocks};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
 use crate::gemm::panel;
 use crate::simd::Isa;
-use crate::types::Activations;
-use crate::types::Shape;
+use crate::types::{Activations, Mode, Shape};
 
 /// A group-wise tensor, from wherever its blocks come, with a mode and an instruction set.
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +27,7 @@ impl<B: Blocks> Groupwise<B> {
     /// Products in `mode` with `isa`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error): there is no such mode ([`super::MODES`]), or the processor lacks the set.
     pub fn new(view: B, mode: Mode, isa: Isa) -> Result<Groupwise<B>> {
         let engine = Engine::new(mode, isa)?;
         Ok(Groupwise { view, engine })
@@ -152,7 +151,7 @@ impl Prepared {
 
     fn interleave(&self, slot: &Slot) {
         let tokens = slot.places.clone().map(|place| self.token(place));
-        let planes = self.engine.mode.planes();
+        let planes = self.engine.precision.planes();
         let make = || Tile::interleaved(tokens, &self.steps, planes, slot.width, slot.form);
         slot.tile.get_or_init(make);
     }

@@ -5,7 +5,11 @@ use super::*;
 
 use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::formats::groupwise::{Layout, Spec, View};
+use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
+
+/// The modes of integer products, which give the same bits on every instruction set.
+pub(in crate::gemm) const INTEGERS: [Mode; 2] = [Mode::Exact, Mode::Int8];
 
 pub(super) fn sets() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
@@ -25,16 +29,16 @@ fn quantized(layout: &Layout, x: &[f32], mode: Mode) -> Vec<f64> {
     } else {
         layout.group_size()
     };
-    let off_by = match mode {
-        Mode::Exact | Mode::Bf16 => 2f64.powi(-23),
-        Mode::Int8 => 1.0 / 254.0,
+    let (precision, off_by) = match mode {
+        Mode::Int8 => (Precision::Int8, 1.0 / 254.0),
+        _ => (Precision::Exact, 2f64.powi(-23)),
     };
     let mut out = Vec::new();
     for token in x.chunks(columns) {
         for values in token.chunks(step) {
             let mut codes = [0; STEP_COLUMNS];
-            let (scale, sum) = quantize(values, mode, &mut codes);
-            assert_eq!(sum, codes[..values.len()].iter().sum());
+            let (scale, sum) = quantize(values, precision, &mut codes);
+            assert_eq!(sum, codes[..values.len()].iter().sum::<i32>());
             let largest = values.iter().fold(0f64, |most, &x| most.max(f64::from(x).abs()));
             for (&code, &x) in codes.iter().zip(values) {
                 let value = f64::from(scale) * f64::from(code);
@@ -129,13 +133,11 @@ fn matrix_registers_give_the_same_bits_as_vectors() {
         let blob = case(2, 19, 330, spec).blob;
         let view = View::parse(&blob).unwrap();
         let x = activations(24 * 330);
-        let tasks = [(0, 0..3), (1, 3..24)].map(|(expert, places)| Task { expert, places });
-        for mode in Mode::INTEGER {
+        for mode in INTEGERS {
             let expected = products(&view, &x, &[0, 3, 24], mode, Isa::Avx512);
             let mut y = vec![f32::NAN; 24 * 19];
             let projection = emulated(&view, mode);
-            let job = Job::of_tasks(tasks.to_vec());
-            layer::multiply(&projection, job, (&x[..]).into(), &mut y, &pool);
+            matmul_grouped(&projection, &x[..], &[0, 3, 24], &mut y, &pool).unwrap();
             assert_eq!(y, expected, "{spec:?} {mode:?}");
         }
     }
@@ -144,7 +146,14 @@ fn matrix_registers_give_the_same_bits_as_vectors() {
 fn products(view: &View, x: &[f32], offsets: &[usize], mode: Mode, isa: Isa) -> Vec<f32> {
     let pool = pool::current().unwrap();
     let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
-    matmul_grouped(view, x, offsets, &mut y, mode, isa, &pool).unwrap();
+    matmul_grouped(
+        &Groupwise::new(view, mode, isa).unwrap(),
+        x,
+        offsets,
+        &mut y,
+        &pool,
+    )
+    .unwrap();
     y
 }
 
@@ -155,7 +164,7 @@ fn products_are_those_of_the_decoded_weights_for_every_spec_and_set() {
         let view = View::parse(&blob).unwrap();
         let x = activations(4 * 330);
         let offsets = [0, 1, 4];
-        for mode in Mode::INTEGER {
+        for mode in INTEGERS {
             let reference = products(&view, &x, &offsets, mode, Isa::Scalar);
             hold(&view, &x, &offsets, &reference, mode);
             for isa in sets() {
@@ -176,7 +185,7 @@ fn any_number_of_tokens_gives_each_token_the_same() {
     ] {
         let blob = case(3, 20, columns, spec).blob;
         let view = View::parse(&blob).unwrap();
-        for (mode, isa) in Mode::INTEGER
+        for (mode, isa) in INTEGERS
             .into_iter()
             .flat_map(|mode| sets().map(move |isa| (mode, isa)))
         {
@@ -195,7 +204,8 @@ fn any_number_of_tokens_gives_each_token_the_same() {
                         let mut alone = vec![0.0; 20];
                         let x = &x[token * columns..][..columns];
                         let pool = pool::current().unwrap();
-                        matmul(&view, expert, x, 1, &mut alone, mode, isa, &pool).unwrap();
+                        let weights = Groupwise::new(view, mode, isa).unwrap();
+                        matmul(&weights, expert, x, 1, &mut alone, &pool).unwrap();
                         assert_eq!(alone, y[token * 20..][..20]);
                     }
                 }
@@ -215,19 +225,11 @@ fn results_do_not_depend_on_the_number_of_threads() {
             .build()
             .unwrap();
         let mut y = vec![0.0; 200 * 700];
-        matmul_grouped(
-            &view,
-            &x[..],
-            &[0, 3, 200],
-            &mut y,
-            mode,
-            crate::simd::active().unwrap(),
-            &pool,
-        )
-        .unwrap();
+        let weights = Groupwise::new(view, mode, crate::simd::active().unwrap()).unwrap();
+        matmul_grouped(&weights, &x[..], &[0, 3, 200], &mut y, &pool).unwrap();
         y
     };
-    for mode in Mode::INTEGER {
+    for mode in INTEGERS {
         assert_eq!(product(1, mode), product(3, mode));
     }
 }
@@ -253,7 +255,7 @@ fn the_largest_codes_and_activations_do_not_overflow() {
                     .unwrap();
             let view = View::parse(&blob).unwrap();
             for sign in [1.0, -1.0] {
-                for (mode, isa) in Mode::INTEGER
+                for (mode, isa) in INTEGERS
                     .into_iter()
                     .flat_map(|mode| sets().map(move |isa| (mode, isa)))
                 {
@@ -277,13 +279,14 @@ fn bf16_activations_are_their_values() {
     let x: Vec<bf16> = activations(300).into_iter().map(bf16::from_f32).collect();
     let bits: Vec<u16> = x.iter().map(|x| x.to_bits()).collect();
     let values: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
-    for (mode, isa) in Mode::INTEGER
+    for (mode, isa) in INTEGERS
         .into_iter()
         .flat_map(|mode| sets().map(move |isa| (mode, isa)))
     {
         let (mut a, mut b) = (vec![0.0; 18], vec![0.0; 18]);
-        matmul(&view, 0, &bits[..], 3, &mut a, mode, isa, &pool).unwrap();
-        matmul(&view, 0, &values[..], 3, &mut b, mode, isa, &pool).unwrap();
+        let weights = Groupwise::new(view, mode, isa).unwrap();
+        matmul(&weights, 0, &bits[..], 3, &mut a, &pool).unwrap();
+        matmul(&weights, 0, &values[..], 3, &mut b, &pool).unwrap();
         assert_eq!(a, b);
     }
 }
@@ -298,7 +301,7 @@ fn activations_that_are_zero_tiny_or_not_finite() {
             values[40] = x;
             products(&view, &values, &[0, 1], mode, isa)
         };
-        for mode in Mode::INTEGER {
+        for mode in INTEGERS {
             assert!(product(0.0, mode).iter().all(|&y| y == 0.0));
             assert!(product(f32::NAN, mode).iter().all(|y| y.is_nan()));
             assert!(product(f32::INFINITY, mode).iter().all(|y| y.is_nan()));
@@ -316,7 +319,7 @@ fn activations_that_are_zero_tiny_or_not_finite() {
 fn empty_tensors_and_wrong_sizes() {
     let pool = pool::current().unwrap();
     let spec: Spec = spec(3, 64, false);
-    for mode in Mode::INTEGER {
+    for mode in INTEGERS {
         for (experts, rows, columns) in [(0, 3, 4), (2, 0, 4), (2, 3, 0)] {
             let blob = case(experts, rows, columns, spec).blob;
             let view = View::parse(&blob).unwrap();
@@ -328,6 +331,7 @@ fn empty_tensors_and_wrong_sizes() {
         }
         let blob = case(2, 3, 64, spec).blob;
         let view = View::parse(&blob).unwrap();
+        let weights = Groupwise::new(view, mode, Isa::Scalar).unwrap();
         let x = activations(128);
         for (offsets, outputs) in [
             (vec![0, 2], 6),
@@ -336,10 +340,11 @@ fn empty_tensors_and_wrong_sizes() {
             (vec![1, 1, 2], 6),
         ] {
             let mut y = vec![0.0; outputs];
-            assert!(matmul_grouped(&view, &x[..], &offsets, &mut y, mode, Isa::Scalar, &pool).is_err());
+            assert!(matmul_grouped(&weights, &x[..], &offsets, &mut y, &pool).is_err());
         }
         let mut y = vec![0.0; 6];
-        assert!(matmul(&view, 2, &x[..], 2, &mut y, mode, Isa::Scalar, &pool).is_err());
-        assert!(matmul(&view, 0, &x[..], 1, &mut y, mode, Isa::Scalar, &pool).is_err());
+        assert!(matmul(&weights, 2, &x[..], 2, &mut y, &pool).is_err());
+        assert!(matmul(&weights, 0, &x[..], 1, &mut y, &pool).is_err());
+        assert!(Groupwise::new(view, Mode::Int16, Isa::Scalar).is_err());
     }
 }

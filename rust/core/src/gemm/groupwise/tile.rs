@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Mode, STEP_COLUMNS};
+use super::{Precision, STEP_COLUMNS};
 use crate::bits::UNIT;
 use crate::formats::groupwise::Layout;
 use crate::types::Activations;
@@ -152,27 +152,27 @@ pub(super) fn fill(
     columns: usize,
     x: &Activations,
     token: usize,
-    mode: Mode,
+    precision: Precision,
     tile: &mut Tile,
 ) {
-    let (mut buffer, planes) = ([0.0; STEP_COLUMNS], mode.planes());
+    let (mut buffer, planes) = ([0.0; STEP_COLUMNS], precision.planes());
     for step in 0..steps.count {
         let first = step * steps.columns;
         let last = (first + steps.columns).min(columns);
         let values = gather(x, token * columns + first..token * columns + last, &mut buffer);
         let mut codes = [0; STEP_COLUMNS];
-        let (scale, sum) = quantize(values, mode, &mut codes);
+        let (scale, sum) = quantize(values, precision, &mut codes);
         tile.scales[step] = scale;
         tile.sums[step] = scale * sum as f32;
         let words = &mut tile.words[first / 4 * planes..last.div_ceil(4) * planes];
         let quads = codes.as_chunks::<4>().0.iter();
         let word = |four: &[i32; 4], shift| u32::from_le_bytes(four.map(|code| digit(code, shift)));
-        match mode {
-            Mode::Int8 => words
+        match precision {
+            Precision::Int8 => words
                 .iter_mut()
                 .zip(quads)
                 .for_each(|(to, four)| *to = word(four, 0)),
-            Mode::Exact | Mode::Bf16 => {
+            Precision::Exact => {
                 let places = words.as_chunks_mut::<3>().0.iter_mut().zip(quads);
                 places.for_each(|(to, four)| *to = [word(four, 16), word(four, 8), word(four, 0)]);
             }
@@ -199,9 +199,9 @@ fn gather<'a>(x: &Activations, range: Range<usize>, buffer: &'a mut [f32; STEP_C
 const SMALLEST: f32 = 7.888_609e-31; // 2^-100
 
 /// Quantizes at most 256 values; returns what a unit is worth and the sum of the codes, which are at most
-/// [`Mode::largest`] in magnitude: 256 of them stay below 2^31.
+/// [`Precision::largest`] in magnitude: 256 of them stay below 2^31.
 #[inline(always)]
-pub(super) fn quantize(values: &[f32], mode: Mode, codes: &mut [i32; STEP_COLUMNS]) -> (f32, i32) {
+pub(super) fn quantize(values: &[f32], precision: Precision, codes: &mut [i32; STEP_COLUMNS]) -> (f32, i32) {
     // As integers, magnitudes order like the numbers, infinity and NaN on top.
     let largest = values
         .iter()
@@ -213,13 +213,13 @@ pub(super) fn quantize(values: &[f32], mode: Mode, codes: &mut [i32; STEP_COLUMN
     if largest < SMALLEST {
         return (0.0, 0);
     }
-    let factor = mode.largest() / largest;
+    let factor = precision.largest() / largest;
     let mut sum = 0;
     for (code, &x) in codes.iter_mut().zip(values) {
         *code = round(x * factor);
         sum += *code;
     }
-    (largest / mode.largest(), sum)
+    (largest / precision.largest(), sum)
 }
 
 /// The nearest integer, ties to even, of a number below 2^23 in magnitude. Not `round_ties_even() as i32`: what that

@@ -2,23 +2,36 @@
 
 use std::arch::x86_64::*;
 
-use super::Mode;
-use super::Out;
 use super::kernel::{self, Weights};
 use super::lanes::Lanes;
 use super::tile::{self, Steps, Tile};
+use super::{Out, Precision};
 use crate::simd::Isa;
 use crate::types::Activations;
 
 /// Brings a token into the form of a mode by the code of [`tile::fill`], compiled for AVX2; the processor has it.
-pub(super) fn fill(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: &mut Tile) {
+pub(super) fn fill(
+    steps: &Steps,
+    columns: usize,
+    x: &Activations,
+    token: usize,
+    precision: Precision,
+    row: &mut Tile,
+) {
     // SAFETY: the drive calls this for AVX2 and AVX-512, which `Isa::require` has checked.
-    unsafe { fill_avx2(steps, columns, x, token, mode, row) }
+    unsafe { fill_avx2(steps, columns, x, token, precision, row) }
 }
 
 #[target_feature(enable = "avx2")]
-fn fill_avx2(steps: &Steps, columns: usize, x: &Activations, token: usize, mode: Mode, row: &mut Tile) {
-    tile::fill(steps, columns, x, token, mode, row);
+fn fill_avx2(
+    steps: &Steps,
+    columns: usize,
+    x: &Activations,
+    token: usize,
+    precision: Precision,
+    row: &mut Tile,
+) {
+    tile::fill(steps, columns, x, token, precision, row);
 }
 
 /// Expands the codes of a block to bytes.

@@ -6,11 +6,14 @@ use super::*;
 use crate::Result;
 use crate::formats::groupwise::View;
 use crate::formats::groupwise::tests::{case, spec};
+use crate::gemm::groupwise::Groupwise;
+use crate::gemm::groupwise::tests::INTEGERS;
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::groupwise::tests::emulated;
-use crate::gemm::groupwise::{Groupwise, Mode, matmul};
+use crate::gemm::matmul;
 use crate::pool;
 use crate::simd::Isa;
+use crate::types::Mode;
 
 fn sets() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
@@ -50,7 +53,15 @@ fn layer_by_hand([gate, up, down]: Views, x: &[f32], routing: &Routing, mode: Mo
     let pool = pool::current().unwrap();
     let single = |view: &View, expert: usize, x: &[f32]| {
         let mut y = vec![0.0; view.layout().shape().rows];
-        matmul(view, expert, x, 1, &mut y, mode, isa, &pool).unwrap();
+        matmul(
+            &Groupwise::new(view, mode, isa).unwrap(),
+            expert,
+            x,
+            1,
+            &mut y,
+            &pool,
+        )
+        .unwrap();
         y
     };
     let mut y = vec![0.0; x.len()];
@@ -103,7 +114,7 @@ fn a_layer_is_its_projections() {
                 weights: &weights,
                 top_k: 3,
             };
-            for (mode, isa) in Mode::INTEGER
+            for (mode, isa) in INTEGERS
                 .into_iter()
                 .flat_map(|mode| sets().map(move |isa| (mode, isa)))
             {

@@ -1,9 +1,9 @@
 //! Products by ternary-coded weights, for one token or many: decoded on the fly, never stored.
 //!
 //! # How a product is cut
-//! A call is a list of (expert, its tokens). Each expert's rows are cut into units of whole row groups (64 rows), by
-//! sizes only, and the units of all experts run in one parallel region. A row's sum is computed by one unit from
-//! start to end, in an order that its codes fix, so results do not depend on the number of threads.
+//! The units of work of [`super::layer`] are whole row groups (64 rows), of which a kernel takes a few at a time
+//! ([`unit`]). A row's sum is computed by one unit from start to end, in an order that its codes fix, so results do not
+//! depend on the number of threads.
 //!
 //! # What a row costs
 //! Weights that are zero cost nothing, so the work is proportional to the codes. At a density of 0.115 weights come at
@@ -34,7 +34,6 @@
 
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // Tables and tiles of the vector kernels.
 
-mod drive;
 mod lists;
 mod projection;
 mod scalar;
@@ -42,17 +41,14 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod unit;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use rayon::ThreadPool;
+pub use projection::{MODES, Ternary};
 
-use crate::formats::ternary::{Code, TernaryView};
+use crate::formats::ternary::Code;
 use crate::simd::{Isa, is_amd};
-use crate::types::Activations;
-use crate::{Error, Result};
-use drive::Task;
-pub use projection::Ternary;
 
 /// A family of kernels; see [`kernel_for`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -111,133 +107,5 @@ pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
         (Isa::Avx2, true) => Kernel::Avx2Ahead,
         (Isa::Avx512 | Isa::Amx, false) => Kernel::Avx512,
         (Isa::Avx512 | Isa::Amx, true) => Kernel::Avx512Ahead,
-    }
-}
-
-/// y = W x for one expert: `x` is T x C, `y` is T x R, both row-major.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if there is no such expert, the sizes do not match, or the processor lacks `isa`.
-pub fn matmul<'a>(
-    view: &TernaryView,
-    expert: usize,
-    x: impl Into<Activations<'a>>,
-    y: &mut [f32],
-    isa: Isa,
-    pool: &ThreadPool,
-) -> Result<()> {
-    matmul_with(kernel_for(view.code(), isa.require()?), view, expert, x, y, pool)
-}
-
-/// [`matmul`] by a kernel of the caller's choice, for tests and benchmarks.
-///
-/// # Errors
-/// As [`matmul`].
-pub fn matmul_with<'a>(
-    kernel: Kernel,
-    view: &TernaryView,
-    expert: usize,
-    x: impl Into<Activations<'a>>,
-    y: &mut [f32],
-    pool: &ThreadPool,
-) -> Result<()> {
-    let x = x.into();
-    if expert >= view.experts() {
-        let experts = view.experts();
-        return Err(Error::InvalidArgument(format!("expert {expert} of {experts}")));
-    }
-    let tokens = match view.columns() {
-        // Without columns the activations do not say how many tokens there are; the outputs do.
-        0 => y.len() / view.rows().max(1),
-        columns => x.len() / columns,
-    };
-    check_sizes(view, tokens, x, y)?;
-    let kernel = kernel.checked()?;
-    if tokens > 0 {
-        drive::run(
-            kernel,
-            view,
-            &[Task {
-                expert,
-                first: 0,
-                tokens,
-            }],
-            x,
-            y,
-            pool,
-        );
-    }
-    Ok(())
-}
-
-/// y = W x with each expert's own tokens: `x` is N x C and `y` is N x R, rows sorted by expert; tokens
-/// `offsets[e]..offsets[e + 1]` belong to expert e, so there are E + 1 offsets, from 0 to N. Experts without tokens
-/// are not read.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if the offsets do not ascend from 0 to N, the sizes do not match, or the processor lacks
-/// `isa`.
-pub fn matmul_grouped<'a>(
-    view: &TernaryView,
-    x: impl Into<Activations<'a>>,
-    offsets: &[usize],
-    y: &mut [f32],
-    isa: Isa,
-    pool: &ThreadPool,
-) -> Result<()> {
-    let kernel = kernel_for(view.code(), isa.require()?);
-    matmul_grouped_with(kernel, view, x, offsets, y, pool)
-}
-
-/// [`matmul_grouped`] by a kernel of the caller's choice, for tests and benchmarks.
-///
-/// # Errors
-/// As [`matmul_grouped`].
-pub fn matmul_grouped_with<'a>(
-    kernel: Kernel,
-    view: &TernaryView,
-    x: impl Into<Activations<'a>>,
-    offsets: &[usize],
-    y: &mut [f32],
-    pool: &ThreadPool,
-) -> Result<()> {
-    let x = x.into();
-    let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
-    if offsets.len() != view.experts() + 1 || !ascending {
-        return Err(Error::InvalidArgument(format!(
-            "{} offsets for {} experts: they must ascend from 0 and be one more than the experts",
-            offsets.len(),
-            view.experts()
-        )));
-    }
-    check_sizes(view, offsets[view.experts()], x, y)?;
-    let tasks: Vec<Task> = (0..view.experts())
-        .map(|expert| Task {
-            expert,
-            first: offsets[expert],
-            tokens: offsets[expert + 1] - offsets[expert],
-        })
-        .filter(|task| task.tokens > 0)
-        .collect();
-    drive::run(kernel.checked()?, view, &tasks, x, y, pool);
-    Ok(())
-}
-
-fn check_sizes(view: &TernaryView, tokens: usize, x: Activations, y: &[f32]) -> Result<()> {
-    let (rows, columns) = (view.rows(), view.columns());
-    if tokens.checked_mul(columns) != Some(x.len()) || tokens.checked_mul(rows) != Some(y.len()) {
-        return Err(Error::InvalidArgument(format!(
-            "{} activations and {} outputs for {tokens} tokens of {columns} columns and {rows} rows",
-            x.len(),
-            y.len()
-        )));
-    }
-    Ok(())
-}
-
-impl Kernel {
-    /// The kernel, if this processor runs it.
-    fn checked(self) -> Result<Kernel> {
-        self.isa().require().map(|_| self)
     }
 }

@@ -4,17 +4,22 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use super::drive::{self, UNIT_GROUPS, Unit};
 use super::table::longest_word;
 use super::tile::Tile;
-use super::{Kernel, kernel_for};
+use super::unit::{UNIT_GROUPS, Unit};
+#[cfg(target_arch = "x86_64")]
+use super::x86;
+use super::{Kernel, kernel_for, scalar};
 use crate::Result;
 use crate::formats::ternary::layout::GROUP_ROWS;
 use crate::formats::ternary::{Code, TernaryView};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::gemm::require_mode;
 use crate::simd::Isa;
-use crate::types::Activations;
-use crate::types::Shape;
+use crate::types::{Activations, Mode, Shape};
+
+/// The modes that ternary tensors have.
+pub const MODES: [Mode; 3] = [Mode::Auto, Mode::Exact, Mode::Bf16];
 
 /// A ternary tensor with a kernel.
 #[derive(Debug, Clone)]
@@ -24,12 +29,21 @@ pub struct Ternary<'a> {
 }
 
 impl<'a> Ternary<'a> {
-    /// Products by the kernel of an instruction set.
+    /// Products by the kernel of an instruction set; all modes of ternary tensors are exact.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
-    pub fn new(view: TernaryView<'a>, isa: Isa) -> Result<Ternary<'a>> {
-        let kernel = kernel_for(view.code(), isa.require()?);
+    /// [`Error::InvalidArgument`](crate::Error): there is no such mode, or the processor lacks the instruction set.
+    pub fn new(view: TernaryView<'a>, mode: Mode, isa: Isa) -> Result<Ternary<'a>> {
+        require_mode(mode, &MODES, "a ternary tensor")?;
+        Ternary::with_kernel(kernel_for(view.code(), isa.require()?), view)
+    }
+
+    /// Exact products by a kernel of the caller's choice, for tests and benchmarks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): the processor does not run the kernel.
+    pub fn with_kernel(kernel: Kernel, view: TernaryView<'a>) -> Result<Ternary<'a>> {
+        kernel.isa().require()?;
         Ok(Ternary { view, kernel })
     }
 
@@ -143,7 +157,7 @@ impl Worker for Thread<'_> {
             };
             self.sums.clear();
             self.sums.resize(unit.rows().len() * tile.tokens(), 0.0);
-            drive::rows(weights.kernel, &unit, &mut self.sums);
+            compute(weights.kernel, &unit, &mut self.sums);
             let at = unit.rows().start - rows.start..unit.rows().end - rows.start;
             for (token, out) in out.chunks_exact_mut(rows.len()).enumerate() {
                 let sums = self.sums[token..].iter().step_by(tile.tokens());
@@ -154,4 +168,23 @@ impl Worker for Thread<'_> {
             }
         }
     }
+}
+
+/// Computes a unit into `out` (rows x tokens).
+#[cfg(target_arch = "x86_64")]
+fn compute(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
+    let variant = match kernel {
+        Kernel::Scalar => return scalar::rows(unit, out),
+        Kernel::Avx2 => x86::Variant::Avx2 { ahead: false },
+        Kernel::Avx2Ahead => x86::Variant::Avx2 { ahead: true },
+        Kernel::Avx512 => x86::Variant::Avx512 { ahead: false },
+        Kernel::Avx512Ahead => x86::Variant::Avx512 { ahead: true },
+    };
+    x86::rows(unit, variant, out);
+}
+
+/// Computes a unit into `out` (rows x tokens). No other kernel passes the check of its instruction set here.
+#[cfg(not(target_arch = "x86_64"))]
+fn compute(_kernel: Kernel, unit: &Unit, out: &mut [f32]) {
+    scalar::rows(unit, out);
 }

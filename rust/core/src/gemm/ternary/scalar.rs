@@ -3,9 +3,9 @@
 //! One token: codes are walked, every slot of a word is one product, those without a weight by zero. More tokens: every
 //! row becomes a list, which picks and multiplies activations, 16 tokens at a time at most.
 
-use super::drive::Unit;
 use super::lists::List;
 use super::tile::Block;
+use super::unit::Unit;
 use crate::formats::ternary::Row;
 use crate::formats::ternary::fsv8::Lut;
 

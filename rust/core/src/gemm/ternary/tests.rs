@@ -4,8 +4,9 @@ use proptest::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::*;
-use crate::formats::ternary::{decode_codes, encode};
-use crate::types::Shape;
+use crate::formats::ternary::{TernaryView, decode_codes, encode};
+use crate::gemm::{matmul, matmul_grouped};
+use crate::types::{Mode, Shape};
 
 fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
@@ -105,12 +106,16 @@ fn matrix(rows: usize, columns: usize) -> Shape {
     }
 }
 
+fn weights<'a>(kernel: Kernel, view: &TernaryView<'a>) -> Ternary<'a> {
+    Ternary::with_kernel(kernel, view.clone()).unwrap()
+}
+
 fn check_product(kernel: Kernel, shape: Shape, code: Code, p0: f64, tokens: usize) {
     let sample = sample(shape, code, p0, (shape.columns * 64 + tokens) as u64);
     let view = TernaryView::parse(&sample.blob).unwrap();
     let x = activations(tokens * shape.columns, tokens as u64);
     let mut y = vec![f32::NAN; tokens * shape.rows];
-    matmul_with(kernel, &view, 0, &x[..], &mut y, &pool(1)).unwrap();
+    matmul(&weights(kernel, &view), 0, &x[..], tokens, &mut y, &pool(1)).unwrap();
     let what = format!(
         "{} {} {shape:?} p0 {p0} tokens {tokens}",
         kernel.name(),
@@ -177,7 +182,7 @@ fn empty_shapes_give_zeros() {
             let view = TernaryView::parse(&sample.blob).unwrap();
             let mut y = vec![f32::NAN; 3 * rows];
             let x = vec![1.0f32; 3 * columns];
-            matmul_with(kernel, &view, 0, &x[..], &mut y, &pool(1)).unwrap();
+            matmul(&weights(kernel, &view), 0, &x[..], 3, &mut y, &pool(1)).unwrap();
             assert_eq!(y, vec![0.0; 3 * rows]);
         }
     }
@@ -196,8 +201,9 @@ fn bf16_activations_equal_their_f32_values() {
         let x: Vec<f32> = bits.iter().map(|&b| half::bf16::from_bits(b).to_f32()).collect();
         for kernel in kernels() {
             let (mut narrow, mut wide) = (vec![0.0; tokens * 70], vec![1.0; tokens * 70]);
-            matmul_with(kernel, &view, 0, &bits[..], &mut narrow, &pool(1)).unwrap();
-            matmul_with(kernel, &view, 0, &x[..], &mut wide, &pool(1)).unwrap();
+            let weights = weights(kernel, &view);
+            matmul(&weights, 0, &bits[..], tokens, &mut narrow, &pool(1)).unwrap();
+            matmul(&weights, 0, &x[..], tokens, &mut wide, &pool(1)).unwrap();
             assert_eq!(narrow, wide);
         }
     }
@@ -222,7 +228,7 @@ fn grouped_products_serve_each_expert_its_tokens() {
         let x = activations(107 * shape.columns, 6);
         for kernel in kernels() {
             let mut y = vec![f32::NAN; 107 * shape.rows];
-            matmul_grouped_with(kernel, &view, &x[..], &offsets, &mut y, &pool(2)).unwrap();
+            matmul_grouped(&weights(kernel, &view), &x[..], &offsets, &mut y, &pool(2)).unwrap();
             for expert in 0..shape.experts {
                 let tokens = offsets[expert]..offsets[expert + 1];
                 let x = &x[tokens.start * shape.columns..tokens.end * shape.columns];
@@ -241,16 +247,23 @@ fn results_do_not_depend_on_threads_or_on_grouping() {
     let x = activations(107 * shape.columns, 8);
     for kernel in kernels() {
         let mut reference = vec![0.0; 107 * shape.rows];
-        matmul_grouped_with(kernel, &view, &x[..], &offsets, &mut reference, &pool(1)).unwrap();
+        matmul_grouped(
+            &weights(kernel, &view),
+            &x[..],
+            &offsets,
+            &mut reference,
+            &pool(1),
+        )
+        .unwrap();
         for threads in [2, 3, 8] {
             let mut y = vec![1.0; 107 * shape.rows];
-            matmul_grouped_with(kernel, &view, &x[..], &offsets, &mut y, &pool(threads)).unwrap();
+            matmul_grouped(&weights(kernel, &view), &x[..], &offsets, &mut y, &pool(threads)).unwrap();
             assert_eq!(y, reference);
         }
         let tokens = offsets[2]..offsets[3];
         let mut alone = vec![0.0; tokens.len() * shape.rows];
         let x = &x[tokens.start * shape.columns..tokens.end * shape.columns];
-        matmul_with(kernel, &view, 2, x, &mut alone, &pool(2)).unwrap();
+        matmul(&weights(kernel, &view), 2, x, tokens.len(), &mut alone, &pool(2)).unwrap();
         assert_eq!(
             alone,
             reference[tokens.start * shape.rows..tokens.end * shape.rows]
@@ -271,7 +284,7 @@ fn all_vector_kernels_give_one_token_the_same_bits() {
                 .filter(|&kernel| kernel != Kernel::Scalar)
                 .map(|kernel| {
                     let mut y = vec![0.0; 70];
-                    matmul_with(kernel, &view, 0, &x[..], &mut y, &pool(1)).unwrap();
+                    matmul(&weights(kernel, &view), 0, &x[..], 1, &mut y, &pool(1)).unwrap();
                     y.into_iter().map(f32::to_bits).collect()
                 })
                 .collect();
@@ -285,11 +298,11 @@ fn arguments_are_checked() {
     let (shape, offsets) = stack();
     let sample = sample(shape, Code::Fsv8, 0.9, 5);
     let view = TernaryView::parse(&sample.blob).unwrap();
+    let weights = Ternary::new(view.clone(), Mode::Auto, Isa::Scalar).unwrap();
     let pool = pool(1);
     let (x, mut y) = (vec![0.0f32; 107 * 210], vec![0.0; 107 * 150]);
-    let grouped = |x: &[f32], offsets: &[usize], y: &mut [f32]| {
-        matmul_grouped(&view, x, offsets, y, Isa::Scalar, &pool).is_ok()
-    };
+    let grouped =
+        |x: &[f32], offsets: &[usize], y: &mut [f32]| matmul_grouped(&weights, x, offsets, y, &pool).is_ok();
     assert!(grouped(&x, &offsets, &mut y));
     assert!(!grouped(&x[1..], &offsets, &mut y));
     assert!(!grouped(&x, &offsets, &mut y[1..]));
@@ -297,9 +310,12 @@ fn arguments_are_checked() {
     assert!(!grouped(&x, &[0, 2, 1, 20, 22, 100, 107], &mut y));
     assert!(!grouped(&x, &[1, 1, 1, 20, 22, 100, 107], &mut y));
     assert!(!grouped(&x, &[0, 1, 1, 20, 22, 100, 108], &mut y));
-    assert!(matmul(&view, 6, &x[..210], &mut y[..150], Isa::Scalar, &pool).is_err());
-    assert!(matmul(&view, 0, &x[..211], &mut y[..150], Isa::Scalar, &pool).is_err());
-    assert!(matmul(&view, 0, &x[..210], &mut y[..149], Isa::Scalar, &pool).is_err());
+    assert!(matmul(&weights, 6, &x[..210], 1, &mut y[..150], &pool).is_err());
+    assert!(matmul(&weights, 0, &x[..211], 1, &mut y[..150], &pool).is_err());
+    assert!(matmul(&weights, 0, &x[..210], 1, &mut y[..149], &pool).is_err());
+    assert!(matmul(&weights, 0, &x[..210], 2, &mut y[..150], &pool).is_err());
+    assert!(matmul(&weights, 0, &x[..210], usize::MAX, &mut y[..150], &pool).is_err());
+    assert!(Ternary::new(view, Mode::Int8, Isa::Scalar).is_err());
 }
 
 #[test]
@@ -361,7 +377,7 @@ proptest! {
         let x = vec![1.0f32; tokens * 200];
         for kernel in kernels() {
             let mut y = vec![f32::NAN; tokens * 70];
-            matmul_with(kernel, &view, 0, &x[..], &mut y, &pool(1)).unwrap();
+            matmul(&weights(kernel, &view), 0, &x[..], tokens, &mut y, &pool(1)).unwrap();
             prop_assert!(y.iter().all(|y| y.abs() <= 200.0 * 4.0));
         }
     }

@@ -12,7 +12,7 @@ pub(super) mod lookups;
 pub(super) mod shuffles;
 pub(super) mod tables;
 
-use super::Mode;
+use super::Precision;
 use crate::simd::Isa;
 
 /// Whether products with codes of so many bits look activations up in tables, and do not look up centroids.
@@ -32,6 +32,6 @@ use crate::simd::Isa;
 /// So neither shape nor tokens decide, but the set: with AVX2 tables are 1.3 to 1.5 times as fast as shuffles in the mode
 /// int8 and 2.3 to 2.6 times in int16, with AVX-512 permutations are faster than either. Of 3 bits a product takes seven
 /// rows of bits instead of three: tables gain 1.3 times on int16 and lose to int8, so that these keep shuffles.
-pub(super) fn by_tables(bits: u8, mode: Mode, isa: Isa) -> bool {
-    bits == 2 && isa == Isa::Avx2 && mode != Mode::Exact
+pub(super) fn by_tables(bits: u8, precision: Precision, isa: Isa) -> bool {
+    bits == 2 && isa == Isa::Avx2 && precision != Precision::Exact
 }

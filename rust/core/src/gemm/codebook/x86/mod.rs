@@ -14,7 +14,7 @@ use super::pieces::{self, Pieces};
 use super::planes::shuffles;
 use super::portable::{self, Lookup};
 use super::tokens::Prepared;
-use super::{Mode, Rows, kernel};
+use super::{Precision, Rows, kernel};
 use crate::formats::codebook::Block;
 use crate::formats::codebook::bits::LANE;
 
@@ -54,7 +54,7 @@ impl Lookup for Permutations {
 /// Adds the products of a block, whose first column is `first`, to `out`, with AVX2, which must be available.
 pub(super) fn avx2(
     block: &Block,
-    mode: Mode,
+    precision: Precision,
     first: usize,
     prepared: &Prepared,
     list: &[usize],
@@ -87,10 +87,10 @@ pub(super) fn avx2(
     }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs AVX2 and FMA.
     unsafe {
-        match mode {
-            Mode::Exact => exact(block, first, prepared, list, buffers, out),
-            Mode::Int16 { .. } => integer(block, 2, first, prepared, list, &mut buffers.pieces, out),
-            Mode::Int8 { .. } => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
+        match precision {
+            Precision::Exact => exact(block, first, prepared, list, buffers, out),
+            Precision::Int16 { .. } => integer(block, 2, first, prepared, list, &mut buffers.pieces, out),
+            Precision::Int8 { .. } => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
         }
     }
 }
@@ -98,7 +98,7 @@ pub(super) fn avx2(
 /// The same with AVX-512, which must be available.
 pub(super) fn avx512(
     block: &Block,
-    mode: Mode,
+    precision: Precision,
     first: usize,
     prepared: &Prepared,
     list: &[usize],
@@ -126,16 +126,18 @@ pub(super) fn avx512(
     }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs every feature that these enable.
     unsafe {
-        match (mode, block.bits()) {
-            (Mode::Exact, 2) => exact::exact::<2>(block, first, prepared, list, &mut buffers.words, out),
-            (Mode::Exact, 3) => exact::exact::<3>(block, first, prepared, list, &mut buffers.words, out),
-            (Mode::Exact, _) => exact::exact::<4>(block, first, prepared, list, &mut buffers.words, out),
-            (Mode::Int16 { .. }, 2) if many => lines::<2>(block, first, &mut buffers.pieces, out),
-            (Mode::Int8 { .. }, 2) if many => lines::<1>(block, first, &mut buffers.pieces, out),
-            (Mode::Int16 { .. }, 2) => shuffles::multiply::<2>(block, first, prepared, list, out),
-            (Mode::Int8 { .. }, 2) => shuffles::multiply::<1>(block, first, prepared, list, out),
-            (Mode::Int16 { .. }, _) => integer(block, 2, first, prepared, list, &mut buffers.pieces, out),
-            (Mode::Int8 { .. }, _) => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
+        match (precision, block.bits()) {
+            (Precision::Exact, 2) => exact::exact::<2>(block, first, prepared, list, &mut buffers.words, out),
+            (Precision::Exact, 3) => exact::exact::<3>(block, first, prepared, list, &mut buffers.words, out),
+            (Precision::Exact, _) => exact::exact::<4>(block, first, prepared, list, &mut buffers.words, out),
+            (Precision::Int16 { .. }, 2) if many => lines::<2>(block, first, &mut buffers.pieces, out),
+            (Precision::Int8 { .. }, 2) if many => lines::<1>(block, first, &mut buffers.pieces, out),
+            (Precision::Int16 { .. }, 2) => shuffles::multiply::<2>(block, first, prepared, list, out),
+            (Precision::Int8 { .. }, 2) => shuffles::multiply::<1>(block, first, prepared, list, out),
+            (Precision::Int16 { .. }, _) => {
+                integer(block, 2, first, prepared, list, &mut buffers.pieces, out)
+            }
+            (Precision::Int8 { .. }, _) => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
         }
     }
 }

@@ -7,9 +7,9 @@
 
 use std::arch::x86_64::*;
 
-use super::super::drive::Unit;
 use super::super::table::BlockTable;
 use super::super::tile::BLOCK_ROUND;
+use super::super::unit::Unit;
 use super::Place;
 use super::vector::Vector;
 

@@ -8,9 +8,9 @@ mod sums;
 mod vector;
 mod walk;
 
-use super::drive::Unit;
 use super::lists::{List, reach};
 use super::table::BlockTable;
+use super::unit::Unit;
 use crate::formats::ternary::layout::{MAX_DICTIONARIES, SWAPPED, raw_bytes};
 use crate::formats::ternary::{Code, Row};
 use crate::simd::Isa;

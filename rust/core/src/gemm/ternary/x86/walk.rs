@@ -29,9 +29,9 @@
 
 use std::arch::x86_64::*;
 
-use super::super::drive::Unit;
 use super::super::lists::List;
 use super::super::table::{STEP, StepTable};
+use super::super::unit::Unit;
 use super::{OTHERS, Parts, Place};
 use crate::formats::ternary::Code;
 

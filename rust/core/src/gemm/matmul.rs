@@ -1,0 +1,76 @@
+//! Products of one tensor of any format, with all arguments checked.
+
+use rayon::ThreadPool;
+
+use super::layer::{Job, Projection, Task, multiply};
+use crate::types::Activations;
+use crate::{Error, Result};
+
+/// y = W x for the tokens of one expert: `x` is tokens x columns, `y` is tokens x rows.
+///
+/// # Errors
+/// [`Error::InvalidArgument`]: there is no such expert, or the sizes do not match.
+pub fn matmul<'a>(
+    weights: &dyn Projection,
+    expert: usize,
+    x: impl Into<Activations<'a>>,
+    tokens: usize,
+    y: &mut [f32],
+    pool: &ThreadPool,
+) -> Result<()> {
+    let experts = weights.shape().experts;
+    if expert >= experts {
+        return invalid(format!("there is no expert {expert} of {experts}"));
+    }
+    let x = x.into();
+    check_sizes(weights, x, tokens, y)?;
+    let task = (tokens > 0).then_some(Task {
+        expert,
+        places: 0..tokens,
+    });
+    multiply(weights, Job::of_tasks(task.into_iter().collect()), x, y, pool);
+    Ok(())
+}
+
+/// y = W x with each expert's own tokens, in one parallel region.
+///
+/// `x` is tokens x columns and `y` tokens x rows, tokens sorted by expert: `offsets[e]..offsets[e + 1]` belong to expert
+/// e, so that there is one offset more than experts, ascending from 0 to the number of tokens. Experts without tokens
+/// are not read.
+///
+/// # Errors
+/// [`Error::InvalidArgument`]: the offsets do not ascend so, or the sizes do not match.
+pub fn matmul_grouped<'a>(
+    weights: &dyn Projection,
+    x: impl Into<Activations<'a>>,
+    offsets: &[usize],
+    y: &mut [f32],
+    pool: &ThreadPool,
+) -> Result<()> {
+    let experts = weights.shape().experts;
+    if offsets.len() != experts + 1 || offsets[0] != 0 || !offsets.is_sorted() {
+        let count = offsets.len();
+        return invalid(format!(
+            "{count} offsets for {experts} experts: they must ascend from 0"
+        ));
+    }
+    let x = x.into();
+    check_sizes(weights, x, offsets[experts], y)?;
+    multiply(weights, Job::of_offsets(offsets), x, y, pool);
+    Ok(())
+}
+
+fn check_sizes(weights: &dyn Projection, x: Activations, tokens: usize, y: &[f32]) -> Result<()> {
+    let shape = weights.shape();
+    if tokens.checked_mul(shape.columns) == Some(x.len()) && tokens.checked_mul(shape.rows) == Some(y.len()) {
+        return Ok(());
+    }
+    let (inputs, outputs) = (x.len(), y.len());
+    invalid(format!(
+        "{inputs} activations and {outputs} outputs for {tokens} tokens of {shape:?}"
+    ))
+}
+
+fn invalid<T>(message: String) -> Result<T> {
+    Err(Error::InvalidArgument(message))
+}

@@ -1,0 +1,31 @@
+//! What a kernel computes at a time: some row groups of an expert by its tokens.
+
+use std::ops::Range;
+
+use super::tile::Tile;
+use crate::formats::ternary::TernaryView;
+use crate::formats::ternary::layout::GROUP_ROWS;
+
+/// Row groups of one expert, computed by one thread.
+pub(super) struct Unit<'a> {
+    pub view: &'a TernaryView<'a>,
+    pub expert: usize,
+    pub groups: Range<usize>,
+    pub tile: &'a Tile,
+}
+
+impl Unit<'_> {
+    /// The unit's rows.
+    pub fn rows(&self) -> Range<usize> {
+        self.groups.start * GROUP_ROWS..(self.groups.end * GROUP_ROWS).min(self.view.rows())
+    }
+
+    /// The levels of a row.
+    #[inline(always)]
+    pub fn levels(&self, row: usize) -> (f32, f32) {
+        self.view.levels(self.expert * self.view.rows() + row)
+    }
+}
+
+/// The most row groups of a unit; what a unit knows about its rows stays in the cache.
+pub(super) const UNIT_GROUPS: usize = 8;
