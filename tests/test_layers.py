@@ -96,10 +96,10 @@ def one_by_one(layer, x, experts, weights, modes=(None, None, None)):
 @pytest.mark.parametrize("formats", [*((name,) * 3 for name in FORMATS), *itertools.permutations(FORMATS, 3)])
 @pytest.mark.parametrize("tokens", [1, 2, 19])
 def test_a_layer_of_any_formats_is_its_products(formats, tokens):
-    layer = matrices(*formats)
+    layer, modes = matrices(*formats), ("exact",) * 3
     x, experts, weights = inputs(tokens)
-    y = gated_experts(*layer, x, experts, weights)
-    np.testing.assert_allclose(y, one_by_one(layer, x, experts, weights), rtol=1e-4, atol=1e-4 * np.abs(y).max())
+    y = gated_experts(*layer, x, experts, weights, modes)
+    np.testing.assert_allclose(y, one_by_one(layer, x, experts, weights, modes), rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 def test_each_projection_has_its_own_mode():
