@@ -20,7 +20,7 @@ def encode(tensor: oracle.Tensor, base: np.ndarray) -> np.ndarray:
     right, left = tensor.right, tensor.left
     if right.codes is None or right.scales is None or left.codes is None or left.scales is None:
         assert right.values is not None and left.values is not None
-        return _core.encode_compensated_f16(base, ranks, right.values, left.values)
+        return _core.encode_compensated(base, ranks, right.values, left.values, bits=tensor.bits)
     return _core.encode_compensated(
         base, ranks, (right.codes, right.scales), (left.codes, left.scales), bits=tensor.bits
     )

@@ -21,7 +21,6 @@ __all__ = [
     "code_groupwise",
     "encode_codebook",
     "encode_compensated",
-    "encode_compensated_f16",
     "encode_groupwise",
     "encode_ternary",
     "expand_groupwise",
@@ -43,6 +42,7 @@ __version__: str
 
 _Bytes: TypeAlias = NDArray[np.uint8]
 _Floats: TypeAlias = NDArray[np.float32]
+_Factor: TypeAlias = tuple[_Bytes, _Floats] | _Floats
 _Vector: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 """float32, or bfloat16 as its bits."""
 
@@ -246,29 +246,22 @@ def encode_codebook(
     """
 
 def encode_compensated(
-    base: _Bytes,
-    ranks: NDArray[np.int64],
-    right: tuple[_Bytes, _Floats],
-    left: tuple[_Bytes, _Floats],
-    *,
-    bits: int,
+    base: _Bytes, ranks: NDArray[np.int64], right: _Factor, left: _Factor, *, bits: int
 ) -> _Bytes:
-    """Add integer low-rank compensators to a packed group-wise tensor, W = Wq + U V; uint8 [bytes].
+    """Add low-rank compensators to a packed group-wise tensor, W = Wq + U V; uint8 [bytes].
 
     Args:
         base: the packed group-wise tensor, uint8 [bytes].
         ranks: int64 [experts], each at most min(rows, columns); their sum is T.
-        right: codes uint8 [T, columns] and scales float32 [T, ceil(columns / 64)] of the rows of V, expert by expert;
-            a value is scale * (code - 2^(bits - 1)), and scales are exactly what float16 holds.
+        right: the rows of V, expert by expert. Of 3 or 8 bits codes uint8 [T, columns] and scales float32
+            [T, ceil(columns / 64)]: a value is scale * (code - 2^(bits - 1)). Of 16 bits values, float32 [T, columns].
+            Scales and values are exactly what float16 holds.
         left: likewise the rows of U^T, [T, rows].
-        bits: 3 or 8.
+        bits: 3, 8 or 16.
 
     Raises:
         CorruptionError: `base` is no group-wise tensor.
     """
-
-def encode_compensated_f16(base: _Bytes, ranks: NDArray[np.int64], right: _Floats, left: _Floats) -> _Bytes:
-    """Do what `encode_compensated` does with float32 factors [T, columns] and [T, rows] that float16 holds exactly."""
 
 def pack_int3(codes: _Bytes) -> NDArray[np.uint32]:
     """Pack 3-bit codes, uint8 [n] to uint32 [3 * n / 32]; ValueError if a code or n is out of range."""

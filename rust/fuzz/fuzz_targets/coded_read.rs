@@ -1,13 +1,11 @@
-//! Arbitrary bytes as an entropy-coded group-wise tensor: everything that reads them returns, whatever they are.
+//! Arbitrary bytes as an entropy-coded group-wise tensor: its products are those of the plain tensor that it stands for.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use moepack_core::formats::coded_groupwise::Coded;
-use moepack_core::formats::groupwise::View;
-use moepack_core::gemm::groupwise::{Groupwise, MODES};
-use moepack_core::gemm::matmul;
 use moepack_core::simd::Isa;
+use moepack_core::tensor::{self, Compute, Tensor, matmul_grouped};
 use moepack_core::{Error, pool};
 
 /// Larger tensors only cost time: one of no columns stands for billions of rows in no bytes.
@@ -18,25 +16,28 @@ fuzz_target!(|data: &[u8]| {
 });
 
 fn read(data: &[u8]) -> Result<(), Error> {
-    let pool = pool::current()?;
-    let tensor = Coded::parse(data)?;
-    let shape = tensor.layout().shape();
+    let (pool, coded) = (pool::current()?, Coded::parse(data)?);
+    let shape = coded.layout().shape();
     if shape.experts.saturating_mul(shape.rows).max(shape.columns) > MAX_SIZE {
         return Ok(());
     }
-    let view = tensor.view(data)?;
-    let verified = view.verify(&pool);
-    let plain = view.expand(&pool)?;
-    let parsed = View::parse(&plain)?;
-    assert!(verified.is_err() || parsed.verify(&pool).is_ok());
+    let verified = coded.verify(data, &pool);
+    let bytes = coded.view(data)?.expand(&pool)?;
+    let plain = tensor::open(&bytes)?;
+    assert!(verified.is_err() || plain.verify(&bytes, &pool).is_ok());
     if shape.experts > 0 {
-        let x = vec![1.0f32; 3 * shape.columns];
-        for mode in MODES {
+        let (x, mut offsets) = (vec![1.0f32; 3 * shape.columns], vec![0; shape.experts]);
+        offsets.push(3);
+        let product = |tensor: &dyn Tensor, data: &[u8], compute: Compute| {
+            let mut y = vec![0.0; 3 * shape.rows];
+            let projection = tensor.projection(data, compute)?;
+            matmul_grouped(&*projection, (&x[..]).into(), &offsets, &mut y, &pool)?;
+            Ok::<_, Error>(y.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+        };
+        for &mode in plain.modes() {
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-                let (mut y, mut wanted) = (vec![0.0; 3 * shape.rows], vec![0.0; 3 * shape.rows]);
-                matmul(&Groupwise::new(view, mode, isa)?, shape.experts - 1, &x[..], 3, &mut y, &pool)?;
-                matmul(&Groupwise::new(parsed, mode, isa)?, shape.experts - 1, &x[..], 3, &mut wanted, &pool)?;
-                assert!(y.iter().zip(&wanted).all(|(a, b)| a.to_bits() == b.to_bits()));
+                let compute = Compute { mode, activation_bits: None, isa };
+                assert!(product(&coded, data, compute)? == product(&*plain, &bytes, compute)?);
             }
         }
     }

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, products};
 use crate::error::raise;
-use crate::layer::Packed;
+use crate::packed::Packed;
 
 /// A dense matrix of rows x columns, read in place.
 ///

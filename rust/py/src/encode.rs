@@ -199,28 +199,39 @@ pub fn encode_codebook<'py>(
     packed(py, || codebook::encode(content, &*pool::current()?))
 }
 
-/// Codes [ranks, n] and scales [ranks, ceil(n / 64)] of one factor.
-type Codes<'py> = (PyReadonlyArray2<'py, u8>, PyReadonlyArray2<'py, f32>);
-
-fn factor<'a>((codes, scales): &'a Codes<'_>) -> PyResult<Factor<'a>> {
-    Ok(Factor::Codes {
-        codes: values(codes, "codes")?,
-        scales: values(scales, "scales")?,
-    })
+/// The rows of one factor: codes [T, n] and scales [T, ceil(n / 64)], or values [T, n].
+#[derive(FromPyObject)]
+pub enum Rows<'py> {
+    Codes(PyReadonlyArray2<'py, u8>, PyReadonlyArray2<'py, f32>),
+    #[pyo3(transparent)]
+    Values(PyReadonlyArray2<'py, f32>),
 }
 
-/// Adds integer low-rank compensators to a packed group-wise tensor: W = Wq + U V.
+impl Rows<'_> {
+    fn factor(&self, name: &str) -> PyResult<Factor<'_>> {
+        Ok(match self {
+            Rows::Codes(codes, scales) => Factor::Codes {
+                codes: values(codes, name)?,
+                scales: values(scales, name)?,
+            },
+            Rows::Values(rows) => Factor::Values(values(rows, name)?),
+        })
+    }
+}
+
+/// Adds low-rank compensators to a packed group-wise tensor: W = Wq + U V.
 ///
 /// Args:
 ///     base: the packed group-wise tensor, uint8 [bytes].
 ///     ranks: int64 [experts], each at most min(rows, columns); their sum is T.
-///     right: (codes uint8 [T, columns], scales float32 [T, ceil(columns / 64)]) of the rows of V, expert by expert; a
-///         value is scale * (code - 2^(bits - 1)), and scales are exactly what float16 holds.
+///     right: the rows of V, expert by expert, C-contiguous. Of 3 or 8 bits codes and scales, (uint8 [T, columns],
+///         float32 [T, ceil(columns / 64)]): a value is scale * (code - 2^(bits - 1)). Of 16 bits values, float32
+///         [T, columns]. Scales and values are exactly what float16 holds.
 ///     left: likewise the rows of U^T, [T, rows].
-///     bits: 3 or 8.
+///     bits: 3, 8 or 16.
 ///
 /// Raises:
-///     ValueError: a rank, code, scale or shape is out of range.
+///     ValueError: a rank, code, scale, value or shape is out of range.
 ///     CorruptionError: `base` is no group-wise tensor.
 #[pyfunction]
 #[pyo3(signature = (base, ranks, right, left, *, bits))]
@@ -228,43 +239,16 @@ pub fn encode_compensated<'py>(
     py: Python<'py>,
     base: PyReadonlyArray1<'py, u8>,
     ranks: PyReadonlyArray1<'py, i64>,
-    right: Codes<'py>,
-    left: Codes<'py>,
+    right: Rows<'py>,
+    left: Rows<'py>,
     bits: u8,
 ) -> Bytes<'py> {
-    let Some(width) = Width::from_bits(bits).filter(|&width| width != Width::Half) else {
-        return invalid(format!("bits must be 3 or 8, not {bits}"));
+    let Some(width) = Width::from_bits(bits) else {
+        return invalid(format!("bits must be 3, 8 or 16, not {bits}"));
     };
     let (ranks, base) = (counts(&ranks, "ranks")?, values(&base, "base")?);
-    let (right, left) = (factor(&right)?, factor(&left)?);
+    let (right, left) = (right.factor("right")?, left.factor("left")?);
     packed(py, || compensated::encode(base, &ranks, right, left, width))
-}
-
-/// Adds float16 low-rank compensators to a packed group-wise tensor.
-///
-/// Args:
-///     base: the packed group-wise tensor, uint8 [bytes].
-///     ranks: int64 [experts], each at most min(rows, columns); their sum is T.
-///     right: float32 [T, columns], exactly what float16 holds: the rows of V, expert by expert.
-///     left: float32 [T, rows], the rows of U^T.
-///
-/// Raises:
-///     ValueError: a rank, value or shape is out of range.
-///     CorruptionError: `base` is no group-wise tensor.
-#[pyfunction]
-pub fn encode_compensated_f16<'py>(
-    py: Python<'py>,
-    base: PyReadonlyArray1<'py, u8>,
-    ranks: PyReadonlyArray1<'py, i64>,
-    right: PyReadonlyArray2<'py, f32>,
-    left: PyReadonlyArray2<'py, f32>,
-) -> Bytes<'py> {
-    let (ranks, base) = (counts(&ranks, "ranks")?, values(&base, "base")?);
-    let (right, left) = (
-        Factor::Values(values(&right, "right")?),
-        Factor::Values(values(&left, "left")?),
-    );
-    packed(py, || compensated::encode(base, &ranks, right, left, Width::Half))
 }
 
 /// Packs 3-bit codes, 32 of them in three words.

@@ -1,30 +1,16 @@
 //! A layer of gated experts, whatever format each of its projections is in.
 
-use moepack_core::gemm::layer::{Layer, Projection, Routing};
-use moepack_core::simd::Isa;
-use moepack_core::{Result, pool};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2};
+use moepack_core::gemm::layer::{Layer, Routing};
+use moepack_core::pool;
+use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, lengths, products, values};
 use crate::dense::DenseMatrix;
 use crate::error::raise;
+pub use crate::packed::Packed;
 use crate::tensor::PackedTensor;
-
-/// A tensor, packed or dense, that takes part in layers.
-pub trait Packed: Sync {
-    /// Its bytes.
-    fn array(&self) -> &Py<PyArray1<u8>>;
-
-    /// The tensor, of `data`, with the mode of a name (by default the format's own) and an instruction set.
-    fn projection<'a>(
-        &'a self,
-        data: &'a [u8],
-        mode: Option<&str>,
-        isa: Isa,
-    ) -> Result<Box<dyn Projection + 'a>>;
-}
 
 /// The tensor that an object is: a `PackedTensor` or a `DenseMatrix`.
 pub fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {

@@ -7,6 +7,7 @@ mod encode;
 mod error;
 mod layer;
 mod machine;
+mod packed;
 mod solvers;
 mod tensor;
 
@@ -25,7 +26,7 @@ mod _core {
         code_groupwise, encode_codebook, encode_groupwise, encode_ternary, expand_groupwise,
     };
     #[pymodule_export]
-    use super::encode::{encode_compensated, encode_compensated_f16, pack_int3, unpack_int3};
+    use super::encode::{encode_compensated, pack_int3, unpack_int3};
     #[pymodule_export]
     use super::error::{CorruptionError, UnknownFormatError};
     #[pymodule_export]

@@ -12,7 +12,7 @@ use rayon::ThreadPool;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, counts, filled, products};
 use crate::error::{invalid, raise};
-use crate::layer::Packed;
+use crate::packed::Packed;
 
 /// A packed tensor of experts x rows x columns, of any format, opened by its first eight bytes and read in place.
 ///

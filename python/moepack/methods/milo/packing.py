@@ -93,24 +93,22 @@ class Assembly:
         if not self.ranks.any():
             return "groupwise", base, details
         details["rank_bits"] = self.bits
-        if self.bits == 16:
-            return (
-                "compensated",
-                _core.encode_compensated_f16(base, self.ranks, self.right.values, self.left.values),
-                details,
-            )
-        right, left = ((side.codes, side.scales) for side in (self.right, self.left))
-        return "compensated", _core.encode_compensated(base, self.ranks, right, left, bits=self.bits), details
+        blob = _core.encode_compensated(base, self.ranks, self.right.rows(), self.left.rows(), bits=self.bits)
+        return "compensated", blob, details
 
 
 class _Side:
     """The rows of one factor of all experts: codes and scales, or values at 16 bits."""
 
     def __init__(self, rows: int, length: int, bits: int) -> None:
-        integers = bits != 16
+        integers = self.integers = bits != 16
         self.codes = np.zeros((rows, length if integers else 0), np.uint8)
         self.scales = np.zeros((rows, -(-length // FACTOR_GROUP) if integers else 0), np.float32)
         self.values = np.zeros((rows, 0 if integers else length), np.float32)
+
+    def rows(self) -> Any:
+        """All rows as the core takes them."""
+        return (self.codes, self.scales) if self.integers else self.values
 
     def put(self, rows: slice, factor: AffineCodes | Tensor, position: int) -> None:
         """Store an expert's factor."""
