@@ -9,7 +9,7 @@
 | `frequency:r` | experts | r on average, proportional to how often the router chooses the expert |
 | `budget:p` | every matrix | p percent more bytes than without compensators, spent where the error falls most |
 
-Terms add up; `budget` stands alone. Counts are multiples of 16 (of 8 in models whose matrices are below 512) and never
+Terms add up; `budget` stands alone. Ranks are multiples of 16 (of 8 in models whose matrices are below 512) and never
 above the smaller side of their matrix. Where r is no multiple, neighbouring multiples are mixed so that the mean over
 the matrices is r, to within one multiple over all of them.
 """
@@ -66,7 +66,7 @@ def rank_step(sides: Counts) -> int:
 def named_ranks(
     terms: Sequence[Term], sides: Counts, dense: npt.NDArray[np.bool_], kurtosis: Numbers, frequency: Numbers | None
 ) -> Counts:
-    """Counts by named policies.
+    """Ranks by named policies.
 
     Args:
         terms: the sum.
