@@ -143,7 +143,7 @@ def slowly(matrices: torch.Tensor, rank: int) -> torch.Tensor:
 def quality(path: Path, experts: int = 4, tensors: int = 8) -> dict[str, Any]:
     """Relative differences of the errors, over some experts of the first tensors and the first dense layers."""
     sources = list(find_sources(describe(Checkpoint.open(path))))
-    chosen = [s for dense in (False, True) for s in [s for s in sources if s.dense is dense][:tensors]]
+    chosen = [s for dense in (False, True) for s in [s for s in sources if (s.layer is None) is dense][:tensors]]
     sums = {"fast": 0.0, "slow": 0.0}
     seconds = {"fast": 0.0, "slow": 0.0}
     for source in chosen:

@@ -23,7 +23,7 @@ from moepack.methods.milo import Milo
 from moepack.methods.milo.joint import JointSettings, compensate
 from moepack.methods.milo.packing import Assembly, base_bytes, packed_bytes
 from moepack.methods.milo.planning import Planner, Source
-from moepack.methods.milo.ranks import Matrix, named_ranks, parse_ranks
+from moepack.methods.milo.ranks import named_ranks, parse_ranks
 from moepack.methods.milo.statistics import kurtosis, residual_rank, residual_spectrum
 from moepack.solvers.affine import GroupSpec, quantize_affine
 from moepack.solvers.least_squares import LeastSquares
@@ -119,8 +119,9 @@ def test_statistics() -> None:
     assert residual_rank(spectrum, 4) == [2] and residual_rank(spectrum, 5) == [None]
 
 
-def matrices(dense: int, experts: int, side: int = 128) -> list[Matrix]:
-    return [Matrix(side, True)] * dense + [Matrix(side // 2, False)] * experts
+def matrices(dense: int, experts: int, side: int = 128) -> tuple[Any, Any]:
+    """The smaller sides of a model's matrices, and which are dense."""
+    return np.repeat([side, side // 2], [dense, experts]), np.repeat([True, False], [dense, experts])
 
 
 @pytest.mark.parametrize("side", [128, 2048])
@@ -129,8 +130,8 @@ def matrices(dense: int, experts: int, side: int = 128) -> list[Matrix]:
 def test_averages_are_met_exactly(policy: str, rank: int, side: int) -> None:
     found = matrices(3, 64, side)
     rng = np.random.default_rng(0)
-    scores, step = rng.pareto(1.0, len(found)), 8 if side == 128 else 16
-    ranks = named_ranks(parse_ranks(f"{policy}:{rank}"), found, scores, scores)
+    scores, step = rng.pareto(1.0, 67), 8 if side == 128 else 16
+    ranks = named_ranks(parse_ranks(f"{policy}:{rank}"), *found, scores, scores)
     assert not ranks[:3].any() and not (ranks % step).any() and ranks.max() <= side // 2
     assert ranks[3:].sum() == 64 * rank // step * step
     order = np.argsort(scores[3:])
@@ -139,10 +140,10 @@ def test_averages_are_met_exactly(policy: str, rank: int, side: int) -> None:
 
 def test_policies_add_up_and_stop_at_the_matrix() -> None:
     found = matrices(2, 8)
-    flat = np.ones(len(found))
+    flat = np.ones(10)
 
     def ranks(spec: str) -> list[int]:
-        return named_ranks(parse_ranks(spec), found, flat, flat).tolist()
+        return named_ranks(parse_ranks(spec), *found, flat, flat).tolist()
 
     assert ranks("uniform:16") == [16] * 10
     assert ranks("dense:512") == [128] * 2 + [0] * 8
@@ -152,7 +153,7 @@ def test_policies_add_up_and_stop_at_the_matrix() -> None:
     assert ranks("uniform:0") == [0] * 10
     assert ranks("sparse:1000") == [0] * 2 + [64] * 8
     with pytest.raises(ValueError, match="needs a text"):
-        named_ranks(parse_ranks("frequency:8"), found, flat, None)
+        named_ranks(parse_ranks("frequency:8"), *found, flat, None)
 
 
 @pytest.mark.parametrize("spec", ["", "dense", "dense:-1", "dense:1.5", "best:3", "dense:8+", "budget:5+dense:8"])
@@ -172,7 +173,7 @@ class Given(Source):
 
 
 def test_a_budget_weighs_experts_by_their_size_or_their_frequency() -> None:
-    tensor = Given("w", (2, 64, 128), False, "layer", cast(Any, None))
+    tensor = Given("w", (2, 64, 128), "layer", cast(Any, None))
     by_size = Planner([SPEC], SOLVER, 3, torch.device("cpu"))._propose(tensor, SPEC, 8)
     np.testing.assert_allclose(by_size.chains[1].gains, 9 * by_size.chains[0].gains, rtol=0.05)
     counts = {"layer": [74, 24]}  # and one each

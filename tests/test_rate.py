@@ -13,7 +13,7 @@ from moepack import _core
 from moepack.calibration.moments import Tokens, expert_moments, sensitivity
 from moepack.cli import app
 from moepack.methods import Qmoe
-from moepack.methods.qmoe.curves import GAINS, STEPS, RateCurves
+from moepack.methods.qmoe.rate import GAINS, STEPS, RateCurves
 from moepack.pipeline import compress
 from moepack.solvers.rate import RateGrid, RateProblem, RateSettings, row_bits
 

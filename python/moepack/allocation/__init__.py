@@ -4,8 +4,7 @@ Nothing here knows a method, a checkpoint or a format: tensors come as bytes and
 """
 
 from moepack.allocation.budget import Choice, allocate
-from moepack.allocation.candidates import Candidate
-from moepack.allocation.chains import Chain
+from moepack.allocation.candidates import Candidate, Chain
 from moepack.allocation.price import PricedBudget
 
 __all__ = ["Candidate", "Chain", "Choice", "PricedBudget", "allocate"]

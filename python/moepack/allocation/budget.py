@@ -1,11 +1,13 @@
 """The budget solver: one candidate of each tensor, and how many steps of its chains, within a number of bytes.
 
-Every set starts with its cheapest candidate and moves along its hull, the steps of all sets by falling price (Everett
-1963: what one price buys is optimal for the bytes that it takes). A set whose candidates have no chains goes as far as
-its steps are bought. Where candidates have chains, the price of the first step that does not fit decides the candidate,
-for its steps exclude those of the others, and then the chain's own steps are bought one by one. So the loss exceeds
-the least possible by no more than the bytes that one step left over were worth. Results depend on nothing but the order
-of the tensors, and on that only between steps of equal price (`moepack.allocation.chains`).
+Every set starts with its cheapest candidate and moves along the lower convex hull of loss over bytes, the steps of all
+sets by falling price of a byte (Everett 1963: what one price buys is optimal for the bytes that it takes). A set whose
+candidates have no chains goes as far as its steps are bought. Where candidates have chains, the price of the first step
+that does not fit decides the candidate, for its steps exclude those of the others, and then the chains' own steps are
+bought one by one. So the loss exceeds the least possible by no more than what that step would pay for the bytes left.
+
+Steps of equal price have one order, which fixes the bytes of packed models: the earlier step of its chain first, then
+the earlier chain. Steps that gain nothing are never bought.
 """
 
 from __future__ import annotations
@@ -13,16 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 
-from moepack.allocation.candidates import Candidate, hull
-from moepack.allocation.chains import Chain, Counts, Steps
+from moepack.allocation.candidates import Candidate, Chain, Counts, S
 
-__all__ = ["Choice", "allocate"]
-
-S = TypeVar("S")
+__all__ = ["Choice", "Steps", "allocate", "hull"]
 
 _TRIALS = 12
 """Budgets that are tried, by bisection, until bytes as stored come within a 4000th of what steps may take."""
@@ -51,21 +50,20 @@ def allocate(
     Raises:
         ValueError: the smallest candidates take more than the budget, or a tensor has none.
     """
-    sets = [_Set(candidates) for candidates in tensors]
-    least = sum(one.start.nbytes for one in sets)
+    hulls = [hull(candidates) for candidates in tensors]
+    least = sum(along[0].nbytes for along, _ in hulls)
     if least > budget:
         raise ValueError(f"the smallest candidates take {least:,} bytes, the budget is {budget:,}")
-    steps = Steps([one.chain for one in sets])
-    for one, at in zip(sets, steps.above(steps.price(budget - least)).tolist(), strict=True):
-        one.settle(at)
-    steps = Steps([chain for one in sets for chain in one.chains])
-    ends = np.cumsum([0, *(len(one.chains) for one in sets)]).tolist()
+    decided = Steps([chain for _, chain in hulls]).above(budget - least).tolist()
+    starts = [_Start.of(*found, at) for found, at in zip(hulls, decided, strict=True)]
+    steps = Steps([chain for start in starts for chain in start.chains])
+    ends = np.cumsum([0, *(len(start.chains) for start in starts)]).tolist()
 
     def choices(offer: int) -> list[Choice[S]]:
         counts = steps.within(offer)
-        return [one.choice(counts[first:end]) for one, (first, end) in zip(sets, pairwise(ends), strict=True)]
+        return [start.choice(counts[first:end]) for start, (first, end) in zip(starts, pairwise(ends), strict=True)]
 
-    low, high = 0, budget - sum(one.start.nbytes for one in sets)
+    low, high = 0, budget - sum(start.along[0].nbytes for start in starts)
     offer, best = high, choices(0)
     for _ in range(_TRIALS):
         found = choices(offer)
@@ -79,27 +77,96 @@ def allocate(
     return best
 
 
-class _Set(Generic[S]):
-    """The candidates of a tensor while they are chosen from: where it starts, and the chains that lead on from there.
+@dataclass(frozen=True)
+class _Start(Generic[S]):
+    """Where a tensor starts: the candidates that its one chain leads along, or one candidate with chains of its own."""
 
-    A set without chains of its own is led along its hull.
-    """
+    along: Sequence[Candidate[S]]
+    chains: Sequence[Chain]
 
-    def __init__(self, candidates: Sequence[Candidate[S]]) -> None:
-        self.candidates = candidates
-        self.points, self.chain = hull(candidates)
-        self.refined = any(candidate.chains for candidate in candidates)
-        self.start = candidates[self.points[0]]
-        self.chains: Sequence[Chain] = [self.chain]
-
-    def settle(self, point: int) -> None:
-        """Keep the candidate at a point of the hull, if it has steps of its own."""
-        if self.refined:
-            self.start = self.candidates[self.points[point]]
-            self.chains = self.start.chains
+    @classmethod
+    def of(cls, along: Sequence[Candidate[S]], chain: Chain, decided: int) -> _Start[S]:
+        """The start of a set for which the price decided on a point of its hull."""
+        if any(candidate.chains for candidate in along):
+            along = [along[decided]]
+        return cls(along, [chain] if len(along) > 1 else along[0].chains)
 
     def choice(self, steps: Counts) -> Choice[S]:
         """What so many steps of the chains lead to."""
-        if self.refined:
-            return Choice(self.start, steps)
-        return Choice(self.candidates[self.points[steps[0]]], steps[:0])
+        return Choice(self.along[0], steps) if len(self.along) == 1 else Choice(self.along[steps[0]], steps[:0])
+
+
+def hull(candidates: Sequence[Candidate[S]]) -> tuple[list[Candidate[S]], Chain]:
+    """The lower convex hull of a set, the best steps of each candidate's chains included.
+
+    Returns:
+        The candidate at each point (of equal ones the first), from the least bytes on, and the chain of steps from
+        point to point.
+    """
+    if not candidates:
+        raise ValueError("a tensor without candidates")
+    steps = [Steps(candidate.chains) for candidate in candidates]
+    owners = np.repeat(np.arange(len(steps)), [1 + len(own.spent) for own in steps])
+    nbytes = np.concatenate([np.append(0, own.spent) + c.nbytes for c, own in zip(candidates, steps, strict=True)])
+    losses = np.concatenate([c.loss - np.append(0, own.gained) for c, own in zip(candidates, steps, strict=True)])
+    order = np.lexsort((losses, nbytes))
+    best = np.minimum.accumulate(losses[order])
+    kept = order[np.append(True, losses[order][1:] < best[:-1])]
+    while True:
+        chain = Chain(np.diff(nbytes[kept]), -np.diff(losses[kept]))
+        slopes = chain.gains / chain.costs
+        # A point on or above the line between its neighbours is no corner, whatever becomes of the neighbours.
+        corners = np.ones(len(kept), bool)
+        corners[1:-1] = slopes[1:] < slopes[:-1]
+        if corners.all():
+            return [candidates[owner] for owner in owners[kept]], chain
+        kept = kept[corners]
+
+
+class Steps:
+    """The steps of some chains in the order in which they are bought.
+
+    Attributes:
+        spent, gained: bytes and gains of all steps up to and with each.
+    """
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self._chains = len(chains)
+        lengths = np.array([len(chain.gains) for chain in chains], np.int64)
+        owners = np.repeat(np.arange(len(chains)), lengths)
+        places = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        prices = np.concatenate([np.empty(0), *(chain.prices for chain in chains)])
+        order = np.lexsort((owners, places, -prices))
+        order = order[prices[order] > 0]
+        self._owners, self._prices = owners[order], prices[order]
+        self._costs = np.concatenate([np.empty(0, np.int64), *(chain.costs for chain in chains)])[order]
+        self.spent = np.cumsum(self._costs)
+        self.gained = np.cumsum(np.concatenate([np.empty(0), *(chain.gains for chain in chains)])[order])
+
+    def above(self, budget: int) -> Counts:
+        """How many steps of each chain pay more than the first step that does not fit into a budget."""
+        first = self._fitting(budget)
+        price = self._prices[first] if first < len(self._prices) else 0.0
+        return self._counts(int(np.searchsorted(-self._prices, -price)))
+
+    def within(self, budget: int) -> Counts:
+        """How many steps of each chain a budget buys; one that does not fit ends its chain, others may still fit."""
+        first = self._fitting(budget)
+        counts, ended = self._counts(first), np.zeros(self._chains, bool)
+        left = budget - int(self.spent[first - 1]) if first else budget
+        least = int(self._costs.min(initial=budget + 1))
+        while first < len(self._costs) and least <= left:
+            owner, cost = self._owners[first], int(self._costs[first])
+            if cost > left:
+                ended[owner] = True
+            elif not ended[owner]:
+                left -= cost
+                counts[owner] += 1
+            first += 1
+        return counts
+
+    def _fitting(self, budget: int) -> int:
+        return int(np.searchsorted(self.spent, budget, side="right"))
+
+    def _counts(self, bought: int) -> Counts:
+        return np.bincount(self._owners[:bought], minlength=self._chains).astype(np.int64)

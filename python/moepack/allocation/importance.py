@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.allocation.chains import Numbers
+from moepack.allocation.candidates import Numbers
 
 __all__ = ["curvatures", "evenness", "relative", "shares", "visits"]
 

@@ -22,6 +22,7 @@ price, so prices may be tried on some rows and used for the others.
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -151,13 +152,7 @@ class RateProblem:
 
     def rows(self, picked: Tensor) -> RateProblem:
         """The problem with the rows picked [K] int64 only; one may be picked many times."""
-        part = object.__new__(RateProblem)
-        part.settings, part.hessians, part.factors, part.importance = (
-            self.settings,
-            self.hessians,
-            self.factors,
-            self.importance,
-        )
+        part = copy(self)
         part.weights = self.weights[:, picked]
         return part
 

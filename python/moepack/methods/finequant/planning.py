@@ -7,14 +7,15 @@ tokens that visit one.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moepack.allocation import Candidate, allocate
 from moepack.allocation.importance import visits
-from moepack.checkpoint import Checkpoint, MoeModel, Projection
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.architectures import described
 from moepack.methods.base import Shape
 from moepack.methods.finequant.sizes import GroupSize, packed_bytes, sizes_for
 from moepack.solvers.groupwise import group_values, quantize_groupwise
@@ -26,8 +27,6 @@ SAMPLE = 1 << 20
 
 REFERENCE = 64
 """The group size whose bytes are the budget where none is given."""
-
-_TOP_K = ("num_experts_per_tok", "num_selected_experts", "moe_top_k", "top_k")
 
 
 @dataclass(frozen=True)
@@ -81,42 +80,32 @@ def proposals(
     Raises:
         InvalidTensorError: a sampled weight is NaN or infinite.
     """
-    # Switch says no k: one expert.
-    chosen = next((checkpoint.config[key] for key in _TOP_K if isinstance(checkpoint.config.get(key), int)), 1)
 
-    def propose(name: str, shape: Shape, width: int, sample: torch.Tensor, importance: float) -> Proposal:
-        values, found = sample.float(), []
+    def propose(name: str, shape: Shape, width: int, importance: float, matrices: Iterable[torch.Tensor]) -> Proposal:
+        values, factor = _sample(shape, matrices)
+        found = []
         for size in sizes_for(shape[2]):
             groups = quantize_groupwise(values, width, size, symmetric=symmetric, search=search, name=name)
             # Summed by NumPy: torch's order follows the number of threads, and sizes could follow it.
             error = (group_values(groups, width, size) - values).square_().sum(-1).numpy().sum(dtype="float64")
             nbytes = packed_bytes(shape, width, size, symmetric)
-            found.append(Candidate("groupwise", size, nbytes, importance * float(error)))
+            found.append(Candidate("groupwise", size, nbytes, factor * importance * float(error)))
         return Proposal(name, shape, width, found)
 
+    chosen = described(model.architecture).top_k(checkpoint.config)
     for layer in model.layers:
         share = visits(chosen, layer.experts)
-        for projection in layer.projections:
-            sample, factor = _sample(projection)
-            yield propose(projection.packed_name, projection.shape, bits["experts"], sample, factor * share)
+        for part in layer.projections:
+            yield propose(part.packed_name, part.shape, bits["experts"], share, map(part.expert, range(layer.experts)))
     for dense in model.dense:
         for linear in dense.only(frozenset(bits)).linears:
-            rows = _rows(linear.shape[0], max(1, SAMPLE // max(linear.shape[1], 1)))
-            factor = linear.shape[0] / max(len(rows), 1)
-            yield propose(linear.source, (1, *linear.shape), bits[linear.role], linear.matrix()[rows], factor)
+            yield propose(linear.source, (1, *linear.shape), bits[linear.role], 1.0, [linear.matrix()])
 
 
-def _sample(projection: Projection) -> tuple[torch.Tensor, float]:
-    """Some rows of every expert, `[N, C]`, and how many rows each stands for."""
-    experts, rows, columns = projection.shape
-    chosen = _rows(rows, max(1, SAMPLE // max(experts * columns, 1)))
-    parts = [projection.expert(expert)[chosen] for expert in range(experts)]
-    sample = torch.cat(parts) if parts else torch.empty(0, columns)
-    return sample, rows / max(len(chosen), 1)
-
-
-def _rows(rows: int, count: int) -> torch.Tensor:
-    """At most `count` rows at even distances."""
-    if count >= rows:
-        return torch.arange(rows)
-    return torch.arange(count) * rows // count
+def _sample(shape: Shape, matrices: Iterable[torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """Rows at even distances of every matrix, `[N, C]` float32, and how many rows each stands for."""
+    experts, rows, columns = shape
+    count = min(rows, max(1, SAMPLE // max(experts * columns, 1)))
+    chosen = torch.arange(count) * rows // max(count, 1)
+    parts = [matrix[chosen].float() for matrix in matrices]
+    return torch.cat([torch.empty(0, columns), *parts]), rows / max(count, 1)

@@ -15,15 +15,7 @@ from moepack import _core
 from moepack.methods.base import Shape
 from moepack.solvers.groupwise import BITS, GROUP_SIZES
 
-__all__ = [
-    "GroupSize",
-    "free_size",
-    "halving_ratios",
-    "halvings",
-    "packed_bytes",
-    "sizes_for",
-    "stored_size",
-]
+__all__ = ["GroupSize", "free_size", "halving_ratios", "halvings", "packed_bytes", "sizes_for", "stored_size"]
 
 GroupSize = int | None
 
@@ -57,23 +49,18 @@ def halving_ratios(weight: torch.Tensor, mean: bool = False) -> NDArray[np.float
     Returns:
         A ratio in [0, 1] for each width of `halvings` but the first; parents that are zero count as 1.
     """
-    ranges = weight.float().abs()
     widths = halvings(weight.shape[1])
-    amax: list[torch.Tensor] = []
-    for width in reversed(widths):
-        finer, span = (ranges, 1) if not amax else (amax[-1], widths[len(widths) - len(amax)])
-        amax.append(_group_max(finer, -(-width // span)))
-    amax.reverse()
+    amax = [_group_max(weight.float().abs(), widths[-1])]
+    for finer, width in pairwise(reversed(widths)):
+        amax.insert(0, _group_max(amax[0], -(-width // finer)))
     ratios = []
     for parent, child in pairwise(amax):
         fan = -(-child.shape[1] // max(parent.shape[1], 1))
         above = parent.repeat_interleave(fan, dim=1)[:, : child.shape[1]]
         ratio = torch.where(above > 0, child / above, torch.ones_like(child))
         # Summed by NumPy: torch's order follows the number of threads, and sizes could follow it.
-        found = (
-            ratio.numpy().mean(dtype=np.float64) if mean and ratio.numel() else ratio.min() if ratio.numel() else 1.0
-        )
-        ratios.append(float(found))
+        found = ratio.numpy()
+        ratios.append(float(found.mean(dtype=np.float64)) if mean and found.size else float(found.min(initial=1.0)))
     return np.array(ratios)
 
 
@@ -98,12 +85,8 @@ def stored_size(columns: int, ratios: Sequence[float] | NDArray[np.float64], alp
         The coarsest group size of the format that is no coarser than where the rule ends.
     """
     widths = halvings(columns)
-    end = 0
-    while end < len(ratios) and ratios[end] < alpha:
-        end += 1
-    if end == 0:
-        return None
-    return min(max(GROUP_SIZES), widths[end])
+    end = next((at for at, ratio in enumerate(ratios) if ratio >= alpha), len(ratios))
+    return min(max(GROUP_SIZES), widths[end]) if end else None
 
 
 def free_size(shape: Shape, size: GroupSize, symmetric: bool = True) -> GroupSize:

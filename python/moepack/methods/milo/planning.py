@@ -4,12 +4,11 @@ Policies that look at weights (kurtosis, budget) read the model once, one batch 
 a matrix are kept. The budget policy rounds everything once and takes the singular values of what is lost: their squares
 are the measured fall of the error by each rank.
 
-The squared error of a projection of a layer counts as a share of the squares of its weights. So all of a layer's
-experts together count as much as one attention projection, though they have many times its weights: what a token meets
-is what counts. Among a layer's experts those count most that have the largest weights, and training has made those
-large that it chose often: on the measured models the squared norm follows the frequency with a correlation of 0.7 to
-0.97 in most layers whose experts are chosen unequally. Where frequencies are known, each expert's error counts as a
-share of its own squares, and by its frequency, instead (`moepack.allocation.importance`).
+Errors count as shares of the squares of weights (`relative` importance). So all of a layer's experts together count as
+much as one attention projection, though they have many times its weights: what a token meets is what counts. Among a
+layer's experts those with the largest weights count most, and training has made those large that it chose often: on the
+measured models the squared norm follows the frequency with a correlation of 0.7 to 0.97 in most layers whose experts
+are chosen unequally. Where frequencies are known, they replace that.
 A budget also says which tensors do without offsets: most experts, whose ranks are worth more.
 """
 
@@ -23,14 +22,14 @@ import torch
 from torch import Tensor
 
 from moepack.allocation import Candidate, Chain, Choice, allocate
-from moepack.allocation.chains import Numbers
+from moepack.allocation.candidates import Numbers
 from moepack.allocation.importance import relative, shares
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import DenseLinear
 from moepack.checkpoint.model import Projection
 from moepack.methods.base import Shape
 from moepack.methods.milo.packing import base_bytes, factor_bytes, packed_bytes
-from moepack.methods.milo.ranks import Matrix, Term, named_ranks, rank_step
+from moepack.methods.milo.ranks import Term, named_ranks, rank_step
 from moepack.methods.milo.statistics import kurtosis, residual_spectrum
 from moepack.methods.parallel import for_experts
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine
@@ -50,11 +49,10 @@ _TENSOR_HEADER, _SHARD_HEADER = 160, 192
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be packed: name, [E, R, C], whether it is dense, and the layer of its experts or None."""
+    """A tensor to be packed: name, [E, R, C], and the layer of its experts, or None where it is dense."""
 
     name: str
     shape: Shape
-    dense: bool
     layer: str | None
     part: Projection | DenseLinear
 
@@ -83,12 +81,7 @@ def workers(weights: int) -> int:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What was decided, by packed tensor.
-
-    Attributes:
-        ranks: of each expert.
-        specs: the grid.
-    """
+    """What was decided, by packed tensor: the rank of each expert, and the grid."""
 
     ranks: Mapping[str, list[int]] = field(default_factory=dict)
     specs: Mapping[str, GroupSpec] = field(default_factory=dict)
@@ -129,16 +122,18 @@ class Planner:
                 unknown.
         """
         sources = list(find_sources(model))
-        matrices = [Matrix(min(source.shape[1:]), source.dense) for source in sources for _ in range(source.shape[0])]
+        counts = [source.shape[0] for source in sources]
+        sides = np.repeat([min(source.shape[1:]) for source in sources], counts)
+        dense = np.repeat([source.layer is None for source in sources], counts)
         if memory is not None or terms[0].policy == "budget":
             fixed = self._fixed_bytes(checkpoint, model, sources)
             if memory is None:
                 plain = fixed + sum(base_bytes(source.shape, self.specs[0]) for source in sources)
                 memory = int(plain * (1 + terms[0].amount / 100))
-            return self._by_budget(sources, rank_step(matrices), memory, fixed)
+            return self._by_budget(sources, rank_step(sides), memory, fixed)
         chosen = np.concatenate([self._shares(source) for source in sources]) if self.frequency else None
-        ranks = named_ranks(terms, matrices, self._kurtosis(sources, terms), chosen)
-        parts = np.split(ranks, np.cumsum([source.shape[0] for source in sources])[:-1])
+        ranks = named_ranks(terms, sides, dense, self._kurtosis(sources, terms), chosen)
+        parts = np.split(ranks, np.cumsum(counts)[:-1])
         found = {source.name: part.tolist() for source, part in zip(sources, parts, strict=True)}
         return RankPlan(found, {source.name: self.specs[0] for source in sources})
 
@@ -153,14 +148,14 @@ class Planner:
         """Numbers of every matrix of a tensor, [E, n], by its weights [e, R, C] and which experts they are."""
         _, rows, columns = source.shape
         parts = list(batches(range(source.shape[0]), rows * columns))
-        found: dict[int, Numbers] = {}
+        found = [np.empty(0)] * len(parts)
 
         def work(number: int) -> None:
             numbers = of(source.experts(parts[number], self.device), parts[number])
             found[number] = numbers.double().cpu().numpy()
 
         for_experts(work, len(parts), lambda: None, most=workers(rows * columns), alone=True)
-        return np.concatenate([found[number] for number in range(len(parts))])
+        return np.concatenate(found)
 
     def _shares(self, source: Source) -> Numbers:
         """For each matrix of a tensor the share of its layer's choices, a dense one's being 1."""
@@ -168,12 +163,11 @@ class Planner:
 
     def _fixed_bytes(self, checkpoint: Checkpoint, model: MoeModel, sources: Sequence[Source]) -> int:
         """What all safetensors files hold beside the packed tensors, to within the padding of headers."""
-        packed = {source.name for source in sources if source.dense}
-        total = _SHARD_HEADER * (1 + len(model.layers) + len(model.dense))
-        for name in model.dense_names:
-            if name not in packed:
-                total += checkpoint.info(name).nbytes + _TENSOR_HEADER + len(name)
-        return total + sum(_TENSOR_HEADER + len(source.name) for source in sources)
+        packed = {source.name for source in sources}
+        kept = {name for name in model.dense_names if name not in packed}
+        headers = sum(_TENSOR_HEADER + len(name) for name in packed | kept)
+        shards = _SHARD_HEADER * (1 + len(model.layers) + len(model.dense))
+        return shards + headers + sum(checkpoint.info(name).nbytes for name in kept)
 
     def _by_budget(self, sources: Sequence[Source], step: int, memory: int, fixed: int) -> RankPlan:
         bare = fixed + sum(min(base_bytes(source.shape, spec) for spec in self.specs) for source in sources)
@@ -211,7 +205,7 @@ class Planner:
 
         found = self._measure(source, errors)
         importance = relative(found[:, 0], self._shares(source) if self.frequency else None)
-        falls = found[:, 1:] * (importance * (self.dense_weight if source.dense else 1.0))[:, None]
+        falls = found[:, 1:] * (importance * (self.dense_weight if source.layer is None else 1.0))[:, None]
         costs = np.full(falls.shape[1] - 1, step * factor_bytes(rows, columns, self.rank_bits), np.int64)
         chains = [Chain(costs, gains) for gains in falls[:, 1:]]
         return Candidate("compensated", spec, base_bytes(source.shape, spec), float(falls[:, 0].sum()), chains)
@@ -221,7 +215,7 @@ def find_sources(model: MoeModel) -> Iterator[Source]:
     """Everything that is packed, in a fixed order."""
     for block in model.dense:
         for linear in block.only(DENSE_ROLES).linears:
-            yield Source(linear.source, (1, *linear.shape), True, None, linear)
+            yield Source(linear.source, (1, *linear.shape), None, linear)
     for layer in model.layers:
         for projection in layer.projections:
-            yield Source(projection.packed_name, projection.shape, False, layer.name, projection)
+            yield Source(projection.packed_name, projection.shape, layer.name, projection)

@@ -23,15 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moepack.allocation.chains import Numbers
+from moepack.allocation.candidates import Counts, Numbers
 
-__all__ = ["Matrix", "Ranks", "Term", "named_ranks", "parse_ranks", "rank_step"]
+__all__ = ["Term", "named_ranks", "parse_ranks", "rank_step"]
 
 NAMED = ("uniform", "dense", "sparse", "kurtosis", "frequency")
 _SMALL_SIDE = 512
 _TERM = re.compile(r"([a-z]+):(\d+(?:\.\d+)?)")
-
-Ranks = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,6 @@ class Term:
 
     policy: str
     amount: float
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix to be compensated: its smaller side, and whether every token passes through it."""
-
-    side: int
-    dense: bool
 
 
 def parse_ranks(spec: str) -> tuple[Term, ...]:
@@ -68,19 +58,20 @@ def parse_ranks(spec: str) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def rank_step(matrices: Sequence[Matrix]) -> int:
-    """What ranks are multiples of."""
-    return 8 if max((matrix.side for matrix in matrices), default=0) < _SMALL_SIDE else 16
+def rank_step(sides: Counts) -> int:
+    """What ranks of matrices with these smaller sides are multiples of."""
+    return 8 if sides.max(initial=0) < _SMALL_SIDE else 16
 
 
 def named_ranks(
-    terms: Sequence[Term], matrices: Sequence[Matrix], kurtosis: Numbers, frequency: Numbers | None
-) -> Ranks:
+    terms: Sequence[Term], sides: Counts, dense: npt.NDArray[np.bool_], kurtosis: Numbers, frequency: Numbers | None
+) -> Counts:
     """Ranks by named policies.
 
     Args:
         terms: the sum.
-        matrices: all matrices of the model, in a fixed order.
+        sides: the smaller side of every matrix of the model, in a fixed order.
+        dense: whether every token passes through it.
         kurtosis: of each.
         frequency: share of the tokens of its layer that each is chosen for; None where it is unknown.
 
@@ -90,10 +81,9 @@ def named_ranks(
     Raises:
         ValueError: `frequency` is asked for and unknown.
     """
-    step = rank_step(matrices)
-    most = np.array([matrix.side // step * step for matrix in matrices], np.int64)
-    dense = np.array([matrix.dense for matrix in matrices], bool)
-    ranks = np.zeros(len(matrices), np.int64)
+    step = rank_step(sides)
+    most = sides // step * step
+    ranks = np.zeros_like(most)
     for term in terms:
         chosen = {"uniform": dense | ~dense, "dense": dense}.get(term.policy, ~dense)
         if term.policy == "kurtosis":
@@ -110,13 +100,13 @@ def named_ranks(
     return np.minimum(ranks, most)
 
 
-def _spread(count: int, rank: int, step: int) -> Ranks:
+def _spread(count: int, rank: int, step: int) -> Counts:
     """`count` multiples of `step` whose mean is `rank`, the larger ones evenly among the smaller ones."""
     edges = np.arange(count + 1, dtype=np.int64) * rank // step
     return np.diff(edges) * step
 
 
-def _share(scores: Numbers, mean: float, most: Ranks, step: int) -> Ranks:
+def _share(scores: Numbers, mean: float, most: Counts, step: int) -> Counts:
     """Multiples of `step` in proportion to scores, none above `most`, of the given mean where that is possible.
 
     What a capped matrix cannot take goes to the others, in proportion again; the last units go to the largest
