@@ -40,6 +40,9 @@ PROCESS = 450 << 20
 WORKING = 32
 """Bytes a weight of the experts in work at a time: copies in float32 and candidates."""
 
+HESSIAN = 16
+"""Bytes of calibration for each expert in work and pair of columns: sums of the inputs, and their inverse."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -187,7 +190,7 @@ def _expected(method: Method, unit: Unit) -> Expected:
 
 def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) -> int:
     """The process, codes of one tensor (a byte a weight), the packed tensors of a layer, and the experts in work; with
-    calibration the layer itself in float32, and the states of all tokens before and after a block."""
+    calibration the layer itself in float32, Hessians, and the states of all tokens before and after a block."""
     layers = [shard.layer for shard in plan.shards if shard.layer is not None]
     shapes = [unit.weights.shape for unit in _packed_units(plan)]
     if not shapes:
@@ -199,6 +202,7 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
     if isinstance(method, CalibratedMethod):
         states = _tokens(method) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
         total += 4 * max(sum(math.prod(unit.shape) for unit in units(layer)) for layer in layers) + 2 * 4 * states
+        total += HESSIAN * max(min(experts, getattr(method, "group", 1)) * columns**2 for experts, _, columns in shapes)
     return total
 
 
