@@ -17,7 +17,7 @@ from moepack.methods.base import Shape
 from moepack.methods.finequant.sizes import Choice, GroupSize, allocate, packed_bytes, sizes_for
 from moepack.solvers.groupwise import group_values, quantize_groupwise
 
-__all__ = ["REFERENCE", "BudgetPlan", "choices_of"]
+__all__ = ["REFERENCE", "BudgetPlan", "choices_of", "token_share"]
 
 SAMPLE = 1 << 20
 """Weights of a tensor that errors are measured on, about."""
@@ -98,7 +98,7 @@ def choices_of(
 
 def _tensors(checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int]) -> Iterator[Tensor]:
     for layer in model.layers:
-        share = _share(checkpoint, layer.experts)
+        share = token_share(checkpoint, layer.experts)
         for projection in layer.projections:
             sample, factor = _sample(projection)
             yield Tensor(projection.packed_name, projection.shape, bits["experts"], factor * share, sample)
@@ -110,7 +110,7 @@ def _tensors(checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int]) -
             yield Tensor(linear.source, (1, *linear.shape), bits[linear.role], factor, sample)
 
 
-def _share(checkpoint: Checkpoint, experts: int) -> float:
+def token_share(checkpoint: Checkpoint, experts: int) -> float:
     """The share of tokens that visit an expert: k / E; 1 / E for Switch, which says no k."""
     chosen = next((checkpoint.config[key] for key in _TOP_K if isinstance(checkpoint.config.get(key), int)), 1)
     return chosen / max(experts, 1)
