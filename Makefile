@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := build/demo
+SAMPLE := --prompt "She opened the door and saw" --temperature 0.7 --seed 3 --max-new-tokens 60
 RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name '*.rs' -o -name '*.toml' -o -name '*.bin' \) -print)
 
 .PHONY: help setup demo test test-rust test-python lint format wheel bench clean
@@ -24,13 +25,16 @@ $(VENV)/built: $(BIN)/maturin pyproject.toml $(RUST)
 
 setup: $(VENV)/built ## Create .venv with all dependencies and the release build
 
-demo: setup ## Compress examples/tiny-moe, inspect, verify and evaluate it, generate from it
+demo: setup ## Compress examples/tiny-moe, inspect, verify and evaluate it, let both models write
 	rm -rf $(DEMO) && mkdir -p $(dir $(DEMO))
-	$(BIN)/moepack compress examples/tiny-moe $(DEMO) --method ternary
+	$(BIN)/moepack compress examples/tiny-moe $(DEMO)
 	$(BIN)/moepack inspect $(DEMO)
 	$(BIN)/moepack verify $(DEMO)
 	$(BIN)/moepack eval $(DEMO) --text examples/texts/white-fang.txt --reference examples/tiny-moe
-	$(BIN)/moepack generate $(DEMO) --prompt "The wolf looked at the fire, and" --max-new-tokens 60
+	@echo 'The original writes:'
+	$(BIN)/moepack generate examples/tiny-moe $(SAMPLE)
+	@echo 'The packed model writes, with the same random numbers:'
+	$(BIN)/moepack generate $(DEMO) $(SAMPLE)
 
 test: test-rust test-python ## Run all tests, Rust and Python
 

@@ -21,9 +21,11 @@ LINE_INTERVAL = 5.0
 
 
 def eval_command(
-    directory: Annotated[Path, typer.Argument(help="Model directory, packed or not.")],
+    directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
     text: Annotated[Path, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)],
-    reference: Annotated[Path | None, typer.Option(help="Model directory to compare with.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Model directory or hub id to compare with, usually the original.")
+    ] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",

@@ -13,17 +13,21 @@ __all__ = ["generate_command"]
 
 
 def generate_command(
-    directory: Annotated[Path, typer.Argument(help="Model directory, packed or not.")],
+    directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; for Switch with <extra_id_0> where text is missing.")],
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.", min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, more samples.", min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(help="0 always takes the likeliest token; above 0 it is drawn.", min=0.0)
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
     mode: Annotated[str | None, typer.Option(help="Products of packed integers: exact, int8 or bf16.")] = None,
-    resident: Annotated[bool, typer.Option("--resident", help="Copy the weights into huge pages first.")] = False,
+    resident: Annotated[
+        bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
+    ] = False,
 ) -> None:
-    """Generate text; the tokens go to stdout as they come, the speed to stderr at the end."""
+    """Continue a prompt: the text goes to standard output as it is made, the speed to standard error at the end."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.memory import process_memory
     from moepack.runtime.generation import generate

@@ -13,7 +13,7 @@ from moepack.cli.usage import wrong_usage
 
 def tune_command(
     packed: Annotated[Path, typer.Argument(help="Packed directory of codebooks (--method codequant).")],
-    original: Annotated[Path, typer.Argument(help="The checkpoint that it was made of.")],
+    original: Annotated[Path, typer.Argument(help="The checkpoint that it was made of: directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
     calibration: Annotated[str, typer.Option(help="Text file, JSON lines, directory, or data set of the hub.")],
     samples: Annotated[int, typer.Option(min=2, help="Calibration samples.")] = 128,
@@ -22,7 +22,7 @@ def tune_command(
     rate: Annotated[float, typer.Option(help="Learning rate, relative to the largest centroid of a codebook.")] = 5e-4,
     batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
     router_weight: Annotated[
-        float, typer.Option(help="What the divergence of the routers counts beside that of the predictions.")
+        float, typer.Option(help="Weight of the divergence of the routers; that of the predictions is 1.")
     ] = 1.0,
     device: Annotated[
         str, typer.Option(callback=usable_device, help="Where both models run, in float32 and with gradients.")

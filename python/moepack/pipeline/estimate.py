@@ -22,23 +22,27 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import CalibratedMethod, Expected, Method, SizedMethod
+from moepack.methods.finequant.planning import token_share
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.plan import Plan, make_plan, space_bound
 from moepack.pipeline.units import Unit, bound, units
 
 __all__ = ["Estimate", "Part", "estimate"]
 
-SECONDS = {"ternary": 15, "finequant": 90, "milo": 700, "codequant": 700, "qmoe": 700}
+SECONDS = {"ternary": 15, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
 """Seconds in which one thread of a Zen 3 packs 10^9 weights, by method; calibration comes on top."""
 
-TOKEN_SECONDS = 3e-11
-"""Seconds of one thread for each token of the calibration set and weight that is packed."""
+TOKEN_SECONDS = 3e-10
+"""Seconds of one thread for each weight that is packed and each token of the calibration set that visits it."""
 
 PROCESS = 450 << 20
 """Bytes of a process that has imported torch."""
 
 WORKING = 32
 """Bytes a weight of the experts in work at a time: copies in float32 and candidates."""
+
+HESSIAN = 16
+"""Bytes of calibration for each expert in work and pair of columns: sums of the inputs, and their inverse."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +140,12 @@ def estimate(
     kept = sum(path.stat().st_size for path in plan.copies)
     kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
     workers = threads or torch.get_num_threads()
+    experts = described.layers[0].experts if described.layers else 0
     return Estimate(
         model=checkpoint.path,
         architecture=described.architecture,
         layers=len(described.layers),
-        experts=described.layers[0].experts if described.layers else 0,
+        experts=experts,
         method=method.name,
         settings=method.settings,
         parts=parts,
@@ -151,7 +156,7 @@ def estimate(
         disk=space_bound(plan, checkpoint, method, ()),
         free_disk=shutil.disk_usage(next(above for above in target.parents if above.exists())).free,
         threads=workers,
-        seconds=_seconds(sum(part.weights for part in parts), method, workers),
+        seconds=_seconds(checkpoint, parts, experts, method, workers),
     )
 
 
@@ -187,7 +192,7 @@ def _expected(method: Method, unit: Unit) -> Expected:
 
 def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) -> int:
     """The process, codes of one tensor (a byte a weight), the packed tensors of a layer, and the experts in work; with
-    calibration the layer itself in float32, and the states of all tokens before and after a block."""
+    calibration the layer itself in float32, Hessians, and the states of all tokens before and after a block."""
     layers = [shard.layer for shard in plan.shards if shard.layer is not None]
     shapes = [unit.weights.shape for unit in _packed_units(plan)]
     if not shapes:
@@ -199,6 +204,7 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
     if isinstance(method, CalibratedMethod):
         states = _tokens(method) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
         total += 4 * max(sum(math.prod(unit.shape) for unit in units(layer)) for layer in layers) + 2 * 4 * states
+        total += HESSIAN * max(min(experts, getattr(method, "group", 1)) * columns**2 for experts, _, columns in shapes)
     return total
 
 
@@ -207,8 +213,10 @@ def _tokens(method: Method) -> int:
     return int(getattr(method, "samples", 0) * getattr(method, "sequence_length", 0))
 
 
-def _seconds(weights: int, method: Method, workers: int) -> float | None:
+def _seconds(checkpoint: Checkpoint, parts: Iterable[Part], experts: int, method: Method, workers: int) -> float | None:
     if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
         return None
-    tokens = _tokens(method) if isinstance(method, CalibratedMethod) else 0
-    return weights * (SECONDS[method.name] / 1e9 + tokens * TOKEN_SECONDS) / min(workers, MAX_WORKERS)
+    tokens, share = _tokens(method) if isinstance(method, CalibratedMethod) else 0, token_share(checkpoint, experts)
+    visits = sum(part.weights * tokens * (share if part.role == "experts" else 1) for part in parts)
+    work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * visits
+    return work / min(workers, MAX_WORKERS)
