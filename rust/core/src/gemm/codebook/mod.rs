@@ -37,6 +37,7 @@ mod pieces;
 mod planes;
 mod portable;
 mod projection;
+mod rounded;
 mod tokens;
 #[cfg(target_arch = "x86_64")]
 mod x86;
