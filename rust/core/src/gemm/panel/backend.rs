@@ -20,27 +20,27 @@ pub(crate) enum Backend {
 }
 
 impl Backend {
-    /// The products of bf16 on a set that the processor runs.
-    pub fn of_floats(isa: Isa) -> Backend {
+    /// The products of bf16 on a set that the processor runs. `None` on AVX-512 without bf16, whose products of f32 or of
+    /// bytes straight from the codes are faster than any of bf16.
+    pub fn of_floats(isa: Isa) -> Option<Backend> {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => Backend::Matrix,
+            Isa::Amx => Some(Backend::Matrix),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 if is_x86_feature_detected!("avx512bf16") => Backend::Avx512,
+            Isa::Avx512 => is_x86_feature_detected!("avx512bf16").then_some(Backend::Avx512),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx2 => Backend::Avx2,
-            _ => Backend::Portable,
+            Isa::Avx2 => Some(Backend::Avx2),
+            _ => Some(Backend::Portable),
         }
     }
 
-    /// As [`Backend::of_floats`]; `None` where integer dot products give the exact mode faster than any product of bf16:
-    /// AVX-512 without bf16, and AVX2 with integer dot products.
+    /// As [`Backend::of_floats`], for a format whose exact mode has integer dot products: `None` on AVX2 that has them, too.
     pub fn of_bf16(isa: Isa) -> Option<Backend> {
         #[cfg(target_arch = "x86_64")]
-        let integers = isa == Isa::Avx512 || is_x86_feature_detected!("avxvnni");
-        #[cfg(not(target_arch = "x86_64"))]
-        let integers = false;
-        Some(Backend::of_floats(isa)).filter(|&backend| backend != Backend::Avx2 || !integers)
+        if isa == Isa::Avx2 && is_x86_feature_detected!("avxvnni") {
+            return None;
+        }
+        Backend::of_floats(isa)
     }
 
     /// Whether sums may stay where they are from one product to the next, in registers.

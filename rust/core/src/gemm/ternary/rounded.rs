@@ -6,7 +6,7 @@
 //!
 //! Whatever the codes are, an item is written only to a line that exists, and one that is behind the columns ends a row.
 //!
-//! From how many tokens on panels are faster was measured on 14336 x 4096 ([`fewest`]).
+//! Where and from how many tokens on panels are faster: [`backend`], [`FEWEST`].
 
 use std::ops::Range;
 
@@ -22,13 +22,13 @@ use crate::types::{Activations, Shape};
 /// Columns of a chunk.
 const CHUNK: usize = 2 * LANES;
 
-/// The tokens of an expert from which on panels are faster.
-pub(super) fn fewest(backend: Backend) -> usize {
-    match backend {
-        Backend::Matrix => 16,
-        Backend::Avx512 => 16,
-        _ => 64,
-    }
+/// The tokens of an expert from which on panels are faster on AMX.
+pub(super) const FEWEST: usize = 24;
+
+/// What multiplies panels faster than [`super::lists`] do, which leave zeros out: matrix registers alone. On a Zen 4, for
+/// example, products of bf16 and of lists are equally fast with 256 tokens, and panels must be decoded first.
+pub(super) fn backend(isa: Isa) -> Option<Backend> {
+    Backend::of_floats(isa).filter(|&backend| backend == Backend::Matrix)
 }
 
 /// A tensor, and how its tokens are rounded.

@@ -4,8 +4,9 @@ use super::*;
 use crate::formats::codebook::HEADER_BYTES;
 use crate::formats::codebook::tests::Case;
 use crate::gemm::hadamard::rotate;
-use crate::gemm::codebook::{Codebook, Mode};
+use crate::gemm::codebook::Codebook;
 use crate::gemm::panel::tests::{backends, compare_times, hold, hold_panels, numbers, product, tasks};
+use crate::types::Mode;
 
 /// (experts, rows, columns), columns of a codebook.
 const SHAPES: [([usize; 3], usize); 7] = [
@@ -120,12 +121,12 @@ fn hostile_parameters_give_numbers_and_nothing_else() {
 fn times_of_codebooks() {
     for (bits, [rows, columns]) in [(4, [14336, 4096]), (3, [14336, 4096]), (2, [14336, 4096]), (4, [768, 2048])] {
         let blob = Case::new(bits, [1, rows, columns], 1 << 16).blob();
-        let blobs = vec![blob; 5];
+        let blobs = vec![blob; 17];
         let pair = |blob| {
             let view = View::parse(blob).unwrap();
             let isa = crate::simd::active().unwrap();
             let exact = Codebook::new(view, Mode::Exact, isa).unwrap();
-            (exact, Rounded::new(view, Backend::of_floats(isa)))
+            (exact, Rounded::new(view, Backend::of_floats(isa).unwrap_or(Backend::Avx2)))
         };
         let pairs: Vec<_> = blobs.iter().map(|blob| pair(blob)).collect();
         compare_times(&format!("codebook {bits} bits"), &pairs);

@@ -3,6 +3,7 @@ use crate::formats::ternary::{Code, encode};
 use crate::gemm::panel::tests::{backends, compare_times, hold, hold_panels, numbers, product, tasks};
 use crate::gemm::ternary::Ternary;
 use crate::pool;
+use crate::types::Mode;
 
 /// A packed tensor and its rounded weights.
 struct Sample {
@@ -161,12 +162,12 @@ fn times_of_ternary_weights() {
         (Code::Fsv8, [768, 2048]),
     ] {
         let sample = Sample::sparse(code, rows, columns);
-        let blobs = vec![sample; 5];
+        let blobs = vec![sample; 17];
         let pair = |blob| {
             let view = TernaryView::parse(blob).unwrap();
             let isa = crate::simd::active().unwrap();
-            let exact = Ternary::new(view.clone(), isa).unwrap();
-            (exact, Rounded::new(view, Backend::of_floats(isa)))
+            let exact = Ternary::new(view.clone(), Mode::Exact, isa).unwrap();
+            (exact, Rounded::new(view, Backend::of_floats(isa).unwrap_or(Backend::Avx2)))
         };
         let pairs: Vec<_> = blobs.iter().map(|blob| pair(blob)).collect();
         compare_times(code.name(), &pairs);
