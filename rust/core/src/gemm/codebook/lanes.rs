@@ -35,6 +35,10 @@ pub(super) trait Lanes {
     unsafe fn blend(low: Self::Int, high: Self::Int, mask: u8) -> Self::Int;
     /// For each row `table[index]`, indices below 16.
     unsafe fn look_up(table: Self::Int, index: Self::Int) -> Self::Int;
+    /// The bytes of both in turns, within each lane: of its first eight columns, and of its last.
+    unsafe fn interleave(even: Self::Int, odd: Self::Int) -> [Self::Int; 2];
+    /// Word w of each lane of each register, for each w: lane l holds word w of lane l of the four registers.
+    unsafe fn transposed(registers: [Self::Int; AT_ONCE]) -> [Self::Int; AT_ONCE];
     /// The centroids of a line of 2-bit codes, from those of 16 rows, four a row. Both are 64 bytes. Only of sets that
     /// look such centroids up ([`super::planes`]).
     unsafe fn line(line: *const u8, centroids: *const u8) -> [Self::Int; AT_ONCE];

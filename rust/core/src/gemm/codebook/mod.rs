@@ -11,7 +11,8 @@
 //!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales). Tensors that store one byte
 //!   a centroid lose nothing by it, and take it for int16.
 //!
-//! The mode auto is int8 for tensors that were made for rounded activations, exact for others.
+//! The mode auto is int8 for tensors that were made for rounded activations. Others are exact for few tokens, and for many
+//! multiplied by panels of bf16 ([`rounded`]), as in the mode bf16.
 //!
 //! A tensor whose layout has a Hadamard width stores turned weights; every mode turns the activations first, and the
 //! bounds hold for turned weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the turning.
@@ -37,6 +38,7 @@ mod pieces;
 mod planes;
 mod portable;
 mod projection;
+mod rounded;
 mod tokens;
 #[cfg(target_arch = "x86_64")]
 mod x86;

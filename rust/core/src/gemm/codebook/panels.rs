@@ -11,6 +11,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::kernel::{self, Tables};
+use super::lanes::Lanes;
 use super::planes::shuffles;
 use super::tokens::Form;
 use super::x86::Avx512;
@@ -55,6 +56,8 @@ impl<'a> Panels<'a> {
 }
 
 impl Source for Panels<'_> {
+    type Open = ();
+
     fn shape(&self) -> Shape {
         self.view.layout().shape()
     }
@@ -80,9 +83,9 @@ impl Source for Panels<'_> {
         }
     }
 
-    fn open(&self, _: usize, _: &mut Vec<u8>) {}
+    fn open(&self, _: usize, _: &mut ()) {}
 
-    fn decode(&self, block: usize, _: &[u8], chunks: Range<usize>, to: &mut [Line]) {
+    fn decode(&self, block: usize, _: &mut (), chunks: Range<usize>, to: &mut [Line]) {
         let length = self.section;
         let mut start = chunks.start;
         while start < chunks.end {
@@ -158,27 +161,15 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
                     found[i] = _mm512_shuffle_epi8(tables[i], index);
                 }
             }
-            let words = transposed(found);
-            for i in 0..QUADS {
-                // SAFETY: a line has 64 bytes, aligned.
-                unsafe { _mm512_store_si512((&raw mut lines[i]).cast(), words[i]) }
+            // SAFETY: the function has the features of the lanes; a line has 64 bytes, aligned.
+            unsafe {
+                let words = Avx512::transposed(found);
+                for i in 0..QUADS {
+                    _mm512_store_si512((&raw mut lines[i]).cast(), words[i]);
+                }
             }
         }
     }
-}
-
-/// Word w of each lane of each register, for each w: lane l holds word w of lane l of the four registers.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(super) fn transposed([a, b, c, d]: [__m512i; QUADS]) -> [__m512i; QUADS] {
-    let (ab, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    let (cd, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    [
-        _mm512_unpacklo_epi64(ab, cd),
-        _mm512_unpackhi_epi64(ab, cd),
-        _mm512_unpacklo_epi64(ab_high, cd_high),
-        _mm512_unpackhi_epi64(ab_high, cd_high),
-    ]
 }
 
 /// As [`super::Epilogue::products`] of one plane, for all tokens.

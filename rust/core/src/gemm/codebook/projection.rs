@@ -10,6 +10,7 @@ use super::panels::{self, Panels};
 use super::pieces;
 #[cfg(target_arch = "x86_64")]
 use super::planes::lookups::Lookups;
+use super::rounded::{self, Rounded};
 use super::tokens::{Form, Prepared};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
@@ -27,7 +28,7 @@ pub struct Codebook<'a> {
     view: View<'a>,
     precision: Precision,
     isa: Isa,
-    /// What multiplies experts with many tokens by panels of bytes.
+    /// What multiplies experts with many tokens by panels, of bytes where activations are rounded, otherwise of bf16.
     pub(super) panels: Option<Backend>,
 }
 
@@ -54,12 +55,16 @@ impl<'a> Codebook<'a> {
         isa: Isa,
     ) -> Result<Codebook<'a>> {
         let precision = Precision::resolve(mode, activation_bits, &view.layout())?;
-        let bytes = matches!(precision, Precision::Int8 { .. });
         Ok(Codebook {
             view,
             precision,
             isa: isa.require()?,
-            panels: (isa == Isa::Amx && bytes).then_some(Backend::Matrix),
+            panels: match (mode, precision) {
+                (Mode::Auto | Mode::Bf16, Precision::Exact) => Backend::of_floats(isa),
+                #[cfg(target_arch = "x86_64")]
+                (_, Precision::Int8 { .. }) if isa == Isa::Amx => Some(Backend::Matrix),
+                _ => None,
+            },
         })
     }
 }
@@ -82,16 +87,19 @@ impl Projection for Codebook<'_> {
     }
 
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(backend) = self.panels {
-            let form = Form::of(&self.view.layout(), self.precision, self.isa);
-            let (source, how) = (Panels::new(self.view, form), (backend, panels::FEWEST));
-            let by_panels = panel::products(source, how, job, sibling, |few| self.directly(few, None));
-            if let Some(products) = by_panels {
-                return products;
+        let few = |few: &Arc<Job>| self.directly(few, None);
+        let by_panels = self.panels.and_then(|backend| match self.precision {
+            #[cfg(target_arch = "x86_64")]
+            Precision::Int8 { .. } => {
+                let source = Panels::new(self.view, Form::of(&self.view.layout(), self.precision, self.isa));
+                panel::products(source, (backend, panels::FEWEST), job, sibling, few)
             }
-        }
-        self.directly(job, sibling)
+            _ => {
+                let (source, fewest) = (Rounded::new(self.view, backend), rounded::fewest(backend));
+                panel::products(source, (backend, fewest), job, sibling, few)
+            }
+        });
+        by_panels.unwrap_or_else(|| self.directly(job, sibling))
     }
 }
 

@@ -46,7 +46,7 @@ fn rounded_panels_hold_the_weights() {
                 let mut buffer = Vec::new();
                 source.open(block, &mut buffer);
                 let mut lines = [Line::ZERO; 4 * 16];
-                source.decode(block, &buffer, 6..10, &mut lines);
+                source.decode(block, &mut buffer, 6..10, &mut lines);
                 let mut values = vec![0.0; 330];
                 view.decode_values(row, &mut values);
                 for (column, &value) in values.iter().enumerate().take(320).skip(192) {

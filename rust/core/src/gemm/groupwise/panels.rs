@@ -11,7 +11,7 @@ use std::ops::Range;
 use super::rounded;
 use crate::bits::UNIT;
 use crate::formats::groupwise::{Blocks, Layout, ParameterType, REGISTER_BYTES};
-use crate::gemm::panel::{Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, round};
+use crate::gemm::panel::{Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, round_token};
 use crate::simd::Isa;
 use crate::types::Activations;
 use crate::types::Shape;
@@ -68,6 +68,9 @@ impl<'a, B: Blocks> Panels<'a, B> {
 }
 
 impl<B: Blocks> Source for Panels<'_, B> {
+    /// The block's bytes where they are coded.
+    type Open = Vec<u8>;
+
     fn shape(&self) -> Shape {
         self.layout.shape()
     }
@@ -83,29 +86,21 @@ impl<B: Blocks> Source for Panels<'_, B> {
 
     fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
         let columns = self.layout.shape().columns;
-        let mut values = [0.0; UNIT];
-        for first in (0..columns).step_by(UNIT) {
-            let values = &mut values[..UNIT.min(columns - first)];
-            x.widen(token * columns + first, values);
-            let lines = &mut tile.lines[first / UNIT * LANES + lane..];
-            round(self.isa, values, lines);
-        }
+        round_token(self.isa, x, (token, columns, 1), lane, tile);
     }
 
     fn open(&self, block: usize, buffer: &mut Vec<u8>) {
         self.blocks.fetch(block, buffer);
     }
 
-    fn decode(&self, block: usize, buffer: &[u8], chunks: Range<usize>, to: &mut [Line]) {
+    fn decode(&self, block: usize, buffer: &mut Vec<u8>, chunks: Range<usize>, to: &mut [Line]) {
         let mut unused = Vec::new();
         let part = self.part(block, buffer, chunks, &mut unused);
         rounded::decode(self.isa, &part, to);
     }
 
     fn finish(&self, _: &Section, _: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
-        let sums = sums.0.as_flattened().iter();
-        let pairs = out.0.as_flattened_mut().iter_mut().zip(sums);
-        pairs.for_each(|(out, &sum)| *out = f32::from_bits(sum));
+        *out = sums.floats();
     }
 }
 

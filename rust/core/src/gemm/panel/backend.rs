@@ -20,18 +20,27 @@ pub(crate) enum Backend {
 }
 
 impl Backend {
-    /// The products of bf16 on a set that the processor runs. `None` where the integer dot products of the exact mode are
-    /// faster than any product of bf16: AVX-512 without bf16, and AVX2 with integer dot products.
-    pub fn of_bf16(isa: Isa) -> Option<Backend> {
+    /// The products of bf16 on a set that the processor runs. `None` on AVX-512 without bf16, whose products of f32 or of
+    /// bytes straight from the codes are faster than any of bf16.
+    pub fn of_floats(isa: Isa) -> Option<Backend> {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => Some(Backend::Matrix),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => is_x86_feature_detected!("avx512bf16").then_some(Backend::Avx512),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => (!is_x86_feature_detected!("avxvnni")).then_some(Backend::Avx2),
+            Isa::Avx2 => Some(Backend::Avx2),
             _ => Some(Backend::Portable),
         }
+    }
+
+    /// As [`Backend::of_floats`], for a format whose exact mode has integer dot products: `None` on AVX2 that has them, too.
+    pub fn of_bf16(isa: Isa) -> Option<Backend> {
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Avx2 && is_x86_feature_detected!("avxvnni") {
+            return None;
+        }
+        Backend::of_floats(isa)
     }
 
     /// Whether sums may stay where they are from one product to the next, in registers.
@@ -114,17 +123,20 @@ impl Product<'_> {
     }
 }
 
-/// Two f32 rounded to bf16, to nearest, ties to even; NaN stays NaN.
+/// The bits of a f32 rounded to bf16, to nearest, ties to even; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn bf16(x: f32) -> u32 {
+    let bits = x.to_bits();
+    match x.is_nan() {
+        true => bits >> 16 | 0x40,
+        false => bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16,
+    }
+}
+
+/// Two f32 rounded to bf16.
 #[inline(always)]
 pub(crate) fn pair(low: f32, high: f32) -> u32 {
-    let round = |x: f32| {
-        let bits = x.to_bits();
-        match x.is_nan() {
-            true => bits >> 16 | 0x40,
-            false => bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16,
-        }
-    };
-    round(low) | round(high) << 16
+    bf16(low) | bf16(high) << 16
 }
 
 /// The values of a word.

@@ -27,16 +27,16 @@ mod backend;
 mod products;
 mod strip;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod tokens;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 use std::ops::Range;
 
-pub(crate) use backend::{Backend, pair};
+pub(crate) use backend::{Backend, bf16, pair};
 pub(crate) use products::products;
-pub(crate) use tokens::{Tile, round};
+pub(crate) use tokens::{Tile, round_token};
 
 use crate::types::Activations;
 use crate::types::Shape;
@@ -58,6 +58,13 @@ impl Line {
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Square<T>(pub [[T; LANES]; LANES]);
+
+impl Square<u32> {
+    /// The values of sums that are the bits of f32.
+    pub fn floats(&self) -> Square<f32> {
+        Square(self.0.map(|row| row.map(f32::from_bits)))
+    }
+}
 
 /// What weights and tokens hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +106,9 @@ pub(crate) struct Section {
 
 /// Packed weights of several experts.
 pub(crate) trait Source: Send + Sync {
+    /// What a thread keeps of a block from [`Source::open`] to its last [`Source::decode`].
+    type Open: Default;
+
     /// Experts, rows and columns.
     fn shape(&self) -> Shape;
 
@@ -108,13 +118,13 @@ pub(crate) trait Source: Send + Sync {
     /// Writes token `token` of `x` into lane `lane` of a tile.
     fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile);
 
-    /// Makes block `block` of all experts' blocks readable, before any of its chunks are decoded: a format that cannot
-    /// be decoded from anywhere in a block decodes it whole, into `buffer`.
-    fn open(&self, block: usize, buffer: &mut Vec<u8>);
+    /// Makes block `block` of all experts' blocks readable, before any of its chunks are decoded: what each call of
+    /// [`Source::decode`] would prepare anew, or all of the block where it cannot be decoded from anywhere.
+    fn open(&self, block: usize, open: &mut Self::Open);
 
-    /// Decodes chunks of a block into 16 lines each; `buffer` is what `open` left. Columns behind the last are zeros, or
-    /// any finite number, for activations are zero there.
-    fn decode(&self, block: usize, buffer: &[u8], chunks: Range<usize>, to: &mut [Line]);
+    /// Decodes chunks of an open block into 16 lines each. Calls go through a block's chunks in ascending order, each
+    /// chunk once. Columns behind the last are zeros, or any finite number, for activations are zero there.
+    fn decode(&self, block: usize, open: &mut Self::Open, chunks: Range<usize>, to: &mut [Line]);
 
     /// Adds what the sums of a section are worth to the outputs, which start at zero.
     fn finish(&self, section: &Section, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>);

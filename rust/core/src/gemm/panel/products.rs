@@ -109,7 +109,7 @@ impl<S: Source> Products for Multiplication<'_, S> {
 }
 
 /// A thread's state of both kinds.
-struct Both<'a, S> {
+struct Both<'a, S: Source> {
     which: &'a [(bool, usize)],
     many: Thread<'a, S>,
     few: Option<Box<dyn Worker + 'a>>,

@@ -25,7 +25,7 @@ const FEW: usize = 1 << 20;
 const SHARE: usize = 32;
 
 /// A thread's buffers.
-pub(super) struct Thread<'a, S> {
+pub(super) struct Thread<'a, S: Source> {
     source: &'a S,
     tokens: &'a Tokens,
     /// For each task of the tokens, its expert.
@@ -37,7 +37,8 @@ pub(super) struct Thread<'a, S> {
     /// The sums of two sections of a tile, each of 2 blocks.
     scratch: [[Square<u32>; 2]; 2],
     outputs: Vec<Square<f32>>,
-    buffers: Vec<Vec<u8>>,
+    /// The strip's blocks.
+    open: Vec<S::Open>,
 }
 
 /// Some blocks of an expert by some tiles of a task.
@@ -100,7 +101,7 @@ impl<'a, S: Source> Thread<'a, S> {
             sums: Vec::new(),
             scratch: [[Square([[0; LANES]; LANES]); 2]; 2],
             outputs: Vec::new(),
-            buffers: Vec::new(),
+            open: Vec::new(),
         }
     }
 }
@@ -134,9 +135,10 @@ impl<S: Source> Worker for Thread<'_, S> {
 impl<S: Source> Thread<'_, S> {
     fn run(&mut self, strip: &Strip, registers: &Registers) {
         let (blocks, tiles) = (strip.blocks.len(), strip.tiles.len());
-        self.buffers.resize_with(blocks.max(self.buffers.len()), Vec::new);
-        for (block, buffer) in strip.blocks.clone().zip(&mut self.buffers) {
-            self.source.open(block, buffer);
+        self.open
+            .resize_with(blocks.max(self.open.len()), S::Open::default);
+        for (block, open) in strip.blocks.clone().zip(&mut self.open) {
+            self.source.open(block, open);
         }
         self.panel.resize(4 * strip.piece * LANES, Line::ZERO);
         if self.goes_on(strip) {
@@ -176,8 +178,8 @@ impl<S: Source> Thread<'_, S> {
         let line = (index * step.chunks.len() + part * SLICE) * LANES;
         let to = &mut self.panel[step.panel + line..][..chunks.len() * LANES];
         let block = step.blocks.start + index;
-        let buffer = &self.buffers[block];
-        self.source.decode(strip.blocks.start + block, buffer, chunks, to);
+        let open = &mut self.open[block];
+        self.source.decode(strip.blocks.start + block, open, chunks, to);
     }
 
     /// Whether sections go on from step to step.

@@ -24,7 +24,7 @@ fn shape(experts: usize, rows: usize, columns: usize) -> Shape {
 }
 
 /// Numbers of all signs and several sizes.
-fn numbers(count: usize, seed: u32) -> Vec<f32> {
+pub(crate) fn numbers(count: usize, seed: u32) -> Vec<f32> {
     let mut state = seed | 1;
     let mut next = || {
         state ^= state << 13;
@@ -45,9 +45,17 @@ impl Plain {
             weights: weights.into_iter().map(bf16::from_f32).collect(),
         }
     }
+
+    fn row(&self, expert: usize, row: usize) -> Vec<bf16> {
+        let columns = self.shape.columns;
+        self.weights[(expert * self.shape.rows + row) * columns..][..columns].to_vec()
+    }
 }
 
 impl Source for &Plain {
+    /// The block and its next chunk.
+    type Open = (usize, usize);
+
     fn shape(&self) -> Shape {
         self.shape
     }
@@ -62,17 +70,16 @@ impl Source for &Plain {
     }
 
     fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
-        let Activations::F32(x) = x else { unreachable!() };
-        let x = &x[token * self.shape.columns..][..self.shape.columns];
-        round(Isa::Scalar, x, &mut tile.lines[lane..]);
+        round_token(Isa::Scalar, x, (token, self.shape.columns, 1), lane, tile);
     }
 
-    fn open(&self, block: usize, buffer: &mut Vec<u8>) {
-        *buffer = block.to_le_bytes().to_vec();
+    fn open(&self, block: usize, open: &mut (usize, usize)) {
+        *open = (block, 0);
     }
 
-    fn decode(&self, block: usize, buffer: &[u8], chunks: Range<usize>, to: &mut [Line]) {
-        assert_eq!(buffer, block.to_le_bytes(), "each block is opened");
+    fn decode(&self, block: usize, open: &mut (usize, usize), chunks: Range<usize>, to: &mut [Line]) {
+        assert_eq!(*open, (block, chunks.start), "each chunk is decoded once, in order");
+        open.1 = chunks.end;
         let (blocks, columns) = (self.shape.rows.div_ceil(LANES), self.shape.columns);
         let (expert, first) = (block / blocks, block % blocks * LANES);
         for (pair, line) in (chunks.start * LANES..chunks.end * LANES).zip(to) {
@@ -88,14 +95,14 @@ impl Source for &Plain {
 
     fn finish(&self, section: &Section, _: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
         assert_eq!(section.section, 0);
-        *out = Square(sums.0.map(|row| row.map(f32::from_bits)));
+        *out = sums.floats();
     }
 }
 
 /// A source and what multiplies it.
 struct By<S>(S, Backend);
 
-impl<S: Source + Copy> Projection for By<S> {
+impl<S: Source + Clone> Projection for By<S> {
     fn shape(&self) -> Shape {
         self.0.shape()
     }
@@ -109,20 +116,22 @@ impl<S: Source + Copy> Projection for By<S> {
     }
 
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        products(self.0, (self.1, 1), job, sibling, |_| {
+        products(self.0.clone(), (self.1, 1), job, sibling, |_| {
             unreachable!("one token is many")
         })
         .unwrap()
     }
 }
 
-fn backends() -> Vec<Backend> {
+/// Every backend that the processor has.
+pub(crate) fn backends() -> Vec<Backend> {
     let sets = Isa::ALL.into_iter().filter(|isa| isa.available());
-    let found = sets.filter_map(Backend::of_bf16);
+    let found = sets.filter_map(Backend::of_floats);
     found.chain([Backend::Emulated]).collect()
 }
 
-fn tasks(counts: &[usize]) -> Vec<Task> {
+/// Tasks of experts with so many tokens each.
+pub(crate) fn tasks(counts: &[usize]) -> Vec<Task> {
     let mut end = 0;
     let mut tasks = Vec::new();
     for (expert, &count) in counts.iter().enumerate() {
@@ -137,36 +146,101 @@ fn tasks(counts: &[usize]) -> Vec<Task> {
     tasks
 }
 
-fn product(weights: &Plain, x: &[f32], tasks: &[Task], backend: Backend, threads: usize) -> Vec<f32> {
+/// Products of a source, tokens x rows.
+pub(crate) fn product<S: Source + Clone>(
+    source: S,
+    x: &[f32],
+    tasks: &[Task],
+    backend: Backend,
+    threads: usize,
+) -> Vec<f32> {
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .build()
         .unwrap();
     let job = Job::of_tasks(tasks.to_vec());
-    let mut y = vec![f32::NAN; job.tokens * weights.shape.rows];
-    layer::multiply(&By(weights, backend), job, x.into(), &mut y, &pool);
+    let mut y = vec![f32::NAN; job.tokens * source.shape().rows];
+    layer::multiply(&By(source, backend), job, x.into(), &mut y, &pool);
     y
 }
 
-/// Each output against f64, within the module's bound.
-fn hold(weights: &Plain, x: &[f32], tasks: &[Task], y: &[f32], backend: Backend) {
-    let Shape { rows, columns, .. } = weights.shape;
+/// Checks each output against f64, within the module's bound: `weights` gives the rounded weights of an expert's row.
+pub(crate) fn hold(
+    shape: Shape,
+    weights: impl Fn(usize, usize) -> Vec<bf16>,
+    x: &[f32],
+    tasks: &[Task],
+    y: &[f32],
+    what: &str,
+) {
+    let Shape { rows, columns, .. } = shape;
     for Task { expert, places } in tasks {
-        for (place, row) in places
-            .clone()
-            .flat_map(|place| (0..rows).map(move |row| (place, row)))
-        {
-            let w = &weights.weights[(expert * rows + row) * columns..][..columns];
-            let terms = w.iter().zip(&x[place * columns..][..columns]);
-            let terms = terms.map(|(w, &x)| f64::from(w.to_f32()) * f64::from(bf16::from_f32(x).to_f32()));
-            let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
-            let found = f64::from(y[place * rows + row]);
-            let bound = columns as f64 * 2f64.powi(-24) * size + 1e-30;
-            assert!(
-                (found - sum).abs() <= bound,
-                "{backend:?}: {found} for {sum} +- {bound}"
-            );
+        for row in 0..rows {
+            let w = weights(*expert, row);
+            for place in places.clone() {
+                let terms = w.iter().zip(&x[place * columns..][..columns]);
+                let terms = terms.map(|(w, &x)| f64::from(w.to_f32()) * f64::from(bf16::from_f32(x).to_f32()));
+                let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+                let found = f64::from(y[place * rows + row]);
+                let bound = columns as f64 * 2f64.powi(-24) * size + 1e-30;
+                assert!((found - sum).abs() <= bound, "{what}: {found} for {sum} +- {bound}");
+            }
         }
+    }
+}
+
+/// Checks that panels hold rows' weights, `weights` as in [`hold`]; `row` gives the row of a word.
+pub(crate) fn hold_panels<S: Source>(
+    source: S,
+    weights: impl Fn(usize, usize) -> Vec<bf16>,
+    row: impl Fn(usize) -> usize,
+    what: &str,
+) {
+    let Shape { experts, rows, columns, .. } = source.shape();
+    let (blocks, chunks) = (rows.div_ceil(LANES), columns.div_ceil(2 * LANES));
+    let mut open = S::Open::default();
+    for block in 0..experts * blocks {
+        source.open(block, &mut open);
+        let mut lines = vec![Line([!0; LANES]); chunks * LANES];
+        for first in (0..chunks).step_by(3) {
+            let chunks = first..(first + 3).min(chunks);
+            let to = &mut lines[first * LANES..chunks.end * LANES];
+            source.decode(block, &mut open, chunks, to);
+        }
+        for word in 0..LANES {
+            let in_expert = block % blocks * LANES + row(word);
+            if in_expert < rows {
+                for (column, weight) in weights(block / blocks, in_expert).into_iter().enumerate() {
+                    let found = (lines[column / 2].0[word] >> (16 * (column % 2))) as u16;
+                    assert_eq!(found, weight.to_bits(), "{what}: row {in_expert}, column {column}");
+                }
+            }
+        }
+    }
+}
+
+/// Prints microseconds of products of 1 to 256 tokens, exact ones and by panels, for the thresholds of a format: medians
+/// over calls that take copies of the weights in turns.
+pub(crate) fn compare_times<P: Projection, S: Source + Clone>(name: &str, pairs: &[(P, S)]) {
+    let pool = pool::current().unwrap();
+    let backend = Backend::of_floats(crate::simd::active().unwrap()).unwrap_or(Backend::Avx2);
+    let Shape { rows, columns, .. } = pairs[0].0.shape();
+    for tokens in [1, 2, 4, 6, 8, 12, 16, 32, 64, 256] {
+        let x = numbers(tokens * columns, 1);
+        let mut y = vec![0.0; tokens * rows];
+        let mut times = [Vec::new(), Vec::new()];
+        for (round, (exact, source)) in pairs.iter().cycle().take(2 * pairs.len()).enumerate() {
+            let source = By(source.clone(), backend);
+            let projection: &dyn Projection = if round % 2 == 0 { exact } else { &source };
+            let start = std::time::Instant::now();
+            layer::multiply(projection, Job::of_tasks(tasks(&[tokens])), (&x[..]).into(), &mut y, &pool);
+            times[round % 2].push(start.elapsed().as_micros());
+        }
+        let [exact, panels] = times.map(|mut times| {
+            times.sort();
+            times[times.len() / 2]
+        });
+        println!("{name} {backend:?} {rows}x{columns} {tokens} tokens: exact {exact} us, panels {panels} us");
     }
 }
 
@@ -180,7 +254,8 @@ fn products_are_within_their_bound_on_every_backend() {
             let reference = product(&weights, &x, &tasks, Backend::Portable, 1);
             for backend in backends() {
                 let y = product(&weights, &x, &tasks, backend, 2);
-                hold(&weights, &x, &tasks, &y, backend);
+                let row = |expert, row| weights.row(expert, row);
+                hold(weights.shape, row, &x, &tasks, &y, &format!("{backend:?}"));
                 if matches!(backend, Backend::Avx2 | Backend::Emulated) {
                     assert_eq!(
                         y, reference,
@@ -222,7 +297,7 @@ fn activations_are_rounded_to_nearest() {
     x.splice(0..6, special);
     for isa in Isa::ALL.into_iter().filter_map(|isa| isa.require().ok()) {
         let mut lines = [Line::ZERO; 3 * LANES];
-        round(isa, &x, &mut lines[2..]);
+        tokens::round(isa, &x, &mut lines[2..]);
         for (column, &x) in x.iter().enumerate() {
             let word = lines[column / 32 * LANES + 2].0[column % 32 / 2];
             let expected = bf16::from_f32(x).to_bits();
@@ -263,6 +338,8 @@ impl Bytes {
 }
 
 impl Source for Bytes {
+    type Open = ();
+
     fn shape(&self) -> Shape {
         self.0
     }
@@ -284,9 +361,9 @@ impl Source for Bytes {
         tile.units[lane] = (1.0, 1);
     }
 
-    fn open(&self, _: usize, _: &mut Vec<u8>) {}
+    fn open(&self, _: usize, _: &mut ()) {}
 
-    fn decode(&self, block: usize, _: &[u8], chunks: Range<usize>, to: &mut [Line]) {
+    fn decode(&self, block: usize, _: &mut (), chunks: Range<usize>, to: &mut [Line]) {
         for (quad, line) in (chunks.start * LANES..chunks.end * LANES).zip(to) {
             *line = Line(std::array::from_fn(|i| {
                 let byte = |k: usize| self.weight(block * LANES + i, 4 * quad + k) as u8;

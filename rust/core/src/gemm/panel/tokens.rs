@@ -4,8 +4,10 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::{LANES, Line, TokenForm};
+use crate::gemm::hadamard;
 use crate::gemm::layer::Task;
 use crate::simd::Isa;
+use crate::types::Activations;
 
 /// Sixteen tokens; those that do not exist are zeros.
 pub(crate) struct Tile {
@@ -73,8 +75,26 @@ impl Tokens {
     }
 }
 
-/// Writes a token, rounded to bf16, into lines that are 16 apart. `x` gives the values of a chunk. `isa` must have been found available.
-pub(crate) fn round(isa: Isa, x: &[f32], lines: &mut [Line]) {
+/// Writes token `token` of `x`, of `columns` values rounded to bf16, into lane `lane` of a tile. Of a tensor whose
+/// products turn activations ([`hadamard`]), `turned` columns at a time are turned first. `isa` must have been found
+/// available.
+pub(crate) fn round_token(
+    isa: Isa,
+    x: &Activations,
+    (token, columns, turned): (usize, usize, usize),
+    lane: usize,
+    tile: &mut Tile,
+) {
+    let mut values = vec![0.0; columns];
+    x.widen(token * columns, &mut values);
+    if turned > 1 {
+        hadamard::rotate(isa, &mut values, turned);
+    }
+    round(isa, &values, &mut tile.lines[lane..]);
+}
+
+/// Writes values, rounded to bf16, into lines that are 16 apart. `isa` must have been found available.
+pub(super) fn round(isa: Isa, x: &[f32], lines: &mut [Line]) {
     match isa {
         // SAFETY: `Isa::require` has found the set.
         #[cfg(target_arch = "x86_64")]

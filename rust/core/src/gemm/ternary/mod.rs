@@ -36,6 +36,7 @@
 
 mod lists;
 mod projection;
+mod rounded;
 mod scalar;
 mod table;
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use super::rounded::{self, Rounded};
 use super::table::longest_word;
 use super::tile::Tile;
 use super::unit::{UNIT_GROUPS, Unit};
@@ -14,6 +15,7 @@ use crate::Result;
 use crate::formats::ternary::layout::GROUP_ROWS;
 use crate::formats::ternary::{Code, TernaryView};
 use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::gemm::panel::{self, Backend};
 use crate::gemm::require_mode;
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
@@ -26,16 +28,21 @@ pub const MODES: [Mode; 3] = [Mode::Auto, Mode::Exact, Mode::Bf16];
 pub struct Ternary<'a> {
     view: TernaryView<'a>,
     kernel: Kernel,
+    /// What multiplies experts with many tokens by panels of bf16.
+    panels: Option<Backend>,
 }
 
 impl<'a> Ternary<'a> {
-    /// Products by the kernel of an instruction set; all modes of ternary tensors are exact.
+    /// Products by the kernel of an instruction set; the modes auto and bf16 are exact but for many tokens where panels
+    /// are faster ([`rounded`]).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): there is no such mode, or the processor lacks the instruction set.
     pub fn new(view: TernaryView<'a>, mode: Mode, isa: Isa) -> Result<Ternary<'a>> {
         require_mode(mode, &MODES, "a ternary tensor")?;
-        Ternary::with_kernel(kernel_for(view.code(), isa.require()?), view)
+        let exact = Ternary::with_kernel(kernel_for(view.code(), isa.require()?), view)?;
+        let panels = rounded::backend(isa).filter(|_| mode != Mode::Exact);
+        Ok(Ternary { panels, ..exact })
     }
 
     /// Exact products by a kernel of the caller's choice, for tests and benchmarks.
@@ -44,7 +51,11 @@ impl<'a> Ternary<'a> {
     /// [`Error::InvalidArgument`](crate::Error): the processor does not run the kernel.
     pub fn with_kernel(kernel: Kernel, view: TernaryView<'a>) -> Result<Ternary<'a>> {
         kernel.isa().require()?;
-        Ok(Ternary { view, kernel })
+        Ok(Ternary {
+            view,
+            kernel,
+            panels: None,
+        })
     }
 
     /// What a tile depends on, besides the tokens.
@@ -72,6 +83,18 @@ impl Projection for Ternary<'_> {
     }
 
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
+        let by_panels = self.panels.and_then(|backend| {
+            let source = Rounded::new(self.view.clone(), backend);
+            let few = |few: &Arc<Job>| self.directly(few, None);
+            panel::products(source, (backend, rounded::FEWEST), job, sibling, few)
+        });
+        by_panels.unwrap_or_else(|| self.directly(job, sibling))
+    }
+}
+
+impl Ternary<'_> {
+    /// Products straight from the codes.
+    fn directly<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
         let shared = sibling
             .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())
             .filter(|prepared| prepared.form == self.form());

@@ -14,8 +14,9 @@ use super::lines::{Order, Table};
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER};
 use crate::formats::codebook::{Block, PANEL};
 use crate::gemm::codebook::kernel::AHEAD;
-use crate::gemm::codebook::panels::transposed;
+use crate::gemm::codebook::lanes::Lanes;
 use crate::gemm::codebook::tokens::Prepared;
+use crate::gemm::codebook::x86::Avx512;
 use crate::gemm::codebook::{Epilogue, Rows};
 use crate::gemm::panel::{LANES, Line};
 
@@ -120,7 +121,8 @@ pub(in crate::gemm::codebook) unsafe fn quads(line: *const u8, centroids: *const
     for c in 0..QUADS {
         words[c] = table.look_up(&indices, c);
     }
-    transposed(words)
+    // SAFETY: the function has the features of the lanes.
+    unsafe { Avx512::transposed(words) }
 }
 
 /// Looks up high bytes of the columns of a block of 2 bits from column `first` on, four a line; those behind the block's

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
 
-pub(super) struct Avx2;
+pub(in crate::gemm::codebook) struct Avx2;
 
 // SAFETY (all blocks): the trait's contract is the intrinsics'.
 impl Lanes for Avx2 {
@@ -64,6 +64,25 @@ impl Lanes for Avx2 {
     unsafe fn look_up(table: __m256i, index: __m256i) -> __m256i {
         // SAFETY: see above.
         unsafe { _mm256_shuffle_epi8(table, index) }
+    }
+    #[inline(always)]
+    unsafe fn interleave(even: __m256i, odd: __m256i) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)] }
+    }
+    #[inline(always)]
+    unsafe fn transposed([a, b, c, d]: [__m256i; AT_ONCE]) -> [__m256i; AT_ONCE] {
+        // SAFETY: see above.
+        unsafe {
+            let (ab, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+            let (cd, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+            [
+                _mm256_unpacklo_epi64(ab, cd),
+                _mm256_unpackhi_epi64(ab, cd),
+                _mm256_unpacklo_epi64(ab_high, cd_high),
+                _mm256_unpackhi_epi64(ab_high, cd_high),
+            ]
+        }
     }
     unsafe fn line(_: *const u8, _: *const u8) -> [__m256i; AT_ONCE] {
         unreachable!("2-bit codes look activations up")

@@ -63,6 +63,25 @@ impl Lanes for Avx512 {
         unsafe { _mm512_shuffle_epi8(table, index) }
     }
     #[inline(always)]
+    unsafe fn interleave(even: __m512i, odd: __m512i) -> [__m512i; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm512_unpacklo_epi8(even, odd), _mm512_unpackhi_epi8(even, odd)] }
+    }
+    #[inline(always)]
+    unsafe fn transposed([a, b, c, d]: [__m512i; AT_ONCE]) -> [__m512i; AT_ONCE] {
+        // SAFETY: see above.
+        unsafe {
+            let (ab, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            let (cd, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+            [
+                _mm512_unpacklo_epi64(ab, cd),
+                _mm512_unpackhi_epi64(ab, cd),
+                _mm512_unpacklo_epi64(ab_high, cd_high),
+                _mm512_unpackhi_epi64(ab_high, cd_high),
+            ]
+        }
+    }
+    #[inline(always)]
     unsafe fn line(line: *const u8, centroids: *const u8) -> [__m512i; AT_ONCE] {
         // SAFETY: see above.
         unsafe { shuffles::quads(line, centroids) }

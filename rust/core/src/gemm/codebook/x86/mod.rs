@@ -23,6 +23,7 @@ mod avx512;
 mod exact;
 mod quantize;
 
+pub(super) use avx2::Avx2;
 pub(super) use avx512::Avx512;
 pub(super) use quantize::quantize;
 
@@ -83,7 +84,7 @@ pub(super) fn avx2(
         out: &mut Rows,
     ) {
         // SAFETY: the function has the features of the lanes.
-        unsafe { kernel::compute::<avx2::Avx2>(block, planes, first, prepared, list, pieces, out) }
+        unsafe { kernel::compute::<Avx2>(block, planes, first, prepared, list, pieces, out) }
     }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs AVX2 and FMA.
     unsafe {
@@ -117,12 +118,12 @@ pub(super) fn avx512(
         out: &mut Rows,
     ) {
         // SAFETY: the function has the features of the lanes.
-        unsafe { kernel::compute::<avx512::Avx512>(block, planes, first, prepared, list, pieces, out) }
+        unsafe { kernel::compute::<Avx512>(block, planes, first, prepared, list, pieces, out) }
     }
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn lines<const PLANES: usize>(block: &Block, first: usize, pieces: &mut Pieces, out: &mut Rows) {
         // SAFETY: the function has the features of the lanes; it is called for blocks of 2 bits.
-        unsafe { pieces::multiply::<avx512::Avx512, 2, PLANES>(block, first, pieces, out) }
+        unsafe { pieces::multiply::<Avx512, 2, PLANES>(block, first, pieces, out) }
     }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs every feature that these enable.
     unsafe {

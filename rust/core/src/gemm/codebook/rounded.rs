@@ -1,0 +1,380 @@
+//! Codebook weights as [`crate::gemm::panel`] multiplies them in bf16: many tokens of tensors whose activations stay as
+//! they are.
+//!
+//! A weight is `scale * centroid` rounded to bf16, one of 2^bits values of its row and block of columns, so decoding is
+//! looking up. The values of 16 rows are made once a strip ([`Values`]).
+//!
+//! *3 and 4 bits*: values' low and high bytes are two tables of 16 bytes a row, and two byte shuffles of the same codes
+//! give them for 16 columns of each row of a register. Interleaved they are words of two columns; words of the quads of a
+//! panel become lines by transposing within lanes, which leaves rows in the order 0, 4, 8, 12, 1, 5, ...; outputs
+//! are put back into theirs at the end of a strip. Written once over [`Lanes`].
+//!
+//! *2 bits*: bits of codes are stored by themselves, so a value is chosen by logic of whole words:
+//! `v0 ^ low & (v0 ^ v1) ^ high & (v0 ^ v2) ^ low & high & (v0 ^ v1 ^ v2 ^ v3)`, for 16 rows in their own order.
+//!
+//! From how many tokens on panels are faster was measured on 14336 x 4096 ([`fewest`]).
+
+use std::ops::Range;
+
+use crate::formats::codebook::bits::{LANE, QUAD, step_columns, step_registers, unpack};
+use crate::formats::codebook::{Block, PANEL, View, join};
+use crate::gemm::panel::{
+    Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, bf16, round_token,
+};
+use crate::simd::{Isa, fetch, vectorized};
+use crate::types::{Activations, Shape};
+
+/// Columns of a chunk.
+const CHUNK: usize = 2 * LANES;
+
+/// How far ahead of the codes of 2 bits in use memory is asked for, in lines: 6 KB.
+const AHEAD: usize = 96;
+
+/// The tokens of an expert from which on panels are faster.
+pub(super) fn fewest(backend: Backend) -> usize {
+    match backend {
+        Backend::Matrix => 4,
+        Backend::Avx512 => 8,
+        _ => 8,
+    }
+}
+
+/// A tensor, and how its panels are made.
+#[derive(Clone, Copy)]
+pub(super) struct Rounded<'a> {
+    view: View<'a>,
+    /// The set that decodes it.
+    isa: Isa,
+    /// Blocks of rows of an expert, and chunks of a codebook: dividing anew for each call of [`Source::decode`] costs.
+    panels: usize,
+    section: usize,
+}
+
+impl<'a> Rounded<'a> {
+    /// The panels that a backend, which was found available, multiplies.
+    pub fn new(view: View<'a>, backend: Backend) -> Self {
+        let layout = view.layout();
+        Rounded {
+            view,
+            isa: backend.vectors(),
+            panels: layout.panels(),
+            section: layout.block_size() / CHUNK,
+        }
+    }
+
+    /// A block of columns of block `block` of all experts' rows.
+    fn block(&self, block: usize, index: usize) -> Block<'a> {
+        self.view.block(block / self.panels, block % self.panels, index)
+    }
+}
+
+impl Source for Rounded<'_> {
+    /// The values of each block of columns.
+    type Open = Vec<Values>;
+
+    fn shape(&self) -> Shape {
+        self.view.layout().shape()
+    }
+
+    fn form(&self) -> TokenForm {
+        TokenForm {
+            element: Element::Bf16,
+            columns: self.shape().columns,
+            section: self.shape().columns.div_ceil(CHUNK).max(1),
+            variant: self.view.layout().hadamard(),
+        }
+    }
+
+    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+        let (columns, turned) = (self.shape().columns, self.view.layout().hadamard());
+        round_token(self.isa, x, (token, columns, turned), lane, tile);
+    }
+
+    fn open(&self, block: usize, open: &mut Vec<Values>) {
+        open.resize(self.view.layout().blocks(), Values::ZERO);
+        for (index, values) in open.iter_mut().enumerate() {
+            fill(self.isa, values, &self.block(block, index));
+        }
+    }
+
+    fn decode(&self, block: usize, open: &mut Vec<Values>, chunks: Range<usize>, to: &mut [Line]) {
+        let length = self.section;
+        let mut start = chunks.start;
+        while start < chunks.end {
+            let index = if start < length { 0 } else { start / length };
+            let end = ((index + 1) * length).min(chunks.end);
+            let lines = &mut to[(start - chunks.start) * LANES..(end - chunks.start) * LANES];
+            let first = (start - index * length) * CHUNK;
+            let source = self.block(block, index);
+            // Kernels rely on it.
+            assert!(first + 2 * lines.len() <= source.columns() && lines.len().is_multiple_of(LANES));
+            match source.bits() {
+                2 => choose(self.isa, &source, &open[index], first, lines),
+                _ => look_up(self.isa, &source, &open[index], first, lines),
+            }
+            start = end;
+        }
+    }
+
+    fn finish(&self, _: &Section, _: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+        let sums = sums.floats();
+        match self.view.layout().bits() {
+            2 => *out = sums,
+            _ => {
+                for (out, sums) in out.0.iter_mut().zip(&sums.0) {
+                    for (word, &sum) in sums.iter().enumerate() {
+                        out[row(word)] = sum;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The row of a word of 3 or 4 bits.
+const fn row(word: usize) -> usize {
+    word % QUAD * QUAD + word / QUAD
+}
+
+/// The bf16 values of the codebooks of 16 rows.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct Values {
+    /// Of 3 and 4 bits low and high bytes: 16 of each row.
+    bytes: [[[u8; LANE]; PANEL]; 2],
+    /// Of 2 bits the terms of the module's formula, twice in each row's word.
+    terms: [[u32; PANEL]; 4],
+}
+
+impl Values {
+    const ZERO: Values = Values {
+        bytes: [[[0; LANE]; PANEL]; 2],
+        terms: [[0; PANEL]; 4],
+    };
+
+    /// Those of a block.
+    #[inline(always)]
+    fn fill(&mut self, block: &Block) {
+        match block.bits() {
+            2 => self.fill_terms(block),
+            3 => self.fill_bytes::<8>(block),
+            _ => self.fill_bytes::<16>(block),
+        }
+    }
+
+    #[inline(always)]
+    fn fill_bytes<const CLUSTERS: usize>(&mut self, block: &Block) {
+        let scales = block.scales();
+        for row in 0..PANEL {
+            let values = rounded::<CLUSTERS>(block, row, scales[row]);
+            for (code, value) in values.into_iter().enumerate() {
+                let [low, high] = value.to_le_bytes();
+                self.bytes[0][row][code] = low;
+                self.bytes[1][row][code] = high;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fill_terms(&mut self, block: &Block) {
+        let scales = block.scales();
+        for row in 0..PANEL {
+            let [v0, v1, v2, v3] = rounded::<4>(block, row, scales[row]).map(|v| u32::from(v) * 0x1_0001);
+            let terms = [v0, v0 ^ v1, v0 ^ v2, v0 ^ v1 ^ v2 ^ v3];
+            terms.into_iter().enumerate().for_each(|(i, term)| self.terms[i][row] = term);
+        }
+    }
+}
+
+/// The values of a row's codebook in bf16.
+#[inline(always)]
+fn rounded<const CLUSTERS: usize>(block: &Block, row: usize, scale: f32) -> [u16; CLUSTERS] {
+    let (mut values, mut low) = ([0; CLUSTERS], [0; CLUSTERS]);
+    let high = &block.plane(0)[row * CLUSTERS..][..CLUSTERS];
+    if block.planes() > 1 {
+        low.copy_from_slice(&block.plane(1)[row * CLUSTERS..][..CLUSTERS]);
+    }
+    for code in 0..CLUSTERS {
+        let centroid = join(high[code] as i8, low[code] as i8);
+        values[code] = bf16(scale * centroid as f32) as u16;
+    }
+    values
+}
+
+vectorized! {
+    /// Fills in the values of a block.
+    fn fill(values: &mut Values, block: &Block) = Values::fill;
+}
+
+vectorized! {
+    /// Decodes codes of 2 bits of the columns of a block from column `first` on, two a line.
+    fn choose(block: &Block, values: &Values, first: usize, lines: &mut [Line]) = choose_all;
+}
+
+#[inline(always)]
+fn choose_all(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
+    let stored = &block.registers()[first / LANE..];
+    for (i, (codes, lines)) in stored.iter().zip(lines.as_chunks_mut::<{ LANE / 2 }>().0).enumerate() {
+        stored.get(i + AHEAD).into_iter().for_each(|line| fetch(line));
+        let bytes = codes.as_chunks::<LANE>().0;
+        for half in 0..2 {
+            let mut words = [0; PANEL];
+            for row in 0..PANEL {
+                words[row] = u32::from(bytes[2 * half][row]) | u32::from(bytes[2 * half + 1][row]) << 16;
+            }
+            for c in 0..4 {
+                let line = &mut lines[2 * c + half].0;
+                for row in 0..PANEL {
+                    // A bit of two columns, and then 16 times.
+                    let spread = |bits: u32| {
+                        let bits = bits & 0x1_0001;
+                        (bits << 16).wrapping_sub(bits)
+                    };
+                    let (low, high) = (spread(words[row] >> c), spread(words[row] >> (4 + c)));
+                    line[row] = values.terms[0][row]
+                        ^ low & values.terms[1][row]
+                        ^ high & values.terms[2][row]
+                        ^ low & high & values.terms[3][row];
+                }
+            }
+        }
+    }
+}
+
+/// Looks up the columns of a block of 3 or 4 bits from column `first` on, two a line. `isa` was found available; the
+/// lines are whole chunks of columns that the block has.
+fn look_up(isa: Isa, block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
+    match isa {
+        // SAFETY: the processor runs the set, and `decode` has checked the columns.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { x86::avx512(block, values, first, lines) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { x86::avx2(block, values, first, lines) },
+        _ => look_up_portable(block, values, first, lines),
+    }
+}
+
+fn look_up_portable(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
+    let (bits, columns) = (block.bits(), step_columns(block.bits()));
+    let steps = block.registers().chunks_exact(QUAD * step_registers(bits));
+    let mut codes = vec![0; columns];
+    for (chunk, lines) in lines.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        let column = first + chunk * CHUNK;
+        let Some(step) = steps.clone().nth(column / columns) else { return };
+        for word in 0..LANES {
+            unpack(bits, step, row(word), &mut codes);
+            let value = |code: &u8| {
+                let bytes = [0, 1].map(|plane: usize| values.bytes[plane][row(word)][usize::from(code & 15)]);
+                u32::from(u16::from_le_bytes(bytes))
+            };
+            let pairs = codes[column % columns..].as_chunks::<2>().0;
+            for (line, [even, odd]) in lines.iter_mut().zip(pairs) {
+                line.0[word] = value(even) | value(odd) << 16;
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    // A closure that an iterator calls would be compiled without the instructions.
+    #![allow(clippy::needless_range_loop)]
+
+    use super::*;
+    use crate::formats::codebook::bits::{QUADS, REGISTER};
+    use crate::gemm::codebook::kernel::{AHEAD, indices};
+    use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
+    use crate::gemm::codebook::x86::{Avx2, Avx512};
+
+    /// As [`super::look_up`].
+    ///
+    /// # Safety
+    /// The processor has AVX-512, and the block has the columns of the lines.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    pub unsafe fn avx512(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
+        // SAFETY: the caller's; the bits are the block's.
+        unsafe {
+            match block.bits() {
+                3 => look_up::<Avx512, 3>(block, values, first, lines),
+                _ => look_up::<Avx512, 4>(block, values, first, lines),
+            }
+        }
+    }
+
+    /// As [`super::look_up`].
+    ///
+    /// # Safety
+    /// The processor has AVX2, and the block has the columns of the lines.
+    #[target_feature(enable = "avx2")]
+    pub unsafe fn avx2(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
+        // SAFETY: the caller's; the bits are the block's.
+        unsafe {
+            match block.bits() {
+                3 => look_up::<Avx2, 3>(block, values, first, lines),
+                _ => look_up::<Avx2, 4>(block, values, first, lines),
+            }
+        }
+    }
+
+    /// # Safety
+    /// The processor runs the set of `V`, the block is of `BITS` bits, 3 or 4, and has the columns of the lines, and
+    /// `first` is a multiple of a chunk's.
+    #[inline(always)]
+    unsafe fn look_up<V: Lanes, const BITS: u8>(
+        block: &Block,
+        values: &Values,
+        first: usize,
+        lines: &mut [Line],
+    ) {
+        let quad = step_registers(BITS) * REGISTER;
+        let codes = block.registers().as_ptr().cast::<u8>();
+        for pass in 0..V::HALVES {
+            // What a pass takes of each quad's 64 bytes.
+            let part = pass * REGISTER / V::HALVES;
+            // SAFETY: a register is a pass's share of the 64 bytes of a quad: of its tables, of its codes in a step that
+            // exists because its first column does, and of a line.
+            unsafe {
+                let mut tables = [[V::zero(); AT_ONCE]; 2];
+                for plane in 0..2 {
+                    for i in 0..QUADS {
+                        let rows = values.bytes[plane].as_ptr().cast::<u8>();
+                        tables[plane][i] = V::load(rows.add(i * REGISTER + part));
+                    }
+                }
+                for (chunk, lines) in lines.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+                    let column = first + chunk * CHUNK;
+                    let step = codes.add(column / step_columns(BITS) * QUADS * quad);
+                    for half in 0..2 {
+                        // Of 4 bits a constant once the loop is unrolled: shifts by other counts take two operations.
+                        let group = match BITS {
+                            4 => half,
+                            _ => column % step_columns(BITS) / LANE + half,
+                        };
+                        let mut words = [[V::zero(); AT_ONCE]; 2];
+                        for i in 0..QUADS {
+                            let at = step.add(i * quad + part);
+                            if pass == 0 && half == 0 && group / 2 < step_registers(BITS) {
+                                V::prefetch(at.wrapping_add(AHEAD + group / 2 * REGISTER));
+                            }
+                            let index = indices::<V, BITS>(at, group);
+                            let low = V::look_up(tables[0][i], index);
+                            let high = V::look_up(tables[1][i], index);
+                            [words[0][i], words[1][i]] = V::interleave(low, high);
+                        }
+                        for eight in 0..2 {
+                            let turned = V::transposed(words[eight]);
+                            for i in 0..QUADS {
+                                let line = &raw mut lines[8 * half + 4 * eight + i];
+                                V::store(turned[i], line.cast::<u8>().add(part));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,134 @@
+use half::bf16;
+
+use super::*;
+use crate::formats::codebook::HEADER_BYTES;
+use crate::formats::codebook::tests::Case;
+use crate::gemm::hadamard::rotate;
+use crate::gemm::codebook::Codebook;
+use crate::gemm::panel::tests::{backends, compare_times, hold, hold_panels, numbers, product, tasks};
+use crate::types::Mode;
+
+/// (experts, rows, columns), columns of a codebook.
+const SHAPES: [([usize; 3], usize); 7] = [
+    ([3, 5, 130], 128),
+    ([2, 40, 256], 1024),
+    ([1, 17, 520], 256),
+    ([2, 1, 7], 128),
+    ([1, 16, 33], 128),
+    ([1, 3, 1], 128),
+    ([1, 35, 1300], 384),
+];
+
+/// The rounded weights of a row.
+fn weights(view: &View, expert: usize, row: usize) -> Vec<bf16> {
+    let mut values = vec![0.0; view.layout().shape().columns];
+    view.decode_values(expert, row, &mut values);
+    values.into_iter().map(bf16::from_f32).collect()
+}
+
+/// Tensors of all bits and shapes, with centroids of two bytes and of one.
+fn cases() -> impl Iterator<Item = Case> {
+    (2..=4).flat_map(|bits| {
+        SHAPES
+            .into_iter()
+            .flat_map(move |(shape, block)| Case::both(bits, shape, block))
+    })
+}
+
+#[test]
+fn panels_hold_the_rounded_weights_on_every_set() {
+    for case in cases() {
+        let blob = case.blob();
+        let view = View::parse(&blob).unwrap();
+        let order = |word| if case.bits == 2 { word } else { row(word) };
+        for backend in backends() {
+            let what = format!("{backend:?} {} bits, {:?}", case.bits, case.shape);
+            let weights = |expert, row| weights(&view, expert, row);
+            hold_panels(Rounded::new(view, backend), weights, order, &what);
+        }
+    }
+}
+
+#[test]
+fn products_are_within_their_bound_on_every_backend() {
+    for case in cases() {
+        let blob = case.blob();
+        let view = View::parse(&blob).unwrap();
+        let columns = case.shape.columns;
+        let x = numbers(36 * columns, 4);
+        let tasks = tasks(&[17, 1, 18][..case.shape.experts]);
+        let x = &x[..tasks.last().unwrap().places.end * columns];
+        for backend in backends() {
+            let y = product(Rounded::new(view, backend), x, &tasks, backend, 2);
+            let what = format!("{backend:?} {} bits, {:?}", case.bits, case.shape);
+            hold(case.shape, |e, row| weights(&view, e, row), x, &tasks, &y, &what);
+            assert_eq!(y, product(Rounded::new(view, backend), x, &tasks, backend, 1));
+        }
+    }
+}
+
+#[test]
+fn turned_tensors_turn_their_activations() {
+    for bits in 2..=4 {
+        let case = Case::new(bits, [1, 21, 192], 128);
+        let plain = case.blob();
+        let turned = Case { hadamard: 64, ..case }.blob();
+        let (plain, turned) = (View::parse(&plain).unwrap(), View::parse(&turned).unwrap());
+        let x = numbers(20 * 192, 9);
+        let mut first = x.clone();
+        rotate(Isa::Scalar, &mut first, 64);
+        for backend in backends() {
+            let product = |view, x: &[f32]| product(Rounded::new(view, backend), x, &tasks(&[20]), backend, 1);
+            assert_eq!(product(turned, &x), product(plain, &first), "{backend:?} {bits}");
+        }
+    }
+}
+
+#[test]
+fn what_is_no_number_stays_with_its_token() {
+    for bits in 2..=4 {
+        let blob = Case::new(bits, [1, 20, 64], 128).blob();
+        let view = View::parse(&blob).unwrap();
+        let mut x = numbers(20 * 64, 3);
+        (x[5 * 64 + 7], x[6 * 64 + 50]) = (f32::NAN, f32::INFINITY);
+        for backend in backends() {
+            let y = product(Rounded::new(view, backend), &x, &tasks(&[20]), backend, 1);
+            for (token, y) in y.chunks(20).enumerate() {
+                let odd = matches!(token, 5 | 6);
+                assert!(y.iter().all(|y| y.is_finite() != odd), "{backend:?} {token}");
+            }
+        }
+    }
+}
+
+#[test]
+fn hostile_parameters_give_numbers_and_nothing_else() {
+    for case in (2..=4).flat_map(|bits| Case::both(bits, [1, 20, 300], 128)) {
+        let mut blob = case.blob();
+        for byte in [0xff, 0x7f] {
+            blob[HEADER_BYTES..].fill(byte);
+            let view = View::parse(&blob).unwrap();
+            for backend in backends() {
+                let x = numbers(20 * 300, 1);
+                product(Rounded::new(view, backend), &x, &tasks(&[20]), backend, 1);
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "prints times: cargo test --release -- --ignored --nocapture times_of"]
+fn times_of_codebooks() {
+    for (bits, [rows, columns]) in [(4, [14336, 4096]), (3, [14336, 4096]), (2, [14336, 4096]), (4, [768, 2048])] {
+        let blob = Case::new(bits, [1, rows, columns], 1 << 16).blob();
+        let blobs = vec![blob; 17];
+        let pair = |blob| {
+            let view = View::parse(blob).unwrap();
+            let isa = crate::simd::active().unwrap();
+            let exact = Codebook::new(view, Mode::Exact, isa).unwrap();
+            (exact, Rounded::new(view, Backend::of_floats(isa).unwrap_or(Backend::Avx2)))
+        };
+        let pairs: Vec<_> = blobs.iter().map(|blob| pair(blob)).collect();
+        compare_times(&format!("codebook {bits} bits"), &pairs);
+    }
+}

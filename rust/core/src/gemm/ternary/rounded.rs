@@ -1,0 +1,136 @@
+//! Ternary weights as [`crate::gemm::panel`] multiplies them in bf16, for many tokens.
+//!
+//! Rows are entropy coded one by one, so a block of 16 rows is decoded when it is opened, once a strip, to lists of its
+//! non-zero weights ([`List`]). Chunks begin as zeros, and the next items of each row's list are put into them: the work
+//! is in proportion to the codes. Levels are rounded to bf16, most tensors' are stored in it.
+//!
+//! Whatever the codes are, an item is written only to a line that exists, and one that is behind the columns ends a row.
+//!
+//! Where and from how many tokens on panels are faster: [`backend`], [`FEWEST`].
+
+use std::ops::Range;
+
+use super::lists::List;
+use crate::formats::ternary::layout::GROUP_ROWS;
+use crate::formats::ternary::{Row, TernaryView};
+use crate::gemm::panel::{
+    Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, bf16, round_token,
+};
+use crate::simd::Isa;
+use crate::types::{Activations, Shape};
+
+/// Columns of a chunk.
+const CHUNK: usize = 2 * LANES;
+
+/// The tokens of an expert from which on panels are faster on AMX.
+pub(super) const FEWEST: usize = 24;
+
+/// What multiplies panels faster than [`super::lists`] do, which leave zeros out: matrix registers alone. On a Zen 4, for
+/// example, products of bf16 and of lists are equally fast with 256 tokens, and panels must be decoded first.
+pub(super) fn backend(isa: Isa) -> Option<Backend> {
+    Backend::of_floats(isa).filter(|&backend| backend == Backend::Matrix)
+}
+
+/// A tensor, and how its tokens are rounded.
+#[derive(Clone)]
+pub(super) struct Rounded<'a> {
+    view: TernaryView<'a>,
+    isa: Isa,
+}
+
+impl<'a> Rounded<'a> {
+    /// The panels that a backend, which was found available, multiplies.
+    pub fn new(view: TernaryView<'a>, backend: Backend) -> Self {
+        let isa = backend.vectors();
+        Rounded { view, isa }
+    }
+}
+
+/// The rows of a block.
+#[derive(Default)]
+pub(super) struct Rows([Listed; LANES]);
+
+/// A row, and how far it has been put into panels.
+#[derive(Default)]
+struct Listed {
+    list: List,
+    /// Its next item.
+    next: usize,
+    /// What an item's lowest two bits add to a word: the level of the lowest bit, in the half that the other says.
+    words: [u32; 4],
+}
+
+impl Listed {
+    fn open(&mut self, view: &TernaryView, row: Row, levels: (f32, f32)) {
+        self.list.fill(view, row);
+        self.next = 0;
+        let [one, two] = self.list.levels(levels).map(bf16);
+        self.words = [one, two, one << 16, two << 16];
+    }
+
+    /// Puts items of columns below `end` into word `word` of lines, the first of which is line `first` of the block.
+    fn put(&mut self, word: usize, first: usize, end: usize, lines: &mut [Line]) {
+        let items = self.list.items();
+        let mut next = self.next;
+        // An item is twice its column and a level's number.
+        while let Some(&item) = items.get(next).filter(|&&item| item < 2 * end as u32) {
+            if let Some(line) = lines.get_mut((item as usize / 4).wrapping_sub(first)) {
+                line.0[word] |= self.words[item as usize % 4];
+            }
+            next += 1;
+        }
+        self.next = next;
+    }
+}
+
+impl Source for Rounded<'_> {
+    type Open = Rows;
+
+    fn shape(&self) -> Shape {
+        self.view.shape()
+    }
+
+    fn form(&self) -> TokenForm {
+        TokenForm {
+            element: Element::Bf16,
+            columns: self.view.columns(),
+            section: self.view.columns().div_ceil(CHUNK).max(1),
+            variant: 1,
+        }
+    }
+
+    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+        round_token(self.isa, x, (token, self.view.columns(), 1), lane, tile);
+    }
+
+    fn open(&self, block: usize, open: &mut Rows) {
+        let view = &self.view;
+        let blocks = view.rows().div_ceil(LANES);
+        let (expert, first) = (block / blocks, block % blocks * LANES);
+        let mut rows = view.group_rows(expert, first / GROUP_ROWS).skip(first % GROUP_ROWS);
+        for row in &mut open.0 {
+            match rows.next() {
+                Some(placed) => {
+                    let levels = view.levels(expert * view.rows() + placed.row);
+                    row.open(view, placed.codes, levels);
+                }
+                None => row.open(view, Row::Zero, (0.0, 0.0)),
+            }
+        }
+    }
+
+    fn decode(&self, _: usize, open: &mut Rows, chunks: Range<usize>, to: &mut [Line]) {
+        to.fill(Line::ZERO);
+        let end = (chunks.end * CHUNK).min(self.view.columns());
+        for (word, row) in open.0.iter_mut().enumerate() {
+            row.put(word, chunks.start * LANES, end, to);
+        }
+    }
+
+    fn finish(&self, _: &Section, _: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+        *out = sums.floats();
+    }
+}
+
+#[cfg(test)]
+mod tests;
