@@ -10,6 +10,7 @@ from moepack import memory
 from moepack.runtime import resident
 from moepack.runtime.loading import open_model
 from moepack.runtime.packed import PackedModule
+from moepack.runtime.resident import ResidentStore
 
 TOKENS = torch.arange(12).view(1, -1)
 
@@ -54,14 +55,14 @@ def test_an_unpacked_model_can_be_resident(mixtral):
 def test_tied_parameters_stay_one(packed):
     model = moepack.load(packed)
     model.lm_head.weight = model.model.embed_tokens.weight
-    resident.make_resident(model)
+    ResidentStore().take(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert file_of(model.lm_head.weight) is None
 
 
 def test_the_mode_survives(packed):
     model = moepack.load(packed, mode="int8", resident=True)
-    assert {module._mode for module in model.modules() if isinstance(module, PackedModule)} == {"int8"}
+    assert {module.mode for module in model.modules() if isinstance(module, PackedModule)} == {"int8"}
 
 
 def test_weights_larger_than_the_available_memory_are_refused_before_anything_is_copied(packed, monkeypatch):
@@ -69,7 +70,7 @@ def test_weights_larger_than_the_available_memory_are_refused_before_anything_is
     addresses = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
     monkeypatch.setattr(resident, "available_bytes", lambda: 1000)
     with pytest.raises(moepack.LoadError, match=r"the weights take .* GB and 0\.00 GB .* without `resident`"):
-        resident.make_resident(model)
+        ResidentStore().take(model)
     assert [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]] == addresses
     with pytest.raises(moepack.LoadError):
         moepack.load(packed, resident=True)

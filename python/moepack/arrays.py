@@ -1,6 +1,7 @@
 """What users pass as tensors: torch or numpy, any byte order, any strides. Here they become torch tensors, and results
 become what was passed."""
 
+import warnings
 from typing import Any, TypeVar
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from moepack.errors import InvalidTensorError
 
-__all__ = ["AnyTensor", "Array", "as_given", "as_tensor"]
+__all__ = ["AnyTensor", "Array", "as_bytes", "as_given", "as_tensor"]
 
 AnyTensor = torch.Tensor | npt.NDArray[Any]
 
@@ -47,3 +48,12 @@ def as_tensor(array: AnyTensor, what: str = "tensor") -> torch.Tensor:
 def as_given(result: torch.Tensor, given: Array) -> Array:
     """Give `result` as what `given` is: a NumPy array, or a torch tensor on the same device."""
     return result.cpu().numpy() if isinstance(given, np.ndarray) else result.to(given.device)
+
+
+def as_bytes(data: AnyTensor) -> torch.Tensor:
+    """View packed bytes as a tensor that shares their memory, maybe a read-only map: nothing may write to it."""
+    if isinstance(data, torch.Tensor):
+        return data
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
+        return torch.from_numpy(data)

@@ -25,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.errors import CorruptionError, LoadError, SerializationError, UnsupportedModelError
+from moepack.runtime.backends import is_supported
 from moepack.runtime.decoder import install as install_decoder
 from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
 from moepack.runtime.linear import PackedLinear
@@ -98,16 +99,15 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
     requires_calibration = True
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse devices that the packed kernels do not run on.
+        """Refuse devices that packed weights do not run on.
 
         Raises:
-            LoadError: the device map names anything but the CPU.
+            LoadError: the device map names one.
         """
         device_map = kwargs.get("device_map")
         if isinstance(device_map, dict):
             for module, device in device_map.items():
-                name = torch.device(device).type if device != "disk" else "disk"
-                if name != "cpu":
+                if device == "disk" or not is_supported(torch.device(device)):
                     where = f"'{module}'" if module else "the model"
                     raise LoadError(f"packed experts run on the CPU; the device map puts {where} on '{device}'")
 

@@ -1,1 +1,1 @@
-"""Running packed models: expert modules that compute from mapped bytes, loading, generating."""
+"""Running packed models: modules with packed weights, their stores and backends, loading, generating."""

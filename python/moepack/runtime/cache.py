@@ -11,10 +11,10 @@ been cropped to fewer.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.cache_utils import DynamicLayer
+
+from moepack.runtime.backends.cpu.views import first_sequence
 
 __all__ = ["Form", "GrowingLayer", "Room", "form_of"]
 
@@ -39,14 +39,13 @@ class Room(NamedTuple):
         form: of both.
         keys: `[batch, heads, capacity, width]`.
         values: the same.
-        arrays: the first sequence of both as the core takes them, `[heads, capacity, width]`, float32 or the bits of
-            bfloat16; None for other dtypes and devices.
+        arrays: the first sequence of both as the core takes them; None for dtypes and devices that it does not read.
     """
 
     form: Form | None
     keys: torch.Tensor
     values: torch.Tensor
-    arrays: tuple[NDArray[Any], NDArray[Any]] | None
+    arrays: tuple[Any, Any] | None
 
     @property
     def capacity(self) -> int:
@@ -169,16 +168,7 @@ def _room_for(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> Room:
         buffer = tokens.new_empty((*tokens.shape[:2], capacity, tokens.shape[3]))
         buffer.narrow(2, 0, length).copy_(tokens)
         buffers.append(buffer)
-    return Room(form_of(*buffers), buffers[0], buffers[1], _arrays(*buffers))
-
-
-def _arrays(keys: torch.Tensor, values: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    dtypes: dict[torch.dtype, torch.dtype] = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
-    kind = dtypes.get(keys.dtype)
-    if kind is None or keys.dtype != values.dtype or keys.device.type != "cpu" or keys.requires_grad:
-        return None
-    views = [np.asarray(tokens[0].view(kind).numpy()) for tokens in (keys, values)]
-    return views[0], views[1]
+    return Room(form_of(*buffers), buffers[0], buffers[1], first_sequence(*buffers))
 
 
 def _is_start(tokens: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -15,15 +15,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from moepack.runtime.backends.cpu import views
 from moepack.runtime.cache import GrowingLayer, form_of
-from moepack.runtime.packed import as_numpy
-from moepack.runtime.plan import Plan, Unknown, dense_matrix, is_known
+from moepack.runtime.plan import Plan, Unknown, is_known
 
 __all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
 
@@ -150,12 +149,11 @@ class DecoderForward(_Forward):
             return None
         rooms = [layer.room(1) for layer in layers]
         caches = [room.arrays for room in rooms if room.arrays is not None]
-        output = plan.decoder.step(as_numpy(hidden[0]), position, caches, length)
+        state = views.decode(plan.decoder, hidden[0], position, caches, length)
         for layer, room in zip(layers, rooms, strict=True):
             layer.show(room, length + 1)
         self.steps += 1
-        state = torch.from_numpy(output).to(hidden.dtype).view(hidden.shape)
-        return MoeModelOutputWithPast(last_hidden_state=state, past_key_values=past_key_values)
+        return MoeModelOutputWithPast(last_hidden_state=state.view(hidden.shape), past_key_values=past_key_values)
 
     def _ready(self, model: Any) -> Plan | None:
         """The plan, made anew where the model has changed."""
@@ -182,7 +180,7 @@ class HeadForward(_Forward):
             input.shape[:-1].numel() != 1
             or not _is_free()
             or head.bias is not None
-            or weight.dtype not in (torch.float32, torch.bfloat16)
+            or weight.dtype not in views.FLOATS
             or input.dtype != weight.dtype
             or {input.device.type, weight.device.type} != {"cpu"}
             or not weight.is_contiguous()
@@ -190,9 +188,9 @@ class HeadForward(_Forward):
             output: torch.Tensor = self.original()(input)
             return output
         if self._matrix is None or self._matrix[0] != weight.data_ptr():
-            self._matrix = weight.data_ptr(), dense_matrix(weight)
-        product = self._matrix[1].matmul(as_numpy(input.reshape(1, -1)))
-        return torch.from_numpy(product).to(input.dtype).view(*input.shape[:-1], -1)
+            self._matrix = weight.data_ptr(), views.dense_matrix(weight)
+        product = views.dense_product(self._matrix[1], input.reshape(1, -1))
+        return product.to(input.dtype).view(*input.shape[:-1], -1)
 
 
 def _is_free() -> bool:
@@ -224,7 +222,7 @@ def _sees_all(mask: Any, tokens: int) -> bool:
     """Whether an attention mask hides none of the tokens."""
     if mask is None:
         return True
-    return isinstance(mask, torch.Tensor) and mask.shape == (1, tokens) and bool(np.asarray(mask.cpu()).all())
+    return isinstance(mask, torch.Tensor) and mask.shape == (1, tokens) and bool(mask.all())
 
 
 def _position(positions: torch.Tensor | None, length: int) -> int | None:

@@ -5,11 +5,11 @@ The bias stays a parameter, which the loader of transformers fills as it does an
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from moepack.runtime.packed import PackedModule, inference_only, require_cpu
+from moepack.runtime.backends import backend_for
+from moepack.runtime.packed import PackedModule, inference_only
 
 __all__ = ["PackedLinear"]
 
@@ -39,7 +39,7 @@ class PackedLinear(PackedModule):
         """Multiply.
 
         Args:
-            x: `[..., columns]`, float32, bfloat16 or float16, on the CPU.
+            x: `[..., columns]`, float32, bfloat16 or float16, on the device of a backend.
 
         Returns:
             `[..., rows]` in the dtype of `x`.
@@ -47,9 +47,9 @@ class PackedLinear(PackedModule):
         return inference_only(self._forward, x)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        require_cpu(x)
-        tokens = x.reshape(-1, self.in_features)
-        product = self._product("packed", tokens, np.array([0, len(tokens)], np.int64))
+        backend = backend_for(x.device)
+        (matrix,) = self.store.fetch(self, None, x.device)
+        product = backend.linear(matrix, x.reshape(-1, self.in_features), self.mode)
         if self.bias is not None:
             product += self.bias
         return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import LoadError, MoepackError
 from moepack.runtime.compute import set_compute_mode
-from moepack.runtime.resident import make_resident
+from moepack.runtime.resident import ResidentStore
 
 __all__ = ["is_packed", "load", "open_model", "open_tokenizer", "set_threads"]
 
@@ -96,7 +96,7 @@ def open_model(
     if mode is not None:
         set_compute_mode(mode, model)
     if resident:
-        make_resident(model, Path(directory).glob("*.safetensors"))
+        ResidentStore().take(model, Path(directory).glob("*.safetensors"))
     return model.eval()
 
 

@@ -11,28 +11,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from transformers.utils import output_capturing
 
-from moepack import _core
 from moepack.checkpoint.architectures import ARCHITECTURES, Decoder
+from moepack.runtime.backends import is_silu
+from moepack.runtime.backends.cpu import views
 from moepack.runtime.cache import Form
-from moepack.runtime.compute import compute_mode, product_mode
-from moepack.runtime.experts import PackedExperts, is_silu
+from moepack.runtime.compute import compute_mode
+from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
+from moepack.runtime.store import MappedStore
 
-__all__ = ["Plan", "Unknown", "dense_matrix", "is_known"]
+__all__ = ["Plan", "Unknown", "is_known"]
 
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not change with the length."""
-
-_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
-"""Dtypes that the core takes, and as which NumPy sees them."""
 
 
 class Unknown(Exception):
@@ -120,7 +117,7 @@ class Plan:
         self._kind, self._guard = kind, _Guard()
         _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
         self.dtype: torch.dtype = model.embed_tokens.weight.dtype
-        _require(type(model.embed_tokens) is nn.Embedding and self.dtype in _DTYPES, "the embedding")
+        _require(type(model.embed_tokens) is nn.Embedding and self.dtype in views.FLOATS, "the embedding")
         _require_config(model.config)
         frequencies, scale = self._rotary(model.rotary_emb)
         layers = list(model.layers)[: model.config.num_hidden_layers]
@@ -130,7 +127,7 @@ class Plan:
         self._guard.watch(module for module in model.modules() if module is not model)
         self._guard.children += [(model._modules, name, child) for name, child in model._modules.items()]
         _require(self.holds(), "hooks")
-        self.decoder = _core.Decoder(described, frequencies, scale, norm, epsilon)
+        self.decoder = views.Decoder(described, frequencies, scale, norm, epsilon)
 
     def holds(self) -> bool:
         """Whether the model is what it was."""
@@ -196,36 +193,37 @@ class Plan:
         gate, up, down = (self._matrix(part) for part in parts)
         return gate, up, down
 
-    def _norm(self, module: Any) -> tuple[NDArray[Any], float]:
+    def _norm(self, module: Any) -> tuple[Any, float]:
         _require(_is(self._kind, module, "RMSNorm"), type(module).__name__)
         return self._vector(module, "weight"), float(module.variance_epsilon)
 
-    def _rotary(self, module: Any) -> tuple[NDArray[np.float32], float]:
+    def _rotary(self, module: Any) -> tuple[Any, float]:
         _require(_is(self._kind, module, "RotaryEmbedding"), type(module).__name__)
         _require(module.rope_type in _ROTARY_TYPES, f"rotary positions of the type {module.rope_type}")
         self._read(module, "inv_freq", module._buffers)
-        return module.inv_freq.float().contiguous().numpy(), float(module.attention_scaling)
+        return views.activations(module.inv_freq.float()), float(module.attention_scaling)
 
-    def _matrix(self, module: nn.Module) -> tuple[Any, str | None]:
+    def _matrix(self, module: nn.Module) -> Any:
         if type(module) is PackedLinear:
             return self._packed(module, "packed")
         _require(type(module) is nn.Linear, type(module).__name__)
         return self._dense(module)
 
-    def _packed(self, module: PackedModule, projection: str) -> tuple[Any, str | None]:
+    def _packed(self, module: PackedModule, projection: str) -> Any:
+        _require(isinstance(module.store, MappedStore), "bytes that are not in place")
         matrix = module.matrix(projection)
-        _require(isinstance(matrix, _core.PackedTensor), f"the format {matrix.format}")
+        view = views.packed_matrix(matrix, module.mode)
+        _require(view is not None, f"the format {matrix.format}")
         self._guard.tensors.append((module._buffers, projection, module._buffers[projection].data_ptr()))  # type: ignore[union-attr]
         self._guard.modules.append((module, module.mode))
-        return matrix, product_mode(matrix, module.mode)
+        return view
 
     def _dense(self, module: nn.Module) -> tuple[Any, None]:
         self._read(module, "weight", module._parameters)
-        return dense_matrix(module.weight), None  # type: ignore[arg-type]
+        return views.dense_matrix(module.weight), None  # type: ignore[arg-type]
 
-    def _vector(self, module: nn.Module, name: str) -> NDArray[Any]:
-        tensor = self._read(module, name, module._parameters)
-        return tensor.detach().view(_DTYPES[tensor.dtype]).numpy()
+    def _vector(self, module: nn.Module, name: str) -> Any:
+        return views.vector(self._read(module, name, module._parameters))
 
     def _read(self, module: nn.Module, name: str, tensors: Mapping[str, Any]) -> torch.Tensor:
         tensor: torch.Tensor | None = tensors.get(name)
@@ -234,12 +232,6 @@ class Plan:
         _require(tensors is module._buffers or tensor.dtype == self.dtype, f"the dtype of {name}")
         self._guard.tensors.append((tensors, name, tensor.data_ptr()))
         return tensor
-
-
-def dense_matrix(weight: torch.Tensor) -> _core.DenseMatrix:
-    """A contiguous matrix on the CPU, float32 or bfloat16, as the core takes it; it shares the memory."""
-    data = weight.detach().view(torch.uint8).numpy().reshape(-1)
-    return _core.DenseMatrix(data, str(weight.dtype).removeprefix("torch."), *weight.shape)
 
 
 def _require(known: bool, what: str) -> None:

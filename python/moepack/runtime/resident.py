@@ -15,18 +15,19 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from moepack.arrays import AnyTensor, as_bytes
 from moepack.errors import LoadError
 from moepack.mapping import own_memory
 from moepack.memory import available_bytes
 from moepack.runtime.packed import PackedModule
+from moepack.runtime.store import Layer, MappedStore
 
-__all__ = ["make_resident"]
+__all__ = ["ResidentStore"]
 
 _ALIGNMENT = 64
 
@@ -36,40 +37,57 @@ class _Arena:
 
     def __init__(self, size: int) -> None:
         try:
-            self._bytes = own_memory(size)
+            self._bytes = as_bytes(own_memory(size))
         except OSError as error:
             raise LoadError(f"{size / 1e9:.2f} GB of memory for the weights: {error.strerror}") from error
         self._used = 0
 
-    def copy(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def has_room(self, data: Tensor) -> bool:
+        """Whether flat bytes fit into the rest."""
+        return self._used + data.nbytes <= len(self._bytes)
+
+    def copy(self, data: Tensor) -> Tensor:
         """Copy flat bytes to the next piece, which begins at a multiple of 64."""
         piece = self._bytes[self._used : self._used + data.nbytes]
         self._used += _padded(data.nbytes)
-        np.copyto(piece, data)
-        return piece
+        return piece.copy_(data)
 
 
-def make_resident(model: nn.Module, files: Iterable[Path] = ()) -> None:
-    """Move a model's packed bytes and parameters into huge pages of its own.
+class ResidentStore(MappedStore):
+    """Keeps bytes in huge pages of the process's own."""
 
-    Args:
-        model: a model on the CPU, packed or not, whose tensors may be views of mapped files.
-        files: the files it was loaded from, which the page cache need not keep.
+    def __init__(self) -> None:
+        self._arena = _Arena(0)
 
-    Raises:
-        LoadError: the weights are larger than the available memory; the model is as it was.
-    """
-    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
-    parameters = [parameter for parameter in model.parameters() if parameter.is_contiguous()]
-    arena = _Arena(_checked_size(packed, parameters))
-    for parameter in parameters:
-        flat = parameter.detach().reshape(-1).view(torch.uint8)
-        parameter.data = torch.from_numpy(arena.copy(flat.numpy())).view(parameter.dtype).view(parameter.shape)
-    for module in packed:
-        for projection in module.projections:
-            module.attach(projection, arena.copy(module.get_buffer(projection).numpy()), tensor=projection)
-    for file in files:
-        _forget(file)
+    def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
+        """Copy bytes and take the copy; see `ExpertStore.put`."""
+        given = as_bytes(data)
+        if not self._arena.has_room(given):
+            self._arena = _Arena(given.nbytes)
+        super().put(layer, projection, self._arena.copy(given), **place)
+
+    def take(self, model: nn.Module, files: Iterable[Path] = ()) -> None:
+        """Take over a model's packed bytes, and move its parameters too.
+
+        Args:
+            model: a model on the CPU, packed or not, whose tensors may be views of mapped files.
+            files: the files it was loaded from, which the page cache need not keep.
+
+        Raises:
+            LoadError: the weights are larger than the available memory; the model is as it was.
+        """
+        packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+        parameters = [parameter for parameter in model.parameters() if parameter.is_contiguous()]
+        self._arena = _Arena(_checked_size(packed, parameters))
+        for parameter in parameters:
+            flat = parameter.detach().reshape(-1).view(torch.uint8)
+            parameter.data = self._arena.copy(flat).view(parameter.dtype).view(parameter.shape)
+        for module in packed:
+            module.store = self
+            for projection in module.projections:
+                module.attach(projection, module.get_buffer(projection), tensor=projection)
+        for file in files:
+            _forget(file)
 
 
 def _checked_size(packed: Iterable[PackedModule], parameters: Iterable[nn.Parameter]) -> int:

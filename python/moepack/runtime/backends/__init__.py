@@ -1,0 +1,33 @@
+"""The backends that packed weights run on. The CPU is one; another is a module here and a call of `register`."""
+
+import torch
+
+from moepack.errors import LoadError
+from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
+from moepack.runtime.backends.cpu import CpuBackend
+
+__all__ = ["Activation", "Backend", "Matrix", "backend_for", "is_silu", "is_supported", "register"]
+
+_backends: list[Backend] = [CpuBackend()]
+
+
+def register(backend: Backend) -> None:
+    """Add a backend; where several support a device, the last one is taken."""
+    _backends.insert(0, backend)
+
+
+def is_supported(device: torch.device) -> bool:
+    """Say whether packed weights can be multiplied on a device."""
+    return any(backend.supports(device) for backend in _backends)
+
+
+def backend_for(device: torch.device) -> Backend:
+    """Return the backend of a device.
+
+    Raises:
+        LoadError: there is none.
+    """
+    for backend in _backends:
+        if backend.supports(device):
+            return backend
+    raise LoadError(f"packed weights run on the CPU; keep the model there (a tensor is on '{device}')")

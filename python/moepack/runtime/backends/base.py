@@ -1,0 +1,94 @@
+"""What a backend does: products of packed weights on one kind of device, torch tensors in and out.
+
+Everything that a device needs beyond torch (arrays of the core, streams, kernels) stays behind this interface. Modules
+above it, stores included, know tensors, packed matrices that only their backend looks into, and modes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["Activation", "Backend", "Matrix", "is_silu"]
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class Matrix(Protocol):
+    """The packed weights of one projection of a layer, opened by a backend."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts (1 for a linear layer), rows and columns."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """Name of the format, for people."""
+        ...
+
+
+class Backend(ABC):
+    """Products on one kind of device; products accumulate in float32."""
+
+    @abstractmethod
+    def supports(self, device: torch.device) -> bool:
+        """Whether tensors of a device can be multiplied."""
+
+    @abstractmethod
+    def open(self, data: Tensor, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> Matrix:
+        """Open packed bytes, flat uint8 on a supported device; they are neither copied nor changed.
+
+        Args:
+            data: the bytes.
+            file: where they come from, for messages.
+            tensor: their name, for messages.
+
+        Raises:
+            CorruptionError: the bytes contradict their format.
+            LoadError: their format is unknown.
+        """
+
+    @abstractmethod
+    def linear(self, matrix: Matrix, x: Tensor, mode: str | None) -> Tensor:
+        """Multiply x [N, C], float32, bfloat16 or float16, by one expert, to [N, R] float32.
+
+        Args:
+            matrix: the weights.
+            x: the activations.
+            mode: a compute mode, or None for that of the process.
+        """
+
+    @abstractmethod
+    def experts(
+        self,
+        matrices: Sequence[Matrix],
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        activation: Activation,
+        mode: str | None,
+    ) -> Tensor:
+        """Sum the outputs of each token's experts, in an order that depends on the routing alone.
+
+        Args:
+            matrices: gate, up and down projection, for down(activation(gate x) * up x); or two, for
+                second(activation(first x)).
+            x: [T, H], float32, bfloat16 or float16.
+            index: [T, k], the chosen experts; a number that is no expert's is skipped.
+            weights: [T, k], what their outputs are multiplied by.
+            activation: between the projections.
+            mode: as in `linear`.
+
+        Returns:
+            [T, H] float32.
+        """
+
+
+def is_silu(activation: Activation) -> bool:
+    """Whether an activation is SiLU, of which transformers has a class of its own beside torch's."""
+    return activation is functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")

@@ -1,0 +1,122 @@
+"""Products of packed weights on the CPU, by the core and by formats that are written in Python.
+
+Tokens are sorted by expert, so that each expert's bytes are decoded once a call whatever the number of its tokens, and
+all experts are multiplied in one call; a layer gated by SiLU whose formats are all the core's is one call altogether.
+"""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from moepack._core import PackedTensor, gated_experts
+from moepack.registry import OpenTensor, open_tensor
+from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
+from moepack.runtime.backends.cpu.views import activations
+from moepack.runtime.compute import product_mode
+
+__all__ = ["CpuBackend", "Routing", "sort_by_expert"]
+
+
+class Routing(NamedTuple):
+    """Token and expert pairs in the order of the experts.
+
+    Attributes:
+        order: [N], the positions in the flattened [T, k] index, sorted by expert, sentinels left out.
+        offsets: [E + 1], where each expert's run starts in `order`; the last is N.
+    """
+
+    order: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
+class CpuBackend(Backend):
+    """The core's kernels; matrices are open tensors (`moepack.registry`)."""
+
+    def supports(self, device: torch.device) -> bool:
+        """Whether it is the CPU."""
+        return device.type == "cpu"
+
+    def open(self, data: Tensor, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> OpenTensor:
+        """Open bytes by their magic; see `Backend.open`."""
+        return open_tensor(data.numpy(), file=file, tensor=tensor)
+
+    def linear(self, matrix: Matrix, x: Tensor, mode: str | None) -> Tensor:
+        """See `Backend.linear`."""
+        return _product(matrix, x, np.array([0, len(x)], np.int64), mode)
+
+    def experts(
+        self,
+        matrices: Sequence[Matrix],
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        activation: Activation,
+        mode: str | None,
+    ) -> Tensor:
+        """See `Backend.experts`."""
+        weights = weights.float().contiguous()
+        if len(matrices) == 3 and is_silu(activation) and all(isinstance(matrix, PackedTensor) for matrix in matrices):
+            gate, up, down = cast(Sequence[PackedTensor], matrices)
+            modes = product_mode(gate, mode), product_mode(up, mode), product_mode(down, mode)
+            choice = index.long().contiguous().numpy(), weights.numpy()
+            return torch.from_numpy(gated_experts(gate, up, down, activations(x), *choice, modes))
+        positions, offsets = sort_by_expert(index.reshape(-1).numpy(), matrices[0].shape[0])
+        if len(x) == 1:
+            outputs = _outputs(matrices, x.expand(len(positions), -1), offsets, activation, mode)
+            return torch.mm(weights.take(torch.from_numpy(positions)).unsqueeze(0), outputs)
+        rows = torch.from_numpy(positions // index.shape[1])
+        outputs = _outputs(matrices, x.index_select(0, rows), offsets, activation, mode)
+        return _weighted_sum(outputs, positions, weights)
+
+
+def sort_by_expert(index: NDArray[np.int64], experts: int) -> Routing:
+    """Sort a flat array of expert numbers, stably; numbers >= `experts` are sentinels and are dropped."""
+    offsets = np.zeros(experts + 1, np.int64)
+    np.cumsum(np.bincount(index, minlength=experts)[:experts], out=offsets[1:])
+    order = index.argsort(kind="stable")[: offsets[-1]]
+    return Routing(order, offsets)
+
+
+def _outputs(
+    matrices: Sequence[Matrix], x: Tensor, offsets: NDArray[np.int64], activation: Activation, mode: str | None
+) -> Tensor:
+    """Run the experts: x [N, H], sorted by expert, to [N, H] float32."""
+    x = x.contiguous()
+    first, *middle, last = matrices
+    inner = activation(_product(first, x, offsets, mode))
+    for matrix in middle:
+        inner = inner.mul_(_product(matrix, x, offsets, mode))
+    return _product(last, inner, offsets, mode)
+
+
+def _product(matrix: Any, x: Tensor, offsets: NDArray[np.int64], mode: str | None) -> Tensor:
+    """Grouped product: x [N, C], sorted by expert, to [N, R] float32."""
+    return torch.from_numpy(matrix.matmul_grouped(activations(x), offsets, product_mode(matrix, mode)))
+
+
+def _weighted_sum(outputs: Tensor, positions: NDArray[np.int64], weights: Tensor) -> Tensor:
+    """Sum each token's outputs.
+
+    An embedding bag gathers and sums in one pass, a third of the time of putting the rows back in order first.
+
+    Args:
+        outputs: [N, H] float32, in the order of the experts.
+        positions: [N], where each row belongs in the flattened [T, k].
+        weights: [T, k] float32.
+
+    Returns:
+        [T, H]; what no row belongs to counts as zero.
+    """
+    count, total = len(positions), weights.numel()
+    rows = np.full(total, count, np.int64)
+    rows[positions] = np.arange(count)
+    if count < total:
+        outputs = functional.pad(outputs, (0, 0, 0, 1))
+    bags = torch.from_numpy(rows).view(weights.shape)
+    return functional.embedding_bag(bags, outputs, mode="sum", per_sample_weights=weights)

@@ -1,0 +1,74 @@
+"""Tensors on the CPU as the core takes them: arrays of float32, or of the bits of bfloat16, that share the memory.
+
+Beside activations these are what `moepack.runtime.plan` makes a decoder of the core from.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moepack._core import Decoder, DenseMatrix, PackedTensor
+from moepack.registry import Activations
+from moepack.runtime.backends.base import Matrix
+from moepack.runtime.compute import product_mode
+
+__all__ = [
+    "FLOATS",
+    "Decoder",
+    "activations",
+    "decode",
+    "dense_matrix",
+    "dense_product",
+    "first_sequence",
+    "packed_matrix",
+    "vector",
+]
+
+FLOATS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+"""The dtypes that the core takes, and as which NumPy sees them."""
+
+
+def activations(x: Tensor) -> Activations:
+    """View a contiguous tensor as kernels take it; other dtypes become float32."""
+    if x.dtype == torch.bfloat16:
+        bits: NDArray[np.uint16] = x.contiguous().view(torch.uint16).numpy()
+        return bits
+    values: NDArray[np.float32] = x.float().contiguous().numpy()
+    return values
+
+
+def vector(tensor: Tensor) -> NDArray[Any]:
+    """View a contiguous tensor of one of `FLOATS`, outside autograd."""
+    return tensor.detach().view(FLOATS[tensor.dtype]).numpy()
+
+
+def dense_matrix(weight: Tensor) -> DenseMatrix:
+    """View a contiguous matrix of one of `FLOATS`."""
+    data = weight.detach().view(torch.uint8).numpy().reshape(-1)
+    return DenseMatrix(data, str(weight.dtype).removeprefix("torch."), *weight.shape)
+
+
+def packed_matrix(matrix: Matrix, mode: str | None) -> tuple[PackedTensor, str | None] | None:
+    """A matrix and the mode of its products; None where the core does not know the format."""
+    return (matrix, product_mode(matrix, mode)) if isinstance(matrix, PackedTensor) else None
+
+
+def dense_product(matrix: DenseMatrix, x: Tensor) -> Tensor:
+    """Multiply x [N, C] by a dense matrix, to [N, R] float32."""
+    return torch.from_numpy(matrix.matmul(activations(x)))
+
+
+def first_sequence(keys: Tensor, values: Tensor) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """View the first sequence of buffers [batch, heads, capacity, width]; None where the core cannot read them."""
+    kind = FLOATS.get(keys.dtype)
+    if kind is None or keys.dtype != values.dtype or keys.device.type != "cpu" or keys.requires_grad:
+        return None
+    return np.asarray(keys[0].view(kind).numpy()), np.asarray(values[0].view(kind).numpy())
+
+
+def decode(decoder: Decoder, hidden: Tensor, position: int, caches: list[Any], length: int) -> Tensor:
+    """Take a token, hidden [1, H], through all layers, behind `length` tokens in the caches; [1, H] in its dtype."""
+    return torch.from_numpy(decoder.step(activations(hidden), position, caches, length)).to(hidden.dtype)

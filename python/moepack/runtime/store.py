@@ -1,0 +1,132 @@
+"""Where packed bytes are, and how they come to the device that multiplies by them.
+
+Modules with packed weights ask their store for the matrices of a call, and know neither files nor caches. Bytes may lie
+in mapped files (`MappedStore`), in memory of the process's own (`moepack.runtime.resident`), or come in parts to where
+they are needed; the modules compute the same.
+"""
+
+from abc import ABC, abstractmethod
+from os import PathLike
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moepack.arrays import AnyTensor, as_bytes
+from moepack.errors import LoadError
+from moepack.runtime.backends import Matrix, backend_for
+
+__all__ = ["ExpertStore", "Layer", "MappedStore", "Shape"]
+
+Shape = tuple[int, int, int]
+"""Experts, rows and columns; a linear layer has one expert."""
+
+
+class Layer(Protocol):
+    """A module with packed weights, as stores see it (`moepack.runtime.packed.PackedModule`).
+
+    Attributes:
+        shapes: of the projections, in the order of the computation.
+        readers: opened matrices by projection, each with the address of its bytes; the store's own notes.
+    """
+
+    shapes: dict[str, Shape]
+    readers: dict[str, tuple[int, Matrix]]
+    _buffers: Any
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Let the module have a buffer."""
+        ...
+
+
+class ExpertStore(ABC):
+    """Keeps the packed bytes of layers."""
+
+    @abstractmethod
+    def put(
+        self,
+        layer: Layer,
+        projection: str,
+        data: AnyTensor,
+        *,
+        file: str | PathLike[str] | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        """Take the bytes of a projection.
+
+        Args:
+            layer: whose projection it is.
+            projection: one of the layer's.
+            data: flat uint8, maybe a read-only file map, which must stay unchanged from here on.
+            file: where they lie, for messages.
+            tensor: their name, for messages.
+
+        Raises:
+            CorruptionError: the bytes contradict their format.
+            LoadError: their format is unknown, no backend takes their device, or their shape is not the layer's.
+        """
+
+    @abstractmethod
+    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> tuple[Matrix, ...]:
+        """Return the matrices of all projections, the bytes of some experts on a device.
+
+        Args:
+            layer: whose projections.
+            experts: numbers of the experts that will be used, in any shape and order, more than once or beyond the
+                last; None for all.
+            device: where they will be used.
+
+        Raises:
+            LoadError: the layer has no bytes yet, or they cannot be had on the device.
+        """
+
+    @abstractmethod
+    def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
+        """Say that `fetch` is likely to be called with these arguments: the store may begin to read."""
+
+
+class MappedStore(ExpertStore):
+    """Bytes stay where they are given, by default in mapped files, whose pages are read as they are used.
+
+    They are uint8 buffers of the layer, named after the projections: casts to another dtype leave them alone, they are
+    part of `state_dict`, and nothing ever writes into them (the map is read-only).
+    """
+
+    def put(
+        self,
+        layer: Layer,
+        projection: str,
+        data: AnyTensor,
+        *,
+        file: str | PathLike[str] | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        """Take bytes without copying them; see `ExpertStore.put`."""
+        buffer = as_bytes(data)
+        matrix = backend_for(buffer.device).open(buffer, file=file, tensor=tensor)
+        if matrix.shape != layer.shapes[projection]:
+            message = f"the packed tensor is {matrix.shape}, the model's {projection} is {layer.shapes[projection]}"
+            raise LoadError(message, file=file, tensor=tensor)
+        layer._buffers.pop(projection, None)
+        layer.register_buffer(projection, buffer)
+        layer.readers[projection] = buffer.data_ptr(), matrix
+
+    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> tuple[Matrix, ...]:
+        """Return matrices that read all bytes in place; see `ExpertStore.fetch`."""
+        return tuple(self._matrix(layer, projection, device) for projection in layer.shapes)
+
+    def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
+        """Do nothing: the bytes are where they are used."""
+
+    def _matrix(self, layer: Layer, projection: str, device: torch.device) -> Matrix:
+        """The reader of a projection, made anew where its buffer was moved or copied (`deepcopy`)."""
+        buffer: Tensor | None = layer._buffers.get(projection)
+        if buffer is None:
+            raise LoadError(f"packed weights without bytes: load the model first ({projection} is missing)")
+        if buffer.device.type != device.type:
+            raise LoadError(f"packed weights on '{buffer.device}' cannot be used on '{device}'")
+        pointer, matrix = layer.readers.get(projection, (None, None))
+        if matrix is None or pointer != buffer.data_ptr():
+            self.put(layer, projection, buffer, tensor=projection)
+            matrix = layer.readers[projection][1]
+        return matrix
