@@ -140,9 +140,8 @@ class Planner:
     def _kurtosis(self, sources: Sequence[Source], terms: Sequence[Term]) -> Numbers:
         if all(term.policy != "kurtosis" for term in terms):
             return np.zeros(sum(source.shape[0] for source in sources))
-        return np.concatenate(
-            [self._measure(source, lambda weights, _: kurtosis(weights)[:, None])[:, 0] for source in sources]
-        )
+        found = [self._measure(source, lambda weights, _: kurtosis(weights)[:, None]) for source in sources]
+        return np.concatenate(found)[:, 0]
 
     def _measure(self, source: Source, of: Callable[[Tensor, Sequence[int]], Tensor]) -> Numbers:
         """Numbers of every matrix of a tensor, [E, n], by its weights [e, R, C] and which experts they are."""
@@ -191,7 +190,6 @@ class Planner:
     def _propose(self, source: Source, spec: GroupSpec, step: int) -> Candidate[GroupSpec]:
         """A grid: what it costs and leaves of a tensor, and by how much each step of an expert's rank reduces that."""
         _, rows, columns = source.shape
-        most = min(rows, columns) // step
 
         def errors(matrices: Tensor, which: Sequence[int]) -> Tensor:
             for expert, matrix in zip(which, matrices, strict=True):
@@ -199,7 +197,7 @@ class Planner:
             residual = matrices - quantize_affine(matrices, spec, self.solver).values()
             spectrum = residual_spectrum(residual)
             size = matrices.square().sum((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
-            steps = min(most, spectrum.shape[1] // step)
+            steps = min(rows, columns, spectrum.shape[1]) // step
             gains = spectrum[:, : steps * step].reshape(len(which), steps, step).sum(2)
             return torch.cat([size[:, None], residual.square().sum((1, 2))[:, None], gains], 1)
 

@@ -113,9 +113,8 @@ class RateSolver:
 
     def _problem(self, stage: Stage) -> RateProblem:
         moments = stage.moments()
-        return RateProblem(
-            torch.cat(list(stage.weights.values()), dim=1), moments.hessians, moments.drift, self.settings
-        )
+        weights = torch.cat(list(stage.weights.values()), dim=1)
+        return RateProblem(weights, moments.hessians, moments.drift, self.settings)
 
 
 def _name(stage: Stage) -> str:
