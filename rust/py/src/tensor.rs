@@ -43,13 +43,8 @@ impl PackedTensor {
     }
 
     fn dimensions(&self) -> [usize; 3] {
-        let Shape {
-            experts,
-            rows,
-            columns,
-            ..
-        } = self.tensor.shape();
-        [experts, rows, columns]
+        let shape = self.tensor.shape();
+        [shape.experts, shape.rows, shape.columns]
     }
 
     fn product<'py>(
