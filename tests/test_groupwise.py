@@ -50,7 +50,7 @@ def test_attributes():
     assert (*blob.shape, blob.ndim) == (2, 19, 130, 3)
     assert blob.details() == {"bits": 4, "group_size": 64, "symmetric": False, "dtype": "float16"}
     assert (blob.kind, blob.format, blob.nbytes) == ("groupwise", "groupwise-4bit", len(data))
-    assert blob.modes == ["exact", "int8", "bf16"]
+    assert {*blob.modes} == {"auto", "exact", "int8", "bf16"}
     assert "groupwise-4bit, 2 x 19 x 130" in repr(blob)
     with pytest.raises(ValueError, match=r"no parameters \"offsets\": it has scales"):
         _core.PackedTensor(encode(tensor(symmetric=True))).parameters("offsets")

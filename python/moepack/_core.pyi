@@ -114,7 +114,7 @@ class PackedTensor:
         """The size of the packed tensor in bytes, everything counted."""
     @property
     def modes(self) -> list[str]:
-        """The modes that products have, the default first."""
+        """The modes that products have."""
     def details(self) -> dict[str, Any]:
         """Return what the format says of the tensor beside its shape, JSON values in a fixed order."""
     def decode(self) -> NDArray[Any]:
@@ -144,7 +144,7 @@ class PackedTensor:
         Args:
             x: [tokens, columns].
             expert: whose weights.
-            mode: one of `modes`, by default the first.
+            mode: one of `modes`, by default "exact", or what a codebook tensor asks for.
             isa: the instruction set.
             activation_bits: to how many bits codebooks round activations, 4 or 8; by default the tensor's, or 8.
 

@@ -55,7 +55,7 @@ class OpenTensor(Protocol):
 
     @property
     def modes(self) -> Sequence[str]:
-        """The compute modes that products have, the default first."""
+        """The compute modes that products have."""
         ...
 
     def details(self) -> Mapping[str, Any]:
@@ -78,7 +78,7 @@ class OpenTensor(Protocol):
         Args:
             x: [N, C], rows sorted by expert.
             offsets: [E + 1], ascending, from 0 to N.
-            mode: one of `modes`, by default the first.
+            mode: one of `modes`, by default the format's own.
 
         Returns:
             [N, R], accumulated in float32.

@@ -4,8 +4,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use moepack_core::formats::coded_groupwise::Coded;
+use moepack_core::gemm::matmul_grouped;
 use moepack_core::simd::Isa;
-use moepack_core::tensor::{self, Compute, Tensor, matmul_grouped};
+use moepack_core::tensor::{self, Compute, Tensor};
 use moepack_core::{Error, pool};
 
 /// Larger tensors only cost time: one of no columns stands for billions of rows in no bytes.
@@ -31,7 +32,7 @@ fn read(data: &[u8]) -> Result<(), Error> {
         let product = |tensor: &dyn Tensor, data: &[u8], compute: Compute| {
             let mut y = vec![0.0; 3 * shape.rows];
             let projection = tensor.projection(data, compute)?;
-            matmul_grouped(&*projection, (&x[..]).into(), &offsets, &mut y, &pool)?;
+            matmul_grouped(&*projection, &x[..], &offsets, &mut y, &pool)?;
             Ok::<_, Error>(y.into_iter().map(f32::to_bits).collect::<Vec<_>>())
         };
         for &mode in plain.modes() {

@@ -8,11 +8,10 @@ use moepack_core::simd::Isa;
 use moepack_core::types::Mode;
 use moepack_core::{Result, pool};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, products};
-use crate::error::raise;
+use crate::error::{invalid, raise};
 use crate::packed::Packed;
 
 /// A dense matrix of rows x columns, read in place.
@@ -44,7 +43,7 @@ impl DenseMatrix {
         let kind = match dtype {
             "float32" => Kind::F32,
             "bfloat16" => Kind::Bf16,
-            _ => return Err(PyValueError::new_err(format!("no dtype of matrices: {dtype:?}"))),
+            _ => return invalid(format!("no dtype of matrices: {dtype:?}")),
         };
         let borrowed = data.try_readonly()?;
         let bytes = contiguous(borrowed.as_slice(), "data")?;
@@ -77,14 +76,8 @@ impl DenseMatrix {
         products(py, &x, self.rows, self.columns, |x, y| {
             let work = || {
                 let view = View::new(bytes, self.kind, self.rows, self.columns)?;
-                matmul(
-                    &Dense::new(view, Mode::Auto, isa)?,
-                    0,
-                    x,
-                    tokens,
-                    y,
-                    &*pool::current()?,
-                )
+                let matrix = Dense::new(view, Mode::Auto, isa)?;
+                matmul(&matrix, 0, x, tokens, y, &*pool::current()?)
             };
             py.detach(work).map_err(raise)
         })

@@ -43,13 +43,8 @@ impl PackedTensor {
     }
 
     fn dimensions(&self) -> [usize; 3] {
-        let Shape {
-            experts,
-            rows,
-            columns,
-            ..
-        } = self.tensor.shape();
-        [experts, rows, columns]
+        let shape = self.tensor.shape();
+        [shape.experts, shape.rows, shape.columns]
     }
 
     fn product<'py>(
@@ -78,7 +73,7 @@ impl PackedTensor {
 
 /// The mode of a name, or the tensor's default.
 fn chosen_mode(tensor: &dyn Tensor, name: Option<&str>) -> Result<Mode> {
-    tensor.mode(name.map(Mode::from_name).transpose()?)
+    name.map_or_else(|| Ok(tensor.default_mode()), Mode::from_name)
 }
 
 #[pymethods]
@@ -124,7 +119,7 @@ impl PackedTensor {
         self.tensor.bytes()
     }
 
-    /// The modes that products have, the default first.
+    /// The modes that products have.
     #[getter]
     fn modes(&self) -> Vec<&'static str> {
         self.tensor.modes().iter().map(|mode| mode.name()).collect()
@@ -206,7 +201,7 @@ impl PackedTensor {
     /// Args:
     ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
     ///     expert: whose weights.
-    ///     mode: one of `modes`, by default the first.
+    ///     mode: one of `modes`, by default "exact", or what a codebook tensor asks for.
     ///     isa: the instruction set, by default the active one.
     ///     activation_bits: to how many bits codebook tensors round activations, 4 or 8; by default the tensor's, or 8.
     ///

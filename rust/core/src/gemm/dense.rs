@@ -38,13 +38,12 @@ impl Kind {
     }
 }
 
-/// A matrix read in place.
+/// A matrix, or a stack of one an expert, read in place.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     bytes: &'a [u8],
     kind: Kind,
-    rows: usize,
-    columns: usize,
+    shape: Shape,
 }
 
 impl<'a> View<'a> {
@@ -53,21 +52,34 @@ impl<'a> View<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`]: there are not rows x columns values.
     pub fn new(bytes: &'a [u8], kind: Kind, rows: usize, columns: usize) -> Result<View<'a>> {
-        let size = rows
-            .checked_mul(columns)
-            .and_then(|size| size.checked_mul(kind.bytes()));
+        let shape = Shape {
+            experts: 1,
+            rows,
+            columns,
+            ndim: 2,
+        };
+        View::of_experts(bytes, kind, shape)
+    }
+
+    /// The matrices of `bytes`, expert by expert.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there are not as many values as the shape has weights.
+    pub fn of_experts(bytes: &'a [u8], kind: Kind, shape: Shape) -> Result<View<'a>> {
+        let size = shape.weights().and_then(|size| size.checked_mul(kind.bytes()));
         match size == Some(bytes.len()) {
-            true => Ok(View {
-                bytes,
-                kind,
-                rows,
-                columns,
-            }),
+            true => Ok(View { bytes, kind, shape }),
             false => Err(Error::InvalidArgument(format!(
-                "{} bytes are no matrix of {rows} x {columns} {kind:?}",
+                "{} bytes are no {shape:?} of {kind:?}",
                 bytes.len()
             ))),
         }
+    }
+
+    /// The bytes of some rows of an expert.
+    fn rows(&self, expert: usize, rows: Range<usize>) -> &'a [u8] {
+        let (first, bytes) = (expert * self.shape.rows, self.shape.columns * self.kind.bytes());
+        &self.bytes[(first + rows.start) * bytes..(first + rows.end) * bytes]
     }
 }
 
@@ -97,20 +109,15 @@ impl<'a> Dense<'a> {
 
 impl Projection for Dense<'_> {
     fn shape(&self) -> Shape {
-        Shape {
-            experts: 1,
-            rows: self.view.rows,
-            columns: self.view.columns,
-            ndim: 2,
-        }
+        self.view.shape
     }
 
     fn row_bytes(&self) -> usize {
-        self.view.columns * self.view.kind.bytes()
+        self.view.shape.columns * self.view.kind.bytes()
     }
 
-    fn memory(&self, _expert: usize) -> &[u8] {
-        self.view.bytes
+    fn memory(&self, expert: usize) -> &[u8] {
+        self.view.rows(expert, 0..self.view.shape.rows)
     }
 
     fn granule(&self) -> usize {
@@ -120,10 +127,10 @@ impl Projection for Dense<'_> {
     fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
         let shared = sibling
             .and_then(|sibling| sibling.shared()?.downcast::<Tokens>().ok())
-            .filter(|tokens| tokens.columns == self.view.columns);
+            .filter(|tokens| tokens.columns == self.view.shape.columns);
         let mine = shared.is_none();
         let make = || Tokens {
-            columns: self.view.columns,
+            columns: self.view.shape.columns,
             values: (0..job.tokens).map(|_| OnceLock::new()).collect(),
         };
         Box::new(Multiplication {
@@ -180,11 +187,11 @@ impl Worker for Thread<'_> {
         let Multiplication {
             matrix, job, tokens, ..
         } = self.0;
-        let places = &job.list[job.tasks[task].places.clone()];
-        for (&token, out) in places.iter().zip(out.chunks_exact_mut(rows.len())) {
+        let task = &job.tasks[task];
+        let (places, count) = (&job.list[task.places.clone()], rows.len());
+        let bytes = matrix.view.rows(task.expert, rows);
+        for (&token, out) in places.iter().zip(out.chunks_exact_mut(count)) {
             let x = tokens.values[token].get().expect("the first stage has made it");
-            let row_bytes = matrix.row_bytes();
-            let bytes = &matrix.view.bytes[rows.start * row_bytes..rows.end * row_bytes];
             products(matrix.isa, bytes, matrix.view.kind, x, out);
         }
     }
@@ -256,7 +263,7 @@ mod tests {
     }
 
     fn product(matrix: &Dense, x: Activations, tokens: usize) -> Vec<f32> {
-        let mut y = vec![f32::NAN; tokens * matrix.view.rows];
+        let mut y = vec![f32::NAN; tokens * matrix.view.shape.rows];
         let pool = pool::current().unwrap();
         matmul(matrix, 0, x, tokens, &mut y, &pool).unwrap();
         y

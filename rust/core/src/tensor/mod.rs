@@ -86,8 +86,13 @@ pub trait Tensor: Send + Sync {
     /// The specification, in a fixed order.
     fn details(&self) -> Details;
 
-    /// The modes that products have, the default first.
+    /// The modes that products have.
     fn modes(&self) -> &'static [Mode];
+
+    /// The mode of products whose caller names none.
+    fn default_mode(&self) -> Mode {
+        Mode::Exact
+    }
 
     /// Whether codes are signed bytes.
     fn has_signed_codes(&self) -> bool {
@@ -118,30 +123,11 @@ pub trait Tensor: Send + Sync {
     /// [`Error::InvalidArgument`]: this tensor has no such parameters.
     fn parameters(&self, data: &[u8], name: &str, pool: &ThreadPool) -> Result<Array>;
 
-    /// The tensor as products read it.
+    /// The tensor as products read it ([`crate::gemm::matmul`], [`crate::gemm::layer`]).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`]: the format has no such mode, or the processor lacks the instruction set.
     fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>>;
-
-    /// The mode of a caller's choice: the default for `None`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`]: the tensor has no such mode.
-    fn mode(&self, chosen: Option<Mode>) -> Result<Mode> {
-        let modes = self.modes();
-        match chosen {
-            None => Ok(modes[0]),
-            Some(mode) if modes.contains(&mode) => Ok(mode),
-            Some(mode) => {
-                let names: Vec<_> = modes.iter().map(|mode| mode.name()).collect();
-                let (mode, name, names) = (mode.name(), self.name(), names.join(", "));
-                Err(Error::InvalidArgument(format!(
-                    "{name} has no mode {mode:?}: use {names}"
-                )))
-            }
-        }
-    }
 }
 
 /// The error of [`Tensor::parameters`].
