@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dequantized import Dequantized
 from finequant import Original
-from moepack.calibration import CalibrationSettings, Calibrator, Stage
+from moepack.calibration import CalibrationSettings, Calibrator
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
@@ -101,15 +101,12 @@ class Bench:
         self.hessians: dict[tuple[str, str], list[Tensor]] = {}
         samples = load_samples(checkpoint, str(options.calibration), options.samples, 512)
         settings = CalibrationSettings(routing="compressed", device=torch.device(options.device))
-        for _ in Calibrator(checkpoint, self.layout, samples, settings).layers(self._note):
-            pass
-
-    def _note(self, stage: Stage) -> dict[str, Tensor]:
-        """Remember the Hessians; nothing is compressed."""
-        hessians = stage.hessians()
-        for name in stage.weights:
-            self.hessians.setdefault((stage.layer.name, name), []).append(hessians)
-        return stage.weights
+        for run in Calibrator(checkpoint, self.layout, samples, settings).layers():
+            for stage in run:
+                hessians = stage.hessians()
+                for name in stage.weights:
+                    self.hessians.setdefault((stage.layer, name), []).append(hessians)
+                run.answer(stage.weights)
 
     @torch.no_grad()
     def replaced(self, quantize: Quantize) -> tuple[Any, dict[str, float]]:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +81,23 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
             yield f"{stem}.{expert}.{part}.weight", size
 
 
-class Random:
+def random_method() -> Any:
     """A method that packs random codes into sorted random codebooks, with activations of 8 bits."""
+    from moepack import _core
+    from moepack.methods import Method, PackedTensor, Shape, Solution, Stage, Weights
 
-    name = "codequant"
-    settings: Mapping[str, Any] = {"random": True}
-    dense_roles = frozenset({"attention", "shared", "mlp"})
+    class Random(Method):
+        name = "codequant"
+        settings: Mapping[str, Any] = {"random": True}
+        dense_roles = frozenset({"attention", "shared", "mlp"})
 
-    def bound(self, shape: tuple[int, int, int]) -> int:
-        """The most bytes of a projection."""
-        return 1 << 20 | shape[0] * (shape[1] + 16) * (shape[2] + 64)
+        def bound(self, shape: Shape, role: str = "experts") -> int:
+            return 1 << 20 | shape[0] * (shape[1] + 16) * (shape[2] + 64)
 
-    def dense_bound(self, shape: tuple[int, int, int], role: str) -> int:
-        """The same for a linear layer."""
-        return self.bound(shape)
+        def solve(self, stage: Stage) -> dict[str, Solution]:
+            return {name: Solution({}) for name in stage.tensors}
 
-    def compress_layer(self, layer: Mapping[str, Any], advance: Callable[[int], None]) -> Iterator[tuple[str, Any]]:
-        """Pack a layer; weights give their shapes only."""
-        from moepack import _core
-        from moepack.methods.base import PackedTensor
-
-        for name, weights in layer.items():
+        def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
             random = np.random.default_rng(sum(map(ord, weights.name)))
             books = (*weights.shape[:2], 1, 16)
             codes = random.integers(0, 16, weights.shape, np.uint8)
@@ -112,10 +108,9 @@ class Random:
                 codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim, activation_bits=8
             )
             details = {"bits": 4, "block_size": _core.PackedTensor(blob).details()["block_size"], "activation_bits": 8}
-            advance(codes.size)
-            yield name, PackedTensor("codebook", blob, details)
+            return PackedTensor("codebook", blob, details)
 
-    compress_dense = compress_layer
+    return Random()
 
 
 def gguf_file(path: Path, kind: str) -> None:
@@ -264,7 +259,7 @@ def build(directory: Path, kinds: list[str]) -> dict[str, Path]:
 
         with tempfile.TemporaryDirectory(dir=directory) as model:
             source(Path(model))
-            compress(model, directory / "packed", method=Random())
+            compress(model, directory / "packed", method=random_method())
     for kind in kinds:
         if not sides[f"llama.cpp {kind}"].exists():
             gguf_file(sides[f"llama.cpp {kind}"], kind)

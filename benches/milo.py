@@ -23,10 +23,8 @@ from torch import Tensor
 
 import machine
 from moepack import compress, evaluate
-from moepack.calibration import CalibrationSettings, Calibrator
-from moepack.calibration.linears import LinearStage
+from moepack.calibration import CalibrationSettings, Calibrator, Stage
 from moepack.calibration.load import load_samples
-from moepack.calibration.run import DenseWork, Stage
 from moepack.checkpoint import Checkpoint, describe
 from moepack.format import PackedDirectory
 from moepack.methods.milo import Milo
@@ -125,9 +123,9 @@ class Bench:
             samples = load_samples(self.checkpoint, str(self.options.calibration), 64, 512, premask=True, seed=0)
             calibrator = Calibrator(self.checkpoint, self.layout, samples, CalibrationSettings())
             blocks = [block.only(DENSE_ROLES) for block in self.layout.dense]
-            dense = DenseWork({b.name: b for b in blocks if b.linears}, lambda stage: self._dense(stage, bits))
-            for _ in calibrator.layers(lambda stage: self._experts(stage, bits), dense=dense):
-                pass
+            for run in calibrator.layers({block.name: block for block in blocks if block.linears}):
+                for stage in run:
+                    run.answer(self._dense(stage, bits) if stage.dense else self._experts(stage, bits))
             return {"settings": {"bits": bits}, "bytes": self.plain(bits)["bytes"]}
 
         return self.measured(f"int{bits} gptq", prepare)
@@ -138,7 +136,7 @@ class Bench:
 
     @torch.no_grad()
     def _experts(self, stage: Stage, bits: int) -> dict[str, Tensor]:
-        hessians, module = stage.hessians(), self.model.get_submodule(stage.layer.name)
+        hessians, module = stage.hessians(), self.model.get_submodule(stage.layer)
         found = {name: self._solve(weights, hessians, bits) for name, weights in stage.weights.items()}
         for name, values in found.items():
             target = module.down_proj if name == "down_proj" else module.gate_up_proj.chunk(2, 1)[name != "gate_proj"]
@@ -146,7 +144,7 @@ class Bench:
         return found
 
     @torch.no_grad()
-    def _dense(self, stage: LinearStage, bits: int) -> dict[str, Tensor]:
+    def _dense(self, stage: Stage, bits: int) -> dict[str, Tensor]:
         hessians = stage.moments().hessians
         found = {path: self._solve(weights, hessians, bits) for path, weights in stage.weights.items()}
         for path, values in found.items():
@@ -207,7 +205,7 @@ class Bench:
     def size(self, settings: dict[str, Any]) -> int:
         """Bytes of all packed tensors."""
         method = Milo(**settings)
-        method.begin(self.checkpoint, self.layout)
+        method.prepare(self.checkpoint, self.layout)
         plan, total = method.plan, 0
         for source in find_sources(self.layout):
             total += packed_bytes(source.shape, plan.specs[source.name], sum(plan.ranks[source.name]), method.rank_bits)

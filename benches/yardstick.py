@@ -17,7 +17,9 @@ from torch import Tensor
 
 from moepack import _core, evaluate
 from moepack.checkpoint import Checkpoint, MoeLayer, describe
-from moepack.methods import CalibratedMethod, Method, PackedTensor, Weights
+from moepack.methods import Method, PackedTensor
+from moepack.pipeline import Assignment
+from moepack.pipeline.solving import LayerPacker
 from moepack.runtime.loading import open_model, open_tokenizer
 
 
@@ -40,11 +42,12 @@ class Yardstick:
     def measure(self, method: Method) -> dict[str, Any]:
         """Pack all experts; bits a weight, increase of the loss by text in nats a token, seconds of packing."""
         start = time.perf_counter()
-        if isinstance(method, CalibratedMethod):
-            method.begin(self.checkpoint, self.layout)
+        method.prepare(self.checkpoint, self.layout)
+        packer = LayerPacker(self.checkpoint, self.layout, Assignment(method))
         bits = weights = 0
-        for layer in self.layout.layers:
-            packed = dict(method.compress_layer(_lazy(layer), lambda _: None))
+        for layer, run in zip(packer.layers, packer.runs(), strict=True):
+            assert isinstance(layer, MoeLayer), "experts only"
+            packed = packer.pack(layer, run, {})
             bits += sum(8 * tensor.data.nbytes for tensor in packed.values())
             weights += sum(math.prod(projection.shape) for projection in layer.projections)
             self._put(layer, packed)
@@ -69,10 +72,3 @@ class Yardstick:
 def _fill(parameter: Tensor, values: Tensor) -> None:
     with torch.no_grad():
         parameter.copy_(values)
-
-
-def _lazy(layer: MoeLayer) -> dict[str, Weights]:
-    return {
-        p.name: Weights(p.packed_name, p.shape, p.expert, tuple(part.tensor for part in p.parts))
-        for p in layer.projections
-    }

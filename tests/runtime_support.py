@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from moepack.methods import PackedTensor
+from moepack.methods import Method, PackedTensor, Solution
 from moepack.pipeline import compress
 from moepack.registry import register
 
@@ -167,30 +167,28 @@ def logits(model, **kwargs):
         return model(**inputs(model, **kwargs)).logits
 
 
-class DenseMethod:
+class DenseMethod(Method):
     """A compression method for tests: float32 weights, of experts and of linear layers of `roles`."""
 
     name = "test-dense"
     settings: ClassVar = {}
+    dense_roles = frozenset()
 
     def __init__(self, roles=()):
         self.dense_roles = frozenset(roles)
 
-    def dense_bound(self, shape, role):
-        return self.bound(shape)
-
-    def compress_dense(self, layer, advance):
-        assert {weights.role for weights in layer.values()} <= self.dense_roles
-        yield from self.compress_layer(layer, advance)
-
-    def bound(self, shape):
+    def bound(self, shape, role="experts"):
         return 128 + 4 * math.prod(shape)
 
-    def compress_layer(self, layer, advance):
-        for name, weights in layer.items():
-            values = torch.stack([weights.expert(expert).float() for expert in range(weights.shape[0])])
-            advance(values.numel())
-            yield name, PackedTensor(KIND, dense_blob(values.numpy(), weights.ndim))
+    def solve(self, stage):
+        assert {weights.role for weights in stage.tensors.values()} <= self.dense_roles | {"experts"}
+        ((name, weights),) = stage.tensors.items()
+        values = torch.stack([weights.expert(expert).float() for expert in stage.experts])
+        stage.advance(values.numel())
+        return {name: Solution({"values": values})}
+
+    def pack(self, weights, solution):
+        return PackedTensor(KIND, dense_blob(solution.parts["values"].numpy(), weights.ndim))
 
 
 def write_packed(model, directory, method=None):

@@ -3,19 +3,18 @@
 import torch
 
 import moepack
+from moepack.calibration import Calibrator
 
 
-def record_streams(method):
-    """Collect the streams of hidden states that a calibrated method makes; the first is the compressed model's."""
-    streams, begin = [], method.begin
+def record_streams(monkeypatch):
+    """Collect the streams of hidden states that calibration makes; the first is the compressed model's."""
+    streams, make = [], Calibrator._stream
 
-    def spying(checkpoint, model):
-        begin(checkpoint, model)
-        calibrator = method._steps.gi_frame.f_locals["self"]
-        make = calibrator._stream
-        calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
+    def spying(*arguments):
+        streams.append(make(*arguments))
+        return streams[-1]
 
-    method.begin = spying
+    monkeypatch.setattr(Calibrator, "_stream", spying)
     return streams
 
 

@@ -34,14 +34,23 @@ def calibrator(path, samples, **settings):
     return Calibrator(checkpoint, describe(checkpoint), samples, CalibrationSettings(**settings))
 
 
-def final_states(run, solve=keep):
-    """The hidden state behind the last block of the stream that Hessians use, with the coverage of each layer."""
+def solved(calibrator, solve):
+    """The layers of a model, each after all its stages were answered by `solve`."""
+    for run in calibrator.layers():
+        for stage in run:
+            with run.smaller_groups():
+                run.answer(solve(stage))
+        yield run
+
+
+def final_states(calibrator, solve=keep):
+    """The hidden state behind the last block of the streams, with the tokens of each layer's experts."""
     streams = []
-    make = run._stream
-    run._stream = lambda *args: streams.append(make(*args)) or streams[-1]
-    coverage = [coverage for _, coverage in run.layers(solve)]
-    number = run._streams()
-    return [stream.hidden.tokens for stream in streams[-number:]], coverage
+    make = calibrator._stream
+    calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
+    tokens = [run.tokens for run in solved(calibrator, solve)]
+    number = calibrator._streams()
+    return [stream.hidden.tokens for stream in streams[-number:]], tokens
 
 
 def reference(path, samples):
@@ -81,20 +90,20 @@ def test_hessians_are_the_gram_matrices_of_each_experts_tokens(mixtral):
     gate_up = model.model.layers[1].mlp.experts.gate_up_proj
 
     def solve(stage):
-        if stage.layer.name == "model.layers.1.mlp.experts":
+        if stage.layer == "model.layers.1.mlp.experts":
             for position, expert in enumerate(stage.experts):
                 x = hidden[(index == expert).any(-1)]
-                assert int(stage.tokens[position]) == len(x)
+                assert int(stage.inputs.tokens[position]) == len(x)
                 if "down_proj" in stage.weights:
                     gate, up = (x @ gate_up[expert].T).chunk(2, dim=-1)
                     x = torch.nn.functional.silu(gate) * up
                 torch.testing.assert_close(stage.hessians()[position], (x.T @ x).detach(), rtol=1e-3, atol=1e-3)
-                torch.testing.assert_close(sum(len(piece) for piece in stage.inputs(position)), len(x))
+                torch.testing.assert_close(sum(len(piece) for piece in stage.inputs.pieces(position)), len(x))
         return keep(stage)
 
-    coverage = [c for _, c in calibrator(mixtral, samples, group=3, token_cap=0.4).layers(solve)]
-    assert [c.layer for c in coverage] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    assert torch.equal(coverage[1].original, torch.bincount(index.flatten(), minlength=4))
+    runs = [*solved(calibrator(mixtral, samples, group=3, token_cap=0.4), solve)]
+    assert [run.layer.name for run in runs] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert torch.equal(runs[1].tokens, torch.bincount(index.flatten(), minlength=4))
 
 
 def halve(stage):
@@ -107,28 +116,32 @@ def test_compressed_experts_feed_the_compressed_stream_only(mixtral):
     (compressed, original), _ = final_states(calibrator(mixtral, samples), halve)
     torch.testing.assert_close(original, expected, rtol=1e-4, atol=1e-4)
     assert (compressed - expected).abs().max() > 2e-3
-    (alone,), coverage = final_states(calibrator(mixtral, samples, activations="original"), halve)
+    (alone,), tokens = final_states(calibrator(mixtral, samples, activations="original"), halve)
     torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
-    assert all(torch.equal(c.original, c.compressed) for c in coverage)
+    _, again = final_states(calibrator(mixtral, samples, activations="original", routing="compressed"), halve)
+    assert all(torch.equal(a, b) for a, b in zip(tokens, again, strict=True))
     (single,), _ = final_states(calibrator(mixtral, samples, routing="compressed"), halve)
     torch.testing.assert_close(single, compressed)
 
 
 def test_the_drift_is_known_whichever_routing_is_used(mixtral):
-    samples = decoder_samples(WINDOWS)
+    samples, counts = decoder_samples(WINDOWS), {}
+    _, original = final_states(calibrator(mixtral, samples, activations="original"))
     for options, drifts in (({}, False), ({"drift": True}, True), ({"routing": "original"}, True)):
         seen = []
 
         def watch(stage, seen=seen):
             if "down_proj" not in stage.weights:
-                seen.append((stage.layer.name, stage.tokens, bool(stage.moments().drift.abs().max() > 0)))
+                seen.append((stage.layer, stage.inputs.tokens, bool(stage.moments().drift.abs().max() > 0)))
             return halve(stage)
 
-        run = calibrator(mixtral, samples, **{"routing": "compressed", **options})
-        counts = {c.layer: c.used("original" if "routing" in options else "compressed") for _, c in run.layers(watch)}
+        _, tokens = final_states(calibrator(mixtral, samples, **{"routing": "compressed", **options}), watch)
         first = seen[0][0]
         assert not seen[0][2] and all(drifted == drifts for layer, _, drifted in seen if layer != first)
-        assert all(torch.equal(tokens, counts[layer]) for layer, tokens, _ in seen)
+        assert all(torch.equal(a, b) for (_, a, _), b in zip(seen, tokens, strict=True))
+        # Tokens are those that the router in question chooses, with and without the other model beside.
+        expected = original if "routing" in options else counts.setdefault("compressed", tokens)
+        assert all(torch.equal(a, b) for a, b in zip(tokens, expected, strict=True))
 
 
 def test_a_replay_gives_the_same_bits(mixtral):
@@ -147,14 +160,14 @@ def test_buffers_may_lie_in_files(mixtral, tmp_path):
         "model.hidden.0", "model.hidden.1", "model.inputs.0", "model.inputs.1",
     ]  # fmt: skip
     with pytest.raises(DiskError, match="cannot map"):
-        calibrator(mixtral, samples, buffer_directory=tmp_path / "none").layers(keep).__next__()
+        next(calibrator(mixtral, samples, buffer_directory=tmp_path / "none").layers())
 
 
 def test_premasked_positions_are_left_out_of_hessians(switch):
     masked = calibrator(switch, seq2seq_samples(WINDOWS, SPECIAL))
     everything = calibrator(switch, seq2seq_samples(WINDOWS, SPECIAL, premask=False))
-    counts = [int(c.original.sum()) for _, c in masked.layers(keep)]
-    full = [int(c.original.sum()) for _, c in everything.layers(keep)]
+    counts = [int(run.tokens.sum()) for run in solved(masked, keep)]
+    full = [int(run.tokens.sum()) for run in solved(everything, keep)]
     assert full == [5 * (40 - 6 + 2 + 1), 5 * (6 + 2 + 1)]
     assert counts == [5 * (40 - 6 + 1), 5 * (6 + 1)]
 
@@ -176,7 +189,16 @@ def test_smaller_groups_are_tried_when_memory_runs_out(mixtral):
         raise torch.OutOfMemoryError
 
     with pytest.raises(DeviceMemoryError, match=r"one expert of 'model\.layers\.0"):
-        list(calibrator(mixtral, samples).layers(never))
+        list(solved(calibrator(mixtral, samples), never))
+
+
+def test_a_layer_must_be_answered_to_its_end(mixtral):
+    calibrate = calibrator(mixtral, decoder_samples(WINDOWS))
+    with pytest.raises(RuntimeError, match=r"left before its last stage"):
+        for run in calibrate.layers():
+            next(iter(run))
+    with pytest.raises(RuntimeError, match=r"a stage of 'model\.layers\.0\.mlp\.experts' was not answered"):
+        list(next(calibrate.layers()))
 
 
 def test_a_device_too_small_for_a_block_is_a_typed_error(mixtral, monkeypatch):
@@ -185,7 +207,7 @@ def test_a_device_too_small_for_a_block_is_a_typed_error(mixtral, monkeypatch):
 
     monkeypatch.setattr(Stack, "run", full)
     with pytest.raises(DeviceMemoryError, match=r"too little memory for 'model\.layers\.0' and 8 samples"):
-        list(calibrator(mixtral, decoder_samples(WINDOWS)).layers(keep))
+        list(solved(calibrator(mixtral, decoder_samples(WINDOWS)), keep))
 
 
 def broken(mixtral, tmp_path, name, value):
@@ -200,7 +222,7 @@ def broken(mixtral, tmp_path, name, value):
 def test_a_model_that_computes_nan_is_a_typed_error(mixtral, tmp_path):
     path = broken(mixtral, tmp_path, "model.layers.1.self_attn.o_proj.weight", float("nan"))
     with pytest.raises(CalibrationError, match=r"NaN or infinity in 'model\.layers\.1'"):
-        list(calibrator(path, decoder_samples(WINDOWS)).layers(keep))
+        list(solved(calibrator(path, decoder_samples(WINDOWS)), keep))
 
 
 def test_experts_that_compute_infinity_are_a_typed_error(mixtral, tmp_path):
@@ -208,7 +230,7 @@ def test_experts_that_compute_infinity_are_a_typed_error(mixtral, tmp_path):
         return {name: weights * 1e38 for name, weights in stage.weights.items()}
 
     with pytest.raises(CalibrationError, match=r"expert \d of 'model\.layers\.0\.mlp\.experts' computes"):
-        list(calibrator(mixtral, decoder_samples(WINDOWS)).layers(explode))
+        list(solved(calibrator(mixtral, decoder_samples(WINDOWS)), explode))
 
 
 def test_samples_of_the_wrong_kind_are_refused(mixtral, switch):

@@ -78,11 +78,11 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
         {"rotation": "random"},
     ],
 )
-def test_the_packed_model_computes_what_calibration_fed_on(tiny_checkpoint, settings, text, tmp_path):
+def test_the_packed_model_computes_what_calibration_fed_on(tiny_checkpoint, settings, text, tmp_path, monkeypatch):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
     source = tiny_checkpoint("deepseek_v2")
     chosen = method(text, **settings)
-    streams = record_streams(chosen)
+    streams = record_streams(monkeypatch)
     compress(source, tmp_path / "out", method=chosen)
     ids = load_samples(Checkpoint.open(source), text, 6, 64).inputs
     difference = (streams[0].hidden.tokens - last_states(tmp_path / "out", ids)).abs()

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import moepack
 from moepack import _core
-from moepack.methods import create
+from moepack.methods import Method, PackedTensor, Solution, create
 from moepack.runtime import cache as caches
 from moepack.runtime.cache import GrowingLayer
 from moepack.runtime.decoder import VARIABLE, decoding, set_decoding
@@ -111,30 +111,26 @@ def test_codebooks_take_part(tmp_path):
     assert_near(found, expected)
 
 
-class _Codebooks:
+class _Codebooks(Method):
     """Random codebooks, multiplied exactly."""
 
     name = "test-codebooks"
     settings: ClassVar = {}
     dense_roles = frozenset({"attention"})
 
-    def bound(self, shape):
+    def bound(self, shape, role="experts"):
         return 1 << 16 | 4 * shape[0] * (shape[1] + 16) * (shape[2] + 256)
 
-    def dense_bound(self, shape, role):
-        return self.bound(shape)
+    def solve(self, stage):
+        return {name: Solution({}, details={"seed": len(name)}) for name in stage.tensors}
 
-    def compress_layer(self, layer, advance):
-        for name, weights in layer.items():
-            random = np.random.default_rng(len(name))
-            codes = random.integers(0, 16, weights.shape, np.uint8)
-            centroids = random.integers(-32639, 32640, (*weights.shape[:2], 1, 16)).astype(np.int16)
-            scales = np.full(centroids.shape[:3], 2 / 32639 / weights.shape[2] ** 0.5, np.float32)
-            blob = _core.encode_codebook(codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim)
-            advance(codes.size)
-            yield name, moepack.methods.PackedTensor("codebook", blob, {"bits": 4})
-
-    compress_dense = compress_layer
+    def pack(self, weights, solution):
+        random = np.random.default_rng(solution.details["seed"])
+        codes = random.integers(0, 16, weights.shape, np.uint8)
+        centroids = random.integers(-32639, 32640, (*weights.shape[:2], 1, 16)).astype(np.int16)
+        scales = np.full(centroids.shape[:3], 2 / 32639 / weights.shape[2] ** 0.5, np.float32)
+        blob = _core.encode_codebook(codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim)
+        return PackedTensor("codebook", blob, {"bits": 4})
 
 
 @pytest.mark.parametrize("architecture", KNOWN)

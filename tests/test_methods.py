@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from moepack import InvalidTensorError, _core
-from moepack.methods import Weights, create
+from moepack.calibration import Stage, Weights
+from moepack.checkpoint import MoeLayer
+from moepack.methods import create
 from moepack.methods.parallel import for_experts
 from moepack.solvers.rtn import quantize_ternary
 
@@ -43,13 +45,20 @@ def test_the_first_failing_expert_is_raised(threads: int) -> None:
     assert torch.get_num_threads() == threads
 
 
+def stage_of(weights: Weights, advance=lambda count: None) -> Stage:
+    """A stage without calibration: one whole tensor."""
+    return Stage(MoeLayer("layer", (), (), ()), {"wi": weights}, range(weights.shape[0]), advance=advance)
+
+
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
 def test_ternary_packs_what_rtn_gives(code: str, threads: int) -> None:
     torch.manual_seed(0)
     stack = torch.randn(6, 33, 50).to(torch.bfloat16)
     weights = Weights("packed", (6, 33, 50), lambda i: stack[i], tuple(f"source.{i}" for i in range(6)))
     advanced: list[int] = []
-    ((name, packed),) = create("ternary", code=code).compress_layer({"wi": weights}, advanced.append)
+    method = create("ternary", code=code)
+    ((name, solution),) = method.solve(stage_of(weights, advanced.append)).items()
+    packed = method.pack(weights, solution)
     codes, levels = quantize_ternary(stack)
     blob = _core.PackedTensor(packed.data)
     assert name == "wi" and packed.kind == "ternary" and advanced == [33 * 50] * 6
@@ -62,7 +71,7 @@ def test_ternary_names_the_source_of_a_bad_weight() -> None:
     stack[2, 1, 1] = float("nan")
     weights = Weights("packed", (3, 4, 4), lambda i: stack[i], ("a", "b", "c"))
     with pytest.raises(InvalidTensorError) as caught:
-        dict(create("ternary").compress_layer({"wi": weights}, lambda count: None))
+        create("ternary").solve(stage_of(weights))
     assert caught.value.tensor == "c"
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import moepack
 from moepack import _core
-from moepack.calibration import Calibrator
+from moepack.calibration.linears import LinearsRun
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import app
@@ -24,7 +24,6 @@ from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
 from moepack.methods import Qmoe, create
 from moepack.methods.qmoe import PUBLISHED
-from moepack.methods.qmoe.dense import SolvingLinears
 from moepack.methods.qmoe.forms import GroupwiseForm
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
@@ -68,10 +67,10 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
 
 
 @pytest.mark.parametrize("bits", ["ternary", "2"])
-def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, bits, text, tmp_path):
+def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, bits, text, tmp_path, monkeypatch):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
     chosen = method(text, bits=bits, routing="compressed")
-    streams = record_streams(chosen)
+    streams = record_streams(monkeypatch)
     compress(mixtral, tmp_path / "out", method=chosen)
     states = last_states(tmp_path / "out", load_samples(Checkpoint.open(mixtral), text, 6, 64).inputs)
     torch.testing.assert_close(streams[0].hidden.tokens, states, rtol=1e-3, atol=1e-3)
@@ -297,20 +296,18 @@ def test_tokens_out_of_the_vocabulary_are_refused(mixtral, text, tmp_path):
 
 def test_the_papers_own_setting_is_gptq_alone(mixtral, text, tmp_path):
     seen = {}
-    original = Calibrator.layers
+    solve = Qmoe.solve
 
-    def layers(self, solve, plan=None, dense=None):
-        def watch(stage):
-            expected = gptq(torch.cat(list(stage.weights.values()), 1), stage.hessians(), TernaryGrid())
-            values = solve(stage)
-            seen[stage.layer.name, *stage.weights] = torch.equal(torch.cat(list(values.values()), 1), expected.values)
-            return values
-
-        return original(self, watch, plan, dense)
+    def watch(self, stage):
+        expected = gptq(torch.cat(list(stage.weights.values()), 1), stage.hessians(), TernaryGrid())
+        found = solve(self, stage)
+        values = torch.cat([solution.values for solution in found.values()], 1)
+        seen[stage.layer, *stage.weights] = torch.equal(values, expected.values)
+        return found
 
     for settings, same in ((PUBLISHED, True), ({}, False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Calibrator, "layers", layers)
+            patch.setattr(Qmoe, "solve", watch)
             compress(mixtral, tmp_path / str(same), method=method(text, **settings))
         assert set(seen.values()) == {same}
 
@@ -383,10 +380,10 @@ def open_matrix_of(directory, name):
     return torch.from_numpy(PackedDirectory.open(directory).blob(name).dequantize())[0]
 
 
-def test_dense_layers_feed_what_follows_as_the_packed_model_computes_it(mixtral, text, tmp_path):
+def test_dense_layers_feed_what_follows_as_the_packed_model_computes_it(mixtral, text, tmp_path, monkeypatch):
     """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
     chosen = method(text, bits="2", dense_bits="attention=4", group_size=16)
-    streams = record_streams(chosen)
+    streams = record_streams(monkeypatch)
     compress(mixtral, tmp_path / "out", method=chosen)
     states = last_states(tmp_path / "out", load_samples(Checkpoint.open(mixtral), text, 6, 64).inputs)
     torch.testing.assert_close(streams[0].hidden.tokens, states, rtol=1e-3, atol=1e-3)
@@ -445,13 +442,13 @@ def test_dense_layers_that_cannot_be_packed_are_refused_by_name(mixtral, text, t
 
 def test_dense_layers_that_were_only_rounded_are_named(mixtral, text, tmp_path, monkeypatch):
     """As where a layer's inputs overflow: its Hessian cannot be used."""
-    solve = SolvingLinears.solve
+    moments = LinearsRun._moments
 
-    def solve_without_inputs(linears, stage):
-        given = stage.moments()
-        return solve(linears, replace(stage, moments=lambda: replace(given, hessians=given.hessians * torch.nan)))
+    def overflown(run, path):
+        given = moments(run, path)
+        return replace(given, hessians=given.hessians * torch.nan)
 
-    monkeypatch.setattr(SolvingLinears, "solve", solve_without_inputs)
+    monkeypatch.setattr(LinearsRun, "_moments", overflown)
     report = compress(mixtral, tmp_path / "out", method=method(text, bits="2", group_size=16, dense_bits="attention=8"))
     packed = PackedDirectory.open(tmp_path / "out").manifest.packed()
     rounded = [name for name, record in packed.items() if record.projection == "weight"]
@@ -476,7 +473,7 @@ def test_the_bound_of_two_bits_is_the_size_of_the_plain_format(columns, group_si
     form, shape = GroupwiseForm(group_size), (2, 20, columns)
     generator = torch.Generator().manual_seed(columns)
     codes = torch.randint(0, 4, shape, generator=generator, dtype=torch.uint8)
-    parameters = torch.rand((*shape[:2], form.width(columns)), generator=generator).half().float()
+    parameters = torch.rand((*shape[:2], 2 * -(-columns // group_size)), generator=generator).half().float()
     pairs = parameters.reshape(*shape[:2], -1, 2)
     scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
     plain = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=group_size, ndim=3)

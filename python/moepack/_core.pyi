@@ -245,9 +245,7 @@ def encode_codebook(
             divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
     """
 
-def encode_compensated(
-    base: _Bytes, ranks: NDArray[np.int64], right: _Factor, left: _Factor, *, bits: int
-) -> _Bytes:
+def encode_compensated(base: _Bytes, ranks: NDArray[np.int64], right: _Factor, left: _Factor, *, bits: int) -> _Bytes:
     """Add low-rank compensators to a packed group-wise tensor, W = Wq + U V; uint8 [bytes].
 
     Args:

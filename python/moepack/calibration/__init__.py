@@ -1,25 +1,26 @@
-"""Calibration: feeding text through a model block by block and showing each layer's experts what they see.
+"""Calibration: feeding text through a model block by block and showing each layer what it reads.
 
-`token_windows` and the `*_samples` functions make the samples, `Calibrator` runs them.
+`token_windows` and the `*_samples` functions make the samples, `Calibrator` runs them, and `Stage` is what a method is
+given to solve.
 """
 
-from moepack.calibration.linears import LinearStage, SolveLinears
-from moepack.calibration.run import CalibrationSettings, Calibrator, Coverage, DenseWork, Plan, Solve, Stage
+from moepack.calibration.load import CalibrationRequest
+from moepack.calibration.run import Calibrator
 from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
+from moepack.calibration.settings import CalibrationSettings
+from moepack.calibration.stage import Inputs, LayerRun, Stage, Weights
 from moepack.calibration.text import read_texts, token_windows
 
 __all__ = [
+    "CalibrationRequest",
     "CalibrationSettings",
     "Calibrator",
-    "Coverage",
-    "DenseWork",
-    "LinearStage",
-    "Plan",
+    "Inputs",
+    "LayerRun",
     "Samples",
-    "Solve",
-    "SolveLinears",
     "SpanTokens",
     "Stage",
+    "Weights",
     "decoder_samples",
     "read_texts",
     "seq2seq_samples",

@@ -1,8 +1,8 @@
 """The linear layers of a block, before its experts: what each one reads, and their replacement in the compressed model.
 
 Layers that read the same input form a stage (query, key and value projections; gate and up projections of a shared
-expert). Stages are solved in the order in which the block runs them: the moments of a stage are gathered with the
-earlier ones already compressed, so errors inside a block are seen as well as those of blocks before it.
+expert). Stages come in the order in which the block runs them: the moments of a stage are gathered with the earlier
+ones already compressed, so errors inside a block are seen as well as those of blocks before it.
 
 Invariant: outside of `compressed`, the block holds its original weights.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from moepack.calibration.moments import Moments, Tokens, expert_moments
+from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.checkpoint.dense import DenseLayer
 from moepack.errors import UnsupportedModelError
 from moepack.solvers.activations import Rounding
 
-__all__ = ["LinearStage", "Linears", "SolveLinears"]
+__all__ = ["LinearsRun"]
 
-Runs = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
+Forward = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
 """Runs a block over all batches of stream i (0: compressed, -1: original); gives for each batch, when it is done, the
 masks [B L] of the positions that count: those of the block's own states, and in a decoder those of the encoder's states
 (the same mask elsewhere)."""
@@ -34,35 +34,33 @@ masks [B L] of the positions that count: those of the block's own states, and in
 _READS_ENCODER = re.compile(r"\.EncDecAttention\.[kv]$")
 
 
-@dataclass(frozen=True)
-class LinearStage:
-    """Linear layers of a block that read the same input.
-
-    Attributes:
-        layer: the block's linear layers.
-        weights: by path, [1, R, C] float32 on the device.
-        moments: computes the moments of the input, as of one expert; zero drift where one stream runs.
-    """
-
-    layer: DenseLayer
-    weights: dict[str, Tensor]
-    moments: Callable[[], Moments]
-
-
-SolveLinears = Callable[[LinearStage], dict[str, Tensor]]
-"""Turns a stage into compressed weights, [1, R, C] by path."""
-
-
-class Linears:
+class LinearsRun(LayerRun):
     """The linear layers of a block that is loaded."""
 
-    def __init__(self, layer: DenseLayer, block: nn.Module, path: str, rounding: Rounding) -> None:
+    def __init__(
+        self,
+        layer: DenseLayer,
+        block: nn.Module,
+        path: str,
+        rounding: Rounding,
+        forward: Forward,
+        streams: Sequence[int],
+    ) -> None:
         """Find the layers of `layer` in the block at `path`.
+
+        Args:
+            layer: the linear layers that are packed.
+            block: the block's module.
+            path: its path in the model.
+            rounding: what the compressed layers make of their inputs.
+            forward: runs the block.
+            streams: the streams that moments are taken from, the compressed one first.
 
         Raises:
             UnsupportedModelError: one of them is no `nn.Linear`.
         """
-        self.layer, self.rounding = layer, rounding
+        super().__init__(layer)
+        self.rounding, self._forward, self._streams = rounding, forward, streams
         self.modules: dict[str, nn.Linear] = {}
         for linear in layer.linears:
             module = block.get_submodule(linear.name.removeprefix(f"{path}."))
@@ -71,7 +69,29 @@ class Linears:
             self.modules[linear.name] = module
         self.values: dict[str, Tensor] = {}
 
-    def stages(self, runs: Runs) -> list[list[str]]:
+    def _stages(self) -> Iterator[Stage]:
+        for names in self._order():
+            weights = {name: self.modules[name].weight.detach().float()[None] for name in names}
+            inputs = Inputs(
+                torch.empty(0, dtype=torch.int64),
+                partial(self._pieces, names[0]),
+                lambda path=names[0]: self._moments(path).hessians,  # type: ignore[misc]
+                partial(self._moments, names[0]),
+            )
+            yield Stage(self.layer.name, {name: self.tensors[name] for name in names}, range(1), weights, inputs)
+            found = self._take()
+            for name in names:
+                self.values[name] = found[name][0].to(self.modules[name].weight)
+
+    def _take(self) -> dict[str, Tensor]:
+        with enough_memory(self._device, f"the linear layers of '{self.layer.name}'"):
+            return dict(super()._take())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.modules.values())).weight.device
+
+    def _order(self) -> list[list[str]]:
         """The paths in the order in which the block runs them, those of one input together."""
         inputs: list[Tensor] = []
         stages: list[list[str]] = []
@@ -86,29 +106,23 @@ class Linears:
             return x
 
         with self._hooked(list(self.modules), note):
-            next(runs(0))
+            next(self._forward(0))
         silent = set(self.modules) - {path for stage in stages for path in stage}
         if silent:
             raise UnsupportedModelError(f"the block does not run '{min(silent)}'")
         return stages
 
-    def solve(self, runs: Runs, streams: Sequence[int], solve: SolveLinears) -> None:
-        """Compress all stages; `streams` are the streams to take moments from, the compressed one first."""
-        for names in self.stages(runs):
-            weights = {name: self.modules[name].weight.detach().float()[None] for name in names}
-            moments = partial(self._moments, runs, streams, names[0])
-            found = solve(LinearStage(self.layer, weights, moments))
-            for name in names:
-                self.values[name] = found[name][0].to(self.modules[name].weight)
-
-    def _moments(self, runs: Runs, streams: Sequence[int], path: str) -> Moments:
+    @torch.no_grad()
+    def _moments(self, path: str) -> Moments:
         columns = self.modules[path].in_features
-        device = self.modules[path].weight.device
-        pairs = zip(*(self._inputs(runs, stream, path) for stream in streams), strict=True)
-        tokens = (Tokens(pair[0], pair[-1], torch.ones(len(pair[0]), device=device)) for pair in pairs)
-        return expert_moments([tokens], columns, device)
+        pairs = zip(*(self._inputs(stream, path) for stream in self._streams), strict=True)
+        tokens = (Tokens(pair[0], pair[-1], torch.ones(len(pair[0]), device=self._device)) for pair in pairs)
+        return expert_moments([tokens], columns, self._device)
 
-    def _inputs(self, runs: Runs, stream: int, path: str) -> Iterator[Tensor]:
+    def _pieces(self, path: str, _: int) -> Iterator[Tensor]:
+        return self._inputs(0, path)
+
+    def _inputs(self, stream: int, path: str) -> Iterator[Tensor]:
         """What a layer reads, [n, C] a batch."""
         seen: list[Tensor] = []
 
@@ -116,11 +130,11 @@ class Linears:
             seen.append(x)
             return x
 
-        steps = runs(stream)
+        batches = self._forward(stream)
         while True:
             # Streams take turns, so a block must hold the weights of its stream for one batch at a time.
             with self.compressed(stream == 0), self._hooked([path], note):
-                done = next(steps, None)
+                done = next(batches, None)
             if done is None:
                 return
             x = torch.cat([part.flatten(0, -2) for part in seen])

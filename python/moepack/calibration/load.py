@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -9,14 +10,36 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 
 from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
+from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.text import token_windows
 from moepack.checkpoint import Checkpoint
 from moepack.errors import CalibrationError
 
-__all__ = ["load_samples", "span_tokens"]
+__all__ = ["CalibrationRequest", "load_samples", "span_tokens"]
 
 #: T5's tokenizers have this many sentinels; a smaller vocabulary may have fewer.
 SENTINELS = 100
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """What a method wants to see of a running model.
+
+    Attributes:
+        source, samples, length, premask, seed: the calibration set, as `load_samples` takes them.
+        settings: how the model runs.
+    """
+
+    source: str
+    samples: int
+    length: int
+    settings: CalibrationSettings
+    premask: bool = True
+    seed: int = 0
+
+    def load(self, checkpoint: Checkpoint) -> Samples:
+        """The calibration set; errors as of `load_samples`."""
+        return load_samples(checkpoint, self.source, self.samples, self.length, premask=self.premask, seed=self.seed)
 
 
 def load_samples(

@@ -4,19 +4,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from moepack.methods.base import (
-    CalibratedDenseMethod,
-    CalibratedMethod,
-    DenseMethod,
-    Expected,
-    Method,
-    PackedTensor,
-    PlannedMethod,
-    RewritingMethod,
-    Shape,
-    SizedMethod,
-    Weights,
-)
+from moepack.methods.base import Expected, LayerPlan, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.codequant import CodeQuant
 from moepack.methods.finequant import FineQuant
 from moepack.methods.milo import Milo
@@ -34,16 +22,13 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 __all__ = [
     "METHODS",
-    "CalibratedDenseMethod",
-    "CalibratedMethod",
-    "DenseMethod",
     "Expected",
+    "LayerPlan",
     "Method",
     "PackedTensor",
-    "PlannedMethod",
-    "RewritingMethod",
     "Shape",
-    "SizedMethod",
+    "Solution",
+    "Stage",
     "Weights",
     "create",
 ]

@@ -1,55 +1,30 @@
 """What a compression method is to the pipeline.
 
-A method turns the expert weights of one layer into packed tensors; a `DenseMethod` packs linear layers outside the
-experts as well. It never opens a file and never learns where weights
-come from or where packed bytes go; the pipeline feeds it a layer at a time, so it must not keep a layer's weights.
+A method solves the stages of a layer and packs what it found. It never opens a file, never learns where weights come
+from or where packed bytes go, and keeps nothing of a layer: whatever it decides for the whole model it decides in
+`prepare`, and everything about a layer is in the stage that it is given.
 
-A method is deterministic: the same weights, settings and version give the same bytes whatever the number of threads,
-because resumed work must equal uninterrupted work.
+A method is deterministic: the same weights, inputs, settings and version give the same bytes, because resumed work must
+equal uninterrupted work.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
-from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
+from moepack.calibration import CalibrationRequest, Stage
+from moepack.calibration.stage import Shape, Weights
+from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.rewritten import Rewriting
 
-Shape = tuple[int, int, int]
-"""Shape of a projection: experts, rows (outputs), columns (inputs)."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of one projection of a layer, lazily.
-
-    Attributes:
-        name: name that the packed tensor will have; errors name it.
-        shape: experts, rows, columns.
-        expert: gives expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
-        sources: for each expert, the checkpoint's tensor that holds it; errors about its values name that.
-        role: "experts", or what a linear layer outside the experts is: "attention", "shared", "mlp" or "head". Such a
-            layer is one matrix: its shape is [1, rows, columns], and its blob has two axes.
-    """
-
-    name: str
-    shape: Shape
-    expert: Callable[[int], torch.Tensor]
-    sources: tuple[str, ...]
-    role: str = "experts"
-
-    @property
-    def ndim(self) -> int:
-        """Axes of the blob: 3 for experts, 2 for a linear layer."""
-        return 3 if self.role == "experts" else 2
-
-    def one_expert(self) -> "Weights":
-        """The first expert alone, for a look at what a method makes of such weights."""
-        return replace(self, shape=(1, *self.shape[1:]), sources=self.sources[:1])
+__all__ = ["Expected", "LayerPlan", "Method", "PackedTensor", "Shape", "Solution", "Stage", "Weights"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +43,25 @@ class PackedTensor:
 
 
 @dataclass(frozen=True)
+class Solution:
+    """What a method found for one tensor of a stage.
+
+    Attributes:
+        parts: what `pack` stores, by name (codes, scales, ...). Where a stage may hold some of the experts only, with
+            calibration, the first axis of each part runs over the stage's experts.
+        values: [G, R, C] float32 that the packed tensor will hold, exactly: the next layer sees them. None without
+            calibration.
+        details: of a whole tensor, what its manifest entry tells beside the details that `pack` finds.
+        rounded: experts whose inputs could not be used, with the reason.
+    """
+
+    parts: Mapping[str, Tensor]
+    values: Tensor | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    rounded: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Expected:
     """The size of a packed tensor before it is made.
 
@@ -80,107 +74,63 @@ class Expected:
     exact: bool
 
 
-class Method(Protocol):
+class LayerPlan(Protocol):
+    """What a method notes of one layer before its first stage is solved."""
+
+    def plan(self, stage: Stage) -> None:
+        """See a stage in advance; a second time for the same experts, in smaller groups, where memory ran out."""
+
+
+class Method(ABC):
     """A compression method with its settings."""
 
-    @property
-    def name(self) -> str:
-        """Name of the method, as the command line spells it."""
-        ...
+    name: ClassVar[str]
+    """Name of the method, as the command line spells it."""
 
     @property
+    @abstractmethod
     def settings(self) -> Mapping[str, Any]:
         """Every setting that changes the bytes, as JSON values; part of the job's fingerprint."""
-        ...
 
-    def bound(self, shape: Shape) -> int:
-        """Return the most bytes that a projection of that shape can take packed."""
-        ...
-
-    def compress_layer(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Compress one layer.
-
-        Args:
-            layer: the projections by name (`gate_proj`, `up_proj`, `down_proj`, or `wi`, `wo`).
-            advance: to be called with the number of weights just done, at least once an expert.
-
-        Yields:
-            Each projection's name and packed tensor, every projection once.
-
-        Raises:
-            InvalidTensorError: weights that cannot be compressed; names the tensor.
-        """
-        ...
-
-
-@runtime_checkable
-class SizedMethod(Method, Protocol):
-    """A method that can say what a tensor will take before any of it is packed or calibrated."""
-
-    def expected(self, weights: Weights) -> Expected:
-        """Return the size of a projection or linear layer; where values matter, one expert is packed to find out."""
-        ...
-
-
-@runtime_checkable
-class DenseMethod(Method, Protocol):
-    """A method that packs linear layers outside the experts too.
-
-    The pipeline gives it the linear layers of a block of the model together, before the experts of that block.
-    """
+    @property
+    def request(self) -> CalibrationRequest | None:
+        """What the method must see of the running model. None: it looks at weights alone, and is given one whole
+        tensor at a time."""
+        return None
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """Which linear layers are packed (`checkpoint.dense.ROLES`); the others stay as they are. Follows from the
-        settings."""
-        ...
+        """Which linear layers outside the experts are packed (`checkpoint.dense.ROLES`); the others stay as they are.
+        Follows from the settings."""
+        return frozenset()
 
-    def dense_bound(self, shape: Shape, role: str) -> int:
-        """Return the most bytes that a linear layer of that shape, [1, rows, columns], can take packed."""
-        ...
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `rewrite` or `prepare` take their time, for they read the weights of the whole model."""
+        return False
 
-    def compress_dense(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Compress the linear layers of one block.
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` changes checkpoints; only the method of a whole job may."""
+        return False
 
-        Args:
-            layer: the weights by the path of the linear layer in transformers' model, such as
-                `model.layers.0.self_attn.q_proj`; their roles are among `dense_roles`.
-            advance: as for `compress_layer`.
+    @abstractmethod
+    def bound(self, shape: Shape, role: str = "experts") -> int:
+        """Return the most bytes that a tensor can take packed; a linear layer has the shape [1, rows, columns]."""
 
-        Yields:
-            Each path and packed matrix, every linear layer once.
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size before anything is prepared or calibrated; where values matter, one expert is packed to find
+        out. The most that it can be if the method does not say."""
+        return Expected(self.bound(weights.shape, weights.role), exact=False)
 
-        Raises:
-            InvalidTensorError: weights that cannot be compressed; names the tensor.
-        """
-        ...
+    def sample(self, weights: Weights) -> PackedTensor:
+        """Pack a tensor by itself; only without calibration."""
+        stage = Stage(weights.name, {weights.name: weights}, range(weights.shape[0]))
+        return self.pack(weights, self.solve(stage)[weights.name])
 
-
-@runtime_checkable
-class PlannedMethod(Method, Protocol):
-    """A method that looks at the whole checkpoint before it packs the first layer."""
-
-    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Prepare. Called once a job, resumed or not, before anything else; must come to the same plan each time.
-
-        Raises:
-            InvalidTensorError: weights that cannot be compressed; names the tensor.
-        """
-        ...
-
-
-@runtime_checkable
-class RewritingMethod(Method, Protocol):
-    """A method that changes what it does not pack, too."""
-
-    def rewrite(
-        self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, torch.Tensor] | None
-    ) -> Rewriting | None:
-        """Change a checkpoint. Called once a job, before `begin`, which sees the changed one.
+    def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
+        """Change a checkpoint, with what will not be packed. Called once a job, before `prepare`, which sees the
+        changed one.
 
         Args:
             checkpoint: the original.
@@ -195,44 +145,45 @@ class RewritingMethod(Method, Protocol):
             ResumeError: `kept` is damaged.
             UnsupportedModelError: the model cannot be changed so.
         """
-        ...
+        return None
 
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods prepare nothing
+        """Decide what concerns the whole model. Called once a job, resumed or not, before the first stage; must come
+        to the same result each time.
 
-@runtime_checkable
-class CalibratedMethod(PlannedMethod, Protocol):
-    """A method that watches the model run. The pipeline gives it every layer in the order of execution.
-
-    Its `settings` are complete, and identify the calibration set, once `begin` has returned; `begin` raises
-    CalibrationError where the calibration set is unusable.
-    """
-
-    def restore(self, layer: MoeLayer, packed: Mapping[str, PackedTensor]) -> None:
-        """Take notice of the next layer, which an earlier run of the job packed.
-
-        Args:
-            layer: the layer.
-            packed: its packed projections by name; the arrays are mapped and read-only.
+        Raises:
+            InvalidTensorError: weights that cannot be compressed; names the tensor.
         """
-        ...
+
+    def decided(self, name: str) -> Any:
+        """Return what `prepare` decided for the packed tensor `name` alone, as a JSON value: with it, the bytes follow
+        from the settings and from what the method is given to solve."""
+        return None
+
+    def layer_plan(self, experts: int) -> LayerPlan | None:
+        """Return what is to see all stages of a layer of so many experts before they are solved, as `Stage.plan`;
+        None where stages are solved one by one."""
+        return None
+
+    @abstractmethod
+    def solve(self, stage: Stage) -> Mapping[str, Solution]:
+        """Quantize the tensors of a stage; gives each a solution, by its name in the stage.
+
+        Where memory runs out the same experts come again in smaller groups.
+
+        Raises:
+            InvalidTensorError: weights that cannot be compressed; names the tensor.
+        """
+
+    @abstractmethod
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack a tensor from the solution for all its experts."""
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Return what the user should know of a finished job, in full sentences.
 
         Args:
-            layers: by layer, the details of its first projection.
+            layers: by layer, what calibration saw: `tokens` (a list over experts) and `rounded` (experts without use of
+                their inputs, with the reason). Empty without calibration.
         """
-        ...
-
-
-@runtime_checkable
-class CalibratedDenseMethod(CalibratedMethod, DenseMethod, Protocol):
-    """A method that watches the model run and packs linear layers too."""
-
-    def restore_dense(self, layer: DenseLayer, packed: Mapping[str, PackedTensor]) -> None:
-        """Take notice of the linear layers of the next block, which an earlier run of the job packed.
-
-        Args:
-            layer: the linear layers that were packed.
-            packed: the packed tensors by path; the arrays are mapped and read-only.
-        """
-        ...
+        return ()

@@ -10,6 +10,7 @@ from moepack.checkpoint.published import PublishedCheckpoint
 from moepack.format.atomic import refuse_existing
 from moepack.memory import PeakMemory
 from moepack.methods.qmoe.published import Published
+from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.job import Job
 from moepack.pipeline.report import CompressReport
 from moepack.progress import Progress, Silent
@@ -52,5 +53,5 @@ def convert(
     if threads is not None:
         set_threads(threads)
     checkpoint = PublishedCheckpoint.open_pair(published, original)
-    job = Job(checkpoint, describe(checkpoint), Published(code), progress or Silent(), peak)
+    job = Job(checkpoint, describe(checkpoint), Assignment(Published(code)), progress or Silent(), peak)
     return job.run(target, resume, started)

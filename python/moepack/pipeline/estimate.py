@@ -1,6 +1,6 @@
 """What `compress` is going to do, in numbers, before any of the work: sizes, memory, disk, time.
 
-Sizes are what the methods expect (`SizedMethod`): exact where shapes and settings fix them, otherwise from one expert
+Sizes are what methods expect (`Method.expected`): exact where shapes and settings fix them, otherwise from one expert
 of a layer in the middle. Times follow from speeds that were measured once, and memory from what is held at a time: both
 may be wrong by a factor of two, which is enough to know whether to wait or to look for a larger machine. Nothing is
 written.
@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
+from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.resolve import resolve_model
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
-from moepack.methods import CalibratedMethod, Expected, Method, SizedMethod
+from moepack.methods import Method, Weights
 from moepack.methods.finequant.planning import token_share
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.plan import Plan, make_plan, space_bound
-from moepack.pipeline.units import Unit, bound, units
 
 __all__ = ["Estimate", "Part", "estimate"]
 
@@ -153,7 +153,7 @@ def estimate(
         budget=getattr(method, "memory_budget", None),
         memory=_memory(plan, method, checkpoint, workers),
         free_memory=available_bytes(),
-        disk=space_bound(plan, checkpoint, method, ()),
+        disk=space_bound(plan, checkpoint, ()),
         free_disk=shutil.disk_usage(next(above for above in target.parents if above.exists())).free,
         threads=workers,
         seconds=_seconds(checkpoint, parts, experts, method, workers),
@@ -162,20 +162,21 @@ def estimate(
 
 def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
     """Add up what is packed, by role; tensors of equal shape and place in a layer are expected to pack alike."""
-    alike: dict[tuple[str, str, tuple[int, ...]], list[Unit]] = {}
-    for unit in _packed_units(plan):
-        alike.setdefault((unit.weights.role, unit.projection, unit.shape), []).append(unit)
+    alike: dict[tuple[str, str, tuple[int, ...]], list[Weights]] = {}
+    for name, weights in _packed_tensors(plan):
+        place = name if weights.role == "experts" else ""
+        alike.setdefault((weights.role, place, weights.shape), []).append(weights)
     parts: dict[str, list[Part]] = {}
     for (role, _, shape), members in alike.items():
-        found = _expected(method, members[len(members) // 2])
-        before, weights = sum(unit.nbytes for unit in members), len(members) * math.prod(shape)
-        parts.setdefault(role, []).append(Part(role, weights, before, len(members) * found.nbytes, found.exact))
+        found = method.expected(members[len(members) // 2])
+        before, weights_count = sum(member.nbytes for member in members), len(members) * math.prod(shape)
+        parts.setdefault(role, []).append(Part(role, weights_count, before, len(members) * found.nbytes, found.exact))
     summed = [_sum(role, found) for role, found in parts.items()]
     return tuple(sorted(summed, key=lambda part: part.role != "experts"))
 
 
-def _packed_units(plan: Plan) -> Iterable[Unit]:
-    return (unit for shard in plan.shards if shard.layer is not None for unit in units(shard.layer))
+def _packed_tensors(plan: Plan) -> Iterable[tuple[str, Weights]]:
+    return (pair for shard in plan.shards if shard.layer is not None for pair in layer_tensors(shard.layer).items())
 
 
 def _sum(role: str, parts: list[Part]) -> Part:
@@ -183,27 +184,23 @@ def _sum(role: str, parts: list[Part]) -> Part:
     return Part(role, weights, before, sum(part.after for part in parts), all(part.exact for part in parts))
 
 
-def _expected(method: Method, unit: Unit) -> Expected:
-    """The size of a tensor; the most that it can be if the method does not say."""
-    if isinstance(method, SizedMethod):
-        return method.expected(unit.weights)
-    return Expected(method.bound(unit.weights.shape), exact=False)
-
-
 def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) -> int:
     """The process, codes of one tensor (a byte a weight), the packed tensors of a layer, and the experts in work; with
     calibration the layer itself in float32, Hessians, and the states of all tokens before and after a block."""
     layers = [shard.layer for shard in plan.shards if shard.layer is not None]
-    shapes = [unit.weights.shape for unit in _packed_units(plan)]
+    shapes = [weights.shape for _, weights in _packed_tensors(plan)]
     if not shapes:
         return PROCESS
     codes = max(math.prod(shape) for shape in shapes)
     working = max(rows * columns * min(experts, workers, MAX_WORKERS) for experts, rows, columns in shapes) * WORKING
-    packed = max(bound(method, layer) for layer in layers)
+    packed = max(map(plan.assignment.bound, layers))
     total = PROCESS + codes + working + packed
-    if isinstance(method, CalibratedMethod):
+    if method.request is not None:
         states = _tokens(method) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
-        total += 4 * max(sum(math.prod(unit.shape) for unit in units(layer)) for layer in layers) + 2 * 4 * states
+        total += (
+            4 * max(sum(math.prod(weights.shape) for weights in layer_tensors(layer).values()) for layer in layers)
+            + 2 * 4 * states
+        )
         total += HESSIAN * max(min(experts, getattr(method, "group", 1)) * columns**2 for experts, _, columns in shapes)
     return total
 
@@ -216,7 +213,7 @@ def _tokens(method: Method) -> int:
 def _seconds(checkpoint: Checkpoint, parts: Iterable[Part], experts: int, method: Method, workers: int) -> float | None:
     if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
         return None
-    tokens, share = _tokens(method) if isinstance(method, CalibratedMethod) else 0, token_share(checkpoint, experts)
+    tokens, share = _tokens(method) if method.request is not None else 0, token_share(checkpoint, experts)
     visits = sum(part.weights * tokens * (share if part.role == "experts" else 1) for part in parts)
     work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * visits
     return work / min(workers, MAX_WORKERS)

@@ -9,43 +9,48 @@ point, the blobs of one layer.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from moepack import _core
-from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, describe
+from moepack.calibration import LayerRun
+from moepack.calibration.stage import PackedLayer, layer_tensors
+from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.header import read_header
 from moepack.checkpoint.resolve import resolve_model
-from moepack.errors import CheckpointError, DiskError, InvalidTensorError, MoepackError, OutputExistsError
+from moepack.errors import (
+    CalibrationError,
+    CheckpointError,
+    DiskError,
+    InvalidTensorError,
+    MoepackError,
+    OutputExistsError,
+)
 from moepack.format.atomic import refuse_existing, try_creating, write_file
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import (
-    CalibratedDenseMethod,
-    CalibratedMethod,
-    Method,
-    PackedTensor,
-    PlannedMethod,
-    RewritingMethod,
-    create,
-)
+from moepack.methods import Method, PackedTensor, create
+from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.journal import ShardRecord, Workspace
 from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
-from moepack.pipeline.units import WEIGHT, PackedLayer, Unit, units
-from moepack.pipeline.units import compress as compress_units
+from moepack.pipeline.solving import LayerPacker
+from moepack.pipeline.sources import Sources
 from moepack.progress import Progress, Silent
 from moepack.runtime.loading import set_threads
 
 PARTIAL = ".partial"
 """Suffix of the directory in which the work happens."""
+
+WEIGHT = "weight"
+"""What the manifest calls the projection of a linear layer."""
 
 _METADATA = {"format": "pt"}
 
@@ -55,6 +60,7 @@ def compress(
     out: str | PathLike[str],
     *,
     method: str | Method = "finequant",
+    others: Mapping[str, Method | PackedTensor] | None = None,
     code: str | None = None,
     threads: int | None = None,
     resume: bool = True,
@@ -68,6 +74,9 @@ def compress(
             `mistralai/Mixtral-8x7B-v0.1` or `ORGANIZATION/NAME@REVISION`.
         out: directory to be made; it must not exist.
         method: name of a method, or one with its settings.
+        others: tensors that something else packs: by the packed tensor's name (an experts module's path and projection,
+            such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's name in the checkpoint) another method,
+            or the packed tensor itself, made elsewhere.
         code: entropy code of a ternary method given by name: `fsv8` (the default) or `dict16`.
         threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it,
             but for methods that run the model: torch's sums do.
@@ -93,34 +102,33 @@ def compress(
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
     chosen = create(method, **({} if code is None else {"code": code})) if isinstance(method, str) else method
+    assignment, progress = Assignment(chosen, others or {}), progress or Silent()
     if threads is not None:
         set_threads(threads)
     checkpoint = Checkpoint.open(resolve_model(model))
     described = describe(checkpoint)
     try_creating(target)  # before the methods below look at the whole model
-    state, progress = target.with_name(target.name + STATE), progress or Silent()
-    if isinstance(chosen, RewritingMethod | PlannedMethod):
-        progress.prepare(f"{chosen.name} looks at the whole model first")
-        checkpoint, described = _looked_at(checkpoint, described, chosen, state, resume)
-    job = Job(checkpoint, described, chosen, progress, peak)
+    state = target.with_name(target.name + STATE)
+    checkpoint, described = _looked_at(checkpoint, described, assignment, state, resume, progress)
     try:
-        report = job.run(target, resume, started)
+        return Job(checkpoint, described, assignment, progress, peak).run(target, resume, started)
     finally:
         if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
             state.unlink()
-    return report
 
 
 def _looked_at(
-    checkpoint: Checkpoint, model: MoeModel, method: Method, state: Path, resume: bool
+    checkpoint: Checkpoint, model: MoeModel, assignment: Assignment, state: Path, resume: bool, progress: Progress
 ) -> tuple[Checkpoint, MoeModel]:
-    """Let a method change the checkpoint and decide what concerns all of it; returns what is to be packed."""
-    if isinstance(method, RewritingMethod):
-        checkpoint = rewritten(checkpoint, model, method, state, resume)
-        model = describe(checkpoint)
-    if isinstance(method, PlannedMethod):
-        with naming_files(checkpoint):
-            method.begin(checkpoint, model)
+    """Let methods change the checkpoint and decide what concerns all of it; returns what is to be packed."""
+    if any(method.looks_ahead for method in assignment.methods):
+        progress.prepare(f"{assignment.method.name} looks at the whole model first")
+    changed = rewritten(checkpoint, model, assignment.method, state, resume)
+    if changed is not checkpoint:
+        checkpoint, model = changed, describe(changed)
+    with naming_files(checkpoint):
+        for method in assignment.methods:
+            method.prepare(checkpoint, model)
     return checkpoint, model
 
 
@@ -136,18 +144,25 @@ def naming_files(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 class Job:
-    """One compression, from an open checkpoint to a published directory."""
+    """One compression, from an open checkpoint and prepared methods to a published directory."""
 
     def __init__(
-        self, checkpoint: Checkpoint, model: MoeModel, method: Method, progress: Progress, peak: PeakMemory
+        self, checkpoint: Checkpoint, model: MoeModel, assignment: Assignment, progress: Progress, peak: PeakMemory
     ) -> None:
-        self.checkpoint, self.model, self.method = checkpoint, model, method
+        """Decide what will be done; errors as of `make_plan` and `LayerPacker`."""
+        self.checkpoint, self.model, self.assignment = checkpoint, model, assignment
         self.progress, self.peak = progress, peak
-        self.plan: Plan = make_plan(checkpoint, model, method)
+        self.plan: Plan = make_plan(checkpoint, model, assignment)
+        self.packer = LayerPacker(checkpoint, model, assignment, self._advance)
+        self.settings = assignment.settings
+        if self.packer.samples is not None:
+            self.settings["calibration_sha256"] = self.packer.samples.fingerprint()
+        self._sources = Sources(checkpoint, self.plan)
 
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
         """Do the work that is missing, publish, report."""
-        workspace = Workspace.open(target.with_name(target.name + PARTIAL), self._fingerprint(), resume)
+        partial = target.with_name(target.name + PARTIAL)
+        workspace = Workspace.open(partial, self._fingerprint(), resume, self._sources.digests)
         try:
             before = self._done_weights(workspace)
             if not workspace.complete:
@@ -157,83 +172,81 @@ class Job:
                 raise OutputExistsError("was made by somebody else in the meantime", file=target)
             workspace.publish(target)
         except MoepackError as error:
-            # What is left of nothing would only be in the way of the same job with other settings.
-            if not (workspace.done or workspace.complete or isinstance(error, DiskError)):
-                workspace.discard()
+            self._keep_or_discard(workspace, error)
             raise
         finally:
             workspace.close()
         return self._report(target, manifest, before, time.perf_counter() - started)
 
+    def _keep_or_discard(self, workspace: Workspace, error: MoepackError) -> None:
+        """Prepare a failed job's directory for the next run."""
+        if not (workspace.done or workspace.complete or isinstance(error, DiskError)):
+            # What is left of nothing would only be in the way of the same job with other settings.
+            workspace.discard()
+        elif workspace.done and isinstance(error, InvalidTensorError | CalibrationError):
+            # The checkpoint is at fault, and will be another one when it is mended.
+            with suppress(MoepackError):
+                workspace.note(self._sources.digests(workspace.done))
+
     def _fingerprint(self) -> dict[str, str]:
         """Return what must be equal for two runs to be the same job."""
-        settings = ", ".join(f"{key}={value}" for key, value in sorted(self.method.settings.items()))
+        settings = ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items()))
         return {
             "model": self.checkpoint.fingerprint(),
-            "method": self.method.name,
+            "method": self.assignment.method.name,
             "settings": settings,
             "format": str(VERSION),
             "moepack": _core.__version__,
         }
 
     def _done_weights(self, workspace: Workspace) -> int:
-        layers = [shard for shard in self.plan.shards if shard.layer is not None]
-        return sum(_weights(shard) for shard in layers if workspace.complete or shard.file in workspace.done)
+        return sum(_weights(shard) for shard in self.plan.shards if workspace.complete or shard.file in workspace.done)
 
     def _write(self, workspace: Workspace) -> None:
-        workspace.reserve(space_bound(self.plan, self.checkpoint, self.method, workspace.done))
+        workspace.reserve(space_bound(self.plan, self.checkpoint, workspace.done))
         self.progress.start(sum(map(_weights, self.plan.shards)), self._done_weights(workspace))
         try:
+            self._write_layers(workspace)
             for shard in self.plan.shards:
                 if shard.file not in workspace.done:
-                    workspace.append(self._write_shard(shard, workspace.path))
-                elif shard.layer is not None and not self._layers_done(workspace):
-                    self._restore(shard.layer, workspace.done[shard.file], workspace.path)
+                    self.progress.stage("dense tensors")
+                    workspace.append(_write_dense(workspace.path / shard.file, self.checkpoint, shard.names))
             self.progress.stage("manifest")
             self._write_small_files(workspace)
         finally:
             self.progress.finish()
 
-    def _layers_done(self, workspace: Workspace) -> bool:
-        return all(shard.layer is None or shard.file in workspace.done for shard in self.plan.shards)
+    def _write_layers(self, workspace: Workspace) -> None:
+        """Pack the layers that are missing; the model passes through those that an interrupted run finished."""
+        shards = [(shard, shard.layer) for shard in self.plan.shards if shard.layer is not None]
+        missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
+        runs = self.packer.runs()
+        for shard, layer in shards[: max(missing, default=-1) + 1]:
+            record = workspace.done.get(shard.file)
+            if record is None or self.packer.samples is not None:
+                self.progress.stage(layer.name if record is None else f"{layer.name} (done before)")
+            with naming_files(self.checkpoint):
+                run = next(runs)
+                if record is None:
+                    workspace.append(self._write_layer(workspace.path / shard.file, layer, run))
+                elif run is not None:
+                    self.packer.pack(layer, run, _read_layer(workspace.path / record.name, layer, record))
 
-    def _restore(self, layer: PackedLayer, record: ShardRecord, directory: Path) -> None:
-        """Show a finished layer to a method that watches the model run."""
-        if not isinstance(self.method, CalibratedMethod):
-            return
-        self.progress.stage(f"{layer.name} (done before)")
-        file = directory / record.name
-        mapped = map_tensors(file, read_header(file), list(record.tensors))
-        names = {unit.packed_name: unit.key for unit in units(layer)}
-        packed = {names[n]: PackedTensor(t.kind, mapped[n], t.details) for n, t in record.tensors.items()}
-        if isinstance(layer, MoeLayer):
-            self.method.restore(layer, packed)
-        elif isinstance(self.method, CalibratedDenseMethod):
-            self.method.restore_dense(layer, packed)
-
-    def _write_shard(self, shard: Shard, directory: Path) -> ShardRecord:
-        path = directory / shard.file
-        if shard.layer is None:
-            self.progress.stage("dense tensors")
-            return _write_dense(path, self.checkpoint, shard.names)
-        self.progress.stage(shard.layer.name)
-        return self._write_layer(path, shard.layer)
-
-    def _write_layer(self, path: Path, layer: PackedLayer) -> ShardRecord:
-        packed = list(self._compress(layer))
-        written = write_shard(path, [_packed_entry(*pair) for pair in packed], _METADATA)
+    def _write_layer(self, path: Path, layer: PackedLayer, run: LayerRun | None) -> ShardRecord:
+        packed = self.packer.pack(layer, run, {})
+        tensors = {name: (weights, packed[name]) for name, weights in layer_tensors(layer).items()}
+        written = write_shard(
+            path, [_packed_entry(weights.name, tensor) for weights, tensor in tensors.values()], _METADATA
+        )
         self._advance(0)
         records = {}
-        for unit, tensor in packed:
-            records[unit.packed_name] = TensorRecord(
-                path.name, tensor.kind, "U8", unit.shape, tensor.data.nbytes, written.crc32[unit.packed_name],
-                unit.module, unit.projection, unit.nbytes, dict(tensor.details),
+        for name, (weights, tensor) in tensors.items():
+            place = (layer.name, name) if weights.ndim == 3 else (name, WEIGHT)
+            records[weights.name] = TensorRecord(
+                path.name, tensor.kind, "U8", weights.shape[-weights.ndim :], tensor.data.nbytes,
+                written.crc32[weights.name], *place, weights.nbytes, dict(tensor.details),
             )  # fmt: skip
         return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
-
-    def _compress(self, layer: PackedLayer) -> Iterator[tuple[Unit, PackedTensor]]:
-        with naming_files(self.checkpoint):
-            yield from compress_units(self.method, layer, self._advance)
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())
@@ -241,25 +254,23 @@ class Job:
     def _write_small_files(self, workspace: Workspace) -> None:
         """Write copies, config, index and manifest. Cheap, so a resumed job writes all of them again."""
         tensors = {name: record for shard in workspace.done.values() for name, record in shard.tensors.items()}
-        quantization = quantization_config(self.method.name, self.method.settings, tensors)
+        method = self.assignment.method.name
+        quantization = quantization_config(method, self.settings, tensors)
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.plan), *content.items()]:
             write_file(workspace.path / name, data)
             files[name] = FileRecord.of(data)
-        manifest = Manifest(
-            self.method.name, self.method.settings, self.model.architecture, self._fingerprint(), tensors, files
-        )
+        manifest = Manifest(method, self.settings, self.model.architecture, self._fingerprint(), tensors, files)
         workspace.sweep(files)
         write_file(workspace.path / MANIFEST, manifest.to_bytes())
 
     def _notes(self, manifest: Manifest) -> tuple[str, ...]:
-        if not isinstance(self.method, CalibratedMethod):
-            return ()
-        records = manifest.packed()
-        firsts = {layer.name: layer.projections[0].packed_name for layer in self.model.layers}
-        notes = self.method.notes({layer: records[name].details for layer, name in firsts.items()})
-        return *notes, *_rounded_notes(records.values())
+        records = manifest.packed().values()
+        seen = {record.module: record.details for record in records if "tokens" in record.details}
+        layers = {layer.name: seen[layer.name] for layer in self.model.layers if layer.name in seen}
+        notes = (note for method in self.assignment.methods for note in method.notes(layers))
+        return (*dict.fromkeys(notes), *_rounded_notes(records))
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
@@ -268,7 +279,7 @@ class Job:
         source += sum(manifest.files[path.name].size for path in self.plan.copies)
         return CompressReport(
             path=target,
-            method=self.method.name,
+            method=self.assignment.method.name,
             source_bytes=source,
             packed_bytes=directory_bytes(manifest),
             expert_source_bytes=totals.experts.source_bytes,
@@ -289,11 +300,18 @@ class Job:
 
 def _weights(shard: Shard) -> int:
     """Return how many weights a shard compresses."""
-    return 0 if shard.layer is None else sum(math.prod(unit.shape) for unit in units(shard.layer))
+    return 0 if shard.layer is None else sum(math.prod(each.shape) for each in layer_tensors(shard.layer).values())
 
 
-def _packed_entry(unit: Unit, tensor: PackedTensor) -> Entry:
-    return Entry(unit.packed_name, "U8", (tensor.data.nbytes,), lambda: _view(tensor.data), packed=True)
+def _read_layer(file: Path, layer: PackedLayer, record: ShardRecord) -> dict[str, PackedTensor]:
+    """The packed tensors of a finished layer, mapped."""
+    mapped, records = map_tensors(file, read_header(file), list(record.tensors)), record.tensors
+    names = {name: weights.name for name, weights in layer_tensors(layer).items()}
+    return {key: PackedTensor(records[name].kind, mapped[name], records[name].details) for key, name in names.items()}
+
+
+def _packed_entry(name: str, tensor: PackedTensor) -> Entry:
+    return Entry(name, "U8", (tensor.data.nbytes,), lambda: _view(tensor.data), packed=True)
 
 
 def _view(data: Any) -> memoryview:

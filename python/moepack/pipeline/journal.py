@@ -3,7 +3,8 @@
 `journal.jsonl` lies in the partial directory. Its first line is the job's fingerprint; each further line is a finished
 shard with everything that the manifest will say about it. A line is appended and flushed after its shard was published,
 so whatever moment a process is killed at, the journal never claims more than the disk holds. A torn last line is a
-shard that must be done again.
+shard that must be done again. A job that failed by its checkpoint adds what its shards were made of: where only the
+model's fingerprint differs, a later run keeps the shards that it would make of the same.
 
 One process works in a directory at a time: it holds a lock that the kernel drops with the process.
 """
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 
 JOURNAL = "journal.jsonl"
 
+_MADE_OF = "made_of"
+
 Fingerprint = Mapping[str, str]
+
+Digests = Callable[[Iterable[str]], Mapping[str, str]]
+"""Digests of what shards are made of, by the names of the shards."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,8 @@ class ShardRecord:
         return _line({"shard": self.name, "size": self.file.size, "sha256": self.file.sha256, "tensors": tensors})
 
     @classmethod
-    def from_line(cls, line: bytes) -> "ShardRecord":
-        """Read a line; `ValueError` or `KeyError` if it is torn."""
-        content = json.loads(line)
+    def from_json(cls, content: Mapping[str, Any]) -> "ShardRecord":
+        """Read the content of a line; `ValueError` or `KeyError` if it is none."""
         file = FileRecord.from_json({"size": content["size"], "sha256": content["sha256"]})
         tensors = {name: TensorRecord.from_json(record) for name, record in content["tensors"].items()}
         return cls(content["shard"], file, tensors)
@@ -68,15 +73,19 @@ class Workspace:
         self.done: dict[str, ShardRecord] = {}
         self.complete = False
         self._lock = lock
+        self._made_of: Mapping[str, str] = {}
 
     @classmethod
-    def open(cls, path: Path, fingerprint: Fingerprint, resume: bool) -> "Workspace":
+    def open(
+        cls, path: Path, fingerprint: Fingerprint, resume: bool, digests: Digests = lambda files: {}
+    ) -> "Workspace":
         """Create `path`, or continue in it if it is the work of the same job.
 
         Args:
             path: the partial directory.
             fingerprint: identity of the job.
             resume: False starts over, whatever job the directory belongs to.
+            digests: what shards are made of now, to be compared with what `note` kept of a model since mended.
 
         Raises:
             ResumeError: another job's work, another process at work, or a directory that moepack did not make.
@@ -87,7 +96,7 @@ class Workspace:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         workspace = cls(path, lock)
         try:
-            workspace._claim(fingerprint, resume)
+            workspace._claim(fingerprint, resume, digests)
         except BaseException:
             workspace.close()
             raise
@@ -112,12 +121,19 @@ class Workspace:
 
     def append(self, shard: ShardRecord) -> None:
         """Record a published shard as done."""
+        self._append(shard.to_line())
+        self.done[shard.name] = shard
+
+    def note(self, made_of: Mapping[str, str]) -> None:
+        """Record digests of what shards were made of."""
+        self._append(_line({_MADE_OF: dict(made_of)}))
+
+    def _append(self, line: bytes) -> None:
         file = self.path / JOURNAL
         with disk_errors(file), open(file, "ab") as stream:
-            stream.write(shard.to_line())
+            stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
-        self.done[shard.name] = shard
 
     def discard(self) -> None:
         """Remove the directory and what is in it."""
@@ -153,17 +169,18 @@ class Workspace:
             self.path.rename(target)
             sync_directory(target.parent)
 
-    def _claim(self, fingerprint: Fingerprint, resume: bool) -> None:
+    def _claim(self, fingerprint: Fingerprint, resume: bool, digests: Digests) -> None:
         self._take_lock()
         names = sorted(entry.name for entry in self.path.iterdir() if not is_temporary(entry.name))
         if names and JOURNAL not in names and MANIFEST not in names:
             raise ResumeError(f"exists and is not the work of moepack: it holds '{names[0]}'", file=self.path)
         if names and resume:
-            self._continue(fingerprint)
+            self._continue(fingerprint, digests)
         else:
             self._clear()
         if not self.complete:
             lines = [_line(fingerprint), *(record.to_line() for record in self.done.values())]
+            lines += [_line({_MADE_OF: dict(self._made_of)})] if self._made_of else []
             write_file(self.path / JOURNAL, b"".join(lines))
 
     def _take_lock(self) -> None:
@@ -172,7 +189,7 @@ class Workspace:
         except OSError as error:
             raise ResumeError("another process is at work in it", file=self.path) from error
 
-    def _continue(self, fingerprint: Fingerprint) -> None:
+    def _continue(self, fingerprint: Fingerprint, digests: Digests) -> None:
         journal = self.path / JOURNAL
         if not journal.exists():
             try:
@@ -183,10 +200,29 @@ class Workspace:
             self.complete = True
             return
         first, *rest = journal.read_bytes().split(b"\n")
-        _compare(_parse_fingerprint(first, journal), fingerprint, self.path)
-        for line in rest:
+        found = _parse_fingerprint(first, journal)
+        self._read(rest)
+        same = found == fingerprint
+        if self._made_of and {**found, "model": fingerprint["model"]} == fingerprint:
+            # The model was mended, or is another one. Its fingerprint cannot tell, and may even miss a change, for it
+            # samples; a shard is kept if everything that it follows from is what it was.
+            now = digests(self.done)
+            kept = {name: now.get(name) == self._made_of.get(name, now.get(name) if same else "") for name in self.done}
+            if same or any(kept.values()):
+                self.done = {name: record for name, record in self.done.items() if kept[name]}
+                self._made_of = {name: now[name] for name in self.done if name in self._made_of}
+                return
+        _compare(found, fingerprint, self.path)
+
+    def _read(self, lines: Iterable[bytes]) -> None:
+        """Take over what the journal says was done and is still there; a torn line ends it."""
+        for line in lines:
             try:
-                record = ShardRecord.from_line(line)
+                content = json.loads(line)
+                if _MADE_OF in content:
+                    self._made_of = {str(name): str(digest) for name, digest in content[_MADE_OF].items()}
+                    continue
+                record = ShardRecord.from_json(content)
             except (ValueError, KeyError, TypeError, AttributeError):
                 break
             if _intact(self.path / record.name, record.file):

@@ -1,6 +1,6 @@
 """What `compress` will do, decided before anything is written: shards, copies, and the space they need.
 
-The plan depends only on the checkpoint and on which linear layers the method packs, so a resumed job plans the same
+The plan depends only on the checkpoint and on which linear layers the methods pack, so a resumed job plans the same
 shards under the same names.
 """
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moepack.calibration.stage import PackedLayer
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
-from moepack.checkpoint.dense import position
 from moepack.errors import CheckpointError
 from moepack.format.hub import CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
-from moepack.methods import DenseMethod, Method
-from moepack.pipeline.units import PackedLayer, bound
+from moepack.methods import Method
+from moepack.pipeline.assignment import Assignment
 
 DENSE_SHARD = 2 << 30
 """Bytes after which a shard of dense tensors is closed."""
@@ -43,20 +43,24 @@ class Plan:
             then dense tensors.
         copies: small files of the source to be copied.
         skipped: names in the source directory that are not taken over.
+        assignment: what packs the layers.
     """
 
     shards: tuple[Shard, ...]
     copies: tuple[Path, ...]
     skipped: tuple[str, ...]
+    assignment: Assignment
 
 
-def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method) -> Plan:
+def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method | Assignment) -> Plan:
     """Return the plan for a checkpoint.
 
     Raises:
         CheckpointError: the directory cannot be listed.
+        ValueError: the assignment contradicts itself or the model.
     """
-    layers = _packed_layers(model, method)
+    assignment = method if isinstance(method, Assignment) else Assignment(method)
+    layers = assignment.layers(model)
     packed = {unit.source for layer in layers if isinstance(layer, DenseLayer) for unit in layer.linears}
     groups = [*_dense_groups(checkpoint, (name for name in model.dense_names if name not in packed))]
     count = len(layers) + len(groups)
@@ -64,16 +68,7 @@ def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method) -> Plan:
     first = len(shards) + 1
     shards += [Shard(shard_name(i, count), None, names) for i, names in enumerate(groups, first)]
     copies, skipped = _small_files(checkpoint.path)
-    return Plan(tuple(shards), copies, skipped)
-
-
-def _packed_layers(model: MoeModel, method: Method) -> list[PackedLayer]:
-    """What is packed, in the order of execution; the linear layers of a block come before its experts."""
-    if not isinstance(method, DenseMethod) or not method.dense_roles:
-        return [*model.layers]
-    dense = (layer.only(method.dense_roles) for layer in model.dense)
-    layers: list[PackedLayer] = [layer for layer in dense if layer.linears]
-    return sorted([*layers, *model.layers], key=lambda layer: position(layer.name))
+    return Plan(tuple(shards), copies, skipped, assignment)
 
 
 def _dense_groups(checkpoint: Checkpoint, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
@@ -110,7 +105,7 @@ def _small_files(source: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     return tuple(copies), tuple(entry.name for entry in skipped)
 
 
-def space_bound(plan: Plan, checkpoint: Checkpoint, method: Method, done: Iterable[str]) -> int:
+def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:
     """Return the most bytes that the shards not yet `done` and the copies can take."""
     finished = set(done)
     total = sum(path.stat().st_size for path in plan.copies)
@@ -118,7 +113,7 @@ def space_bound(plan: Plan, checkpoint: Checkpoint, method: Method, done: Iterab
         if shard.file in finished:
             continue
         if shard.layer is not None:
-            total += bound(method, shard.layer)
+            total += plan.assignment.bound(shard.layer)
         total += sum(checkpoint.info(name).nbytes for name in shard.names)
     headers = 1 << 20  # headers, config, index and manifest of any model with few tensors
     return total + headers + 1024 * sum(1 for _ in checkpoint.names())

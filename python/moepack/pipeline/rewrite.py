@@ -16,7 +16,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.rewritten import RewrittenCheckpoint
 from moepack.errors import ResumeError
 from moepack.format.atomic import disk_errors, write_file
-from moepack.methods import RewritingMethod
+from moepack.methods import Method
 
 __all__ = ["STATE", "rewritten"]
 
@@ -24,7 +24,7 @@ STATE = ".state"
 """Suffix of the file."""
 
 
-def rewritten(checkpoint: Checkpoint, model: MoeModel, method: RewritingMethod, file: Path, resume: bool) -> Checkpoint:
+def rewritten(checkpoint: Checkpoint, model: MoeModel, method: Method, file: Path, resume: bool) -> Checkpoint:
     """The checkpoint that the method wants packed: the given one, or a changed one whose state is kept in `file`.
 
     Raises:

@@ -1,32 +1,29 @@
 """The method `codequant`: clustered weights, fitted to what the compressed model feeds them (CodeQuant, section 3).
 
-The calibrator runs the model block by block. The linear layers of a block (query, key and value projections; then the
-output projection; then shared experts) are clustered first, then its experts, so what enters a layer has passed through
-everything compressed before it, with activations rounded as the packed layers will round them. A resumed run feeds what
-was packed before through the same calibration.
+The model runs block by block. The linear layers of a block (query, key and value projections; then the output
+projection; then shared experts) are clustered first, then its experts, so what enters a layer has passed through
+everything compressed before it, with activations rounded as the packed layers will round them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from moepack import _core
-from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, LinearStage, Samples, Stage
-from moepack.calibration.load import load_samples
-from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
+from moepack.calibration import CalibrationRequest, CalibrationSettings, Samples
+from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
 from moepack.codebook import BLOCK_UNIT, centroid_bits
 from moepack.errors import ResumeError
-from moepack.methods.base import Expected, PackedTensor, Shape, Weights
-from moepack.methods.codequant.packing import Packed, Solving, packed_bytes
+from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.codequant.packing import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
 from moepack.methods.qmoe.notes import coverage_notes
@@ -42,7 +39,7 @@ STATES = 1 << 16
 
 
 @dataclass
-class CodeQuant:
+class CodeQuant(Method):
     """Settings of the method.
 
     Attributes:
@@ -103,7 +100,6 @@ class CodeQuant:
     minimum_tokens: int = 64
     device: str = "cpu"
     name: ClassVar[str] = "codequant"
-    _fingerprint: str = field(default="", init=False, repr=False)
     _errors: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -153,28 +149,43 @@ class CodeQuant:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes; of the calibration set its fingerprint, once `begin` has read it."""
+        """Every setting that changes the bytes, but for the calibration set."""
         ignored = {"minimum_tokens", "device", "calibration"}
-        values = {
-            name: value for name, value in asdict(self).items() if not name.startswith("_") and name not in ignored
-        }
-        return {**values, "calibration_sha256": self._fingerprint}
+        return {name: value for name, value in asdict(self).items() if name[0] != "_" and name not in ignored}
 
     @property
     def dense_roles(self) -> frozenset[str]:
         """The roles that are packed."""
         return frozenset(role for role in self.dense.split(",") if role)
 
-    def bound(self, shape: Shape) -> int:
+    @property
+    def rewrites(self) -> bool:
+        """Whether the model is rotated or its inner dimensions are ordered."""
+        return self.rotation != "none" or self.permute
+
+    @property
+    def looks_ahead(self) -> bool:
+        """A rotation is learned on the states of the whole model."""
+        return self.rotation == "learned"
+
+    @property
+    def request(self) -> CalibrationRequest:
+        """The calibration set, with the compressed model's routing and its rounded activations."""
+        settings = CalibrationSettings(
+            routing="compressed",
+            drift=self._solver.drift > 0,
+            rounding=self._rounding,
+            group=self.group,
+            device=torch.device(self.device),
+        )
+        return CalibrationRequest(self.calibration, self.samples, self.sequence_length, settings)
+
+    def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size: it depends on the shape alone."""
         return packed_bytes(shape, self.weight_bits, self._solver.block, self._rounding.bits)
 
-    def dense_bound(self, shape: Shape, role: str) -> int:
-        """Return the same for a linear layer."""
-        return self.bound(shape)
-
     def expected(self, weights: Weights) -> Expected:
-        """Return the size: it depends on the shape alone."""
+        """Return the size."""
         return Expected(self.bound(weights.shape), exact=True)
 
     def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
@@ -215,7 +226,7 @@ class CodeQuant:
         """What the change is made from: the rotation, and a mark of everything that it follows from."""
         if self.rotation == "none":
             return {"mark": torch.zeros(0, dtype=torch.uint8)}
-        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
+        samples = self.request.load(checkpoint)
         identity = f"{samples.fingerprint()} {self.rotation} {self.rotation_steps} {self.seed} {self.activation_bits}"
         mark = torch.frombuffer(bytearray(hashlib.sha256(identity.encode()).digest()), dtype=torch.uint8)
         if kept is None or not torch.equal(kept.get("mark", mark[:0]), mark):
@@ -234,54 +245,13 @@ class CodeQuant:
         self._errors = found.errors
         return found.rotation
 
-    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Read the calibration set and build the model's skeleton.
+    def solve(self, stage: Stage) -> dict[str, Solution]:
+        """Cluster a stage; every token counts alike in linear layers."""
+        return solve(stage, self._solver, self._rounding, self.weigh_tokens or stage.dense)
 
-        Raises:
-            CalibrationError: the calibration set is unusable.
-        """
-        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
-        self._fingerprint = samples.fingerprint()
-        self._current: Packed | Solving | None = None
-        layers = {layer.name: chosen for layer in model.dense if (chosen := layer.only(self.dense_roles)).linears}
-        settings = CalibrationSettings(
-            routing="compressed",
-            drift=self._solver.drift > 0,
-            rounding=self._rounding,
-            group=self.group,
-            device=torch.device(self.device),
-        )
-        dense = DenseWork(layers, self._solve_linears)
-        self._steps = Calibrator(checkpoint, model, samples, settings).layers(self._solve, dense=dense)
-
-    def compress_dense(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Run the model up to the block with these linear layers, and cluster them."""
-        work = self._current = Solving(self._solver, self._rounding, layer, advance)
-        next(self._steps)
-        yield from work.pack({})
-
-    def compress_layer(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Run the model up to the next layer with experts, which must be `layer`, and cluster it."""
-        work = self._current = Solving(self._solver, self._rounding, layer, advance)
-        _, coverage = next(self._steps)
-        yield from work.pack({"tokens": coverage.compressed.tolist(), "rounded": work.rounded})
-
-    def restore(self, layer: MoeLayer, packed: Mapping[str, PackedTensor]) -> None:
-        """Run the model through experts that an earlier run packed."""
-        self._restore(packed)
-
-    def restore_dense(self, layer: DenseLayer, packed: Mapping[str, PackedTensor]) -> None:
-        """Run the model through linear layers that an earlier run packed."""
-        self._restore(packed)
-
-    def _restore(self, packed: Mapping[str, PackedTensor]) -> None:
-        blobs = {name: _core.PackedTensor(tensor.data) for name, tensor in packed.items()}
-        self._current = Packed({name: torch.from_numpy(blob.dequantize()) for name, blob in blobs.items()})
-        next(self._steps)
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack a tensor."""
+        return pack(weights, solution.parts, self._solver, self._rounding)
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Say what a rotation learned; name experts that saw few tokens or were clustered without their inputs."""
@@ -292,12 +262,3 @@ class CodeQuant:
         bits = 4 if self.activation_bits == 16 else self.activation_bits
         rotation = f"Rounding held-out states to {bits} bits costs {plain} of their energy, {first} rotated at random"
         return (f"{rotation}, {last} with the learned rotation.", *found)
-
-    def _solve(self, stage: Stage) -> dict[str, Tensor]:
-        assert self._current is not None
-        moments = stage.moments if self.weigh_tokens else None
-        return self._current.solve(stage.weights, stage.experts, moments, stage.hessians)
-
-    def _solve_linears(self, stage: LinearStage) -> dict[str, Tensor]:
-        assert self._current is not None
-        return self._current.solve(stage.weights, range(1), stage.moments, None)

@@ -6,7 +6,7 @@ other linear layers may have bits of their own (table 5).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ import torch
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, PackedTensor, Shape, Weights
+from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
 from moepack.methods.finequant.sizes import (
     GroupSize,
@@ -42,7 +42,7 @@ ALPHA = {ADAPTIVE: 0.35, MEAN: 0.87}
 
 
 @dataclass
-class FineQuant:
+class FineQuant(Method):
     """Settings of the method.
 
     Attributes:
@@ -121,27 +121,28 @@ class FineQuant:
         """The roles that have bits."""
         return frozenset(self._dense)
 
-    def bound(self, shape: Shape) -> int:
+    @property
+    def looks_ahead(self) -> bool:
+        """A budget is spent over the whole model."""
+        return self.group_size == BUDGET
+
+    def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size with the group size, or with the smallest where it is not known yet."""
-        return self._bound(shape, self.bits)
-
-    def dense_bound(self, shape: Shape, role: str) -> int:
-        """Return the same for a linear layer."""
-        return self._bound(shape, self._dense[role])
-
-    def _bound(self, shape: Shape, bits: int) -> int:
+        bits = self._bits(role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return packed_bytes(shape, bits, self._fixed(), self.symmetric)
         return max(packed_bytes(shape, bits, size, self.symmetric) for size in sizes_for(shape[2]))
 
+    def _bits(self, role: str) -> int:
+        return self.bits if role == "experts" else self._dense[role]
+
     def expected(self, weights: Weights) -> Expected:
         """Return the size: known for one group size, the budget where there is one, by the first expert otherwise."""
-        bits = self.bits if weights.role == "experts" else self._dense[weights.role]
+        bits = self._bits(weights.role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
-            return Expected(self._bound(weights.shape, bits), exact=True)
+            return Expected(self.bound(weights.shape, weights.role), exact=True)
         if self.group_size != BUDGET:
-            sample = self._compress(weights.one_expert(), bits, lambda _: None)
-            return Expected(sample.data.nbytes * weights.shape[0], exact=False)
+            return Expected(self.sample(weights.one_expert()).data.nbytes * weights.shape[0], exact=False)
         if self.bits_per_weight is None:
             return Expected(packed_bytes(weights.shape, bits, REFERENCE, self.symmetric), exact=False)
         return Expected(math.prod(weights.shape) * self.bits_per_weight / 8, exact=False)
@@ -149,7 +150,7 @@ class FineQuant:
     def _fixed(self) -> GroupSize:
         return self.group_size if isinstance(self.group_size, int) else None
 
-    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
         """Allocate the budget, if there is one.
 
         Raises:
@@ -159,20 +160,6 @@ class FineQuant:
             bits = {"experts": self.bits, **self._dense}
             found = list(proposals(checkpoint, model, bits, self.symmetric, self.search))
             self._sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
-
-    def compress_layer(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Quantize and pack each projection; holds the codes (a byte a weight) of one projection at a time."""
-        for name, weights in layer.items():
-            yield name, self._compress(weights, self.bits, advance)
-
-    def compress_dense(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Quantize and pack each linear layer."""
-        for name, weights in layer.items():
-            yield name, self._compress(weights, self._dense[weights.role], advance)
 
     def _size(self, weights: Weights) -> GroupSize:
         """The group size of a tensor."""
@@ -191,13 +178,19 @@ class FineQuant:
         found = ratios.mean(0) if mean and experts else ratios.min(0, initial=1.0)
         return free_size(weights.shape, stored_size(columns, found, self.alpha), self.symmetric)
 
-    def _compress(self, weights: Weights, bits: int, advance: Callable[[int], None]) -> PackedTensor:
+    def decided(self, name: str) -> GroupSize:
+        """The group size that a budget gave a tensor."""
+        return None if self._sizes is None else self._sizes[name]
+
+    def solve(self, stage: Stage) -> dict[str, Solution]:
+        """Quantize one tensor, several experts at a time; holds its codes (a byte a weight)."""
+        ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
-        size = self._size(weights)
+        size, bits = self._size(weights), self._bits(weights.role)
         groups = -(-columns // (size or columns)) if columns else 0
-        codes = np.empty(weights.shape, np.uint8)
-        scales = np.empty((experts, rows, groups), np.float32)
-        offsets = None if self.symmetric else np.empty_like(scales)
+        codes = torch.empty(weights.shape, dtype=torch.uint8)
+        scales = torch.empty(experts, rows, groups)
+        offsets = torch.empty(experts, rows, 0 if self.symmetric else groups)
         sums = np.zeros((experts, 2))
 
         def quantize(expert: int) -> None:
@@ -206,31 +199,33 @@ class FineQuant:
                 weight, bits, size, symmetric=self.symmetric, search=self.search,
                 dtype=_DTYPES[self.scales], name=weights.sources[expert],
             )  # fmt: skip
-            codes[expert], scales[expert] = found.codes.numpy(), found.scales.numpy()
-            if offsets is not None and found.offsets is not None:
-                offsets[expert] = found.offsets.numpy()
+            codes[expert], scales[expert] = found.codes, found.scales
+            if found.offsets is not None:
+                offsets[expert] = found.offsets
             values = weight.float()
             error = (group_values(found, bits, size) - values).square_().sum(-1)
             # Rows are summed by NumPy: torch's order would follow the number of threads, and the bytes with it.
             sums[expert] = [error.numpy().sum(dtype=np.float64), values.square().sum(-1).numpy().sum(dtype=np.float64)]
 
-        for_experts(quantize, experts, lambda: advance(rows * columns))
-        blob = self._encode(codes, scales, offsets, bits, size, weights)
+        for_experts(quantize, experts, lambda: stage.advance(rows * columns))
         error, energy = sums.sum(0)
-        width = _core.PackedTensor(blob).details()["group_size"]
-        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": self.scales}
-        return PackedTensor(
-            "groupwise", blob, {**details, "relative_error": _digits(error / energy if energy else 0.0)}
-        )
+        relative = _digits(error / energy if energy else 0.0)
+        details = {"group_size": size or max(columns, 1), "relative_error": relative}
+        return {name: Solution({"codes": codes, "scales": scales, "offsets": offsets}, details=details)}
 
-    def _encode(self, codes: Any, scales: Any, offsets: Any, bits: int, size: GroupSize, weights: Weights) -> Any:
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack the codes."""
+        bits, parts = self._bits(weights.role), {name: part.numpy() for name, part in solution.parts.items()}
         try:
-            return _core.encode_groupwise(
-                codes, scales, offsets, bits=bits, group_size=size or max(codes.shape[2], 1),
-                ndim=weights.ndim, dtype=self.scales,
+            blob = _core.encode_groupwise(
+                parts["codes"], parts["scales"], None if self.symmetric else parts["offsets"], bits=bits,
+                group_size=solution.details["group_size"], ndim=weights.ndim, dtype=self.scales,
             )  # fmt: skip
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
+        width = _core.PackedTensor(blob).details()["group_size"]
+        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": self.scales}
+        return PackedTensor("groupwise", blob, details)
 
 
 def _digits(value: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moepack.calibration import CalibrationSettings, Calibrator, Stage
+from moepack.calibration import CalibrationSettings, Calibrator
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, MoeModel
 
@@ -33,10 +33,8 @@ def count_choices(
     found = load_samples(checkpoint, text, samples, sequence_length, premask=True, seed=0)
     settings = CalibrationSettings(activations="original", device=torch.device(device))
     counts: dict[str, list[int]] = {}
-    for layer, coverage in Calibrator(checkpoint, model, found, settings).layers(_unchanged):
-        counts[layer.name] = coverage.original.tolist()
+    for run in Calibrator(checkpoint, model, found, settings).layers():
+        run.keep()
+        assert run.tokens is not None
+        counts[run.layer.name] = run.tokens.tolist()
     return counts, found.fingerprint()
-
-
-def _unchanged(stage: Stage) -> dict[str, torch.Tensor]:
-    return stage.weights

@@ -7,21 +7,22 @@ in advance (`ranks`, `planning`). No calibration text is needed; one may be give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.base import Expected, PackedTensor, Shape, Weights
+from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.milo.frequency import count_choices
 from moepack.methods.milo.joint import Compensated, JointSettings, compensate
-from moepack.methods.milo.packing import FACTOR_GROUP, Assembly, base_bytes, packed_bytes
+from moepack.methods.milo.packing import FACTOR_GROUP, Assembly, base_bytes, pack, packed_bytes
 from moepack.methods.milo.planning import DENSE_ROLES, Planner, RankPlan, batches, workers
 from moepack.methods.milo.ranks import parse_ranks
 from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, residual_spectrum
 from moepack.methods.parallel import for_experts
+from moepack.methods.roles import as_number
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine, round_to_nearest
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
@@ -43,7 +44,7 @@ _GROUP_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass
-class Milo:
+class Milo(Method):
     """The method with its settings.
 
     Attributes:
@@ -60,7 +61,7 @@ class Milo:
         samples, sequence_length: how much of it.
         dense_weight: what the error of a dense layer counts in a budget, see :class:`Planner`.
         device: where the work is done.
-        plan: ranks and grids, once `begin` has decided them.
+        plan: ranks and grids, once `prepare` has decided them.
     """
 
     bits: int | str = 3
@@ -82,7 +83,7 @@ class Milo:
     _text: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.bits, self.group_size = whole(self.bits, "bits"), whole(self.group_size, "group_size")
+        self.bits, self.group_size = as_number(self.bits, "bits"), as_number(self.group_size, "group_size")
         if self.bits not in (2, 3, 4, 8):
             raise ValueError(f"bits must be 2, 3, 4 or 8, not {self.bits}")
         if self.rank_bits not in (3, 8, 16):
@@ -108,7 +109,7 @@ class Milo:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes; of the text its fingerprint, once `begin` has read it."""
+        """Every setting that changes the bytes; of the text its fingerprint, once `prepare` has read it."""
         found: dict[str, Any] = {
             "bits": self.bits,
             "group_size": self.group_size,
@@ -133,7 +134,13 @@ class Milo:
         """All but the output head."""
         return DENSE_ROLES
 
-    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether ranks follow from weights, or from a text."""
+        policies = {term.policy for term in self._terms}
+        return self.memory_budget is not None or bool(policies & {"budget", "kurtosis", "frequency"})
+
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
         """Decide the ranks.
 
         Raises:
@@ -151,14 +158,14 @@ class Milo:
         )
         self.plan = planner.plan(checkpoint, model, self._terms, self.memory_budget)
 
-    def bound(self, shape: Shape) -> int:
-        """Return the most bytes that a projection can take packed: with the largest ranks of that many experts."""
+    def decided(self, name: str) -> Any:
+        """The ranks of a tensor, and whether it does without offsets."""
+        return [*map(int, self.plan.ranks[name])], self.plan.specs[name].symmetric
+
+    def bound(self, shape: Shape, role: str = "experts") -> int:
+        """Return the most bytes that a tensor can take packed: with the largest ranks of that many experts."""
         sums = [sum(ranks) for ranks in self.plan.ranks.values() if len(ranks) == shape[0]]
         return packed_bytes(shape, self._specs[0], max(sums, default=0), self.rank_bits)
-
-    def dense_bound(self, shape: Shape, role: str) -> int:
-        """Return the most bytes that a linear layer can take packed."""
-        return self.bound(shape)
 
     def expected(self, weights: Weights) -> Expected:
         """Return the size with the mean of the ranks, or with what the budget adds to that without compensators."""
@@ -169,23 +176,12 @@ class Milo:
         total = round(weights.shape[0] * min(rank, *weights.shape[1:]))
         return Expected(packed_bytes(weights.shape, self._specs[0], total, self.rank_bits), exact=False)
 
-    def compress_layer(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Quantize and compensate each projection; holds the codes of one projection at a time."""
-        for name, weights in layer.items():
-            yield name, self._compress(weights, advance)
-
-    def compress_dense(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """The same for linear layers."""
-        yield from self.compress_layer(layer, advance)
-
-    def _compress(self, weights: Weights, advance: Callable[[int], None]) -> PackedTensor:
+    def solve(self, stage: Stage) -> dict[str, Solution]:
+        """Quantize and compensate one tensor, in batches of experts; holds its codes."""
+        ((name, weights),) = stage.tensors.items()
         _, rows, columns = weights.shape
         ranks, spec = self.plan.ranks[weights.name], self.plan.specs[weights.name]
-        assembly = Assembly(weights.shape, spec, ranks, self.rank_bits, weights.ndim)
+        assembly = Assembly(weights.shape, spec, ranks, self.rank_bits)
         facts = _Facts(ranks)
         jobs = [
             (rank, batch)
@@ -201,9 +197,13 @@ class Milo:
             facts.add(batch, matrices, found, self._residual_ranks(matrices, found))
 
         sizes = iter(len(batch) * rows * columns for _, batch in jobs)
-        for_experts(work, len(jobs), lambda: advance(next(sizes)), most=workers(rows * columns), alone=True)
-        kind, data, details = assembly.pack()
-        return PackedTensor(kind, data, {**details, **facts.details()})
+        for_experts(work, len(jobs), lambda: stage.advance(next(sizes)), most=workers(rows * columns), alone=True)
+        return {name: Solution(assembly.parts(), details=facts.details())}
+
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack the codes, and the compensators where there are any."""
+        spec, ranks = self.plan.specs[weights.name], self.plan.ranks[weights.name]
+        return pack(solution.parts, spec, ranks, self.rank_bits, weights.ndim)
 
     def _fetch(self, weights: Weights, expert: int) -> torch.Tensor:
         """One matrix; what cannot be quantized is found here, where its source is known."""
@@ -220,14 +220,6 @@ class Milo:
         if found.factors.factors().rank:
             plain = quantize_affine(matrices, plain.spec, SOLVERS[self.solver])
         return residual_rank(residual_spectrum(matrices - plain.values()), side)
-
-
-def whole(value: int | str, what: str) -> int:
-    """The number that a command line spelt."""
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{what} must be a number, not '{value}'") from None
 
 
 class _Facts:

@@ -5,20 +5,19 @@ A tensor without any compensator is a plain group-wise tensor, so rank 0 costs n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.methods.base import Shape
+from moepack.methods.base import PackedTensor, Shape
 from moepack.solvers.affine import AffineCodes, GroupSpec
 from moepack.solvers.low_rank import PackedFactors
 
-__all__ = ["FACTOR_GROUP", "Assembly", "base_bytes", "factor_bytes", "packed_bytes"]
+__all__ = ["FACTOR_GROUP", "Assembly", "base_bytes", "factor_bytes", "pack", "packed_bytes"]
 
 FACTOR_GROUP = 64
 """Values of a factor that share a scale in the packed format."""
@@ -53,67 +52,73 @@ def _specification(spec: GroupSpec) -> dict[str, Any]:
 
 
 class Assembly:
-    """Collects the experts of one tensor, in any order, and packs them."""
+    """Collects the experts of one tensor, in any order."""
 
-    def __init__(self, shape: Shape, spec: GroupSpec, ranks: Sequence[int], bits: int, ndim: int) -> None:
+    def __init__(self, shape: Shape, spec: GroupSpec, ranks: Sequence[int], bits: int) -> None:
         experts, rows, columns = shape
-        self.spec, self.bits, self.ndim = spec, bits, ndim
-        self.ranks = np.asarray(ranks, np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(self.ranks)])
+        self.starts = np.concatenate([[0], np.cumsum(ranks, dtype=np.int64)])
         groups = spec.groups(columns)
-        self.codes = np.zeros(shape, np.uint8)
-        self.scales = np.zeros((experts, rows, groups), np.float32)
-        self.offsets = None if spec.symmetric else np.zeros((experts, rows, groups), np.float32)
+        self.codes = torch.zeros(shape, dtype=torch.uint8)
+        self.scales = torch.zeros(experts, rows, groups)
+        self.offsets = torch.zeros(experts, rows, 0 if spec.symmetric else groups)
         self.right = _Side(int(self.starts[-1]), columns, bits)
         self.left = _Side(int(self.starts[-1]), rows, bits)
 
     def put(self, experts: Sequence[int], codes: AffineCodes, factors: PackedFactors) -> None:
         """Take over a batch of experts of one rank."""
         for position, expert in enumerate(experts):
-            self.codes[expert] = codes.codes[position].cpu().numpy()
-            self.scales[expert] = codes.scales[position].cpu().numpy()
-            if self.offsets is not None and codes.offsets is not None:
-                self.offsets[expert] = codes.offsets[position].cpu().numpy()
+            self.codes[expert] = codes.codes[position]
+            self.scales[expert] = codes.scales[position]
+            if self.offsets.numel() and codes.offsets is not None:
+                self.offsets[expert] = codes.offsets[position]
             rows = slice(int(self.starts[expert]), int(self.starts[expert + 1]))
             self.right.put(rows, factors.right, position)
             self.left.put(rows, factors.left, position)
 
-    def pack(self) -> tuple[str, npt.NDArray[np.uint8], dict[str, Any]]:
-        """Kind, bytes and details of the packed tensor."""
-        base = _core.encode_groupwise(
-            self.codes,
-            self.scales,
-            self.offsets,
-            bits=self.spec.bits,
-            group_size=self.spec.group_size,
-            ndim=self.ndim,
-            dtype=str(self.spec.storage).removeprefix("torch."),
-        )
-        details = _core.PackedTensor(base).details()
-        if not self.ranks.any():
-            return "groupwise", base, details
-        details["rank_bits"] = self.bits
-        blob = _core.encode_compensated(base, self.ranks, self.right.rows(), self.left.rows(), bits=self.bits)
-        return "compensated", blob, details
+    def parts(self) -> dict[str, Tensor]:
+        """What `pack` takes."""
+        found = {"codes": self.codes, "scales": self.scales, "offsets": self.offsets}
+        for name, side in ("right", self.right), ("left", self.left):
+            found |= {name: side.codes, f"{name}_scales": side.scales, f"{name}_values": side.values}
+        return found
+
+
+def pack(parts: Mapping[str, Tensor], spec: GroupSpec, ranks: Sequence[int], bits: int, ndim: int) -> PackedTensor:
+    """Pack what an `Assembly` collected."""
+    arrays = {name: part.numpy() for name, part in parts.items()}
+    base = _core.encode_groupwise(
+        arrays["codes"],
+        arrays["scales"],
+        None if spec.symmetric else arrays["offsets"],
+        bits=spec.bits,
+        group_size=spec.group_size,
+        ndim=ndim,
+        dtype=str(spec.storage).removeprefix("torch."),
+    )
+    details = _core.PackedTensor(base).details()
+    if not any(ranks):
+        return PackedTensor("groupwise", base, details)
+    right, left = (
+        arrays[f"{side}_values"] if bits == 16 else (arrays[side], arrays[f"{side}_scales"])
+        for side in ("right", "left")
+    )
+    data = _core.encode_compensated(base, np.asarray(ranks, np.int64), right, left, bits=bits)
+    return PackedTensor("compensated", data, {**details, "rank_bits": bits})
 
 
 class _Side:
     """The rows of one factor of all experts: codes and scales, or values at 16 bits."""
 
     def __init__(self, rows: int, length: int, bits: int) -> None:
-        integers = self.integers = bits != 16
-        self.codes = np.zeros((rows, length if integers else 0), np.uint8)
-        self.scales = np.zeros((rows, -(-length // FACTOR_GROUP) if integers else 0), np.float32)
-        self.values = np.zeros((rows, 0 if integers else length), np.float32)
-
-    def rows(self) -> Any:
-        """All rows as the core takes them."""
-        return (self.codes, self.scales) if self.integers else self.values
+        integers = bits != 16
+        self.codes = torch.zeros(rows, length if integers else 0, dtype=torch.uint8)
+        self.scales = torch.zeros(rows, -(-length // FACTOR_GROUP) if integers else 0)
+        self.values = torch.zeros(rows, 0 if integers else length)
 
     def put(self, rows: slice, factor: AffineCodes | Tensor, position: int) -> None:
         """Store an expert's factor."""
-        if isinstance(factor, torch.Tensor):
-            self.values[rows] = factor[position].float().cpu().numpy()
+        if isinstance(factor, Tensor):
+            self.values[rows] = factor[position].float()
             return
-        self.codes[rows] = factor.codes[position].cpu().numpy()
-        self.scales[rows] = factor.scales[position].cpu().numpy()
+        self.codes[rows] = factor.codes[position]
+        self.scales[rows] = factor.scales[position]

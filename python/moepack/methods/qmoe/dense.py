@@ -8,21 +8,19 @@ bits the models lost by it (docs/methods/qmoe.md). Routers, norms, embeddings an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.calibration import LinearStage
-from moepack.errors import InvalidTensorError
-from moepack.methods.base import PackedTensor, Weights
+from moepack.methods.base import PackedTensor, Solution, Stage, Weights
 from moepack.methods.qmoe.forms import groupwise_details
 from moepack.solvers.gptq import GptqSettings, gptq
 from moepack.solvers.grids import SymmetricGrid
 
-__all__ = ["DenseSettings", "PackedLinears", "SolvingLinears"]
+__all__ = ["DenseSettings", "pack_linear", "solve_linears"]
 
 
 @dataclass(frozen=True)
@@ -40,66 +38,31 @@ class DenseSettings:
     gptq: GptqSettings | None
 
 
-class PackedLinears:
-    """Linear layers of a block whose values are known."""
-
-    def __init__(self, packed: Mapping[str, PackedTensor]) -> None:
-        blobs = {path: _core.PackedTensor(tensor.data) for path, tensor in packed.items()}
-        self.values = {path: torch.from_numpy(blob.dequantize()) for path, blob in blobs.items()}
-
-    def solve(self, stage: LinearStage) -> dict[str, Tensor]:
-        """Return the values of a stage."""
-        return {path: self.values[path].to(given.device) for path, given in stage.weights.items()}
+def solve_linears(stage: Stage, settings: DenseSettings) -> dict[str, Solution]:
+    """Quantize layers that read the same input; those of equal bits are one problem."""
+    columns = next(iter(stage.weights.values())).shape[2]
+    if settings.gptq is None:
+        hessians = torch.zeros(1, columns, columns, device=next(iter(stage.weights.values())).device)
+    else:
+        hessians = stage.moments().hessians
+    return {path: _solve(stage, settings, path, weights, hessians) for path, weights in stage.weights.items()}
 
 
-class SolvingLinears:
-    """Linear layers of a block being quantized."""
+def _solve(stage: Stage, settings: DenseSettings, path: str, weights: Tensor, hessians: Tensor) -> Solution:
+    solver = settings.gptq or GptqSettings()
+    bits = settings.bits[stage.tensors[path].role]
+    grid = SymmetricGrid(bits, settings.group_size, static=solver.act_order, search=settings.gptq is not None)
+    result = gptq(weights, hessians, grid, solver)
+    reason = None if settings.gptq is None else result.reports[0].reason
+    stage.advance(weights.numel())
+    parts = {"codes": result.codes, "scales": grid.scales}
+    return Solution(parts, result.values, rounded={} if reason is None else {0: reason})
 
-    def __init__(self, settings: DenseSettings, layer: Mapping[str, Weights], advance: Callable[[int], None]) -> None:
-        self.settings, self.layer, self.advance = settings, layer, advance
-        self.codes: dict[str, Tensor] = {}
-        self.scales: dict[str, Tensor] = {}
-        self.rounded: dict[str, str] = {}
 
-    def solve(self, stage: LinearStage) -> dict[str, Tensor]:
-        """Quantize layers that read the same input; those of equal bits are one problem."""
-        for path, given in stage.weights.items():
-            if not bool(torch.isfinite(given).all()):
-                raise InvalidTensorError("holds NaN or infinite weights", tensor=self.layer[path].sources[0])
-        weights = torch.cat(list(stage.weights.values()), dim=1)
-        hessians = weights.new_zeros((1, weights.shape[2], weights.shape[2]))
-        if self.settings.gptq is not None:
-            hessians = stage.moments().hessians
-        rows = [given.shape[1] for given in stage.weights.values()]
-        wanted = dict(zip(stage.weights, torch.split(weights, rows, dim=1), strict=True))
-        return {path: self._solve(path, part, hessians) for path, part in wanted.items()}
-
-    def _solve(self, path: str, weights: Tensor, hessians: Tensor) -> Tensor:
-        settings = self.settings
-        solver = settings.gptq or GptqSettings()
-        grid = SymmetricGrid(
-            settings.bits[self.layer[path].role], settings.group_size,
-            static=solver.act_order, search=settings.gptq is not None,
-        )  # fmt: skip
-        result = gptq(weights, hessians, grid, solver)
-        reason = result.reports[0].reason
-        if settings.gptq is not None and reason is not None:
-            self.rounded[path] = reason
-        self.codes[path], self.scales[path] = result.codes.cpu(), grid.scales.cpu()
-        self.advance(weights.numel())
-        return result.values
-
-    def pack(self) -> Iterator[tuple[str, PackedTensor]]:
-        """Pack all layers; one that was only rounded says why."""
-        for path, weights in self.layer.items():
-            blob = _core.encode_groupwise(
-                self.codes.pop(path).numpy(), self.scales.pop(path).numpy(), None,
-                bits=self.settings.bits[weights.role], group_size=self.settings.group_size, ndim=weights.ndim,
-            )  # fmt: skip
-            reason = self.rounded.get(path)
-            yield (
-                path,
-                PackedTensor(
-                    "groupwise", blob, {**groupwise_details(blob), **({} if reason is None else {"rounded": reason})}
-                ),
-            )
+def pack_linear(weights: Weights, parts: Mapping[str, Tensor], settings: DenseSettings) -> PackedTensor:
+    """Pack a layer."""
+    blob = _core.encode_groupwise(
+        parts["codes"].numpy(), parts["scales"].numpy(), None,
+        bits=settings.bits[weights.role], group_size=settings.group_size, ndim=weights.ndim,
+    )  # fmt: skip
+    return PackedTensor("groupwise", blob, groupwise_details(blob))

@@ -29,14 +29,6 @@ LONGEST_CODED = 40_000
 class Form(Protocol):
     """One way to store a projection. Codes are [E, R, C], parameters [E, R, P]."""
 
-    @property
-    def kind(self) -> str:
-        """Return what readers call the format."""
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        """Return the type of the codes."""
-
     def grid(self) -> Any:
         """Return a fresh grid for the solver."""
 
@@ -49,14 +41,8 @@ class Form(Protocol):
     def values(self, codes: Tensor, parameters: Tensor) -> Tensor:
         """Return the float32 values of codes."""
 
-    def width(self, columns: int) -> int:
-        """Return P."""
-
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Pack a projection; both tensors lie on the CPU."""
-
-    def unpack(self, packed: PackedTensor) -> Tensor:
-        """Return the values of a packed projection, [E, R, C] float32."""
 
     def bound(self, shape: Shape) -> int:
         """Return the most bytes that a projection can take packed."""
@@ -67,8 +53,6 @@ class TernaryForm:
     """Ternary rows, entropy coded. Parameters are the two levels of a row, in bf16."""
 
     code: str = "fsv8"
-    kind: str = "ternary"
-    code_dtype: torch.dtype = torch.int8
 
     def grid(self) -> TernaryGrid:
         """Return the paper's grid: minimum, zero and maximum of each row."""
@@ -88,20 +72,13 @@ class TernaryForm:
         low, high = parameters.unsqueeze(2).unbind(-1)
         return torch.where(codes > 0, high, torch.where(codes < 0, low, torch.zeros_like(low)))
 
-    def width(self, columns: int) -> int:
-        """Return 2."""
-        return 2
-
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Encode the codes."""
         levels = parameters.numpy().astype(np.float32) + 0.0  # without negative zeros, opposite levels are stored once
         blob = _core.encode_ternary(codes.numpy(), levels, ndim=3, code=self.code)
-        nonzeros = _core.PackedTensor(blob).details()["nonzeros"]
-        return PackedTensor(self.kind, blob, {"code": self.code, "nonzeros": nonzeros})
-
-    def unpack(self, packed: PackedTensor) -> Tensor:
-        """Decode a blob."""
-        return torch.from_numpy(_core.PackedTensor(packed.data).dequantize())
+        return PackedTensor(
+            "ternary", blob, {"code": self.code, "nonzeros": _core.PackedTensor(blob).details()["nonzeros"]}
+        )
 
     def bound(self, shape: Shape) -> int:
         """Return the size of a blob all of whose rows are as bad as the code allows."""
@@ -121,8 +98,6 @@ class GroupwiseForm:
     group_size: int = 64
     static: bool = False
     search: bool = True
-    kind: str = "groupwise"
-    code_dtype: torch.dtype = torch.uint8
 
     def grid(self) -> AffineGrid:
         """Return the asymmetric two-bit grid."""
@@ -143,25 +118,17 @@ class GroupwiseForm:
         scales, offsets = parameters[..., ::2], parameters[..., 1::2]
         return scales[..., group] * codes + offsets[..., group]
 
-    def width(self, columns: int) -> int:
-        """Return twice the number of groups."""
-        return 2 * -(-columns // self.group_size)
-
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Pack the codes, in the plain format or entropy coded, whichever is smaller."""
         pairs = parameters.reshape(*parameters.shape[:2], parameters.shape[2] // 2, 2)
         scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
         blob = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=self.group_size, ndim=3)
-        kind, details = self.kind, groupwise_details(blob)
+        kind, details = "groupwise", groupwise_details(blob)
         if codes.shape[2] <= LONGEST_CODED:
             coded = _core.code_groupwise(blob)
             if coded.nbytes < blob.nbytes:
                 kind, blob = "coded-groupwise", coded
         return PackedTensor(kind, blob, details)
-
-    def unpack(self, packed: PackedTensor) -> Tensor:
-        """Dequantize a blob."""
-        return torch.from_numpy(_core.PackedTensor(packed.data).dequantize())
 
     def bound(self, shape: Shape) -> int:
         """Return the size of the plain format."""

@@ -1,29 +1,23 @@
 """The method `qmoe`: batched GPTQ on the paper's grids over streaming calibration (QMoE, sections 3.2 and 3.3).
 
-The calibrator runs the model block by block and hands each group of experts to `solve`; the method quantizes the group,
-remembers codes and parameters of the layer, and packs them when the layer is complete. A resumed run feeds the layers
-that were packed before through the same calibration, with the values in their packed bytes instead of solving again, so
-later layers see bit for bit what they would have seen.
+The model runs block by block while its experts are quantized group by group, so that what enters a layer has passed
+through everything quantized before it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
-from moepack.calibration import CalibrationSettings, Calibrator, DenseWork, LinearStage, Stage
-from moepack.calibration.load import load_samples
-from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
-from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, PackedTensor, Shape, Weights
+from moepack.calibration import CalibrationRequest, CalibrationSettings
+from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.finequant.sizes import packed_bytes
-from moepack.methods.qmoe.dense import DenseSettings, PackedLinears, SolvingLinears
+from moepack.methods.qmoe.dense import DenseSettings, pack_linear, solve_linears
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.grid import GridSolver, Rounding
 from moepack.methods.qmoe.notes import coverage_notes
@@ -45,7 +39,7 @@ LEAST_BITS, MOST_BITS = 0.4, 2.0
 
 
 @dataclass
-class Qmoe:
+class Qmoe(Method):
     """Settings of the method.
 
     Attributes:
@@ -110,7 +104,6 @@ class Qmoe:
     device: str = "cpu"
     seed: int = 0
     name: ClassVar[str] = "qmoe"
-    _fingerprint: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits not in ("ternary", "2"):
@@ -133,7 +126,10 @@ class Qmoe:
             raise ValueError("dense_bits: qmoe packs no head; roles are attention, shared and mlp")
         self.dense_bits = dense_text(dense)
         self._dense = DenseSettings(dense, self.group_size, self._gptq if self.solver == "gptq" else None)
-        self._settings()  # its checks
+        self._solver: GridSolver | Rounding = Rounding()
+        if self.solver == "gptq":
+            self._solver = GridSolver(self._gptq, self.drift, self.weigh_tokens, self.refit, bool(self.match_energy))
+        _ = self.request  # its checks
 
     def _check_rate(self, rate: float) -> None:
         if not LEAST_BITS <= rate <= MOST_BITS:
@@ -141,8 +137,10 @@ class Qmoe:
         if self.bits != "ternary" or self.solver != "gptq":
             raise ValueError("bits_per_weight needs ternary experts and the solver gptq")
 
-    def _settings(self) -> CalibrationSettings:
-        return CalibrationSettings(
+    @property
+    def request(self) -> CalibrationRequest:
+        """The calibration set, and how the model runs."""
+        settings = CalibrationSettings(
             activations=self.activations,
             routing=self.routing,
             drift=self.drift > 0 and self.solver == "gptq",
@@ -151,18 +149,21 @@ class Qmoe:
             device=torch.device(self.device),
             buffer_device=torch.device(self.device if self.buffer == "device" else "cpu"),
         )
+        return CalibrationRequest(
+            self.calibration, self.samples, self.sequence_length, settings, self.premask, self.seed
+        )
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes; of the calibration set its fingerprint, once `begin` has read it."""
+        """Every setting that changes the bytes, but for the calibration set."""
         ignored = {"minimum_tokens", "device", "buffer", "calibration"}
-        values = {
-            name: value for name, value in asdict(self).items() if not name.startswith("_") and name not in ignored
-        }
-        return {**values, "calibration_sha256": self._fingerprint}
+        return {name: value for name, value in asdict(self).items() if name not in ignored}
 
-    def bound(self, shape: Shape) -> int:
-        """Return the most bytes that a projection can take packed, with the list of its coverage."""
+    def bound(self, shape: Shape, role: str = "experts") -> int:
+        """Return the most bytes that a tensor can take packed: of experts with the list of its coverage, of a linear
+        layer its size."""
+        if role != "experts":
+            return packed_bytes(shape, self._dense.bits[role], self.group_size)
         return self._form.bound(shape) + 128 * shape[0]
 
     @property
@@ -170,14 +171,10 @@ class Qmoe:
         """The roles that have bits."""
         return frozenset(self._dense.bits)
 
-    def dense_bound(self, shape: Shape, role: str) -> int:
-        """Return the size: it depends on shape and bits alone."""
-        return packed_bytes(shape, self._dense.bits[role], self.group_size)
-
     def expected(self, weights: Weights) -> Expected:
         """Return the size: the rate where one was asked for, otherwise that of the first expert without calibration."""
         if weights.role != "experts":
-            return Expected(self.dense_bound(weights.shape, weights.role), exact=True)
+            return Expected(self.bound(weights.shape, weights.role), exact=True)
         if self.bits_per_weight is not None:
             return Expected(math.prod(weights.shape) * self.bits_per_weight / 8, exact=False)
         if self.bits == "ternary":
@@ -188,134 +185,34 @@ class Qmoe:
         sample = self._form.pack(found.codes[None], parameters[None])
         return Expected(sample.data.nbytes * weights.shape[0], exact=False)
 
-    def begin(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Read the calibration set and build the model's skeleton.
+    def layer_plan(self, experts: int) -> RateSolver | None:
+        """With a rate, the stages of a layer share its bits."""
+        if self.bits_per_weight is None:
+            return None
+        return RateSolver(self.bits_per_weight, experts, RateSettings(shift=self.drift))
 
-        Raises:
-            CalibrationError: the calibration set is unusable.
-        """
-        samples = load_samples(
-            checkpoint, self.calibration, self.samples, self.sequence_length, premask=self.premask, seed=self.seed
-        )
-        self._fingerprint = samples.fingerprint()
-        self._current: _Packed | _Solving | None = None
-        self._linears: PackedLinears | SolvingLinears | None = None
-        plan = None if self.bits_per_weight is None else self._plan
-        layers = {layer.name: chosen for layer in model.dense if (chosen := layer.only(self.dense_roles)).linears}
-        dense = DenseWork(layers, self._solve_linears)
-        self._steps = Calibrator(checkpoint, model, samples, self._settings()).layers(self._solve, plan, dense)
+    def solve(self, stage: Stage) -> dict[str, Solution]:
+        """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
+        if stage.dense:
+            return solve_linears(stage, self._dense)
+        solver = stage.plan or self._solver
+        codes, parameters, values, reports = solver.solve(stage, self._form)
+        experts = zip(stage.experts, reports, strict=bool(reports))
+        rounded = {expert: report.reason for expert, report in experts if report.reason is not None}
+        rows = [weights.shape[1] for weights in stage.weights.values()]
+        pieces = zip(*(torch.split(tensor, rows, dim=1) for tensor in (codes, parameters, values)), strict=True)
+        stage.advance(codes.numel())
+        return {
+            name: Solution({"codes": codes, "parameters": parameters}, values, rounded=rounded)
+            for name, (codes, parameters, values) in zip(stage.tensors, pieces, strict=True)
+        }
 
-    def compress_dense(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Run the model up to the block with these linear layers, and quantize them."""
-        work = self._linears = SolvingLinears(self._dense, layer, advance)
-        next(self._steps)
-        yield from work.pack()
-
-    def compress_layer(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Run the model up to the next layer with experts, which must be `layer`, and quantize it."""
-        work = _Solving(self._form, layer, advance)
-        if self.bits_per_weight is not None:
-            rate = RateSettings(shift=self.drift)
-            work.solver = RateSolver(self.bits_per_weight, next(iter(layer.values())).shape[0], rate)
-        elif self.solver == "gptq":
-            work.solver = GridSolver(self._gptq, self.drift, self.weigh_tokens, self.refit, bool(self.match_energy))
-        self._current = work
-        _, coverage = next(self._steps)
-        routing = "compressed" if self.activations == "original" else self.routing
-        yield from work.pack({"tokens": coverage.used(routing).tolist(), "rounded": work.rounded})
-
-    def restore(self, layer: MoeLayer, packed: Mapping[str, PackedTensor]) -> None:
-        """Run the model through a layer that an earlier run packed."""
-        self._current = _Packed({name: self._form.unpack(tensor) for name, tensor in packed.items()})
-        next(self._steps)
-
-    def restore_dense(self, layer: DenseLayer, packed: Mapping[str, PackedTensor]) -> None:
-        """Run the model through linear layers that an earlier run packed."""
-        self._linears = PackedLinears(packed)
-        next(self._steps)
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack a projection in its form, or a linear layer."""
+        if weights.role != "experts":
+            return pack_linear(weights, solution.parts, self._dense)
+        return self._form.pack(solution.parts["codes"], solution.parts["parameters"])
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""
         return coverage_notes(layers, self.minimum_tokens, priced=self.bits_per_weight is not None)
-
-    def _plan(self, stage: Stage) -> None:
-        if isinstance(self._current, _Solving):
-            self._current.plan(stage)
-
-    def _solve(self, stage: Stage) -> dict[str, Tensor]:
-        assert self._current is not None
-        return self._current.solve(stage)
-
-    def _solve_linears(self, stage: LinearStage) -> dict[str, Tensor]:
-        assert self._linears is not None
-        return self._linears.solve(stage)
-
-
-class _Packed:
-    """A layer whose values are known."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self.values = values
-
-    def solve(self, stage: Stage) -> dict[str, Tensor]:
-        """Return the values of the stage's experts."""
-        group = slice(stage.experts.start, stage.experts.stop)
-        return {name: self.values[name][group].to(weights.device) for name, weights in stage.weights.items()}
-
-
-class _Solving:
-    """A layer being quantized: codes and parameters of all projections, filled group by group."""
-
-    def __init__(self, form: Form, layer: Mapping[str, Weights], advance: Callable[[int], None]) -> None:
-        self.form, self.advance = form, advance
-        self.layer = layer
-        self.codes = {name: torch.empty(w.shape, dtype=form.code_dtype) for name, w in layer.items()}
-        self.parameters = {
-            name: torch.empty((*w.shape[:2], form.width(w.shape[2])), dtype=torch.float32) for name, w in layer.items()
-        }
-        self.rounded: dict[str, str] = {}
-        self.solver: RateSolver | GridSolver | Rounding = Rounding()
-
-    def plan(self, stage: Stage) -> None:
-        """Let the rate solver see a stage in advance."""
-        self._check(stage)
-        assert isinstance(self.solver, RateSolver)
-        self.solver.plan(stage)
-
-    def solve(self, stage: Stage) -> dict[str, Tensor]:
-        """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
-        self._check(stage)
-        codes, parameters, values, reports = self.solver.solve(stage, self.form)
-        for expert, report in zip(stage.experts, reports, strict=bool(reports)):
-            if report.reason is not None:
-                self.rounded.setdefault(str(expert), report.reason)
-        rows = [w.shape[1] for w in stage.weights.values()]
-        pieces = [torch.split(tensor, rows, dim=1) for tensor in (codes, parameters, values)]
-        return {name: self._keep(stage, name, *tensors) for name, *tensors in zip(stage.weights, *pieces, strict=True)}
-
-    def _keep(self, stage: Stage, name: str, codes: Tensor, parameters: Tensor, values: Tensor) -> Tensor:
-        group = slice(stage.experts.start, stage.experts.stop)
-        self.codes[name][group].copy_(codes)
-        self.parameters[name][group].copy_(parameters)
-        self.advance(codes.numel())
-        return values
-
-    def _check(self, stage: Stage) -> None:
-        for name, weights in stage.weights.items():
-            finite = torch.isfinite(weights).flatten(1).all(1)
-            if not bool(finite.all()):
-                expert = stage.experts[int((~finite).nonzero()[0])]
-                raise InvalidTensorError(
-                    f"expert {expert} holds NaN or infinite weights", tensor=self.layer[name].sources[expert]
-                )
-
-    def pack(self, details: Mapping[str, Any]) -> Iterator[tuple[str, PackedTensor]]:
-        """Pack all projections; the first one carries the layer's `details`."""
-        for position, name in enumerate(self.layer):
-            packed = self.form.pack(self.codes.pop(name), self.parameters.pop(name))
-            extra = details if position == 0 else {}
-            yield name, PackedTensor(packed.kind, packed.data, {**packed.details, **extra})

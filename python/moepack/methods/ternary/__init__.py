@@ -4,15 +4,14 @@ Each row of each expert gets two levels, its minimum and maximum (QMoE, section 
 goes to the nearest of {minimum, 0, maximum}, and the codes are entropy coded (`fsv8`, or `dict16` as in the paper).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from moepack import _core
-from moepack.methods.base import Expected, PackedTensor, Shape, Weights
+from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.parallel import for_experts
 from moepack.solvers.rtn import quantize_ternary
 
@@ -23,7 +22,7 @@ _ROW_BYTES = {"fsv8": (4, 1), "dict16": (2, 2)}
 
 
 @dataclass(frozen=True)
-class Ternary:
+class Ternary(Method):
     """The method `ternary`.
 
     Attributes:
@@ -42,7 +41,7 @@ class Ternary:
         """The code."""
         return {"code": self.code}
 
-    def bound(self, shape: Shape) -> int:
+    def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size of a blob all of whose rows are as bad as the code allows."""
         experts, rows, columns = shape
         step, cost = _ROW_BYTES[self.code]
@@ -51,31 +50,27 @@ class Ternary:
 
     def expected(self, weights: Weights) -> Expected:
         """Return the size if all experts are coded as well as the first."""
-        sample = self._compress(weights.one_expert(), lambda _: None)
-        return Expected(sample.data.nbytes * weights.shape[0], exact=False)
-
-    def compress_layer(
-        self, layer: Mapping[str, Weights], advance: Callable[[int], None]
-    ) -> Iterator[tuple[str, PackedTensor]]:
-        """Quantize and encode each projection; holds the codes (a byte a weight) of one projection at a time."""
-        for name, weights in layer.items():
-            yield name, self._compress(weights, advance)
+        return Expected(self.sample(weights.one_expert()).data.nbytes * weights.shape[0], exact=False)
 
     def quantize(self, weights: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes int8 [R, C] and levels [R, 2] of the weights [R, C] of one expert, called `name` in errors."""
         return quantize_ternary(weights, name=name)
 
-    def _compress(self, weights: Weights, advance: Callable[[int], None]) -> PackedTensor:
+    def solve(self, stage: Stage) -> dict[str, Solution]:
+        """Quantize one tensor, several experts at a time; holds its codes (a byte a weight)."""
+        ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
-        codes = np.empty(weights.shape, np.int8)
-        levels = np.empty((experts, rows, 2), np.float32)
+        codes, levels = torch.empty(weights.shape, dtype=torch.int8), torch.empty(experts, rows, 2)
 
         def quantize(expert: int) -> None:
-            found, pairs = self.quantize(weights.expert(expert), weights.sources[expert])
-            torch.from_numpy(codes[expert]).copy_(found)
-            torch.from_numpy(levels[expert]).copy_(pairs)
+            codes[expert], levels[expert] = self.quantize(weights.expert(expert), weights.sources[expert])
 
-        for_experts(quantize, experts, lambda: advance(rows * columns))
-        blob = _core.encode_ternary(codes, levels, ndim=3, code=self.code)
+        for_experts(quantize, experts, lambda: stage.advance(rows * columns))
+        return {name: Solution({"codes": codes, "levels": levels})}
+
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Encode the codes."""
+        codes, levels = solution.parts["codes"].numpy(), solution.parts["levels"].numpy()
+        blob = _core.encode_ternary(codes, levels, ndim=weights.ndim, code=self.code)
         nonzeros = _core.PackedTensor(blob).details()["nonzeros"]
         return PackedTensor("ternary", blob, {"code": self.code, "nonzeros": nonzeros})

@@ -45,8 +45,8 @@ def normalized_states(
 
     hooks = [module.register_forward_pre_hook(note) for module in norms]
     try:
-        for _ in calibrator.layers(lambda stage: stage.weights):
-            pass
+        for run in calibrator.layers():
+            run.keep()
     finally:
         for hook in hooks:
             hook.remove()

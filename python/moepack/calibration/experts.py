@@ -1,0 +1,210 @@
+"""The experts of one block, group by group: which tokens each of them gets, and its stages.
+
+The tokens of a group are gathered, the group's weights are replaced by compressed ones, and the outputs of the
+compressed experts are added to the hidden states in place. So what enters the next block has passed through them.
+
+Invariant: one group's weights are in memory at a time; results do not depend on the group size but for the order of
+floating-point sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
+from moepack.calibration.settings import CalibrationSettings
+from moepack.calibration.skeleton import Recorder
+from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
+from moepack.calibration.stream import Stream
+from moepack.checkpoint import MoeLayer
+from moepack.errors import CalibrationError, DeviceMemoryError
+
+__all__ = ["ExpertsRun"]
+
+Group = dict[str, Tensor]
+"""Weights of a group of experts by projection, [G, R, C]."""
+Solved = Generator[Stage, None, tuple[Group, Group] | None]
+"""Stages of a group, then its original and its compressed weights; None of a preview."""
+
+
+@dataclass
+class _Routes:
+    """Which tokens go to which expert: positions [n] sorted by expert, with their router weights."""
+
+    tokens: Tensor
+    weights: Tensor
+    starts: list[int]
+
+    @classmethod
+    def of(cls, stream: Stream, experts: int, keep: Tensor | None = None) -> _Routes:
+        """Sort the choices [T, k] of a stream's router by expert; `keep` [T] bool leaves tokens out."""
+        assert stream.index is not None and stream.weights is not None
+        choices = stream.index.flatten().long()
+        wanted = choices >= 0
+        if keep is not None:
+            wanted &= keep.to(choices.device).repeat_interleave(stream.index.shape[1])
+        where = wanted.nonzero().flatten()
+        order = torch.argsort(choices[where], stable=True)
+        where = where[order]
+        counts = torch.bincount(choices[where], minlength=experts)
+        starts = [0, *counts.cumsum(0).tolist()]
+        return cls(where // stream.index.shape[1], stream.weights.flatten()[where], starts)
+
+    def pieces(self, expert: int, cap: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens and weights of an expert, at most `cap` at a time."""
+        for first in range(self.starts[expert], self.starts[expert + 1], cap):
+            last = min(first + cap, self.starts[expert + 1])
+            yield self.tokens[first:last], self.weights[first:last]
+
+
+class ExpertsRun(LayerRun):
+    """The experts of a block whose dense part was run: the streams hold what each expert is sent."""
+
+    def __init__(
+        self,
+        settings: CalibrationSettings,
+        layer: MoeLayer,
+        recorder: Recorder,
+        streams: list[Stream],
+        mask: Tensor,
+        factor: float,
+    ) -> None:
+        """Sort the tokens by expert.
+
+        Args:
+            settings: how calibration runs.
+            layer: the layer.
+            recorder: knows the activation between the projections.
+            streams: the first holds the values; the last is the original model's where there are two.
+            mask: [T] bool, positions that count for Hessians.
+            factor: with which the output of the experts enters the block's.
+        """
+        super().__init__(layer)
+        self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
+        self._experts = layer.experts
+        self._routes = [_Routes.of(stream, layer.experts) for stream in streams]
+        self._counted = _Routes.of(streams[-1 if settings.routing == "original" else 0], layer.experts, mask)
+        self.tokens = torch.tensor(self._counted.starts).diff()
+        self._cap = max(1, int(settings.token_cap * len(self._routes[0].tokens) / max(layer.experts, 1)))
+        *self._first, self._last = [projection.name for projection in layer.projections]
+
+    def _stages(self) -> Iterator[Stage]:
+        yield from self._groups(self._solve)
+
+    @torch.no_grad()
+    def previews(self) -> Iterator[Stage]:
+        """See `LayerRun`."""
+        yield from self._groups(self._preview)
+
+    def _groups(self, work: Callable[[range], Solved]) -> Iterator[Stage]:
+        """The stages of all groups; a group for which the device is too small is halved."""
+        size, device = self.settings.group, self.settings.device
+        pending = [range(i, min(i + size, self._experts)) for i in range(0, self._experts, size)]
+        while pending:
+            group = pending.pop(0)
+            try:
+                weights = yield from work(group)
+            except torch.OutOfMemoryError as error:
+                if len(group) == 1:
+                    message = f"{device} has too little memory for one expert of '{self.layer.name}'"
+                    raise DeviceMemoryError(message) from error
+                half = len(group) // 2
+                pending[:0] = [group[:half], group[half:]]
+                continue
+            if weights is not None:
+                with enough_memory(device, f"the tokens of one expert of '{self.layer.name}'"):
+                    self._forward(group, *weights)
+
+    def _solve(self, group: range) -> Solved:
+        original = self._weights(group)
+        yield self._stage(group, self._first, original, None)
+        values = self._answered(self._first)
+        feeding = values if self.streams[0].compressed else original
+        yield self._stage(group, [self._last], original, feeding)
+        return original, {**values, **self._answered([self._last])}
+
+    def _preview(self, group: range) -> Solved:
+        original = self._weights(group)
+        for names, feeding in (self._first, None), ([self._last], original):
+            self._answer = {}
+            yield self._stage(group, names, original, feeding)
+            self._take()
+        return None
+
+    def _weights(self, group: range) -> Group:
+        """The group's original weights, float32 on the device."""
+        return {
+            name: torch.stack([tensor.expert(e).float() for e in group]).to(self.settings.device)
+            for name, tensor in self.tensors.items()
+        }
+
+    def _answered(self, names: list[str]) -> Group:
+        values = self._take()
+        return {name: values[name].to(self.settings.device, self.settings.dtype) for name in names}
+
+    def _stage(self, group: range, names: list[str], original: Group, feeding: Group | None) -> Stage:
+        """A stage; `feeding` holds the weights whose outputs are its inputs, `None` for the first projections."""
+        weights = {name: original[name] for name in names}
+        columns, device = weights[names[0]].shape[-1], self.settings.device
+
+        def pieces(position: int) -> Iterator[Tensor]:
+            for tokens, _ in self._counted.pieces(group[position], self._cap):
+                x = self.streams[0].inputs.gather(tokens, device)
+                yield x if feeding is None else self._activations(x, feeding, position, self.streams[0].compressed)
+
+        def hessians() -> Tensor:
+            result = torch.zeros(len(group), columns, columns, device=device)
+            for position in range(len(group)):
+                for piece in pieces(position):
+                    x = piece.float()
+                    result[position].addmm_(x.T, x)
+            return result
+
+        def moments() -> Moments:
+            tokens = [self._tokens(group, position, original, feeding) for position in range(len(group))]
+            return expert_moments(tokens, columns, device)
+
+        assert self.tokens is not None
+        inputs = Inputs(self.tokens[group.start : group.stop], pieces, hessians, moments)
+        return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
+
+    def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:
+        """The tokens of one expert with their originals and weights, in pieces."""
+        for tokens, share in self._counted.pieces(group[position], self._cap):
+            x, before = (self.streams[i].inputs.gather(tokens, self.settings.device) for i in (0, -1))
+            counts = share.to(x.device).float().square()
+            if feeding is None:
+                parts = self._outputs(x, original, position)
+                counts = counts * sensitivity(parts, self.recorder.activate, original[self._last][position])
+                yield Tokens(x, before, counts)
+            else:
+                after = self._activations(before, original, position)
+                before_last = self._activations(x, feeding, position, self.streams[0].compressed)
+                yield Tokens(before_last, after, counts)
+
+    def _activations(self, x: Tensor, weights: Group, position: int, compressed: bool = False) -> Tensor:
+        """Inputs of the last projection for tokens x [n, C]; in the compressed model they are rounded."""
+        outputs = self.recorder.activate(self._outputs(x, weights, position))
+        return self.settings.rounding(outputs, self._last) if compressed else outputs
+
+    def _outputs(self, x: Tensor, weights: Group, position: int) -> list[Tensor]:
+        """Outputs of the first projections for tokens x [n, C]."""
+        return [x @ weights[name][position].to(x.dtype).T for name in self._first]
+
+    def _forward(self, group: range, original: Group, compressed: Group) -> None:
+        """Add the outputs of the group's experts to every stream, in place."""
+        for stream, routes in zip(self.streams, self._routes, strict=True):
+            weights = compressed if stream.compressed else original
+            for position, expert in enumerate(group):
+                for tokens, share in routes.pieces(expert, self._cap):
+                    x = stream.inputs.gather(tokens, self.settings.device)
+                    inputs = self._activations(x, weights, position, stream.compressed)
+                    y = inputs @ weights[self._last][position].to(x.dtype).T
+                    y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
+                    if not bool(torch.isfinite(y).all()):
+                        raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")
+                    stream.hidden.add(tokens, y)

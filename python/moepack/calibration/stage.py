@@ -1,0 +1,229 @@
+"""What a compression method is given to solve: the tensors of a layer that read the same input.
+
+A layer is solved stage by stage. With calibration, the model runs while that happens: a `LayerRun` yields the stages of
+one layer in the order of execution, and each must be answered with the values that the packed tensors will hold before
+the next is computed. Without calibration a stage is one whole tensor (`WholeTensor`), and it needs no answer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.calibration.moments import Moments
+from moepack.checkpoint import DenseLayer, MoeLayer
+from moepack.errors import DeviceMemoryError
+
+__all__ = [
+    "Inputs",
+    "LayerRun",
+    "PackedLayer",
+    "Shape",
+    "Stage",
+    "Weights",
+    "WholeTensor",
+    "enough_memory",
+    "layer_tensors",
+]
+
+PackedLayer = MoeLayer | DenseLayer
+"""What is packed together: the experts of a layer, or the linear layers of a block."""
+
+Shape = tuple[int, int, int]
+"""Shape of a projection: experts, rows (outputs), columns (inputs)."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of one tensor to be packed, lazily.
+
+    Attributes:
+        name: name that the packed tensor will have; errors name it.
+        shape: experts, rows, columns.
+        expert: gives expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
+        sources: for each expert, the checkpoint's tensor that holds it; errors about its values name that.
+        role: "experts", or what a linear layer outside the experts is: "attention", "shared", "mlp" or "head". Such a
+            layer is one matrix: its shape is [1, rows, columns], and its blob has two axes.
+        nbytes: size in bytes in the checkpoint.
+    """
+
+    name: str
+    shape: Shape
+    expert: Callable[[int], Tensor]
+    sources: tuple[str, ...]
+    role: str = "experts"
+    nbytes: int = 0
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the blob: 3 for experts, 2 for a linear layer."""
+        return 3 if self.role == "experts" else 2
+
+    def one_expert(self) -> Weights:
+        """The first expert alone, for a look at what a method makes of such weights."""
+        return replace(self, shape=(1, *self.shape[1:]), sources=self.sources[:1])
+
+
+def layer_tensors(layer: PackedLayer) -> dict[str, Weights]:
+    """The tensors of a layer in the order of the computation, by the projection's name or the linear layer's path."""
+    if isinstance(layer, MoeLayer):
+        return {
+            p.name: Weights(p.packed_name, p.shape, p.expert, tuple(part.tensor for part in p.parts), nbytes=p.nbytes)
+            for p in layer.projections
+        }
+    return {
+        linear.name: Weights(
+            linear.source, (1, *linear.shape), lambda _, linear=linear: linear.matrix(),  # type: ignore[misc]
+            (linear.source,), linear.role, linear.nbytes,
+        )
+        for linear in layer.linears
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the tensors of a stage read, as the compressed model computes it.
+
+    Attributes:
+        tokens: [G] int64, tokens that each Hessian is made of; empty for linear layers, which every token visits.
+        pieces: the tokens of the group's i-th expert, [n, C], in pieces.
+        hessians: computes [G, C, C] float32 on the device, the sum of x^T x over those tokens.
+        moments: computes the moments of the same tokens, weighted by their effect (all alike for linear layers), with
+            the drift from the original model (zero where it does not run beside).
+    """
+
+    tokens: Tensor
+    pieces: Callable[[int], Iterator[Tensor]]
+    hessians: Callable[[], Tensor]
+    moments: Callable[[], Moments]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tensors of a layer that are solved together, because they read the same input.
+
+    Attributes:
+        layer: name of the layer.
+        tensors: what is solved: projections of the experts, or linear layers, by name or path.
+        experts: which experts of the tensors, ascending; all of them without calibration.
+        weights: with calibration, [G, R, C] float32 on the device by name. Empty without: a method then fetches one
+            expert at a time from `tensors`.
+        inputs: what the tensors read; None without calibration.
+        plan: what the method's `layer_plan` returned, after it saw all stages of the layer.
+        advance: to be called with the number of weights just solved, at least once an expert or a stage.
+    """
+
+    layer: str
+    tensors: Mapping[str, Weights]
+    experts: range
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Inputs | None = None
+    plan: Any = None
+    advance: Callable[[int], None] = lambda _: None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the stage holds linear layers outside the experts."""
+        return all(weights.ndim == 2 for weights in self.tensors.values())
+
+    def only(self, names: Collection[str]) -> Stage:
+        """The same stage with some of its tensors."""
+        weights = {name: weights for name, weights in self.weights.items() if name in names}
+        return replace(self, tensors={name: self.tensors[name] for name in names}, weights=weights)
+
+    def hessians(self) -> Tensor:
+        """See `Inputs`; only with calibration."""
+        assert self.inputs is not None
+        return self.inputs.hessians()
+
+    def moments(self) -> Moments:
+        """See `Inputs`; only with calibration."""
+        assert self.inputs is not None
+        return self.inputs.moments()
+
+
+class LayerRun(ABC):
+    """A layer that the model passes, as stages to be answered in turn. Iterate once, and to the end:
+
+        for stage in run:
+            with run.smaller_groups():
+                run.answer(values of the stage's tensors)
+
+    Attributes:
+        layer: the layer.
+        tensors: its tensors, as `layer_tensors` gives them.
+        tokens: [E] int64, tokens that each expert's Hessians are made of; None for linear layers.
+        finished: whether all stages were answered and the layer's outputs are what the next one reads.
+    """
+
+    def __init__(self, layer: PackedLayer) -> None:
+        self.layer, self.tensors = layer, layer_tensors(layer)
+        self.tokens: Tensor | None = None
+        self.finished = False
+        self._answer: Mapping[str, Tensor] | torch.OutOfMemoryError | None = None
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[Stage]:
+        yield from self._stages()
+        self.finished = True
+
+    @abstractmethod
+    def _stages(self) -> Iterator[Stage]:
+        """Yield the stages; `_take` gives the answer to the one just yielded."""
+
+    def previews(self) -> Iterator[Stage]:
+        """All stages of experts in advance, later ones with inputs computed by the original weights of the earlier."""
+        return iter(())
+
+    def answer(self, values: Mapping[str, Tensor]) -> None:
+        """Say what the stage's tensors become, [G, R, C] by name, on any device."""
+        self._answer = values
+
+    @contextmanager
+    def smaller_groups(self) -> Iterator[None]:
+        """Answer a stage for which the device is too small: its experts come again, in groups of half the size."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._answer = error
+
+    def keep(self) -> None:
+        """Answer every stage with the original weights."""
+        for stage in self:
+            self.answer(stage.weights)
+
+    def _take(self) -> Mapping[str, Tensor]:
+        """The answer to the last stage; raises the OutOfMemoryError that was given instead."""
+        answer, self._answer = self._answer, None
+        if isinstance(answer, torch.OutOfMemoryError):
+            raise answer
+        if answer is None:
+            raise RuntimeError(f"a stage of '{self.layer.name}' was not answered")
+        return answer
+
+
+class WholeTensor(LayerRun):
+    """One tensor of a layer as one stage without inputs."""
+
+    def __init__(self, layer: PackedLayer, name: str) -> None:
+        super().__init__(layer)
+        self.name = name
+
+    def _stages(self) -> Iterator[Stage]:
+        tensor = self.tensors[self.name]
+        yield Stage(self.layer.name, {self.name: tensor}, range(tensor.shape[0]))
+
+
+@contextmanager
+def enough_memory(device: torch.device, what: str) -> Iterator[None]:
+    """Turn torch's error into a `DeviceMemoryError` that says what the device is too small for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(f"{device} has too little memory for {what}") from error

@@ -1,0 +1,216 @@
+"""The loop of every compression: each stage of a layer is solved by the methods of its tensors, and answered.
+
+    for stage in run:
+        run.answer(values that the packed tensors will hold)
+
+What is packed already is answered from its bytes, whichever method made them: tensors that an interrupted run finished,
+those of methods that do not look at inputs (packed first, tensor by tensor), and those packed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.calibration import Calibrator, LayerRun, Stage
+from moepack.calibration.stage import PackedLayer, WholeTensor, layer_tensors
+from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
+from moepack.errors import InvalidTensorError
+from moepack.methods import LayerPlan, Method, PackedTensor, Solution
+from moepack.pipeline.assignment import Assignment
+from moepack.registry import open_tensor
+
+__all__ = ["LayerPacker"]
+
+Packed = Mapping[str, PackedTensor]
+"""Packed tensors of a layer by the projection's name or the linear layer's path."""
+
+
+class LayerPacker:
+    """Packs the layers of a checkpoint.
+
+    Attributes:
+        layers: what is packed, in the order of execution.
+        samples: the calibration set, or None.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        assignment: Assignment,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Load the calibration set, if one is asked for; the methods must be prepared.
+
+        Raises:
+            CalibrationError: the calibration set is unusable.
+            ValueError: the assignment contradicts itself or the model.
+        """
+        self.assignment, self.advance = assignment, advance
+        self.layers = assignment.layers(model)
+        request = assignment.request
+        self.samples = None if request is None else request.load(checkpoint)
+        self._calibrator: Calibrator | None = None
+        if request is not None and self.samples is not None:
+            self._calibrator = Calibrator(checkpoint, model, self.samples, request.settings)
+
+    def runs(self) -> Iterator[LayerRun | None]:
+        """The model's way through `layers`, one by one; None for layers whose inputs nobody needs to see.
+
+        Each is to be packed before the next is asked for; errors as of `Calibrator.layers`.
+        """
+        if self._calibrator is None:
+            yield from (None for _ in self.layers)
+            return
+        reached = [layer for layer in self.layers if not _is_head(layer)]
+        runs = self._calibrator.layers({layer.name: layer for layer in reached if isinstance(layer, DenseLayer)})
+        for layer in self.layers:
+            yield None if _is_head(layer) else next(runs)
+
+    @torch.no_grad()
+    def pack(self, layer: PackedLayer, run: LayerRun | None, done: Packed) -> dict[str, PackedTensor]:
+        """Pack a layer.
+
+        Args:
+            layer: one of `layers`.
+            run: what `runs` gave for it.
+            done: its tensors that are packed already.
+
+        Raises:
+            InvalidTensorError: weights that cannot be compressed; names the tensor.
+            CalibrationError: the model computes NaN or infinity in its experts.
+            DeviceMemoryError: the device is too small.
+        """
+        packed, tensors = dict(done), layer_tensors(layer)
+        for name, weights in tensors.items():
+            chosen = self.assignment.of(weights)
+            if name in packed:
+                continue
+            if isinstance(chosen, PackedTensor):
+                packed[name] = chosen
+            elif chosen.request is None:
+                packed |= self._solve(WholeTensor(layer, name), {})
+        if run is not None:
+            packed |= self._solve(run, packed)
+        return {name: packed[name] for name in tensors}
+
+    def _solve(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
+        """Solve and answer all stages of a run; gives the packed tensors that were not known."""
+        work = _Work(run, known, self.assignment, self.advance)
+        work.look_ahead()
+        for stage in run:
+            with run.smaller_groups():
+                run.answer(work.solve(stage))
+        return work.pack()
+
+
+class _Work:
+    """A layer at work: the solutions of its tensors, put together group by group."""
+
+    def __init__(self, run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]) -> None:
+        self.run, self.known, self.advance, self.main = run, known, advance, assignment.method
+        self.methods: dict[str, Method] = {}
+        for name, weights in run.tensors.items():
+            if name not in known and isinstance(method := assignment.of(weights), Method):
+                self.methods[name] = method
+        self.plans: dict[int, LayerPlan | None] = {}
+        self.values: dict[str, Tensor] = {}
+        self.solutions: dict[str, Solution] = {}
+        self.rounded: dict[str, dict[int, str]] = {}
+
+    def look_ahead(self) -> None:
+        """Show all stages to the methods that want to see them before the first is solved."""
+        for method in self.methods.values():
+            if id(method) in self.plans:
+                continue
+            shape = next(iter(self.run.tensors.values())).shape
+            plan = self.plans[id(method)] = None if self.run.tokens is None else method.layer_plan(shape[0])
+            if plan is None:
+                continue
+            for stage in self.run.previews():
+                with self.run.smaller_groups():
+                    if names := self._names(stage, method):
+                        plan.plan(_finite(stage.only(names)))
+
+    def solve(self, stage: Stage) -> dict[str, Tensor]:
+        """The values of a stage's tensors, from their packed bytes or from their methods."""
+        values = {name: self._values(name)[_slice(stage.experts)] for name in stage.tensors if name in self.known}
+        for method in {id(method): method for method in self.methods.values()}.values():
+            if names := self._names(stage, method):
+                part = replace(stage.only(names), plan=self.plans.get(id(method)), advance=self.advance)
+                for name, solution in method.solve(_finite(part)).items():
+                    self._put(name, stage.experts, solution)
+                    if solution.values is not None:
+                        values[name] = solution.values
+        return values
+
+    def pack(self) -> dict[str, PackedTensor]:
+        """Pack what was solved. The first tensor of experts tells what calibration saw of the layer."""
+        found = {}
+        for position, (name, solution) in enumerate(self.solutions.items()):
+            method, weights = self.methods[name], self.run.tensors[name]
+            packed = method.pack(weights, solution)
+            more: dict[str, Any] = {} if method is self.main else {"method": method.name}
+            if weights.ndim == 2:
+                reason = self.rounded[name].get(0)
+                more |= {"role": weights.role, **({} if reason is None else {"rounded": reason})}
+            elif self.run.tokens is not None and position == 0:
+                reasons: dict[int, str] = {}
+                for each in self.rounded.values():
+                    reasons = {**each, **reasons}
+                more |= {"tokens": self.run.tokens.tolist(), "rounded": {str(e): why for e, why in reasons.items()}}
+            found[name] = PackedTensor(packed.kind, packed.data, {**solution.details, **packed.details, **more})
+        return found
+
+    def _names(self, stage: Stage, method: Method) -> list[str]:
+        return [name for name in stage.tensors if self.methods.get(name) is method]
+
+    def _values(self, name: str) -> Tensor:
+        if name not in self.values:
+            self.values[name] = _dequantized(self.known[name]).view(self.run.tensors[name].shape)
+        return self.values[name]
+
+    def _put(self, name: str, experts: range, solution: Solution) -> None:
+        """Keep what will be packed; experts that come again, in smaller groups, replace what was there."""
+        self.rounded.setdefault(name, {}).update(solution.rounded)
+        count = self.run.tensors[name].shape[0]
+        if isinstance(self.run, WholeTensor):
+            self.solutions[name] = solution
+            return
+        if name not in self.solutions:
+            parts = {
+                key: torch.empty((count, *part.shape[1:]), dtype=part.dtype) for key, part in solution.parts.items()
+            }
+            self.solutions[name] = Solution(parts)
+        for key, part in solution.parts.items():
+            self.solutions[name].parts[key][_slice(experts)].copy_(part)
+
+
+def _slice(experts: range) -> slice:
+    return slice(experts.start, experts.stop)
+
+
+def _is_head(layer: PackedLayer) -> bool:
+    """Whether a layer is the output head, which calibration does not run."""
+    return isinstance(layer, DenseLayer) and any(linear.role == "head" for linear in layer.linears)
+
+
+def _finite(stage: Stage) -> Stage:
+    """The stage, if its weights are finite."""
+    for name, given in stage.weights.items():
+        finite = torch.isfinite(given).flatten(1).all(1)
+        if not bool(finite.all()):
+            expert = stage.experts[int((~finite).nonzero()[0])]
+            who = "" if stage.dense else f"expert {expert} "
+            raise InvalidTensorError(f"{who}holds NaN or infinite weights", tensor=stage.tensors[name].sources[expert])
+    return stage
+
+
+def _dequantized(packed: PackedTensor) -> Tensor:
+    """The values that a packed tensor holds, float32 [experts, rows, columns]."""
+    return torch.from_numpy(open_tensor(packed.data).dequantize())
