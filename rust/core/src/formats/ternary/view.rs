@@ -47,11 +47,6 @@ impl Metadata {
         self.header.levels.level_type
     }
 
-    /// The number of bytes of codes.
-    pub fn payload_bytes(&self) -> usize {
-        self.layout.payload.len()
-    }
-
     /// The number of bytes of the whole tensor.
     pub fn total_bytes(&self) -> usize {
         self.layout.total
