@@ -17,9 +17,9 @@ from moepack.checkpoint.architectures import (
     Architecture,
     Layout,
     Linears,
+    architecture,
     described,
     register,
-    registry,
 )
 from moepack.export import export
 from moepack.methods.finequant import FineQuant
@@ -43,10 +43,10 @@ def test_a_described_architecture_is_compressed_and_loaded(model_type: str, tmp_
     model = tiny_model(model_type)
     loaded = moepack.load(write_packed(model, tmp_path / "packed", INT8), dtype="float32")
     assert_close(logits(loaded), logits(model))
-    architecture = described(model_type)
-    assert architecture.top_k(model.config.to_dict()) == (1 if model_type == SWITCH else 2)
-    assert is_known(loaded.get_decoder()) == (architecture.decoder is not None)
-    if architecture.decoder is not None:
+    found = described(model_type)
+    assert found.top_k(model.config.to_dict()) == (1 if model_type == SWITCH else 2)
+    assert is_known(loaded.get_decoder()) == (found.decoder is not None)
+    if found.decoder is not None:
         Plan(loaded.get_decoder())
 
 
@@ -112,7 +112,7 @@ def registered() -> Any:
     """The toy architecture is known to transformers, and to moepack while the test runs."""
     register(TOY)
     yield
-    registry._known.pop("toy_moe")
+    architecture._known.pop("toy_moe")
 
 
 transformers.AutoConfig.register("toy_moe", ToyConfig)

@@ -19,11 +19,11 @@ import torch
 
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.architectures import described
 from moepack.checkpoint.resolve import resolve_model
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Method, Weights
-from moepack.methods.finequant.planning import token_share
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.plan import Plan, make_plan, space_bound
 
@@ -213,7 +213,8 @@ def _tokens(method: Method) -> int:
 def _seconds(checkpoint: Checkpoint, parts: Iterable[Part], experts: int, method: Method, workers: int) -> float | None:
     if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
         return None
-    tokens, share = _tokens(method) if method.request is not None else 0, token_share(checkpoint, experts)
+    tokens = _tokens(method) if method.request is not None else 0
+    share = described(checkpoint.config["model_type"]).top_k(checkpoint.config) / max(experts, 1)
     visits = sum(part.weights * tokens * (share if part.role == "experts" else 1) for part in parts)
     work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * visits
     return work / min(workers, MAX_WORKERS)

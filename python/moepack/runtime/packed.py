@@ -7,7 +7,6 @@ Invariants:
 """
 
 from collections.abc import Callable, Mapping
-from os import PathLike
 from typing import Any
 
 import torch
@@ -65,16 +64,9 @@ class PackedModule(ComputingModule):
         """Bytes of the packed weights."""
         return sum(buffer.numel() for buffer in self.buffers(recurse=False))
 
-    def attach(
-        self,
-        projection: str,
-        data: AnyTensor,
-        *,
-        file: str | PathLike[str] | None = None,
-        tensor: str | None = None,
-    ) -> None:
+    def attach(self, projection: str, data: AnyTensor, **place: Any) -> None:
         """Give a projection its bytes; arguments and errors as for `ExpertStore.put`."""
-        self.store.put(self, projection, data, file=file, tensor=tensor)
+        self.store.put(self, projection, data, **place)
 
     def matrix(self, projection: str) -> Matrix:
         """Return a projection on the CPU; errors as for `ExpertStore.fetch`."""

@@ -92,21 +92,13 @@ class MappedStore(ExpertStore):
     part of `state_dict`, and nothing ever writes into them (the map is read-only).
     """
 
-    def put(
-        self,
-        layer: Layer,
-        projection: str,
-        data: AnyTensor,
-        *,
-        file: str | PathLike[str] | None = None,
-        tensor: str | None = None,
-    ) -> None:
+    def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
         """Take bytes without copying them; see `ExpertStore.put`."""
         buffer = as_bytes(data)
-        matrix = backend_for(buffer.device).open(buffer, file=file, tensor=tensor)
+        matrix = backend_for(buffer.device).open(buffer, **place)
         if matrix.shape != layer.shapes[projection]:
             message = f"the packed tensor is {matrix.shape}, the model's {projection} is {layer.shapes[projection]}"
-            raise LoadError(message, file=file, tensor=tensor)
+            raise LoadError(message, **place)
         layer._buffers.pop(projection, None)
         layer.register_buffer(projection, buffer)
         layer.readers[projection] = buffer.data_ptr(), matrix

@@ -8,8 +8,15 @@ export (the hub's names).
 from importlib import import_module
 from pkgutil import iter_modules
 
-from moepack.checkpoint.architectures.architecture import ROLES, Architecture, Decoder, Layout, Linears
-from moepack.checkpoint.architectures.registry import ARCHITECTURES, register
+from moepack.checkpoint.architectures.architecture import (
+    ARCHITECTURES,
+    ROLES,
+    Architecture,
+    Decoder,
+    Layout,
+    Linears,
+    register,
+)
 from moepack.checkpoint.architectures.standard import STANDARD
 
 __all__ = [

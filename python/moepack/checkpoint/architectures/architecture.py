@@ -7,9 +7,10 @@ take the spellings of several exporters; `{}` stands for an expert's number.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ROLES", "Architecture", "Decoder", "Layout", "Linears"]
+__all__ = ["ARCHITECTURES", "ROLES", "Architecture", "Decoder", "Layout", "Linears", "register"]
 
 ROLES = ("attention", "shared", "mlp", "head")
 """What a linear layer outside the experts may be, in the order of the computation."""
@@ -146,3 +147,19 @@ class Architecture:
 
 def _escaped(path: str) -> str:
     return path.replace(".", r"\.")
+
+
+_known: dict[str, Architecture] = {}
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_known)
+"""The described architectures, by transformers' model type."""
+
+
+def register(architecture: Architecture) -> None:
+    """Let moepack know an architecture; each file of this package calls it once.
+
+    Raises:
+        ValueError: another one has its model type.
+    """
+    if _known.setdefault(architecture.model_type, architecture) is not architecture:
+        raise ValueError(f"the architecture '{architecture.model_type}' is already registered")

@@ -1,8 +1,7 @@
 """DeepSeek-V2 (arXiv 2405.04434)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, LATENT_ATTENTION, gated
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

@@ -1,8 +1,7 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437); the router has a bias, and a layer predicts the second next token."""
 
-from moepack.checkpoint.architectures.architecture import Architecture
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, LATENT_ATTENTION, gated
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

@@ -1,8 +1,7 @@
 """Granite 3 MoE; embeddings and residuals are scaled on the way."""
 
-from moepack.checkpoint.architectures.architecture import Architecture
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, GRANITE
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

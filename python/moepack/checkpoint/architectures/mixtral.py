@@ -1,8 +1,7 @@
 """Mixtral (arXiv 2401.04088)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder
+from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, W123
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

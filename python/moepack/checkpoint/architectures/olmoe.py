@@ -1,8 +1,7 @@
 """OLMoE (arXiv 2409.02060)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder
+from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, NORMED_ATTENTION
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

@@ -1,8 +1,7 @@
 """Phi-3.5-MoE (arXiv 2404.14219); its norms are layer norms with offsets, which no rotation commutes with."""
 
-from moepack.checkpoint.architectures.architecture import Architecture
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, W123
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

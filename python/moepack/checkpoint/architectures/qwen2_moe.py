@@ -1,8 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder
+from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, GATE_UP_DOWN, gated
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

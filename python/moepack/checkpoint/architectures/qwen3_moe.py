@@ -1,8 +1,7 @@
 """Qwen3-MoE (arXiv 2505.09388)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder
+from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, NORMED_ATTENTION, gated
-from moepack.checkpoint.architectures.registry import register
 
 register(
     Architecture(

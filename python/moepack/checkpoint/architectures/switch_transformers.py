@@ -1,7 +1,6 @@
 """Switch Transformers (arXiv 2101.03961): encoder and decoder, every second block sparse, one expert a token."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Layout, Linears
-from moepack.checkpoint.architectures.registry import register
+from moepack.checkpoint.architectures.architecture import Architecture, Layout, Linears, register
 
 register(
     Architecture(
