@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from moepack.allocation.importance import visits
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
-from moepack.checkpoint.architectures import described
+from moepack.checkpoint.architectures import described as architecture
 from moepack.checkpoint.resolve import resolve_model
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
@@ -133,18 +134,19 @@ def estimate(
     target = Path(os.path.abspath(out))
     refuse_existing(target)
     checkpoint = Checkpoint.open(resolve_model(model))
-    described = describe(checkpoint)
+    found = describe(checkpoint)
     try_creating(target)
-    plan = make_plan(checkpoint, described, method)
+    plan = make_plan(checkpoint, found, method)
     parts = _parts(plan, method)
     kept = sum(path.stat().st_size for path in plan.copies)
     kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
     workers = threads or torch.get_num_threads()
-    experts = described.layers[0].experts if described.layers else 0
+    experts = found.layers[0].experts if found.layers else 0
+    share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
         model=checkpoint.path,
-        architecture=described.architecture,
-        layers=len(described.layers),
+        architecture=found.architecture,
+        layers=len(found.layers),
         experts=experts,
         method=method.name,
         settings=method.settings,
@@ -156,7 +158,7 @@ def estimate(
         disk=space_bound(plan, checkpoint, ()),
         free_disk=shutil.disk_usage(next(above for above in target.parents if above.exists())).free,
         threads=workers,
-        seconds=_seconds(checkpoint, parts, experts, method, workers),
+        seconds=_seconds(parts, share, method, workers),
     )
 
 
@@ -195,26 +197,23 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
     working = max(rows * columns * min(experts, workers, MAX_WORKERS) for experts, rows, columns in shapes) * WORKING
     packed = max(map(plan.assignment.bound, layers))
     total = PROCESS + codes + working + packed
-    if method.request is not None:
+    if (request := method.request) is not None:
+        largest = max(sum(math.prod(weights.shape) for weights in layer_tensors(layer).values()) for layer in layers)
         states = _tokens(method) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
-        total += (
-            4 * max(sum(math.prod(weights.shape) for weights in layer_tensors(layer).values()) for layer in layers)
-            + 2 * 4 * states
-        )
-        total += HESSIAN * max(min(experts, getattr(method, "group", 1)) * columns**2 for experts, _, columns in shapes)
+        squares = max(min(experts, request.settings.group) * columns**2 for experts, _, columns in shapes)
+        total += 4 * largest + 2 * 4 * states + HESSIAN * squares
     return total
 
 
 def _tokens(method: Method) -> int:
     """Tokens of the calibration set, at most."""
-    return int(getattr(method, "samples", 0) * getattr(method, "sequence_length", 0))
+    return 0 if method.request is None else method.request.samples * method.request.length
 
 
-def _seconds(checkpoint: Checkpoint, parts: Iterable[Part], experts: int, method: Method, workers: int) -> float | None:
+def _seconds(parts: Iterable[Part], share: float, method: Method, workers: int) -> float | None:
+    """The time, if a `share` of the calibration set's tokens visits an expert."""
     if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
         return None
-    tokens = _tokens(method) if method.request is not None else 0
-    share = described(checkpoint.config["model_type"]).top_k(checkpoint.config) / max(experts, 1)
-    visits = sum(part.weights * tokens * (share if part.role == "experts" else 1) for part in parts)
-    work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * visits
+    seen = sum(part.weights * _tokens(method) * (share if part.role == "experts" else 1) for part in parts)
+    work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
     return work / min(workers, MAX_WORKERS)
