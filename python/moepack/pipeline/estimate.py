@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from moepack.allocation.importance import visits
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.architectures import described as architecture_of
 from moepack.checkpoint.resolve import resolve_model
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Method, Weights
-from moepack.methods.finequant.planning import token_share
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.plan import Plan, make_plan, space_bound
 
@@ -213,7 +214,8 @@ def _tokens(method: Method) -> int:
 def _seconds(checkpoint: Checkpoint, parts: Iterable[Part], experts: int, method: Method, workers: int) -> float | None:
     if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
         return None
-    tokens, share = _tokens(method) if method.request is not None else 0, token_share(checkpoint, experts)
-    visits = sum(part.weights * tokens * (share if part.role == "experts" else 1) for part in parts)
-    work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * visits
+    tokens = 0 if method.request is None else _tokens(method)
+    share = visits(architecture_of(checkpoint.config["model_type"]).top_k(checkpoint.config), experts)
+    visited = sum(part.weights * tokens * (share if part.role == "experts" else 1) for part in parts)
+    work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * visited
     return work / min(workers, MAX_WORKERS)
