@@ -20,7 +20,7 @@ def record_streams(monkeypatch):
 
 def last_states(directory, ids):
     """What a packed decoder's last norm reads, [tokens, hidden], for token ids [samples, length]."""
-    model, seen = moepack.load(directory, dtype=torch.float32), []
+    model, seen = moepack.load(directory, dtype=torch.float32, mode="exact"), []
     model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.inference_mode():
         model(input_ids=ids)
