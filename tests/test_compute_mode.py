@@ -30,7 +30,7 @@ def test_the_mode_of_the_process_and_of_a_model(layer):
     blob = _core.PackedTensor(data)
     exact, int8 = (torch.from_numpy(blob.matmul(x.numpy(), mode=mode)) for mode in ("exact", "int8"))
     assert not torch.equal(exact, int8)
-    assert moepack.compute_mode() == "exact" and torch.equal(linear(x), exact)
+    assert moepack.compute_mode() == "auto" and torch.equal(linear(x), exact)
     moepack.set_compute_mode("int8")
     assert moepack.compute_mode() == "int8" and torch.equal(linear(x), int8)
     moepack.set_compute_mode("exact", linear)
@@ -56,7 +56,7 @@ def test_a_layer_in_one_call_is_the_layer_in_three(tokens, dtype, layer):
     x = torch.from_numpy(rng.standard_normal((tokens, 64)).astype(np.float32)).to(dtype)
     index = torch.from_numpy(rng.integers(0, 7, (tokens, 3)))
     weights = torch.from_numpy(rng.random((tokens, 3)).astype(np.float32))
-    for mode in ("exact", "int8", "bf16"):
+    for mode in ("auto", "exact", "int8", "bf16"):
         moepack.set_compute_mode(mode)
         tolerance = {"rtol": 0.01, "atol": 1e-5 if dtype == torch.float32 and mode == "exact" else 0.01}
         torch.testing.assert_close(fused(x, index, weights), split(x, index, weights), **tolerance)
@@ -83,27 +83,26 @@ def test_bf16_is_the_product_of_rounded_factors(bits, group_size, isa):
     assert np.array_equal(rounded, blob.matmul(as_bf16.float().numpy(), mode="bf16", isa=isa))
 
 
-def test_codebooks_have_no_bf16():
+def test_formats_without_a_mode_keep_their_own():
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 16, (1, 8, 64)).astype(np.uint8)
-    centroids = rng.integers(-9999, 9999, (1, 8, 1, 16)).astype(np.int16)
-    data = _core.encode_codebook(codes, centroids, np.ones((1, 8, 1), np.float32), bits=4, block=128, ndim=2)
+    codes = rng.integers(-1, 2, (1, 8, 64)).astype(np.int8)
+    data = _core.encode_ternary(codes, np.tile(np.array([-1, 1], np.float32), (1, 8, 1)), ndim=2)
     linear = PackedLinear(8, 64)
     linear.attach("packed", data)
     x = torch.from_numpy(rng.standard_normal((12, 64)).astype(np.float32))
     expected = linear(x)
-    moepack.set_compute_mode("bf16", linear)
-    assert torch.equal(linear(x), expected)
+    moepack.set_compute_mode("int8", linear)
+    assert torch.equal(linear(x), expected) and product_mode(linear.matrix("packed"), "int8") is None
 
 
 def test_unknown_modes_are_refused(layer):
     for model in (None, layer[0]):
-        with pytest.raises(ValueError, match="exact, int8"):
+        with pytest.raises(ValueError, match="auto, exact, bf16, int8"):
             moepack.set_compute_mode("int4", model)
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("int8", "int8"), ("bf16", "bf16"), ("", "exact"), ("fast", "ValueError")]
+    ("value", "expected"), [("int8", "int8"), ("bf16", "bf16"), ("", "auto"), ("fast", "ValueError")]
 )
 def test_the_environment_chooses_the_first_mode(value, expected):
     program = "import moepack\ntry: print(moepack.compute_mode())\nexcept ValueError as e: print(type(e).__name__)"

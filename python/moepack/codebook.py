@@ -29,7 +29,7 @@ __all__ = [
 
 MAX_CENTROID = 127 * 256 + 127
 BLOCK_UNIT = 128
-Mode = Literal["exact", "int16", "int8"]
+Mode = Literal["auto", "exact", "bf16", "int16", "int8"]
 
 
 def centroid_bits(activation_bits: int) -> int:
@@ -148,8 +148,10 @@ class CodebookTensor(BlobTensor):
         Args:
             x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
                 torch or numpy.
-            mode: "exact" (float32), "int16" (activations rounded for each token, asymmetric min-max; whole centroids)
-                or "int8" (centroids rounded to 8 bits too); by default what the tensor asks for.
+            mode: "exact" (float32), "bf16" (both factors rounded, but few tokens exact), "int16" (activations rounded
+                for each token, asymmetric min-max; whole centroids), "int8" (centroids rounded to 8 bits too) or, by
+                default, "auto": int8 where the tensor was made for rounded activations, otherwise exact for few
+                tokens and bf16 for many where that is faster.
             activation_bits: of the integer modes, 4 or 8; by default the tensor's, or 8.
 
         Returns:
@@ -212,7 +214,7 @@ def lut_matmul(
     x: Array,
     *,
     block: int | None = None,
-    mode: Mode = "exact",
+    mode: Mode = "auto",
     activation_bits: int = 8,
 ) -> Array:
     """Multiply by weights that are codes into codebooks: `y = x W^T` with `W[i, j] = codebook[i, codes[i, j]]`.

@@ -79,14 +79,14 @@ class GroupwiseTensor(BlobTensor):
         """`[R, G]` or `[E, R, G]` float32, or None if symmetric."""
         return None if self.symmetric else self._parameters("offsets")
 
-    def matmul(self, x: Array, mode: Literal["exact", "int8", "bf16"] = "exact") -> Array:
+    def matmul(self, x: Array, mode: Literal["auto", "exact", "bf16", "int8"] = "auto") -> Array:
         """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. No gradient flows through.
 
         Args:
             x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
                 torch or numpy.
-            mode: "exact", "int8": activations are quantized to eight bits for each token and group of columns, or
-                "bf16": both factors are rounded, but few tokens multiplied exactly.
+            mode: "exact", "bf16": both factors are rounded, but few tokens multiplied exactly, "auto": the faster of
+                these, or "int8": activations are quantized to eight bits for each token and group of columns.
 
         Returns:
             `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.

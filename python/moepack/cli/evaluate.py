@@ -29,7 +29,7 @@ def eval_command(
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",
-    mode: Annotated[str | None, typer.Option(help="Products of packed integers: exact, int8 or bf16.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
     """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement."""

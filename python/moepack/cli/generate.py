@@ -22,7 +22,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
-    mode: Annotated[str | None, typer.Option(help="Products of packed integers: exact, int8 or bf16.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
     resident: Annotated[
         bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
     ] = False,

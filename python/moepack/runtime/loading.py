@@ -38,9 +38,9 @@ def load(
         dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
         threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
             them as they are.
-        mode: how this model's packed integers are multiplied: "exact" (the precision of float32), "int8"
-            (activations quantized for each token and group of columns), "bf16" (rounded to it), or None for the mode of
-            the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE). Other formats have one way.
+        mode: how this model's packed weights are multiplied: "auto" (exact for few tokens, bf16 for many), "exact" (the
+            precision of float32), "bf16" (rounded to it), "int8" (activations quantized for each token and group of
+            columns), or None for the mode of the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE).
         resident: copy the weights into the process's own memory, in huge pages; loading then reads everything. Decoding
             gains where the page cache holds the files in small pages (docs/performance.md).
 
