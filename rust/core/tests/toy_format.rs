@@ -235,29 +235,36 @@ fn a_registered_format_goes_the_way_of_every_tensor() {
     damaged[HEADER..HEADER + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     assert!(tensor::open(&damaged).unwrap().verify(&damaged, &pool).is_err());
 
-    let (x, mut y) = (numbers(5 * 40, 2), vec![0.0; 5 * 24]);
-    let projection = tensor.projection(&data, compute()).unwrap();
+    check_products(&data, &values, shape);
+    check_layer(data, shape);
+}
+
+/// Products by each token's own expert are those of the values.
+fn check_products(data: &[u8], values: &[f32], shape: Shape) {
+    let x = numbers(5 * shape.columns, 2);
+    let mut y = vec![0.0; 5 * shape.rows];
+    let tensor = tensor::open(data).unwrap();
+    let projection = tensor.projection(data, compute()).unwrap();
+    let pool = pool::current().unwrap();
     matmul_grouped(&*projection, &x[..], &[0, 2, 2, 5], &mut y, &pool).unwrap();
-    let wide: Vec<Vec<f64>> = x
-        .chunks_exact(40)
-        .map(|x| x.iter().map(|&x| x.into()).collect())
-        .collect();
-    let expected: Vec<f64> = [0, 0, 2, 2, 2]
-        .iter()
-        .zip(&wide)
-        .flat_map(|(&expert, x)| product(&values, shape, expert, x))
+    let tokens = [0, 0, 2, 2, 2].into_iter().zip(wide(&x, shape.columns));
+    let expected: Vec<f64> = tokens
+        .flat_map(|(expert, x)| product(values, shape, expert, &x))
         .collect();
     near(&y, &expected);
+}
 
-    let layer = [
-        data,
-        integers(shape),
-        integers(Shape {
-            rows: 40,
-            columns: 24,
-            ..shape
-        }),
-    ];
+/// A layer with a format of the core in two of its projections is what its values say.
+fn check_layer(gate: Vec<u8>, shape: Shape) {
+    let back = Shape {
+        rows: shape.columns,
+        columns: shape.rows,
+        ..shape
+    };
+    let (layer, x) = (
+        [gate, integers(shape), integers(back)],
+        numbers(5 * shape.columns, 3),
+    );
     let routing = Routing {
         experts: &[2, 0, 1, 1, 3, 2, 0, 2, 1, 0],
         weights: &[0.5; 10],
@@ -265,8 +272,15 @@ fn a_registered_format_goes_the_way_of_every_tensor() {
     };
     near(
         &forward(&layer, &x, routing),
-        &naive(&layer, shape, &wide, routing),
+        &naive(&layer, shape, &wide(&x, shape.columns), routing),
     );
+}
+
+/// Tokens in f64.
+fn wide(x: &[f32], columns: usize) -> Vec<Vec<f64>> {
+    x.chunks_exact(columns)
+        .map(|x| x.iter().map(|&x| x.into()).collect())
+        .collect()
 }
 
 /// The layer of three packed tensors.
@@ -281,7 +295,7 @@ fn forward(layer: &[Vec<u8>; 3], x: &[f32], routing: Routing) -> Vec<f32> {
     };
     let mut y = vec![0.0; x.len()];
     layer
-        .forward(x.into(), routing, &mut y, Isa::Scalar, &pool::current().unwrap())
+        .forward(x, routing, &mut y, Isa::Scalar, &pool::current().unwrap())
         .unwrap();
     y
 }

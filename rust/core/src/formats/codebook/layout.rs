@@ -36,7 +36,13 @@ impl Layout {
     }
 
     /// The layout of a tensor; `None` where something is out of range or the size overflows.
-    pub(super) fn of(shape: Shape, bits: u8, activation_bits: u8, block: usize, hadamard: usize) -> Option<Layout> {
+    pub(super) fn of(
+        shape: Shape,
+        bits: u8,
+        activation_bits: u8,
+        block: usize,
+        hadamard: usize,
+    ) -> Option<Layout> {
         let sane = shape.has_valid_ndim()
             && matches!(bits, 2..=4)
             && matches!(activation_bits, 0 | 4 | 8)

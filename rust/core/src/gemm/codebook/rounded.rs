@@ -182,7 +182,10 @@ impl Values {
         for row in 0..PANEL {
             let [v0, v1, v2, v3] = rounded::<4>(block, row, scales[row]).map(|v| u32::from(v) * 0x1_0001);
             let terms = [v0, v0 ^ v1, v0 ^ v2, v0 ^ v1 ^ v2 ^ v3];
-            terms.into_iter().enumerate().for_each(|(i, term)| self.terms[i][row] = term);
+            terms
+                .into_iter()
+                .enumerate()
+                .for_each(|(i, term)| self.terms[i][row] = term);
         }
     }
 }
@@ -215,7 +218,11 @@ vectorized! {
 #[inline(always)]
 fn choose_all(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
     let stored = &block.registers()[first / LANE..];
-    for (i, (codes, lines)) in stored.iter().zip(lines.as_chunks_mut::<{ LANE / 2 }>().0).enumerate() {
+    for (i, (codes, lines)) in stored
+        .iter()
+        .zip(lines.as_chunks_mut::<{ LANE / 2 }>().0)
+        .enumerate()
+    {
         stored.get(i + AHEAD).into_iter().for_each(|line| fetch(line));
         let bytes = codes.as_chunks::<LANE>().0;
         for half in 0..2 {
@@ -262,7 +269,9 @@ fn look_up_portable(block: &Block, values: &Values, first: usize, lines: &mut [L
     let mut codes = vec![0; columns];
     for (chunk, lines) in lines.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
         let column = first + chunk * CHUNK;
-        let Some(step) = steps.clone().nth(column / columns) else { return };
+        let Some(step) = steps.clone().nth(column / columns) else {
+            return;
+        };
         for word in 0..LANES {
             unpack(bits, step, row(word), &mut codes);
             let value = |code: &u8| {

@@ -11,7 +11,9 @@ use std::ops::Range;
 use super::rounded;
 use crate::bits::UNIT;
 use crate::formats::groupwise::{Blocks, Layout, ParameterType, REGISTER_BYTES};
-use crate::gemm::panel::{Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, round_token};
+use crate::gemm::panel::{
+    Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, round_token,
+};
 use crate::simd::Isa;
 use crate::types::Activations;
 use crate::types::Shape;

@@ -78,7 +78,11 @@ impl Source for &Plain {
     }
 
     fn decode(&self, block: usize, open: &mut (usize, usize), chunks: Range<usize>, to: &mut [Line]) {
-        assert_eq!(*open, (block, chunks.start), "each chunk is decoded once, in order");
+        assert_eq!(
+            *open,
+            (block, chunks.start),
+            "each chunk is decoded once, in order"
+        );
         open.1 = chunks.end;
         let (blocks, columns) = (self.shape.rows.div_ceil(LANES), self.shape.columns);
         let (expert, first) = (block / blocks, block % blocks * LANES);
@@ -179,11 +183,15 @@ pub(crate) fn hold(
             let w = weights(*expert, row);
             for place in places.clone() {
                 let terms = w.iter().zip(&x[place * columns..][..columns]);
-                let terms = terms.map(|(w, &x)| f64::from(w.to_f32()) * f64::from(bf16::from_f32(x).to_f32()));
+                let terms =
+                    terms.map(|(w, &x)| f64::from(w.to_f32()) * f64::from(bf16::from_f32(x).to_f32()));
                 let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
                 let found = f64::from(y[place * rows + row]);
                 let bound = columns as f64 * 2f64.powi(-24) * size + 1e-30;
-                assert!((found - sum).abs() <= bound, "{what}: {found} for {sum} +- {bound}");
+                assert!(
+                    (found - sum).abs() <= bound,
+                    "{what}: {found} for {sum} +- {bound}"
+                );
             }
         }
     }
@@ -196,7 +204,12 @@ pub(crate) fn hold_panels<S: Source>(
     row: impl Fn(usize) -> usize,
     what: &str,
 ) {
-    let Shape { experts, rows, columns, .. } = source.shape();
+    let Shape {
+        experts,
+        rows,
+        columns,
+        ..
+    } = source.shape();
     let (blocks, chunks) = (rows.div_ceil(LANES), columns.div_ceil(2 * LANES));
     let mut open = S::Open::default();
     for block in 0..experts * blocks {
@@ -212,7 +225,11 @@ pub(crate) fn hold_panels<S: Source>(
             if in_expert < rows {
                 for (column, weight) in weights(block / blocks, in_expert).into_iter().enumerate() {
                     let found = (lines[column / 2].0[word] >> (16 * (column % 2))) as u16;
-                    assert_eq!(found, weight.to_bits(), "{what}: row {in_expert}, column {column}");
+                    assert_eq!(
+                        found,
+                        weight.to_bits(),
+                        "{what}: row {in_expert}, column {column}"
+                    );
                 }
             }
         }
@@ -233,7 +250,13 @@ pub(crate) fn compare_times<P: Projection, S: Source + Clone>(name: &str, pairs:
             let source = By(source.clone(), backend);
             let projection: &dyn Projection = if round % 2 == 0 { exact } else { &source };
             let start = std::time::Instant::now();
-            layer::multiply(projection, Job::of_tasks(tasks(&[tokens])), (&x[..]).into(), &mut y, &pool);
+            layer::multiply(
+                projection,
+                Job::of_tasks(tasks(&[tokens])),
+                (&x[..]).into(),
+                &mut y,
+                &pool,
+            );
             times[round % 2].push(start.elapsed().as_micros());
         }
         let [exact, panels] = times.map(|mut times| {

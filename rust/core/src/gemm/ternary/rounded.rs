@@ -109,7 +109,9 @@ impl Source for Rounded<'_> {
         let view = &self.view;
         let blocks = view.rows().div_ceil(LANES);
         let (expert, first) = (block / blocks, block % blocks * LANES);
-        let mut rows = view.group_rows(expert, first / GROUP_ROWS).skip(first % GROUP_ROWS);
+        let mut rows = view
+            .group_rows(expert, first / GROUP_ROWS)
+            .skip(first % GROUP_ROWS);
         for row in &mut open.0 {
             match rows.next() {
                 Some(placed) => {

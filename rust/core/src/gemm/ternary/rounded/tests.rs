@@ -68,7 +68,14 @@ impl Sample {
             columns,
             ndim: 2,
         };
-        encode(&codes, &vec![(-0.5, 0.5); rows], shape, code, &pool::current().unwrap()).unwrap()
+        encode(
+            &codes,
+            &vec![(-0.5, 0.5); rows],
+            shape,
+            code,
+            &pool::current().unwrap(),
+        )
+        .unwrap()
     }
 
     fn row(&self, expert: usize, row: usize) -> Vec<half::bf16> {
@@ -111,7 +118,8 @@ fn products_are_within_their_bound_on_every_backend() {
         let tasks = tasks(&[17, 1, 18][..sample.shape.experts]);
         let x = numbers(tasks.last().unwrap().places.end * columns, 4);
         for backend in backends() {
-            let product = |threads| product(Rounded::new(view.clone(), backend), &x, &tasks, backend, threads);
+            let product =
+                |threads| product(Rounded::new(view.clone(), backend), &x, &tasks, backend, threads);
             let (y, what) = (product(2), format!("{backend:?} {code:?} {:?}", sample.shape));
             hold(sample.shape, |e, row| sample.row(e, row), &x, &tasks, &y, &what);
             assert_eq!(y, product(1));
@@ -128,7 +136,10 @@ fn what_is_no_number_stays_with_its_token() {
     for backend in backends() {
         let y = product(Rounded::new(view.clone(), backend), &x, &tasks(&[20]), backend, 1);
         for (token, y) in y.chunks(20).enumerate() {
-            assert!(y.iter().all(|y| y.is_nan() == (token == 5)), "{backend:?} {token}");
+            assert!(
+                y.iter().all(|y| y.is_nan() == (token == 5)),
+                "{backend:?} {token}"
+            );
         }
     }
 }
@@ -167,7 +178,10 @@ fn times_of_ternary_weights() {
             let view = TernaryView::parse(blob).unwrap();
             let isa = crate::simd::active().unwrap();
             let exact = Ternary::new(view.clone(), Mode::Exact, isa).unwrap();
-            (exact, Rounded::new(view, Backend::of_floats(isa).unwrap_or(Backend::Avx2)))
+            (
+                exact,
+                Rounded::new(view, Backend::of_floats(isa).unwrap_or(Backend::Avx2)),
+            )
         };
         let pairs: Vec<_> = blobs.iter().map(|blob| pair(blob)).collect();
         compare_times(code.name(), &pairs);
