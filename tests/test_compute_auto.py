@@ -34,8 +34,8 @@ def compensated() -> Bytes:
 def codebook(bits: int, activation_bits: int = 0, hadamard: int = 1) -> Bytes:
     rng = np.random.default_rng(bits)
     codes = rng.integers(0, 1 << bits, (1, ROWS, COLUMNS)).astype(np.uint8)
-    unit = 256 if activation_bits else 1
-    centroids = (rng.integers(-32639 // unit, 32640 // unit, (1, ROWS, 3, 1 << bits)) * unit).astype(np.int16)
+    top, unit = (127, 256) if activation_bits else (32639, 1)
+    centroids = (rng.integers(-top, top + 1, (1, ROWS, 3, 1 << bits)) * unit).astype(np.int16)
     scales = rng.uniform(1e-5, 2e-5, (1, ROWS, 3)).astype(np.float32)
     return _core.encode_codebook(
         codes, centroids, scales, bits=bits, block=128, ndim=2, activation_bits=activation_bits, hadamard=hadamard
