@@ -18,9 +18,9 @@ def record_streams(monkeypatch):
     return streams
 
 
-def last_states(directory, ids):
+def last_states(directory, ids, mode=None):
     """What a packed decoder's last norm reads, [tokens, hidden], for token ids [samples, length]."""
-    model, seen = moepack.load(directory, dtype=torch.float32, mode="exact"), []
+    model, seen = moepack.load(directory, dtype=torch.float32, mode=mode), []
     model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.inference_mode():
         model(input_ids=ids)
