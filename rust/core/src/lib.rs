@@ -4,7 +4,6 @@
 //! code before using it and reports an [`Error`] instead of panicking.
 
 pub mod bits;
-mod crew;
 pub mod decoder;
 pub mod error;
 pub mod formats;
@@ -14,5 +13,6 @@ pub mod pool;
 pub mod simd;
 pub mod solvers;
 pub mod types;
+mod workers;
 
 pub use error::{Error, Result};

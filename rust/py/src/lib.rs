@@ -10,6 +10,7 @@ mod dense;
 mod error;
 mod fitting;
 mod groupwise;
+mod held;
 mod kmeans;
 mod layer;
 mod machine;

@@ -108,11 +108,8 @@ impl<S: Source + Copy> Projection for By<S> {
         LANES
     }
 
-    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        products(self.0, (self.1, 1), job, sibling, |_| {
-            unreachable!("one token is many")
-        })
-        .unwrap()
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        products(self.0, self.1, job)
     }
 }
 
