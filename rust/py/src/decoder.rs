@@ -332,10 +332,14 @@ impl Decoder {
             let tensors = parts.matrices.iter().zip(modes);
             let mut weights = tensors.map(|(&(tensor, data), mode)| tensor.projection(data, mode, isa));
             let mut vectors = parts.vectors.iter().copied();
-            let (Some(types::Activations::F32(frequencies)), Some(norm)) = (vectors.next(), vectors.next()) else {
+            let (Some(types::Activations::F32(frequencies)), Some(norm)) = (vectors.next(), vectors.next())
+            else {
                 unreachable!("they come first")
             };
-            let blocks = self.layers.iter().map(|layer| layer.block(&mut weights, &mut vectors));
+            let blocks = self
+                .layers
+                .iter()
+                .map(|layer| layer.block(&mut weights, &mut vectors));
             Ok(Core {
                 blocks: blocks.collect::<Result<_>>().map_err(raise)?,
                 rotary: Rotary {

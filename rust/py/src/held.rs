@@ -74,7 +74,10 @@ impl Held {
         // moves: a tensor is a frozen class in Python's heap, and NumPy does not move the values of an array that others
         // refer to. `Held` gives the decoder away by reference only, with the lifetime of that reference.
         let decoder = unsafe { std::mem::transmute::<Decoder<'_>, Decoder<'static>>(decoder) };
-        Ok(Held { decoder, _objects: objects })
+        Ok(Held {
+            decoder,
+            _objects: objects,
+        })
     }
 
     /// The decoder.

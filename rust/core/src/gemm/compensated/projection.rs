@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::TOKENS;
-use super::kernel::{self, Coefficients};
+use super::scalar::Coefficients;
+use super::{TOKENS, kernel};
 use crate::Result;
 use crate::formats::compensated::View;
 use crate::formats::compensated::chunk::CHUNK;
