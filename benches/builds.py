@@ -1,26 +1,65 @@
-"""Codebook products of two builds of the extension, in turns in one process: what a change of the kernels is worth.
+"""Every product of two builds of the extension, in turns in one process: what a change of the core costs or gains.
 
-    python benches/builds.py OLD.so NEW.so --threads 1 --cases 14336x4096x1x320 768x2048x1x0 --out build/builds.json
+    python benches/builds.py OLD.so NEW.so [--threads 2] [--isa avx2 scalar] [--only groupwise4 layer] [--tokens 1 16]
+        [--shape 2048x2048] [--cold 64] [--seconds 0.5] [--out build/builds.json]
 
-A case is rows x columns x tokens x megabytes that copies of the weights fill (0: the same weights again). Each build
-encodes the same codes and centroids; products must be the same bits. Reported are medians in microseconds.
+A product is a format, a mode, an instruction set and a number of tokens of one matrix, or a layer of gated experts. Both
+builds multiply the same packed bytes, copies of which fill `--cold` megabytes (0: the same weights again). Products must
+be the same bits, but for the floating-point modes, which must be near. Reported are microseconds, medians of both builds'
+calls and the fastest, and NEW / OLD of each: where other work takes the processor at times, the fastest calls have met
+none of it. A build may have one class for all formats or one for each.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-import codebook
 import machine
+
+CLASSES = {
+    "groupwise": "GroupwiseBlob", "coded": "CodedGroupwiseBlob", "compensated": "CompensatedBlob",
+    "codebook": "CodebookBlob", "ternary": "TernaryBlob",
+}  # fmt: skip
+"""The class of each format in builds that have one for each."""
+FLOATING = {"bf16", "auto", None}
+"""Modes whose sums builds may take in another order; of codebooks also `exact`."""
+EXPERTS, TOP_K = 8, 2
+RANK, CHUNK = 16, 64
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Packed tensors of a format: how they are made by a build, and the modes to time."""
+
+    kind: str
+    make: Callable[[Any, tuple[int, int, int]], Bytes]
+    modes: tuple[str | None, ...]
+
+
+@dataclass
+class Case:
+    """A product, with what both builds call."""
+
+    name: str
+    calls: dict[str, Callable[[int], NDArray[np.float32]]]
+    copies: int
+    exact: bool
 
 
 def load(path: Path) -> Any:
@@ -33,36 +72,143 @@ def load(path: Path) -> Any:
     return module
 
 
-def measure(builds: dict[str, Any], case: str, args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds by build, instruction set and mode."""
-    rows, columns, tokens, resident = (int(word) for word in case.split("x"))
-    rng = np.random.default_rng(rows)
-    codes = rng.integers(0, 1 << args.bits, (1, rows, columns), np.uint8)
-    books = -(-columns // args.block)
-    centroids = np.sort(rng.integers(-32639, 32640, (1, rows, books, 1 << args.bits)), -1).astype(np.int16)
-    scales = rng.uniform(1e-6, 2e-6, (1, rows, books)).astype(np.float32)
-    x = rng.standard_normal((tokens, columns)).astype(np.float32)
-    peers, expected = [], {}
-    for name, core in builds.items():
-        blob = core.encode_codebook(codes, centroids, scales, bits=args.bits, block=args.block, ndim=2)
-        reader = getattr(core, "PackedTensor", None) or core.CodebookBlob  # builds before the one class have the other
-        blobs = [reader(copy) for copy in codebook.rotation(blob, resident << 20)]
-        for isa in args.isa:
-            for mode in args.modes:
+def groupwise(bits: int, core: Any, shape: tuple[int, int, int]) -> Bytes:
+    """Random codes in groups of 64 with offsets."""
+    rng, groups = np.random.default_rng(bits), (*shape[:2], -(-shape[2] // 64))
+    codes = rng.integers(0, 1 << bits, shape, np.uint8)
+    scales = rng.uniform(1e-3, 2e-3, groups).astype(np.float16).astype(np.float32)
+    offsets = (-scales * (1 << bits) / 2).astype(np.float16).astype(np.float32)
+    return core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=64, ndim=3)
 
-                def multiply(i: int, blobs: list[Any] = blobs, mode: str = mode, isa: str = isa) -> object:
-                    return blobs[i].matmul(x, mode=mode, isa=isa)
 
-                y = expected.setdefault(mode, multiply(0))
-                assert mode == "exact" or np.array_equal(y, multiply(0)), (name, isa, mode)
-                peers.append(codebook.Peer(f"{isa} {mode} {name}", multiply, len(blobs)))
-    codebook.spread(peers)
-    deadline = time.perf_counter() + args.seconds * len(peers)
-    while time.perf_counter() < deadline or len(peers[0].times) < 4:
-        for peer in peers:
-            for _ in range(8 if tokens <= 4 else 1):
-                peer.step()
-    return {peer.name: statistics.median(peer.times) * 1e6 for peer in peers}
+def coded(core: Any, shape: tuple[int, int, int]) -> Bytes:
+    """Codes of 4 bits that are nearly normal, entropy coded."""
+    rng, groups = np.random.default_rng(7), (*shape[:2], -(-shape[2] // 64))
+    codes = np.clip(np.rint(8 + 1.5 * rng.standard_normal(shape, np.float32)), 0, 15).astype(np.uint8)
+    scales = np.full(groups, 2.0**-9, np.float32)
+    return core.code_groupwise(core.encode_groupwise(codes, scales, None, bits=4, group_size=64, ndim=3))
+
+
+def compensated(core: Any, shape: tuple[int, int, int]) -> Bytes:
+    """Codes of 3 bits with factors of 3 bits."""
+    rng, (experts, rows, columns) = np.random.default_rng(9), shape
+
+    def factor(width: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        codes = rng.integers(0, 8, (experts * RANK, width), np.uint8)
+        return codes, np.full((experts * RANK, -(-width // CHUNK)), 2.0**-7, np.float32)
+
+    base, ranks = groupwise(3, core, shape), np.full(experts, RANK, np.int64)
+    return core.encode_compensated(base, ranks, factor(columns), factor(rows), bits=3)
+
+
+def codebook(bits: int, activation_bits: int, core: Any, shape: tuple[int, int, int]) -> Bytes:
+    """Random codes with one codebook a row."""
+    rng = np.random.default_rng(bits)
+    top, unit = (127, 256) if activation_bits else (32639, 1)
+    centroids = np.sort(rng.integers(-top, top + 1, (*shape[:2], 1, 1 << bits)), axis=-1) * unit
+    codes = rng.integers(0, 1 << bits, shape, np.uint8)
+    scales = rng.uniform(1e-6, 2e-6, (*shape[:2], 1)).astype(np.float32)
+    return core.encode_codebook(
+        codes, centroids.astype(np.int16), scales, bits=bits, block=1 << 16, ndim=3, activation_bits=activation_bits
+    )
+
+
+def ternary(code: str, core: Any, shape: tuple[int, int, int]) -> Bytes:
+    """Independent weights of which 88.5% are zero."""
+    rng = np.random.default_rng(3)
+    codes = rng.choice(np.array([-1, 0, 1], np.int8), shape, p=[0.0575, 0.885, 0.0575])
+    levels = np.broadcast_to(np.array([-0.03, 0.04], np.float32), (*shape[:2], 2))
+    return core.encode_ternary(codes, np.ascontiguousarray(levels), ndim=3, code=code)
+
+
+FORMATS: dict[str, Format] = {
+    **{f"groupwise{b}": Format("groupwise", partial(groupwise, b), ("exact", "int8", "bf16")) for b in (2, 3, 4, 8)},
+    "coded4": Format("coded", coded, ("exact", "int8", "bf16")),
+    "compensated3": Format("compensated", compensated, ("exact", "int8", "bf16")),
+    **{f"codebook{b}": Format("codebook", partial(codebook, b, 0), ("exact", "int16")) for b in (2, 3, 4)},
+    **{f"codebook{b}a8": Format("codebook", partial(codebook, b, 8), ("int8",)) for b in (2, 3, 4)},
+    **{code: Format("ternary", partial(ternary, code), (None,)) for code in ("fsv8", "dict16")},
+}
+LAYERS = ("groupwise4", "coded4", "compensated3", "codebook4a8", "fsv8")
+
+
+def rotation(source: Bytes, cold: int) -> list[Bytes]:
+    """Copies of a tensor, aligned to pages, of together at least `cold` bytes."""
+    stride = -(-source.nbytes // 4096) * 4096
+    arena = np.empty((1 + cold // stride, stride), np.uint8)
+    arena[:, : source.nbytes] = source
+    return [copy[: source.nbytes] for copy in arena]
+
+
+def open_tensor(core: Any, kind: str, data: Bytes) -> Any:
+    """A tensor as the build's class reads it."""
+    name = "PackedTensor" if hasattr(core, "PackedTensor") else CLASSES[kind]
+    return getattr(core, name)(data)
+
+
+def options(tensor: Any, mode: str | None) -> dict[str, str]:
+    """The mode as an argument, where the tensor's products take one: None is what every build does without."""
+    takes = "mode" in (tensor.matmul_grouped.__text_signature__ or "")
+    return {"mode": mode or "exact"} if takes else {}
+
+
+def products(builds: dict[str, Any], name: str, args: argparse.Namespace) -> Iterator[Case]:
+    """The products of one matrix of a format."""
+    form, (rows, columns) = FORMATS[name], args.shape
+    copies = rotation(form.make(builds["old"], (1, rows, columns)), args.cold << 20)
+    tensors = {build: [open_tensor(core, form.kind, copy) for copy in copies] for build, core in builds.items()}
+    for tokens, mode, isa in itertools.product(args.tokens, form.modes, args.isa):
+        x = np.random.default_rng(tokens).standard_normal((tokens, columns), np.float32)
+        offsets = np.array([0, tokens])
+
+        def call(build: str, copy: int, x: Any = x, offsets: Any = offsets, mode: Any = mode, isa: str = isa) -> Any:
+            tensor = tensors[build][copy]
+            return tensor.matmul_grouped(x, offsets, isa=isa, **options(tensor, mode))
+
+        exact = mode not in FLOATING and not (form.kind == "codebook" and mode == "exact")
+        title = f"{name} {mode or 'exact'} {isa} {tokens}"
+        yield Case(title, {build: partial(call, build) for build in builds}, len(copies), exact)
+
+
+def layers(builds: dict[str, Any], name: str, args: argparse.Namespace) -> Iterator[Case]:
+    """A layer of gated experts of a format."""
+    form, (rows, columns) = FORMATS[name], [side // 2 for side in args.shape]
+    wide, tall = (EXPERTS, rows, columns), (EXPERTS, columns, rows)
+    blobs = [form.make(builds["old"], shape) for shape in (wide, wide, tall)]
+    tensors = {build: [open_tensor(core, form.kind, blob) for blob in blobs] for build, core in builds.items()}
+    for tokens, isa in itertools.product(args.tokens, args.isa):
+        rng = np.random.default_rng(tokens)
+        x = rng.standard_normal((tokens, columns), np.float32)
+        experts = rng.integers(0, EXPERTS, (tokens, TOP_K))
+        weights = rng.uniform(0, 1, (tokens, TOP_K)).astype(np.float32)
+        mode = form.modes[0] or "exact"
+
+        def call(build: str, _: int, x: Any = x, experts: Any = experts, weights: Any = weights,
+                 isa: str = isa, mode: str = mode) -> Any:  # fmt: skip
+            return builds[build].gated_experts(*tensors[build], x, experts, weights, modes=[mode] * 3, isa=isa)
+
+        title = f"layer {name} {mode} {isa} {tokens}"
+        yield Case(title, {build: partial(call, build) for build in builds}, 1, form.kind != "ternary")
+
+
+def measure(case: Case, seconds: float) -> dict[str, float]:
+    """Microseconds of both builds, which take turns."""
+    first, second = (call(0) for call in case.calls.values())
+    near = np.array_equal(first, second) if case.exact else np.allclose(first, second, rtol=1e-3, atol=1e-3)
+    assert near, f"{case.name}: the builds differ"
+    times: dict[str, list[float]] = {build: [] for build in case.calls}
+    deadline, turn = time.perf_counter() + 2 * seconds, 0
+    while time.perf_counter() < deadline or turn < 10:
+        order = list(case.calls) if turn % 2 else list(case.calls)[::-1]
+        for number, build in enumerate(order):
+            # Each build reads copies that the other has not just read.
+            copy = (turn + number * case.copies // 2) % case.copies
+            start = time.perf_counter()
+            case.calls[build](copy)
+            times[build].append(1e6 * (time.perf_counter() - start))
+        turn += 1
+    medians = {f"{build} median": statistics.median(found) for build, found in times.items()}
+    return medians | {f"{build} fastest": min(found) for build, found in times.items()}
 
 
 def main() -> None:
@@ -71,27 +217,31 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cases", nargs="+", default=["14336x4096x1x320", "768x2048x1x0"])
-    parser.add_argument("--bits", type=int, default=2)
-    parser.add_argument("--block", type=int, default=1 << 16)
-    parser.add_argument("--isa", nargs="+", default=["avx2", "avx512"])
-    parser.add_argument("--modes", nargs="+", default=["int8", "int16"])
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each case and peer")
+    parser.add_argument("--isa", nargs="+", help="by default all that the machine runs")
+    parser.add_argument("--only", nargs="+", default=[*FORMATS, "layer"], help="formats, and `layer`")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(2048, 2048))
+    parser.add_argument("--cold", type=int, default=64, help="megabytes that copies of a matrix fill")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each product and build")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     builds = {"old": load(args.old), "new": load(args.new)}
     for core in builds.values():
         core.set_threads(args.threads)
+    args.isa = args.isa or builds["old"].available_isas()
+    chosen = [products(builds, name, args) for name in args.only if name in FORMATS]
+    chosen += [layers(builds, name, args) for name in LAYERS if "layer" in args.only]
     figures = {}
-    for case in args.cases:
-        figures[case] = measure(builds, case, args)
-        for name, micros in figures[case].items():
-            print(f"{case:20} {name:22} {micros:10.1f}", flush=True)
+    for case in itertools.chain.from_iterable(chosen):
+        found = figures[case.name] = measure(case, args.seconds)
+        ratios = [found[f"new {kind}"] / found[f"old {kind}"] for kind in ("median", "fastest")]
+        print(f"{case.name:36} {found['old median']:10.1f} {found['new median']:10.1f} us"
+              f"  x{ratios[0]:.3f} fastest x{ratios[1]:.3f}", flush=True)  # fmt: skip
     if args.out is not None:
-        settings = {"bits": args.bits, "block": args.block, "threads": args.threads}
-        found = {"machine": machine.describe(args.threads), "settings": settings, "microseconds": figures}
+        settings = {"threads": args.threads, "shape": args.shape, "cold_megabytes": args.cold}
+        text = {"machine": machine.describe(args.threads), "settings": settings, "microseconds": figures}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(text, indent=1) + "\n")
 
 
 if __name__ == "__main__":

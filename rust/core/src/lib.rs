@@ -4,7 +4,6 @@
 //! code before using it and reports an [`Error`] instead of panicking.
 
 pub mod bits;
-mod crew;
 pub mod decoder;
 pub mod error;
 pub mod formats;
@@ -15,5 +14,6 @@ pub mod simd;
 pub mod solvers;
 pub mod tensor;
 pub mod types;
+mod workers;
 
 pub use error::{Error, Result};

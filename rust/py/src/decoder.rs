@@ -1,5 +1,7 @@
 //! Decoding steps: a description of a decoder whose tensors are read in place.
 
+use std::sync::OnceLock;
+
 use moepack_core::decoder::{
     Attention, Block, Decoder as Core, Experts, FeedForward, Lane, Linear, Norm, Past, Rotary, Router,
     Shared, Weights,
@@ -7,23 +9,17 @@ use moepack_core::decoder::{
 use moepack_core::simd::Isa;
 use moepack_core::types;
 use moepack_core::{Result, pool};
-use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray3};
+use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadwriteArray3};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, products};
 use crate::error::raise;
-use crate::layer::{Packed, packed};
+use crate::held::{Held, Vector};
 
 /// A packed or dense tensor, and the mode of its products.
 #[derive(FromPyObject)]
 struct Matrix(Py<PyAny>, Option<String>);
-
-/// Values that are read in place: float32, or bfloat16 as its bits.
-enum Vector {
-    F32(Py<PyArray1<f32>>),
-    Bf16(Py<PyArray1<u16>>),
-}
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Vector {
     type Error = PyErr;
@@ -106,15 +102,21 @@ impl Layer {
         ]
     }
 
-    fn block<'a>(&self, values: &'a Values<'a>, isa: Isa) -> Result<Block<'a>> {
-        let mut matrices = [const { None }; MATRICES];
-        for (slot, matrix) in matrices.iter_mut().zip(&values.matrices) {
-            *slot = matrix.map(|matrix| matrix.projection(isa)).transpose()?;
+    /// The layer of its tensors and vectors, which come in the order of [`Layer::matrices`] and [`Layer::vectors`].
+    fn block<'a>(
+        &self,
+        matrices: &mut impl Iterator<Item = Result<Weights<'a>>>,
+        vectors: &mut impl Iterator<Item = types::Activations<'a>>,
+    ) -> Result<Block<'a>> {
+        let mut weights = [const { None }; MATRICES];
+        for (slot, matrix) in weights.iter_mut().zip(self.matrices()) {
+            *slot = matrix.and_then(|_| matrices.next()).transpose()?;
         }
-        let [query, key, value, output, rest @ ..] = matrices;
-        let [vectors @ .., middle_norm] = values.vectors;
+        let values = self.vectors().map(|vector| vector.and_then(|_| vectors.next()));
+        let [query, key, value, output, rest @ ..] = weights;
+        let [values @ .., middle_norm] = values;
         Ok(Block {
-            attention: self.attention([query, key, value, output], vectors),
+            attention: self.attention([query, key, value, output], values),
             feed_forward: self.feed_forward(rest, middle_norm),
         })
     }
@@ -185,50 +187,6 @@ impl Layer {
     }
 }
 
-/// A matrix and its bytes.
-#[derive(Clone, Copy)]
-struct Bytes<'a> {
-    tensor: &'a dyn Packed,
-    mode: Option<&'a str>,
-    data: &'a [u8],
-}
-
-impl<'a> Bytes<'a> {
-    fn projection(self, isa: Isa) -> Result<Weights<'a>> {
-        self.tensor.projection(self.data, self.mode, isa)
-    }
-}
-
-/// What a layer's tensors hold.
-struct Values<'a> {
-    matrices: [Option<Bytes<'a>>; MATRICES],
-    vectors: [Option<types::Activations<'a>>; VECTORS],
-}
-
-/// A vector that is borrowed from Python.
-enum Held<'py> {
-    F32(PyReadonlyArray1<'py, f32>),
-    Bf16(PyReadonlyArray1<'py, u16>),
-}
-
-impl Vector {
-    fn hold<'py>(&self, py: Python<'py>) -> PyResult<Held<'py>> {
-        Ok(match self {
-            Vector::F32(array) => Held::F32(array.bind(py).try_readonly()?),
-            Vector::Bf16(array) => Held::Bf16(array.bind(py).try_readonly()?),
-        })
-    }
-}
-
-impl Held<'_> {
-    fn values(&self) -> PyResult<types::Activations<'_>> {
-        Ok(match self {
-            Held::F32(array) => contiguous(array.as_slice(), "a vector")?.into(),
-            Held::Bf16(array) => contiguous(array.as_slice(), "a vector")?.into(),
-        })
-    }
-}
-
 /// A cache's keys or values.
 enum Cache<'py> {
     F32(PyReadwriteArray3<'py, f32>),
@@ -277,10 +235,12 @@ impl Cache<'_> {
 #[pyclass(frozen, module = "moepack._core")]
 pub struct Decoder {
     layers: Vec<Layer>,
-    frequencies: Vec<f32>,
+    frequencies: Vector,
     rotary_scale: f32,
     norm: Vector,
     epsilon: f32,
+    /// The core's decoder of each instruction set, made at its first step.
+    cores: [OnceLock<Held>; Isa::ALL.len()],
 }
 
 #[pymethods]
@@ -288,18 +248,19 @@ impl Decoder {
     #[new]
     fn new(
         layers: Vec<Layer>,
-        frequencies: PyReadonlyArray1<'_, f32>,
+        frequencies: Py<PyArray1<f32>>,
         rotary_scale: f32,
         norm: Vector,
         epsilon: f32,
-    ) -> PyResult<Decoder> {
-        Ok(Decoder {
+    ) -> Decoder {
+        Decoder {
             layers,
-            frequencies: contiguous(frequencies.as_slice(), "frequencies")?.to_vec(),
+            frequencies: Vector::F32(frequencies),
             rotary_scale,
             norm,
             epsilon,
-        })
+            cores: [const { OnceLock::new() }; Isa::ALL.len()],
+        }
     }
 
     /// Takes a token through all layers: float32 [1, hidden], normed.
@@ -338,11 +299,10 @@ impl Decoder {
             })
         });
         let mut past = lanes.collect::<PyResult<Vec<_>>>()?;
-        self.with_core(py, isa, |core| {
-            products(py, &x, hidden, hidden, |x, y| {
-                let step = || core.step(x, position, &mut past, y, isa, &*pool::current()?);
-                py.detach(step).map_err(raise)
-            })
+        let core = self.core(py, isa)?.decoder();
+        products(py, &x, hidden, hidden, |x, y| {
+            let step = || core.step(x, position, &mut past, y, isa, &*pool::current()?);
+            py.detach(step).map_err(raise)
         })
     }
 
@@ -352,64 +312,45 @@ impl Decoder {
 }
 
 impl Decoder {
-    /// Runs `work` on the core's decoder, whose tensors are borrowed as long.
-    fn with_core<T>(&self, py: Python<'_>, isa: Isa, work: impl FnOnce(&Core) -> PyResult<T>) -> PyResult<T> {
-        let norm = self.norm.hold(py)?;
-        let mut arrays = Vec::with_capacity(self.layers.len());
-        let mut vectors = Vec::with_capacity(self.layers.len());
-        for layer in &self.layers {
-            let mut of_layer = [const { None }; MATRICES];
-            for (slot, matrix) in of_layer.iter_mut().zip(layer.matrices()) {
-                let Some(Matrix(object, mode)) = matrix else {
-                    continue;
-                };
-                let tensor = packed(object.bind(py))?;
-                *slot = Some((tensor, mode.as_deref(), tensor.array().bind(py).try_readonly()?));
-            }
-            arrays.push(of_layer);
-            let held = layer
-                .vectors()
-                .map(|vector| vector.map(|vector| vector.hold(py)).transpose());
-            vectors.push(held);
+    fn core(&self, py: Python<'_>, isa: Isa) -> PyResult<&Held> {
+        let slot = &self.cores[isa as usize];
+        if slot.get().is_none() {
+            // Another thread may have set it meanwhile: one is as good as the other.
+            let _ = slot.set(self.hold(py, isa)?);
         }
-        let mut values = Vec::with_capacity(self.layers.len());
-        for (arrays, vectors) in arrays.iter().zip(&vectors) {
-            let mut of_layer = Values {
-                matrices: [None; MATRICES],
-                vectors: [None; VECTORS],
+        Ok(slot.get().expect("it has just been set"))
+    }
+
+    /// The core's decoder for an instruction set.
+    fn hold(&self, py: Python<'_>, isa: Isa) -> PyResult<Held> {
+        let matrices: Vec<&Matrix> = self.layers.iter().flat_map(Layer::matrices).flatten().collect();
+        let objects: Vec<&Py<PyAny>> = matrices.iter().map(|Matrix(object, _)| object).collect();
+        let mut vectors = vec![&self.frequencies, &self.norm];
+        vectors.extend(self.layers.iter().flat_map(Layer::vectors).flatten());
+        Held::new(py, &objects, &vectors, |parts| {
+            let modes = matrices.iter().map(|Matrix(_, mode)| mode.as_deref());
+            let tensors = parts.matrices.iter().zip(modes);
+            let mut weights = tensors.map(|(&(tensor, data), mode)| tensor.projection(data, mode, isa));
+            let mut vectors = parts.vectors.iter().copied();
+            let (Some(types::Activations::F32(frequencies)), Some(norm)) = (vectors.next(), vectors.next())
+            else {
+                unreachable!("they come first")
             };
-            for (slot, array) in of_layer.matrices.iter_mut().zip(arrays) {
-                let Some((tensor, mode, array)) = array else {
-                    continue;
-                };
-                *slot = Some(Bytes {
-                    tensor: *tensor,
-                    mode: *mode,
-                    data: contiguous(array.as_slice(), "data")?,
-                });
-            }
-            for (slot, vector) in of_layer.vectors.iter_mut().zip(vectors) {
-                let vector = vector.as_ref().map_err(|error| error.clone_ref(py))?;
-                *slot = vector.as_ref().map(Held::values).transpose()?;
-            }
-            values.push(of_layer);
-        }
-        let blocks = self
-            .layers
-            .iter()
-            .zip(&values)
-            .map(|(layer, values)| layer.block(values, isa));
-        let core = Core {
-            blocks: blocks.collect::<Result<_>>().map_err(raise)?,
-            rotary: Rotary {
-                frequencies: &self.frequencies,
-                scale: self.rotary_scale,
-            },
-            norm: Norm {
-                weight: norm.values()?,
-                epsilon: self.epsilon,
-            },
-        };
-        work(&core)
+            let blocks = self
+                .layers
+                .iter()
+                .map(|layer| layer.block(&mut weights, &mut vectors));
+            Ok(Core {
+                blocks: blocks.collect::<Result<_>>().map_err(raise)?,
+                rotary: Rotary {
+                    frequencies,
+                    scale: self.rotary_scale,
+                },
+                norm: Norm {
+                    weight: norm,
+                    epsilon: self.epsilon,
+                },
+            })
+        })
     }
 }

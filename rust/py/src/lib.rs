@@ -5,6 +5,7 @@ mod decoder;
 mod dense;
 mod encode;
 mod error;
+mod held;
 mod layer;
 mod machine;
 mod packed;

@@ -27,7 +27,7 @@ pub(super) struct Heads {
     queries: Vec<f32>,
     /// groups x width, as the cache holds them.
     pub keys: Vec<f32>,
-    /// The same.
+    /// groups x width, as the cache holds them.
     pub values: Vec<f32>,
 }
 
@@ -46,8 +46,8 @@ pub(super) struct Mixing<'a> {
     /// Tokens, with the one at hand.
     tokens: usize,
     groups: usize,
-    /// Heads of a group.
-    members: usize,
+    /// Heads that share keys and values.
+    sharing: usize,
     width: usize,
     scale: f32,
     parts: Vec<OnceLock<Part>>,
@@ -90,7 +90,7 @@ impl Attention<'_> {
             values: past.values.read(groups, self.width),
             tokens,
             groups,
-            members: self.query.weights.shape().rows / self.width / groups,
+            sharing: self.query.weights.shape().rows / self.width / groups,
             width: self.width,
             scale: self.scale,
             parts: (0..groups * tokens.div_ceil(RUN))
@@ -147,21 +147,21 @@ impl Mixing<'_> {
 
     /// What the heads have read, heads x width, once all units are done.
     pub fn outputs(&self) -> Vec<f32> {
-        let mut outputs = vec![0.0; self.groups * self.members * self.width];
+        let mut outputs = vec![0.0; self.groups * self.sharing * self.width];
         for (head, output) in outputs.chunks_exact_mut(self.width).enumerate() {
-            let (group, member) = (head / self.members, head % self.members);
+            let (group, number) = (head / self.sharing, head % self.sharing);
             let parts = self.parts.iter().skip(group).step_by(self.groups);
             let parts: Vec<&Part> = parts
                 .map(|part| part.get().expect("all units are done"))
                 .collect();
-            let largest = parts.iter().map(|part| part.heads[member].0);
+            let largest = parts.iter().map(|part| part.heads[number].0);
             let largest = largest.fold(f32::NEG_INFINITY, f32::max);
             let mut total = 0.0;
             for part in parts {
-                let (top, sum) = part.heads[member];
+                let (top, sum) = part.heads[number];
                 let factor = exp(top - largest);
                 total += factor * sum;
-                let values = &part.values[member * self.width..][..self.width];
+                let values = &part.values[number * self.width..][..self.width];
                 output
                     .iter_mut()
                     .zip(values)
@@ -180,12 +180,12 @@ vectorized! {
 /// A group's heads over some tokens, of which the last of all is the one at hand.
 #[inline(always)]
 fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) -> Part {
-    let (width, members) = (mixing.width, mixing.members);
-    let queries = &heads.queries[group * members * width..][..members * width];
+    let (width, sharing) = (mixing.width, mixing.sharing);
+    let queries = &heads.queries[group * sharing * width..][..sharing * width];
     let own = group * width..(group + 1) * width;
     let past = tokens.start..tokens.end.min(mixing.tokens - 1);
-    // members x tokens.
-    let mut scores = vec![0.0; members * tokens.len()];
+    // sharing x tokens.
+    let mut scores = vec![0.0; sharing * tokens.len()];
     let mut key = vec![0.0; width];
     for at in 0..tokens.len() {
         match at < past.len() {
@@ -201,8 +201,8 @@ fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) 
         }
     }
     let mut part = Part {
-        heads: Vec::with_capacity(members),
-        values: vec![0.0; members * width],
+        heads: Vec::with_capacity(sharing),
+        values: vec![0.0; sharing * width],
     };
     for (scores, sums) in scores
         .chunks_exact_mut(tokens.len())

@@ -1,20 +1,17 @@
 //! The second half of a layer: which experts a token goes through, and what they give.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use super::router::{Choice, choose};
 use super::{Experts, FeedForward, require};
 use crate::Result;
-use crate::gemm::layer::ahead::Ahead;
-use crate::gemm::layer::experts::{PHASES, Pass};
-use crate::gemm::layer::matrices::{self, Matrices};
-use crate::gemm::layer::team::Member;
+use crate::gemm::layer::experts::Pass;
+use crate::gemm::layer::matrices::Matrices;
+use crate::gemm::layer::prefetch::Prefetch;
+use crate::gemm::layer::region::Thread;
 use crate::gemm::layer::{Job, Routing};
 use crate::simd::Isa;
 use crate::types::Activations;
-
-/// Phases of [`Routed::run`].
-pub(super) const STEPS: usize = matrices::PHASES + 2 * (1 + PHASES);
 
 /// The experts of a layer at a step.
 pub(super) struct Routed<'a> {
@@ -28,13 +25,13 @@ pub(super) struct Routed<'a> {
 }
 
 impl<'a> Routed<'a> {
-    pub fn new(weights: &'a FeedForward<'a>, job: &Arc<Job>, threads: usize, isa: Isa) -> Routed<'a> {
+    pub fn new(weights: &'a FeedForward<'a>, threads: usize, isa: Isa) -> Routed<'a> {
         let router = weights.router.as_ref().map(|router| &*router.weights);
         let gate = weights.shared.as_ref().and_then(|shared| shared.gate.as_deref());
         let matrices: Vec<_> = router.into_iter().chain(gate).collect();
         Routed {
             weights,
-            scores: Matrices::new(&matrices, job, threads),
+            scores: Matrices::new(&matrices, Job::of_offsets(&[0, 1]), threads),
             experts: OnceLock::new(),
             shared: OnceLock::new(),
             threads,
@@ -43,18 +40,18 @@ impl<'a> Routed<'a> {
     }
 
     /// The memory that is read first.
-    pub fn ahead(&self) -> Ahead<'a> {
-        self.scores.ahead(self.threads)
+    pub fn prefetch(&self) -> Prefetch<'a> {
+        self.scores.prefetch(self.threads)
     }
 
-    /// Runs the experts of `x`, as a member of a region. What is in `next` is needed afterwards.
-    pub fn run<'s>(&'s self, member: &mut Member<'_, 's>, x: &[f32], next: Option<&'s Ahead<'s>>) {
-        self.scores.multiply(member, Activations::F32(x), None);
-        let pass = member.once(&self.experts, || self.pass(&self.weights.experts, self.choice()));
-        pass.run(member, Activations::F32(x), next);
+    /// Runs the experts of `x`, on a thread of a region. What is in `next` is read afterwards.
+    pub fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], next: Option<&'s Prefetch<'s>>) {
+        self.scores.multiply(thread, Activations::F32(x), None);
+        let pass = thread.once(&self.experts, || self.pass(&self.weights.experts, self.choice()));
+        pass.run(thread, Activations::F32(x), next);
         if let Some(shared) = &self.weights.shared {
-            let pass = member.once(&self.shared, || self.pass(&shared.experts, self.share()));
-            pass.run(member, Activations::F32(x), next);
+            let pass = thread.once(&self.shared, || self.pass(&shared.experts, self.share()));
+            pass.run(thread, Activations::F32(x), next);
         }
     }
 

@@ -1,25 +1,22 @@
 //! One token's way through a decoder.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use rayon::ThreadPool;
 
 use super::attention::{Heads, Mixing};
-use super::feed_forward::{Routed, STEPS};
+use super::feed_forward::Routed;
 use super::norm::Norm;
 use super::past::Past;
 use super::rotary::Turn;
 use super::{Block, Decoder, require};
 use crate::Result;
-use crate::gemm::layer::ahead::Ahead;
-use crate::gemm::layer::matrices::{self, Matrices};
-use crate::gemm::layer::team::{self, Member, Threads};
+use crate::gemm::layer::matrices::Matrices;
+use crate::gemm::layer::prefetch::Prefetch;
+use crate::gemm::layer::region::{self, Thread, Threads};
 use crate::gemm::layer::{Job, Projection};
 use crate::simd::Isa;
 use crate::types::Activations;
-
-/// Phases of a layer: two products, heads, their runs, outputs, the two sums, the experts.
-const PHASES: usize = 2 * matrices::PHASES + 5 + STEPS;
 
 /// What goes from half a layer to the next.
 struct Hidden {
@@ -35,7 +32,7 @@ struct State<'a> {
     past: &'a Past<'a>,
     inputs: Matrices<'a>,
     /// The memory that is read first by the inputs, the output and the router.
-    aheads: [Ahead<'a>; 3],
+    prefetches: [Prefetch<'a>; 3],
     heads: OnceLock<Heads>,
     mixing: Mixing<'a>,
     mixed: OnceLock<Vec<f32>>,
@@ -99,15 +96,15 @@ impl Decoder<'_> {
         isa: Isa,
         pool: &ThreadPool,
     ) -> Vec<Heads> {
-        let (job, threads) = (Arc::new(Job::of_offsets(&[0, 1])), pool.current_num_threads());
+        let threads = pool.current_num_threads();
         let layers = self.blocks.iter().zip(past);
         let states: Vec<State> = layers
-            .map(|(block, past)| State::new(block, past, &job, threads, isa))
+            .map(|(block, past)| State::new(block, past, threads, isa))
             .collect();
         let (turn, start) = (self.rotary.at(position), OnceLock::new());
-        team::run(pool, 1 + PHASES * states.len(), Threads::Awake, |member| {
-            member.expect(states.first().map(State::ahead));
-            let mut hidden = member.once(&start, || {
+        region::run(pool, Threads::Awake, |thread| {
+            thread.prefetch(states.first().map(State::prefetch));
+            let mut hidden = thread.once(&start, || {
                 let mut sum = vec![0.0; x.len()];
                 x.widen(0, &mut sum);
                 Hidden::new(isa, sum, self.norm_before(0))
@@ -115,9 +112,9 @@ impl Decoder<'_> {
             for (layer, state) in states.iter().enumerate() {
                 let next = (
                     self.norm_before(layer + 1),
-                    states.get(layer + 1).map(State::ahead),
+                    states.get(layer + 1).map(State::prefetch),
                 );
-                hidden = state.run(member, isa, hidden, &turn, next);
+                hidden = state.run(thread, isa, hidden, &turn, next);
             }
         });
         let last = states.last().map_or(&start, |state| &state.end);
@@ -135,20 +132,25 @@ impl Decoder<'_> {
 }
 
 impl<'a> State<'a> {
-    fn new(block: &'a Block<'a>, past: &'a Past<'a>, job: &Arc<Job>, threads: usize, isa: Isa) -> State<'a> {
+    fn new(block: &'a Block<'a>, past: &'a Past<'a>, threads: usize, isa: Isa) -> State<'a> {
         let attention = &block.attention;
         let inputs: [&dyn Projection; 3] = [
             &*attention.query.weights,
             &*attention.key.weights,
             &*attention.value.weights,
         ];
-        let inputs = Matrices::new(&inputs, job, threads);
-        let output = Matrices::new(&[&*attention.output.weights], job, threads);
-        let routed = Routed::new(&block.feed_forward, job, threads, isa);
+        let job = || Job::of_offsets(&[0, 1]);
+        let inputs = Matrices::new(&inputs, job(), threads);
+        let output = Matrices::new(&[&*attention.output.weights], job(), threads);
+        let routed = Routed::new(&block.feed_forward, threads, isa);
         State {
             block,
             past,
-            aheads: [inputs.ahead(threads), output.ahead(threads), routed.ahead()],
+            prefetches: [
+                inputs.prefetch(threads),
+                output.prefetch(threads),
+                routed.prefetch(),
+            ],
             inputs,
             heads: OnceLock::new(),
             mixing: attention.mixing(past),
@@ -161,31 +163,34 @@ impl<'a> State<'a> {
     }
 
     /// The memory that is read first.
-    fn ahead(&self) -> &Ahead<'a> {
-        &self.aheads[0]
+    fn prefetch(&self) -> &Prefetch<'a> {
+        &self.prefetches[0]
     }
 
-    /// Goes through the layer, as a member of a region; `next` is the norm behind it, and the memory that is read then.
+    /// Goes through the layer, on a thread of a region; `next` is the norm behind it, and the memory that is read then.
     fn run<'s>(
         &'s self,
-        member: &mut Member<'_, 's>,
+        thread: &mut Thread<'_, 's>,
         isa: Isa,
         hidden: &Hidden,
         turn: &Turn,
-        next: (&Norm, Option<&'s Ahead<'s>>),
+        next: (&Norm, Option<&'s Prefetch<'s>>),
     ) -> &'s Hidden {
         let (attention, feed_forward) = (&self.block.attention, &self.block.feed_forward);
-        self.inputs
-            .multiply(member, Activations::F32(&hidden.normed), Some(&self.aheads[1]));
-        let heads = member.once(&self.heads, || {
+        self.inputs.multiply(
+            thread,
+            Activations::F32(&hidden.normed),
+            Some(&self.prefetches[1]),
+        );
+        let heads = thread.once(&self.heads, || {
             let products = [0, 1, 2].map(|index| self.inputs.values(index));
             attention.heads(isa, products, turn, self.past)
         });
-        member.phase(self.mixing.units(), |unit| self.mixing.compute(isa, unit, heads));
-        let mixed = member.once(&self.mixed, || self.mixing.outputs());
+        thread.phase(self.mixing.units(), |unit| self.mixing.compute(isa, unit, heads));
+        let mixed = thread.once(&self.mixed, || self.mixing.outputs());
         self.output
-            .multiply(member, Activations::F32(mixed), Some(&self.aheads[2]));
-        let hidden = member.once(&self.middle, || {
+            .multiply(thread, Activations::F32(mixed), Some(&self.prefetches[2]));
+        let hidden = thread.once(&self.middle, || {
             let mut sum = self.output.values(0).to_vec();
             attention.output.add_bias(&mut sum);
             sum.iter_mut()
@@ -193,8 +198,8 @@ impl<'a> State<'a> {
                 .for_each(|(sum, before)| *sum += before);
             Hidden::new(isa, sum, &feed_forward.norm)
         });
-        self.routed.run(member, &hidden.normed, next.1);
-        member.once(&self.end, || {
+        self.routed.run(thread, &hidden.normed, next.1);
+        thread.once(&self.end, || {
             let mut sum = hidden.sum.clone();
             self.routed.add(&mut sum);
             Hidden::new(isa, sum, next.0)

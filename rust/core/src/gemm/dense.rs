@@ -5,11 +5,10 @@
 //! u = 2^-24, n columns and S = sum of |w x|, the error is at most (n / 64 + 8) u S. Nothing is fused and the order of
 //! the sum is fixed, so every instruction set gives the same bits; memory bounds the speed of one token, not arithmetic.
 
-use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use super::layer::{Job, Products, Projection, Worker};
+use super::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, direct};
 use super::require_mode;
 use crate::simd::{Isa, vectorized};
 use crate::types::{Activations, Mode, Shape, from_bf16};
@@ -17,7 +16,7 @@ use crate::{Error, Result};
 
 /// Sums that a matrix's product keeps side by side: four registers of 16, or eight of 8.
 const LANES: usize = 64;
-/// The same of short products, a head's width: fewer to be added up at the end.
+/// Sums that the product of a head's width keeps side by side: fewer to be added up at the end.
 const FEW_LANES: usize = 16;
 
 /// What a value is, little-endian.
@@ -116,83 +115,49 @@ impl Projection for Dense<'_> {
         self.view.shape.columns * self.view.kind.bytes()
     }
 
-    fn memory(&self, expert: usize) -> &[u8] {
-        self.view.rows(expert, 0..self.view.shape.rows)
+    fn memory(&self, expert: usize, rows: Range<usize>) -> &[u8] {
+        self.view.rows(expert, rows)
     }
 
     fn granule(&self) -> usize {
         1
     }
 
-    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        let shared = sibling
-            .and_then(|sibling| sibling.shared()?.downcast::<Tokens>().ok())
-            .filter(|tokens| tokens.columns == self.view.shape.columns);
-        let mine = shared.is_none();
-        let make = || Tokens {
-            columns: self.view.shape.columns,
-            values: (0..job.tokens).map(|_| OnceLock::new()).collect(),
-        };
-        Box::new(Multiplication {
-            matrix: self,
-            job: job.clone(),
-            tokens: shared.unwrap_or_else(|| Arc::new(make())),
-            mine,
-        })
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        direct(self, job)
     }
 }
 
-/// The tokens of a job in f32.
-struct Tokens {
-    columns: usize,
-    values: Vec<OnceLock<Vec<f32>>>,
-}
+/// Each token of a job in f32.
+static TOKENS: Cache<usize, Slots<Vec<f32>>> = Cache::new();
 
-/// A matrix and the tokens of a job.
-struct Multiplication<'a> {
-    matrix: &'a Dense<'a>,
-    job: Arc<Job>,
-    tokens: Arc<Tokens>,
-    /// The tokens are not a sibling's.
-    mine: bool,
-}
+impl Kernel for Dense<'_> {
+    type Prepared = Slots<Vec<f32>>;
+    type Scratch<'w>
+        = ()
+    where
+        Self: 'w;
 
-impl Products for Multiplication<'_> {
-    fn stages(&self) -> [usize; 2] {
-        [if self.mine { self.job.tokens } else { 0 }, 0]
+    fn prepared(&self, job: &Arc<Job>) -> Shared<Self::Prepared> {
+        TOKENS.get(job, self.view.shape.columns, |_| Slots::new(job.tokens))
     }
 
-    fn prepare(&self, _stage: usize, unit: usize, x: Activations) {
-        let columns = self.tokens.columns;
-        self.tokens.values[unit].get_or_init(|| {
-            let mut values = vec![0.0; columns];
-            x.widen(unit * columns, &mut values);
+    fn stages(&self, tokens: &Self::Prepared) -> [usize; 2] {
+        [tokens.len(), 0]
+    }
+
+    fn prepare(&self, _: &Job, tokens: &Self::Prepared, _: usize, token: usize, x: Activations) {
+        tokens.fill(token, || {
+            let mut values = vec![0.0; self.view.shape.columns];
+            x.widen(token * self.view.shape.columns, &mut values);
             values
         });
     }
 
-    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        Some(self.tokens.clone())
-    }
-
-    fn worker(&self) -> Box<dyn Worker + '_> {
-        Box::new(Thread(self))
-    }
-}
-
-struct Thread<'a>(&'a Multiplication<'a>);
-
-impl Worker for Thread<'_> {
-    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
-        let Multiplication {
-            matrix, job, tokens, ..
-        } = self.0;
-        let task = &job.tasks[task];
-        let (places, count) = (&job.list[task.places.clone()], rows.len());
-        let bytes = matrix.view.rows(task.expert, rows);
-        for (&token, out) in places.iter().zip(out.chunks_exact_mut(count)) {
-            let x = tokens.values[token].get().expect("the first stage has made it");
-            products(matrix.isa, bytes, matrix.view.kind, x, out);
+    fn multiply(&self, work: Work<'_, Self::Prepared>, _: &mut (), rows: Range<usize>, out: &mut [f32]) {
+        let (bytes, count) = (self.view.rows(work.expert(), rows.clone()), rows.len());
+        for (&token, out) in work.tokens().iter().zip(out.chunks_exact_mut(count)) {
+            products(self.isa, bytes, self.view.kind, work.prepared.get(token), out);
         }
     }
 }

@@ -28,6 +28,6 @@ pub(crate) fn require_mode(mode: Mode, modes: &[Mode], format: &str) -> Result<(
     let names: Vec<_> = modes.iter().map(|mode| mode.name()).collect();
     let (name, names) = (mode.name(), names.join(", "));
     Err(Error::InvalidArgument(format!(
-        "{format} has no mode {name}: use one of {names}"
+        "{format} has no mode {name:?}: use one of {names}"
     )))
 }

@@ -27,6 +27,8 @@ pub mod huffman;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use huffman::{Lengths, PER_REFILL, Reader, Table};
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -139,6 +141,10 @@ impl Blocks for CodedView<'_> {
         let (out, scratch) = buffer.split_at_mut(size);
         self.decode(block, scratch, out);
         out
+    }
+
+    fn memory(&self, blocks: Range<usize>) -> &[u8] {
+        &self.data[self.coded.starts[blocks.start]..self.coded.starts[blocks.end]]
     }
 }
 

@@ -1,5 +1,7 @@
 //! Reading a tensor in place.
 
+use std::ops::Range;
+
 use super::{BLOCK_ROWS, HEADER_BYTES, Layout, REGISTER_BYTES};
 use crate::Result;
 use crate::bits::{self, UNIT};
@@ -12,12 +14,15 @@ pub struct View<'a> {
 }
 
 /// What a product reads: blocks of 16 rows, from wherever they come.
-pub trait Blocks: Sync {
+pub trait Blocks: Send + Sync {
     /// Shape, spec and sizes.
     fn layout(&self) -> Layout;
 
     /// Block `block` of all experts' blocks, in place or made in `buffer`: as many bytes as the layout says.
     fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> &'s [u8];
+
+    /// The stored bytes of some of all experts' blocks, to be prefetched.
+    fn memory(&self, blocks: Range<usize>) -> &[u8];
 }
 
 impl<B: Blocks + ?Sized> Blocks for &B {
@@ -28,6 +33,10 @@ impl<B: Blocks + ?Sized> Blocks for &B {
     fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> &'s [u8] {
         (**self).fetch(block, buffer)
     }
+
+    fn memory(&self, blocks: Range<usize>) -> &[u8] {
+        (**self).memory(blocks)
+    }
 }
 
 impl Blocks for View<'_> {
@@ -37,6 +46,11 @@ impl Blocks for View<'_> {
 
     fn fetch<'s>(&'s self, block: usize, _: &'s mut Vec<u8>) -> &'s [u8] {
         self.block(block)
+    }
+
+    fn memory(&self, blocks: Range<usize>) -> &[u8] {
+        let bytes = self.layout.block_bytes();
+        &self.data[HEADER_BYTES + blocks.start * bytes..HEADER_BYTES + blocks.end * bytes]
     }
 }
 

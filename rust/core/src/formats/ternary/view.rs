@@ -4,6 +4,8 @@
 //! cheap on a mapped file. After it every row's codes are known to lie in the payload; whether they make sense is
 //! known only to [`TernaryView::verify`] and to the decoders, which check as they go.
 
+use std::ops::Range;
+
 use super::Code;
 use super::dict16::MAX_PAIRS;
 use super::layout::{self, GROUP_ROWS, Header, Layout, SWAPPED};
@@ -208,6 +210,23 @@ impl<'a> TernaryView<'a> {
     /// The number of groups of at most 64 rows in an expert.
     pub fn groups(&self) -> usize {
         layout::row_groups(&self.header.shape)
+    }
+
+    /// The bytes of some groups of an expert's rows.
+    ///
+    /// # Panics
+    /// If there is no such expert, or there are not so many groups.
+    pub fn codes(&self, expert: usize, groups: Range<usize>) -> &'a [u8] {
+        assert!(expert < self.experts() && groups.start <= groups.end && groups.end <= self.groups());
+        let start = |group: usize| match self.header.code {
+            Code::Fsv8 => self.start(expert * self.groups() + group),
+            Code::Dict16 if group < self.groups() => {
+                let row = self.index_entry(expert, group * GROUP_ROWS) as usize;
+                2 * (self.start(expert) + row)
+            }
+            Code::Dict16 => 2 * self.start(expert + 1),
+        };
+        &self.payload()[start(groups.start)..start(groups.end)]
     }
 
     /// The rows of a group in order. Going through a group is cheaper than asking for its rows one by one.

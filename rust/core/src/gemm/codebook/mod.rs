@@ -27,10 +27,13 @@
 //! Codes, centroids and scales are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of
 //! bounds.
 
+mod grid;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod look_up;
 #[cfg(target_arch = "x86_64")]
 mod panels;
 #[cfg(target_arch = "x86_64")]

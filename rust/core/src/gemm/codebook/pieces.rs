@@ -11,8 +11,8 @@
 // A closure that an iterator calls would be compiled without the instructions.
 #![allow(clippy::needless_range_loop)]
 
-use super::kernel::{Tables, indices};
 use super::lanes::{AT_ONCE, Lanes};
+use super::look_up::{Tables, indices};
 use super::tokens::{Prepared, Token};
 use super::{Epilogue, Rows};
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
@@ -56,6 +56,15 @@ struct Place {
     bytes: usize,
 }
 
+/// Some columns of a block.
+struct Piece {
+    /// From the block's first column.
+    start: usize,
+    length: usize,
+    /// It is the block's last.
+    last: bool,
+}
+
 /// Adds the products of a block, whose first column is `first`, to `out` for the tokens that were taken.
 ///
 /// # Safety
@@ -76,57 +85,13 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
     centroids.resize(COLUMNS / LANE, Square([0; _]));
     sums.resize(PLANES * tokens.len(), Square([0; _]));
     let codes = block.registers().as_ptr().cast::<u8>();
-    // Looking lines of 2-bit codes up takes more registers.
-    let beside = if BITS == 2 { V::WIDEST } else { V::BESIDE };
-    for (plane, sums) in sums.chunks_exact_mut(tokens.len()).enumerate() {
+    for (table, sums) in tables.0.iter().zip(sums.chunks_exact_mut(tokens.len())) {
         for start in (0..block.columns()).step_by(COLUMNS) {
             let length = COLUMNS.min(block.columns() - start);
-            let (squares, columns) = (
-                &mut centroids[..length / LANE],
-                first + start..first + start + length,
-            );
-            let size = length * PANEL * usize::from(BITS) / 8;
-            let codes = codes.wrapping_add(start * PANEL * usize::from(BITS) / 8);
-            let tiles = 1 + tokens.len().saturating_sub(beside).div_ceil(V::MOST);
-            let (mut tile, mut done) = (0, 0);
-            macro_rules! next {
-                ($tokens:literal, $kernel:path, $($more:expr),*) => {{
-                    let mut x = [std::ptr::null(); $tokens];
-                    for t in 0..$tokens {
-                        x[t] = tokens[done + t].codes[columns.clone()].as_ptr();
-                    }
-                    let place = Place {
-                        first: start == 0,
-                        last: columns.end == first + block.columns(),
-                        ahead: codes.wrapping_add(size + tile * (size / tiles)),
-                        bytes: size / tiles / squares.len(),
-                    };
-                    let sums = &mut sums[done..done + $tokens];
-                    // SAFETY: the caller's; the slices have the piece's columns, and the block has its codes.
-                    unsafe { $kernel($($more,)* squares, x, place, sums) };
-                    tile += 1;
-                    done += $tokens;
-                }};
-            }
-            let table = &tables.0[plane];
-            // Tiles as even as can be: a tile of few tokens waits for its sums.
-            match tokens.len().div_ceil(tiles).min(beside) {
-                5 if V::BESIDE >= 5 => next!(5, look_up::<V, BITS, 5>, codes, table),
-                4 if V::BESIDE >= 4 => next!(4, look_up::<V, BITS, 4>, codes, table),
-                3 if V::BESIDE >= 3 => next!(3, look_up::<V, BITS, 3>, codes, table),
-                2 => next!(2, look_up::<V, BITS, 2>, codes, table),
-                _ => next!(1, look_up::<V, BITS, 1>, codes, table),
-            }
-            while tile < tiles {
-                match (tokens.len() - done).div_ceil(tiles - tile) {
-                    6 if V::MOST >= 6 => next!(6, add::<V, 6>,),
-                    5 if V::MOST >= 5 => next!(5, add::<V, 5>,),
-                    4 if V::MOST >= 4 => next!(4, add::<V, 4>,),
-                    3 if V::MOST >= 3 => next!(3, add::<V, 3>,),
-                    2 => next!(2, add::<V, 2>,),
-                    _ => next!(1, add::<V, 1>,),
-                }
-            }
+            let last = start + length == block.columns();
+            let piece = Piece { start, length, last };
+            // SAFETY: the caller's; the piece is of the block.
+            unsafe { add_piece::<V, BITS>(codes, table, first, piece, (tokens, centroids), sums) }
         }
     }
     let epilogue = Epilogue::<PLANES>::new(block);
@@ -136,6 +101,68 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
             found.copy_from_slice(&sums[plane * tokens.len() + t].0[..PANEL]);
         }
         out.add(t, &epilogue.products(&found, token.scale));
+    }
+}
+
+/// Adds the products of a piece, of a block whose codes and first column are given, to the sums of all tokens, by a plane
+/// of tables.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+unsafe fn add_piece<V: Lanes, const BITS: u8>(
+    codes: *const u8,
+    table: &[[u8; LANE]; PANEL],
+    first: usize,
+    piece: Piece,
+    (tokens, centroids): (&[Token], &mut [Square]),
+    sums: &mut [Square],
+) {
+    let Piece { start, length, last } = piece;
+    let squares = &mut centroids[..length / LANE];
+    let columns = first + start..first + start + length;
+    let size = length * PANEL * usize::from(BITS) / 8;
+    let codes = codes.wrapping_add(start * PANEL * usize::from(BITS) / 8);
+    // Looking lines of 2-bit codes up takes more registers.
+    let beside = if BITS == 2 { V::WIDEST } else { V::BESIDE };
+    let tiles = 1 + tokens.len().saturating_sub(beside).div_ceil(V::MOST);
+    let (mut tile, mut done) = (0, 0);
+    macro_rules! next {
+        ($tokens:literal, $kernel:path, $($more:expr),*) => {{
+            let mut x = [std::ptr::null(); $tokens];
+            for t in 0..$tokens {
+                x[t] = tokens[done + t].codes[columns.clone()].as_ptr();
+            }
+            let place = Place {
+                first: start == 0,
+                last,
+                ahead: codes.wrapping_add(size + tile * (size / tiles)),
+                bytes: size / tiles / squares.len(),
+            };
+            let sums = &mut sums[done..done + $tokens];
+            // SAFETY: the caller's; the slices have the piece's columns, and the block has its codes.
+            unsafe { $kernel($($more,)* squares, x, place, sums) };
+            tile += 1;
+            done += $tokens;
+        }};
+    }
+    // Tiles as even as can be: a tile of few tokens waits for its sums.
+    match tokens.len().div_ceil(tiles).min(beside) {
+        5 if V::BESIDE >= 5 => next!(5, look_up::<V, BITS, 5>, codes, table),
+        4 if V::BESIDE >= 4 => next!(4, look_up::<V, BITS, 4>, codes, table),
+        3 if V::BESIDE >= 3 => next!(3, look_up::<V, BITS, 3>, codes, table),
+        2 => next!(2, look_up::<V, BITS, 2>, codes, table),
+        _ => next!(1, look_up::<V, BITS, 1>, codes, table),
+    }
+    while tile < tiles {
+        match (tokens.len() - done).div_ceil(tiles - tile) {
+            6 if V::MOST >= 6 => next!(6, add::<V, 6>,),
+            5 if V::MOST >= 5 => next!(5, add::<V, 5>,),
+            4 if V::MOST >= 4 => next!(4, add::<V, 4>,),
+            3 if V::MOST >= 3 => next!(3, add::<V, 3>,),
+            2 => next!(2, add::<V, 2>,),
+            _ => next!(1, add::<V, 1>,),
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use crate::formats::codebook::{Block, PANEL};
 
 /// A row of codes, and what they stand for.
 #[derive(Default)]
-pub(crate) struct Buffers<'a> {
+pub struct Buffers<'a> {
     codes: Vec<u8>,
     bytes: Vec<i8>,
     values: Vec<f32>,

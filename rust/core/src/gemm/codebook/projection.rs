@@ -1,6 +1,5 @@
 //! Codebook tensors as [`crate::gemm::layer`] multiplies them.
 
-use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,8 +15,8 @@ use super::tokens::{Form, Prepared};
 use super::x86;
 use super::{Precision, Rows, portable};
 use crate::Result;
-use crate::formats::codebook::{PANEL, View};
-use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::formats::codebook::{Block, PANEL, View};
+use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
@@ -78,154 +77,130 @@ impl Projection for Codebook<'_> {
         self.view.layout().panel_bytes() / PANEL
     }
 
-    fn memory(&self, expert: usize) -> &[u8] {
-        self.view.expert(expert)
+    fn memory(&self, expert: usize, rows: Range<usize>) -> &[u8] {
+        let size = self.view.layout().panel_bytes();
+        &self.view.expert(expert)[rows.start / PANEL * size..rows.end.div_ceil(PANEL) * size]
     }
 
     fn granule(&self) -> usize {
         PANEL
     }
 
-    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        let few = |few: &Arc<Job>| self.directly(few, None);
-        let by_panels = self.panels.and_then(|backend| match self.precision {
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        let few = |few: &Arc<Job>| direct(self, few);
+        let Some(backend) = self.panels else {
+            return few(job);
+        };
+        match self.precision {
             #[cfg(target_arch = "x86_64")]
-            Precision::Int8 { .. } => {
-                let source = Panels::new(self.view, Form::of(&self.view.layout(), self.precision, self.isa));
-                panel::products(source, (backend, panels::FEWEST), job, sibling, few)
-            }
-            _ => {
-                let (source, fewest) = (Rounded::new(self.view, backend), rounded::fewest(backend));
-                panel::products(source, (backend, fewest), job, sibling, few)
-            }
-        });
-        by_panels.unwrap_or_else(|| self.directly(job, sibling))
+            Precision::Int8 { .. } => by_tokens(
+                job,
+                panels::FEWEST,
+                |many| panel::products(Panels::new(self.view, self.form()), backend, many),
+                few,
+            ),
+            _ => by_tokens(
+                job,
+                rounded::fewest(backend),
+                |many| panel::products(Rounded::new(self.view, backend), backend, many),
+                few,
+            ),
+        }
     }
 }
 
 impl Codebook<'_> {
-    /// Products straight from the codes.
-    fn directly<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        let form = Form::of(&self.view.layout(), self.precision, self.isa);
-        let shared = sibling
-            .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())
-            .filter(|prepared| prepared.form() == form);
-        let mine = shared.is_none();
-        Box::new(Multiplication {
-            weights: self,
-            job: job.clone(),
-            prepared: shared.unwrap_or_else(|| Arc::new(Prepared::new(job.tokens, form))),
-            mine,
-        })
+    fn form(&self) -> Form {
+        Form::of(&self.view.layout(), self.precision, self.isa)
     }
 }
 
-/// A tensor and the tokens of a job.
-struct Multiplication<'a> {
-    weights: &'a Codebook<'a>,
-    job: Arc<Job>,
-    prepared: Arc<Prepared>,
-    /// The activations are not a sibling's.
-    mine: bool,
-}
+/// The tokens of a job.
+static TOKENS: Cache<Form, Prepared> = Cache::new();
 
-impl Products for Multiplication<'_> {
-    fn stages(&self) -> [usize; 2] {
-        [if self.mine { self.prepared.parts() } else { 0 }, 0]
+impl Kernel for Codebook<'_> {
+    type Prepared = Prepared;
+    type Scratch<'w>
+        = portable::Buffers<'w>
+    where
+        Self: 'w;
+
+    fn prepared(&self, job: &Arc<Job>) -> Shared<Prepared> {
+        TOKENS.get(job, self.form(), |&form| Prepared::new(job.tokens, form))
     }
 
-    fn prepare(&self, _stage: usize, unit: usize, x: Activations) {
-        self.prepared.fill(unit, x);
+    fn stages(&self, prepared: &Prepared) -> [usize; 2] {
+        [prepared.parts(), 0]
     }
 
-    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        Some(self.prepared.clone())
+    fn prepare(&self, _: &Job, prepared: &Prepared, _: usize, unit: usize, x: Activations) {
+        prepared.fill(unit, x);
     }
 
-    fn worker(&self) -> Box<dyn Worker + '_> {
-        Box::new(Thread {
-            products: self,
-            buffers: portable::Buffers::default(),
-        })
-    }
-}
-
-struct Thread<'a> {
-    products: &'a Multiplication<'a>,
-    buffers: portable::Buffers<'a>,
-}
-
-impl Worker for Thread<'_> {
-    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
-        let products = self.products;
-        let (weights, job) = (products.weights, &products.job);
-        let (expert, places) = (job.tasks[task].expert, job.tasks[task].places.clone());
-        let (layout, list) = (weights.view.layout(), &job.list[places]);
-        let prepared: &Prepared = &products.prepared;
+    fn multiply<'w>(
+        &'w self,
+        work: Work<'w, Prepared>,
+        buffers: &mut portable::Buffers<'w>,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) {
+        let (prepared, list) = (work.prepared, work.tokens());
         out.fill(0.0);
         #[cfg(target_arch = "x86_64")]
-        if let (true, Some(activation_bits)) = (prepared.form().tables(), weights.precision.activation_bits())
-        {
+        if let (true, Some(activation_bits)) = (prepared.form().tables(), self.precision.activation_bits()) {
             let lookups = Lookups {
-                view: weights.view,
+                view: self.view,
                 prepared,
                 activation_bits,
-                planes: if matches!(weights.precision, Precision::Int8 { .. }) {
+                planes: if matches!(self.precision, Precision::Int8 { .. }) {
                     1
                 } else {
                     2
                 },
             };
             // SAFETY: tables are made for AVX2, which `isa.require()` in `Codebook::new` has found.
-            return unsafe { lookups.multiply(expert, rows, list, out) };
+            return unsafe { lookups.multiply(work.expert(), rows, list, out) };
         }
         #[cfg(target_arch = "x86_64")]
-        if weights.precision != Precision::Exact && list.len() >= pieces::FEWEST {
-            self.buffers.pieces.take(prepared, list);
+        if self.precision != Precision::Exact && list.len() >= pieces::FEWEST {
+            buffers.pieces.take(prepared, list);
         }
+        let layout = self.view.layout();
         for start in rows.clone().step_by(PANEL) {
             let mut out = Rows::new(out, rows.len(), start - rows.start);
             for index in 0..layout.blocks() {
-                let block = weights.view.block(expert, start / PANEL, index);
-                let first = index * layout.block_size();
-                match weights.isa {
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => {
-                        let buffers = &mut self.buffers;
-                        x86::avx512(
-                            &block,
-                            weights.precision,
-                            first,
-                            prepared,
-                            list,
-                            buffers,
-                            &mut out,
-                        );
-                    }
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => {
-                        let buffers = &mut self.buffers;
-                        x86::avx2(
-                            &block,
-                            weights.precision,
-                            first,
-                            prepared,
-                            list,
-                            buffers,
-                            &mut out,
-                        );
-                    }
-                    _ => portable::block(
-                        &block,
-                        weights.precision,
-                        first,
-                        prepared,
-                        list,
-                        &mut self.buffers,
-                        &mut out,
-                    ),
-                }
+                let block = self.view.block(work.expert(), start / PANEL, index);
+                self.block(
+                    &block,
+                    index * layout.block_size(),
+                    prepared,
+                    list,
+                    buffers,
+                    &mut out,
+                );
             }
         }
+    }
+}
+
+impl Codebook<'_> {
+    /// Adds the products of a block, whose first column is `first`, to `out`.
+    fn block(
+        &self,
+        block: &Block,
+        first: usize,
+        prepared: &Prepared,
+        list: &[usize],
+        buffers: &mut portable::Buffers,
+        out: &mut Rows,
+    ) {
+        let compute = match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => x86::avx512,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => x86::avx2,
+            _ => portable::block,
+        };
+        compute(block, self.precision, first, prepared, list, buffers, out);
     }
 }

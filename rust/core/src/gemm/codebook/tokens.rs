@@ -1,12 +1,12 @@
 //! Activations as kernels read them: padded to whole steps, and quantized where the mode says so.
 
-use std::sync::OnceLock;
-
 use super::Precision;
+use super::grid::Grid;
 use super::planes::by_tables;
 use super::planes::tables::Tables;
 use crate::formats::codebook::Layout;
 use crate::gemm::hadamard::rotate;
+use crate::gemm::layer::Slots;
 use crate::simd::Isa;
 use crate::types::Activations;
 
@@ -38,7 +38,7 @@ struct Part {
 
 /// What activations become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Form {
+pub struct Form {
     columns: usize,
     /// Those of whole steps.
     padded: usize,
@@ -55,7 +55,7 @@ pub(super) struct Form {
 
 impl Form {
     /// What products of a tensor in a mode want.
-    pub fn of(layout: &Layout, precision: Precision, isa: Isa) -> Form {
+    pub(super) fn of(layout: &Layout, precision: Precision, isa: Isa) -> Form {
         Form {
             columns: layout.shape().columns,
             padded: layout.padded_columns(),
@@ -93,19 +93,19 @@ impl Form {
 /// A token of a job in an integer mode.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
-pub(super) struct Token<'a> {
+pub struct Token<'a> {
     pub codes: &'a [u8],
     /// Step and zero.
     pub scale: (f32, i32),
 }
 
 /// The tokens of a job, to be filled part by part.
-pub(super) struct Prepared {
+pub struct Prepared {
     form: Form,
     /// Tokens of a part, but perhaps the last.
     size: usize,
     tokens: usize,
-    parts: Vec<OnceLock<Part>>,
+    parts: Slots<Part>,
 }
 
 impl Prepared {
@@ -116,7 +116,7 @@ impl Prepared {
             form,
             size,
             tokens,
-            parts: (0..tokens.div_ceil(size)).map(|_| OnceLock::new()).collect(),
+            parts: Slots::new(tokens.div_ceil(size)),
         }
     }
 
@@ -133,7 +133,7 @@ impl Prepared {
     /// Fills a part from `x`, tokens x columns.
     pub fn fill(&self, part: usize, x: Activations) {
         let tokens = part * self.size..((part + 1) * self.size).min(self.tokens);
-        self.parts[part].get_or_init(|| {
+        self.parts.fill(part, || {
             let (form, mut part) = (self.form, Part::default());
             match form.bits {
                 None => {
@@ -161,8 +161,7 @@ impl Prepared {
 
     #[inline(always)]
     fn part(&self, token: usize) -> (&Part, usize) {
-        let part = self.parts[token / self.size].get();
-        (part.expect("a stage has filled it"), token % self.size)
+        (self.parts.get(token / self.size), token % self.size)
     }
 
     /// A token's values, of a job in the exact mode.
@@ -258,46 +257,4 @@ fn quantize_portable(x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
         *code = (value * grid.inverse + grid.shift).clamp(0.0, grid.top) as i32 as u8;
     }
     (grid.step, grid.zero)
-}
-
-/// How a token is quantized: a value's code is `value * inverse + shift`, clamped to 0 and `top`, truncated.
-pub(super) struct Grid {
-    pub step: f32,
-    pub zero: i32,
-    pub inverse: f32,
-    pub shift: f32,
-    pub top: f32,
-}
-
-impl Grid {
-    /// The grid of values between `low <= 0` and `high >= 0`; `None` if they are not finite.
-    ///
-    /// A range so small that its step has no finite inverse becomes zeros.
-    pub fn of((low, high): (f32, f32), finite: bool, bits: u8) -> Option<Grid> {
-        let top = f32::from((1u16 << bits) - 1);
-        let step = (high - low) / top;
-        let inverse = 1.0 / step;
-        if !finite || !step.is_finite() {
-            return None;
-        }
-        if !inverse.is_finite() {
-            let (step, zero, inverse, shift) = (0.0, 0, 0.0, 0.0);
-            return Some(Grid {
-                step,
-                zero,
-                inverse,
-                shift,
-                top,
-            });
-        }
-        let zero = (-low * inverse + 0.5).floor().clamp(0.0, top);
-        let shift = zero + 0.5;
-        Some(Grid {
-            step,
-            zero: zero as i32,
-            inverse,
-            shift,
-            top,
-        })
-    }
 }

@@ -13,6 +13,7 @@
 
 mod kernel;
 mod projection;
+mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 

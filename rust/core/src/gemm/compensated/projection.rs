@@ -1,17 +1,16 @@
 //! Compensated tensors as [`crate::gemm::layer`] multiplies them.
 
-use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use super::TOKENS;
-use super::kernel::{self, Coefficients};
+use super::scalar::Coefficients;
+use super::{TOKENS, kernel};
 use crate::Result;
 use crate::formats::compensated::View;
 use crate::formats::compensated::chunk::CHUNK;
 use crate::formats::groupwise;
 use crate::gemm::groupwise::Groupwise;
-use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::gemm::layer::{Job, Kernel, Products, Projection, Shared, Slots, Work, direct, followed};
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
 
@@ -46,9 +45,13 @@ impl Projection for Compensated<'_> {
         self.base.shape()
     }
 
-    /// Those of the codes: the compensator is a few percent more.
+    /// The bytes of the codes: the compensator is a few percent more.
     fn row_bytes(&self) -> usize {
         self.base.row_bytes()
+    }
+
+    fn memory(&self, expert: usize, rows: Range<usize>) -> &[u8] {
+        self.base.memory(expert, rows)
     }
 
     /// Units start where chunks of U^T do, which is also where blocks of 16 rows do.
@@ -56,179 +59,131 @@ impl Projection for Compensated<'_> {
         CHUNK
     }
 
-    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        let (mut parts, mut units) = (Vec::with_capacity(job.tasks.len()), Vec::new());
-        let width = self.shape().columns.next_multiple_of(CHUNK);
-        for (number, task) in job.tasks.iter().enumerate() {
-            let (rank, first) = (self.view.rank(task.expert), units.len());
-            let step = (UNIT_PRODUCTS / (width * task.places.len()).max(1)).max(1);
-            for start in (0..rank).step_by(step) {
-                units.push(Unit {
-                    task: number,
-                    ranks: start..rank.min(start + step),
-                    z: OnceLock::new(),
-                });
-            }
-            parts.push(Part {
-                rank,
-                units: first..units.len(),
-                x: OnceLock::new(),
-            });
-        }
-        Box::new(Multiplication {
-            weights: self,
-            base: self.base.products(job, sibling),
-            job: job.clone(),
-            width,
-            parts,
-            units,
-        })
-    }
-}
-
-/// What the compensator of a task's expert needs.
-struct Part {
-    rank: usize,
-    units: Range<usize>,
-    /// The activations of its tokens, each padded to whole chunks.
-    x: OnceLock<Vec<f32>>,
-}
-
-/// Some rows of V of a task's expert by its tokens.
-struct Unit {
-    task: usize,
-    ranks: Range<usize>,
-    /// Ranks x tokens.
-    z: OnceLock<Vec<f32>>,
-}
-
-/// A tensor and the tokens of a job.
-struct Multiplication<'a> {
-    weights: &'a Compensated<'a>,
-    base: Box<dyn Products + 'a>,
-    job: Arc<Job>,
-    width: usize,
-    /// Of each task.
-    parts: Vec<Part>,
-    units: Vec<Unit>,
-}
-
-impl Multiplication<'_> {
-    fn gather(&self, task: usize, x: Activations) {
-        let part = &self.parts[task];
-        let places = self.job.tasks[task].places.clone();
-        if part.rank == 0 {
-            return;
-        }
-        let columns = self.weights.shape().columns;
-        let make = || {
-            let mut out = vec![0.0; places.len() * self.width];
-            for (place, out) in places.zip(out.chunks_exact_mut(self.width)) {
-                x.widen(self.job.list[place] * columns, &mut out[..columns]);
-            }
-            out
-        };
-        part.x.get_or_init(make);
-    }
-
-    fn project(&self, unit: &Unit) {
-        let task = &self.job.tasks[unit.task];
-        let x = self.parts[unit.task]
-            .x
-            .get()
-            .expect("the first stage has made it");
-        let make = || {
-            let mut z = vec![0.0; unit.ranks.len() * task.places.len()];
-            for (index, z) in unit.ranks.clone().zip(z.chunks_exact_mut(task.places.len())) {
-                kernel::project(
-                    self.weights.isa,
-                    &self.weights.view.right(task.expert, index),
-                    x,
-                    z,
-                );
-            }
-            z
-        };
-        unit.z.get_or_init(make);
-    }
-}
-
-impl Products for Multiplication<'_> {
-    fn stages(&self) -> [usize; 2] {
-        let [first, second] = self.base.stages();
-        let gathered = if self.units.is_empty() {
-            0
-        } else {
-            self.parts.len()
-        };
-        [first + gathered, second + self.units.len()]
-    }
-
-    fn prepare(&self, stage: usize, unit: usize, x: Activations) {
-        let own = unit.checked_sub(self.base.stages()[stage]);
-        match (own, stage) {
-            (None, _) => self.base.prepare(stage, unit, x),
-            (Some(task), 0) => self.gather(task, x),
-            (Some(unit), _) => self.project(&self.units[unit]),
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        let base = self.base.products(job);
+        match job.tasks.iter().any(|task| self.view.rank(task.expert) > 0) {
+            true => followed(base, direct(self, job)),
+            false => base,
         }
     }
-
-    /// Those of the group-wise part.
-    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        self.base.shared()
-    }
-
-    fn worker(&self) -> Box<dyn Worker + '_> {
-        Box::new(Thread {
-            products: self,
-            base: self.base.worker(),
-            task: None,
-            z: Vec::new(),
-        })
-    }
 }
 
-struct Thread<'a> {
-    products: &'a Multiplication<'a>,
-    base: Box<dyn Worker + 'a>,
-    /// Whose coefficients `z` are: ranks x tokens.
+/// What the compensator needs of a job.
+pub struct Factors {
+    /// For each task, the rank of its expert and its units.
+    tasks: Vec<(usize, Range<usize>)>,
+    /// The activations of each task's tokens, each padded to whole chunks.
+    x: Slots<Vec<f32>>,
+    /// Some rows of V of a task's expert: the task, and which rows.
+    units: Vec<(usize, Range<usize>)>,
+    /// Each unit's products with the task's tokens, rows of V x tokens.
+    z: Slots<Vec<f32>>,
+}
+
+/// The coefficients z of a task, rank x tokens, which a thread puts together from units.
+#[derive(Default)]
+pub struct Gathered {
     task: Option<usize>,
     z: Vec<f32>,
 }
 
-impl Worker for Thread<'_> {
-    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
-        self.base.multiply(task, rows.clone(), out);
-        let products = self.products;
-        let part = &products.parts[task];
-        if part.rank == 0 || rows.is_empty() {
+/// The compensator: y += U (V x).
+impl Kernel for Compensated<'_> {
+    type Prepared = Factors;
+    type Scratch<'w>
+        = Gathered
+    where
+        Self: 'w;
+
+    fn prepared(&self, job: &Arc<Job>) -> Shared<Factors> {
+        let (mut tasks, mut units) = (Vec::with_capacity(job.tasks.len()), Vec::new());
+        for (number, task) in job.tasks.iter().enumerate() {
+            let (rank, first) = (self.view.rank(task.expert), units.len());
+            let step = (UNIT_PRODUCTS / (self.width() * task.places.len()).max(1)).max(1);
+            let starts = (0..rank).step_by(step);
+            units.extend(starts.map(|start| (number, start..rank.min(start + step))));
+            tasks.push((rank, first..units.len()));
+        }
+        Shared::own(Factors {
+            x: Slots::new(tasks.len()),
+            z: Slots::new(units.len()),
+            tasks,
+            units,
+        })
+    }
+
+    fn stages(&self, factors: &Factors) -> [usize; 2] {
+        [factors.x.len(), factors.z.len()]
+    }
+
+    fn prepare(&self, job: &Job, factors: &Factors, stage: usize, unit: usize, x: Activations) {
+        match stage {
+            0 => self.gather(job, factors, unit, x),
+            _ => self.project(job, factors, unit),
+        }
+    }
+
+    fn multiply(
+        &self,
+        work: Work<'_, Factors>,
+        gathered: &mut Gathered,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) {
+        let factors = work.prepared;
+        let (ranks, units) = factors.tasks[work.task].clone();
+        if ranks == 0 || rows.is_empty() {
             return;
         }
-        if self.task != Some(task) {
-            self.task = Some(task);
-            self.z.clear();
-            for unit in &products.units[part.units.clone()] {
-                self.z.extend(unit.z.get().expect("the second stage has made it"));
-            }
+        if gathered.task.replace(work.task) != Some(work.task) {
+            gathered.z.clear();
+            units.for_each(|unit| gathered.z.extend(factors.z.get(unit)));
         }
-        let of = &products.job.tasks[task];
-        let left = |index: usize| products.weights.view.left(of.expert, index);
+        let expert = work.expert();
+        let left = |index: usize| self.view.left(expert, index);
         for (run, out) in out.chunks_mut(TOKENS * rows.len()).enumerate() {
             let coefficients = Coefficients {
-                z: &self.z,
-                ranks: part.rank,
-                stride: of.places.len(),
+                z: &gathered.z,
+                ranks,
+                stride: work.places().len(),
                 first: run * TOKENS,
             };
             let tokens = out.len() / rows.len();
-            kernel::expand(
-                products.weights.isa,
-                &left,
-                coefficients,
-                tokens,
-                rows.start / CHUNK,
-                out,
-            );
+            kernel::expand(self.isa, &left, coefficients, tokens, rows.start / CHUNK, out);
         }
+    }
+}
+
+impl Compensated<'_> {
+    /// Columns of whole chunks.
+    fn width(&self) -> usize {
+        self.shape().columns.next_multiple_of(CHUNK)
+    }
+
+    fn gather(&self, job: &Job, factors: &Factors, task: usize, x: Activations) {
+        if factors.tasks[task].0 == 0 {
+            return;
+        }
+        let (columns, width) = (self.shape().columns, self.width());
+        let tokens = &job.list[job.tasks[task].places.clone()];
+        factors.x.fill(task, || {
+            let mut out = vec![0.0; tokens.len() * width];
+            for (token, out) in tokens.iter().zip(out.chunks_exact_mut(width)) {
+                x.widen(token * columns, &mut out[..columns]);
+            }
+            out
+        });
+    }
+
+    fn project(&self, job: &Job, factors: &Factors, unit: usize) {
+        let (number, ranks) = factors.units[unit].clone();
+        let (task, x) = (&job.tasks[number], factors.x.get(number));
+        factors.z.fill(unit, || {
+            let mut z = vec![0.0; ranks.len() * task.places.len()];
+            for (index, z) in ranks.zip(z.chunks_exact_mut(task.places.len())) {
+                kernel::project(self.isa, &self.view.right(task.expert, index), x, z);
+            }
+            z
+        });
     }
 }

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::Coefficients;
+use super::scalar::Coefficients;
 use crate::formats::compensated::FactorRow;
 use crate::formats::compensated::chunk::{CHUNK, LANES, Width};
 

@@ -5,8 +5,9 @@
 //! before they leave its caches. Terms are added in the order of a token's list: sums have the same bits.
 
 use super::output::Output;
-use super::team::Member;
-use super::{Job, Products, Projection};
+use super::projection::{Products, Projection};
+use super::region::Thread;
+use super::routing::Job;
 
 /// From as many outputs on (4 MB) they are summed band by band: fewer wait in caches anyway.
 const MANY: usize = 1 << 20;
@@ -41,14 +42,14 @@ impl Bands {
     /// The phase: `terms` are each token's places and weights, `y` is tokens x rows.
     pub fn fill(
         &self,
-        member: &mut Member,
+        thread: &mut Thread,
         down: &dyn Products,
         job: &Job,
         terms: &[Vec<(usize, f32)>],
         y: &Output,
     ) {
         let (mut down, mut outputs, mut sums) = (down.worker(), Vec::new(), Vec::new());
-        member.phase(self.units(), |unit| {
+        thread.phase(self.units(), |unit| {
             let rows = unit * self.step..((unit + 1) * self.step).min(self.rows);
             outputs.resize(job.list.len() * rows.len(), 0.0);
             for (number, task) in job.tasks.iter().enumerate() {

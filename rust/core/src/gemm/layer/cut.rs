@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::{Job, Projection};
+use super::projection::Projection;
+use super::routing::Job;
 
 /// Most bytes of a unit of work: long enough a run for the memory.
 const UNIT_BYTES: usize = 512 << 10;
@@ -51,6 +52,11 @@ impl Cut {
     }
 }
 
+/// The part of `count` units that is the share of thread `index` of `threads`.
+pub(super) fn share(count: usize, index: usize, threads: usize) -> Range<usize> {
+    count * index / threads..count * (index + 1) / threads
+}
+
 /// The least common multiple of two positive numbers.
 pub(super) fn multiple(a: usize, b: usize) -> usize {
     let (mut divisor, mut rest) = (a, b);
@@ -69,4 +75,17 @@ pub(super) fn alone(projections: &[&dyn Projection], job: &Job) -> bool {
         .fold(0, usize::saturating_add)
         .saturating_mul(job.list.len())
         < ALONE_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_all_units_in_their_order() {
+        for (count, threads) in [(0, 2), (1, 2), (7, 3), (48, 5)] {
+            let units = (0..threads).flat_map(|index| share(count, index, threads));
+            assert!(units.eq(0..count));
+        }
+    }
 }

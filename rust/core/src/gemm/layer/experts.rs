@@ -5,19 +5,16 @@ use std::sync::Arc;
 use rayon::ThreadPool;
 
 use super::activation::gated;
-use super::ahead::{self, Ahead};
 use super::bands::Bands;
 use super::cut::{self, Cut};
 use super::output::Output;
-use super::routing::Sorted;
-use super::team::{self, Member, Threads};
-use super::{Job, Products, Projection, Routing};
+use super::prefetch::{self, Prefetch};
+use super::projection::{Products, Projection};
+use super::region::{self, Thread, Threads};
+use super::routing::{Job, Routing, Sorted};
 use crate::simd::Isa;
 use crate::types::Activations;
 use crate::{Error, Result};
-
-/// Phases of [`Pass::run`].
-pub(crate) const PHASES: usize = 6;
 
 /// The projections of all experts of a layer: gate and up are E x I x H, down is E x H x I.
 #[derive(Clone, Copy)]
@@ -60,13 +57,13 @@ impl Layer<'_> {
         let pass = Pass::new(*self, &routing, tokens, pool.current_num_threads(), isa);
         let threads = Threads::of(cut::alone(&[self.gate, self.up, self.down], &pass.job), tokens);
         let y = Output::new(y, columns, pass.bands.as_ref().map_or(tokens, Bands::units));
-        team::run(pool, PHASES + 1, threads, |member| {
-            pass.run(member, x, None);
+        region::run(pool, threads, |thread| {
+            pass.run(thread, x, None);
             if let Some(bands) = &pass.bands {
-                return bands.fill(member, &*pass.down, &pass.own, &pass.terms, &y);
+                return bands.fill(thread, &*pass.down, &pass.own, &pass.terms, &y);
             }
             let mut sum = vec![0.0; columns];
-            member.phase(tokens, |token| {
+            thread.phase(tokens, |token| {
                 sum.fill(0.0);
                 pass.add(token, &mut sum);
                 // SAFETY: each unit has a token of its own.
@@ -124,7 +121,7 @@ pub(crate) struct Pass<'a> {
     own: Arc<Job>,
     cuts: [Cut; 2],
     /// The memory that each of the two reads first.
-    aheads: [Ahead<'a>; 2],
+    prefetches: [Prefetch<'a>; 2],
     /// How rows of down are taken where there are so many outputs that they are summed at once.
     bands: Option<Bands>,
     hidden: Output<'a>,
@@ -142,8 +139,8 @@ impl<'a> Pass<'a> {
         let Sorted { job, places } = Sorted::new(routing, tokens, shape.experts);
         let own = Arc::new(Job::of_tasks(job.tasks.clone()));
         let job = Arc::new(job);
-        let gate = layer.gate.products(&job, None);
-        let up = layer.up.products(&job, Some(&*gate));
+        let gate = layer.gate.products(&job);
+        let up = layer.up.products(&job);
         let cuts = [
             Cut::new(&[layer.gate, layer.up], &job, threads),
             Cut::new(&[layer.down], &own, threads),
@@ -157,12 +154,12 @@ impl<'a> Pass<'a> {
                 .filter_map(|(&place, &weight)| Some((place?, weight)))
                 .collect()
         };
-        let aheads = [
-            Ahead::new(cuts[0].units(&job), threads, |unit| {
-                ahead::memory(&[layer.gate, layer.up], &job, &cuts[0], unit)
+        let prefetches = [
+            Prefetch::new(cuts[0].units(&job), threads, |unit| {
+                prefetch::memory(&[layer.gate, layer.up], &job, &cuts[0], unit)
             }),
-            Ahead::new(cuts[1].units(&own), threads, |unit| {
-                ahead::memory(&[layer.down], &own, &cuts[1], unit)
+            Prefetch::new(cuts[1].units(&own), threads, |unit| {
+                prefetch::memory(&[layer.down], &own, &cuts[1], unit)
             }),
         ];
         let bands = Bands::new(layer.down, &own, threads);
@@ -171,7 +168,7 @@ impl<'a> Pass<'a> {
             None => Output::owned(job.list.len(), shape.columns, cuts[1].units(&own)),
         };
         Pass {
-            down: layer.down.products(&own, None),
+            down: layer.down.products(&own),
             hidden: Output::owned(job.list.len(), shape.rows, cuts[0].units(&job)),
             outputs,
             bands,
@@ -181,41 +178,41 @@ impl<'a> Pass<'a> {
             job,
             own,
             cuts,
-            aheads,
+            prefetches,
             isa,
         }
     }
 
-    /// Computes the experts' outputs, or where they are summed at once all that this needs, as a member of a region: `x` is
-    /// T x H. What is in `next` is needed afterwards.
-    pub fn run<'s>(&'s self, member: &mut Member<'_, 's>, x: Activations, next: Option<&'s Ahead<'s>>) {
-        member.expect(Some(&self.aheads[0]));
+    /// Computes the experts' outputs, or where they are summed at once all that this needs, on a thread of a region: `x` is
+    /// T x H. What is in `next` is read afterwards.
+    pub fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: Activations, next: Option<&'s Prefetch<'s>>) {
+        thread.prefetch(Some(&self.prefetches[0]));
         for stage in 0..2 {
             let [gate, up] = [&self.gate, &self.up].map(|products| products.stages()[stage]);
-            member.phase(gate + up, |unit| match unit.checked_sub(gate) {
+            thread.phase(gate + up, |unit| match unit.checked_sub(gate) {
                 None => self.gate.prepare(stage, unit, x),
                 Some(unit) => self.up.prepare(stage, unit, x),
             });
         }
-        member.expect(Some(&self.aheads[1]));
-        self.gates(member);
+        thread.prefetch(Some(&self.prefetches[1]));
+        self.gates(thread);
         for stage in 0..2 {
-            member.phase(self.down.stages()[stage], |unit| {
+            thread.phase(self.down.stages()[stage], |unit| {
                 self.down
                     .prepare(stage, unit, Activations::F32(self.hidden.values()));
             });
         }
-        member.expect(next);
+        thread.prefetch(next);
         if self.bands.is_none() {
-            self.downs(member);
+            self.downs(thread);
         }
     }
 
     /// The phase of gate and up: their products, gated, become hidden activations.
-    fn gates(&self, member: &mut Member) {
+    fn gates(&self, thread: &mut Thread) {
         let (mut gate, mut up) = (self.gate.worker(), self.up.worker());
         let (mut values, mut factors) = (Vec::new(), Vec::new());
-        member.phase(self.cuts[0].units(&self.job), |unit| {
+        thread.phase(self.cuts[0].units(&self.job), |unit| {
             let (task, rows) = self.cuts[0].at(unit);
             let places = self.job.tasks[task].places.clone();
             values.resize(places.len() * rows.len(), 0.0);
@@ -229,9 +226,9 @@ impl<'a> Pass<'a> {
     }
 
     /// The phase of down.
-    fn downs(&self, member: &mut Member) {
+    fn downs(&self, thread: &mut Thread) {
         let (mut down, mut values) = (self.down.worker(), Vec::new());
-        member.phase(self.cuts[1].units(&self.own), |unit| {
+        thread.phase(self.cuts[1].units(&self.own), |unit| {
             let (task, rows) = self.cuts[1].at(unit);
             let places = self.own.tasks[task].places.clone();
             values.resize(places.len() * rows.len(), 0.0);

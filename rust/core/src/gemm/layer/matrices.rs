@@ -4,15 +4,13 @@ use std::sync::Arc;
 
 use rayon::ThreadPool;
 
-use super::ahead::{self, Ahead};
 use super::cut::{self, Cut};
 use super::output::Output;
-use super::team::{self, Member, Threads};
-use super::{Job, Products, Projection};
+use super::prefetch::{self, Prefetch};
+use super::projection::{Products, Projection};
+use super::region::{self, Thread, Threads};
+use super::routing::Job;
 use crate::types::Activations;
-
-/// Phases of [`Matrices::multiply`].
-pub(crate) const PHASES: usize = 3;
 
 /// One of them.
 struct Matrix<'a> {
@@ -20,6 +18,28 @@ struct Matrix<'a> {
     products: Box<dyn Products + 'a>,
     cut: Cut,
     y: Output<'a>,
+}
+
+impl<'a> Matrix<'a> {
+    /// Products that go into `y`, or into an array of their own.
+    fn new(
+        projection: &'a dyn Projection,
+        job: &Arc<Job>,
+        y: Option<&'a mut [f32]>,
+        threads: usize,
+    ) -> Matrix<'a> {
+        let cut = Cut::new(&[projection], job, threads);
+        let (rows, units) = (projection.shape().rows, cut.units(job));
+        Matrix {
+            projection,
+            products: projection.products(job),
+            y: match y {
+                Some(y) => Output::new(y, rows, units),
+                None => Output::owned(job.list.len(), rows, units),
+            },
+            cut,
+        }
+    }
 }
 
 /// Matrices and the tokens of a job, to be multiplied once.
@@ -30,60 +50,41 @@ pub(crate) struct Matrices<'a> {
 
 impl<'a> Matrices<'a> {
     /// Products that go into arrays of their own.
-    pub fn new(projections: &[&'a dyn Projection], job: &Arc<Job>, threads: usize) -> Matrices<'a> {
-        let output = |projection: &dyn Projection, units| {
-            Output::owned(job.list.len(), projection.shape().rows, units)
-        };
-        let mut list: Vec<Matrix> = Vec::with_capacity(projections.len());
-        for &projection in projections {
-            let sibling = list.first().map(|matrix| &*matrix.products as &dyn Products);
-            let products = projection.products(job, sibling);
-            let cut = Cut::new(&[projection], job, threads);
-            let y = output(projection, cut.units(job));
-            list.push(Matrix {
-                projection,
-                products,
-                cut,
-                y,
-            });
-        }
+    pub fn new(projections: &[&'a dyn Projection], job: Job, threads: usize) -> Matrices<'a> {
+        let job = Arc::new(job);
+        let list = projections
+            .iter()
+            .map(|&projection| Matrix::new(projection, &job, None, threads));
         Matrices {
-            list,
-            job: job.clone(),
+            list: list.collect(),
+            job,
         }
     }
 
     /// One matrix, whose products go into `y`, the job's places x rows.
     fn into(projection: &'a dyn Projection, job: Job, y: &'a mut [f32], threads: usize) -> Matrices<'a> {
         let job = Arc::new(job);
-        let cut = Cut::new(&[projection], &job, threads);
-        let matrix = Matrix {
-            projection,
-            products: projection.products(&job, None),
-            y: Output::new(y, projection.shape().rows, cut.units(&job)),
-            cut,
-        };
         Matrices {
-            list: vec![matrix],
+            list: vec![Matrix::new(projection, &job, Some(y), threads)],
             job,
         }
     }
 
     /// The memory that each of `threads` threads reads first.
-    pub fn ahead(&self, threads: usize) -> Ahead<'a> {
+    pub fn prefetch(&self, threads: usize) -> Prefetch<'a> {
         let counts = self.list.iter().map(|matrix| matrix.cut.units(&self.job));
-        Ahead::new(counts.clone().sum(), threads, |unit| {
+        Prefetch::new(counts.clone().sum(), threads, |unit| {
             let (index, unit) = split(counts.clone(), unit);
             let matrix = &self.list[index];
-            ahead::memory(&[matrix.projection], &self.job, &matrix.cut, unit)
+            prefetch::memory(&[matrix.projection], &self.job, &matrix.cut, unit)
         })
     }
 
-    /// Multiplies, as a member of a region: `x` is the job's tokens x columns. What is in `next` is needed afterwards.
-    pub fn multiply<'s>(&self, member: &mut Member<'_, 's>, x: Activations, next: Option<&'s Ahead<'s>>) {
+    /// Multiplies, on a thread of a region: `x` is the job's tokens x columns. What is in `next` is read afterwards.
+    pub fn multiply<'s>(&self, thread: &mut Thread<'_, 's>, x: Activations, next: Option<&'s Prefetch<'s>>) {
         for stage in 0..2 {
             let counts = self.list.iter().map(|matrix| matrix.products.stages()[stage]);
-            member.phase(counts.clone().sum(), |unit| {
+            thread.phase(counts.clone().sum(), |unit| {
                 let (index, unit) = split(counts.clone(), unit);
                 self.list[index].products.prepare(stage, unit, x);
             });
@@ -91,8 +92,8 @@ impl<'a> Matrices<'a> {
         let counts = self.list.iter().map(|matrix| matrix.cut.units(&self.job));
         let mut workers: Vec<_> = self.list.iter().map(|matrix| matrix.products.worker()).collect();
         let mut out = Vec::new();
-        member.expect(next);
-        member.phase(counts.clone().sum(), |unit| {
+        thread.prefetch(next);
+        thread.phase(counts.clone().sum(), |unit| {
             let (index, unit) = split(counts.clone(), unit);
             let matrix = &self.list[index];
             let (task, rows) = matrix.cut.at(unit);
@@ -129,7 +130,7 @@ pub fn multiply(projection: &dyn Projection, job: Job, x: Activations, y: &mut [
     }
     let threads = Threads::of(cut::alone(&[projection], &job), job.list.len());
     let matrices = Matrices::into(projection, job, y, pool.current_num_threads());
-    team::run(pool, PHASES, threads, |member| {
-        matrices.multiply(member, x, None);
+    region::run(pool, threads, |thread| {
+        matrices.multiply(thread, x, None);
     });
 }

@@ -22,7 +22,8 @@ pub struct Task {
     pub places: Range<usize>,
 }
 
-/// The pairs of a token and an expert that a call multiplies, in the order of the experts.
+/// The pairs of a token and an expert that a call multiplies, in the order of the experts. It stands for one set of
+/// activations: what projections prepare of them they share with others of the same job.
 #[derive(Debug)]
 pub struct Job {
     /// Tokens that the call has activations of.

@@ -1,3 +1,5 @@
+use std::ops::Range;
+
 use rayon::ThreadPool;
 
 use super::bands::Bands;

@@ -1,125 +1,69 @@
-//! Products of a job by panels, its experts with few tokens by another way.
+//! Products of a job by panels.
 
-use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::strip::Thread;
 use super::tokens::Tokens;
-use super::{Backend, Source};
-use crate::gemm::layer::{Job, Products, Task, Worker};
+use super::{Backend, Source, TokenForm};
+use crate::gemm::layer::{Cache, Job, Kernel, Products, Shared, Work, Worker, direct};
 use crate::types::Activations;
 
-/// The products of a job whose experts with at least `fewest` tokens go by panels, the others as `few` says. `None` where
-/// no expert has so many. `sibling` is another matrix's products of the same job.
+/// The products of a job by a source's panels.
 pub(crate) fn products<'s, S: Source + 's>(
     source: S,
-    (backend, fewest): (Backend, usize),
+    backend: Backend,
     job: &Arc<Job>,
-    sibling: Option<&dyn Products>,
-    few: impl FnOnce(&Arc<Job>) -> Box<dyn Products + 's>,
-) -> Option<Box<dyn Products + 's>> {
-    let is_many = |task: &Task| task.places.len() >= fewest;
-    let (many, rest): (Vec<Task>, Vec<Task>) = job.tasks.iter().cloned().partition(is_many);
-    if many.is_empty() {
-        return None;
-    }
-    let mut counts = [0; 2];
-    let which = job.tasks.iter().map(|task| {
-        let count = &mut counts[usize::from(is_many(task))];
-        *count += 1;
-        (is_many(task), *count - 1)
-    });
-    let form = source.form();
-    let shared = sibling
-        .and_then(|sibling| sibling.shared()?.downcast::<Tokens>().ok())
-        .filter(|tokens| tokens.form == form);
-    Some(Box::new(Multiplication {
-        which: which.collect(),
-        experts: many.iter().map(|task| task.expert).collect(),
-        mine: shared.is_none(),
-        tokens: shared.unwrap_or_else(|| Arc::new(Tokens::new(&many, form))),
-        few: (!rest.is_empty()).then(|| {
-            few(&Arc::new(Job {
-                tokens: job.tokens,
-                list: job.list.clone(),
-                tasks: rest,
-            }))
-        }),
-        job: job.clone(),
-        source,
-        backend,
-    }))
+) -> Box<dyn Products + 's> {
+    direct(Panels { source, backend }, job)
 }
 
-/// A tensor and the tokens of a job.
-struct Multiplication<'s, S> {
+struct Panels<S> {
     source: S,
     backend: Backend,
-    job: Arc<Job>,
-    tokens: Arc<Tokens>,
-    /// The tokens are not a sibling's.
-    mine: bool,
-    /// For each task, whether it goes by panels, and its number among those that do or do not.
-    which: Vec<(bool, usize)>,
-    /// The experts of those that do.
+}
+
+/// The tokens of a job in tiles, and the expert of each task.
+struct Tiles {
+    tokens: Tokens,
     experts: Vec<usize>,
-    /// Those that do not.
-    few: Option<Box<dyn Products + 's>>,
 }
 
-impl<S: Source> Multiplication<'_, S> {
-    /// Tiles to be made in the first stage.
-    fn tiles(&self) -> usize {
-        if self.mine { self.tokens.len() } else { 0 }
-    }
-}
+static TILES: Cache<TokenForm, Tiles> = Cache::new();
 
-impl<S: Source> Products for Multiplication<'_, S> {
-    fn stages(&self) -> [usize; 2] {
-        let [first, second] = self.few.as_ref().map_or([0, 0], |few| few.stages());
-        [self.tiles() + first, second]
-    }
+impl<S: Source> Kernel for Panels<S> {
+    type Prepared = Tiles;
+    type Scratch<'w>
+        = Option<Thread<'w, S>>
+    where
+        Self: 'w;
 
-    fn prepare(&self, stage: usize, unit: usize, x: Activations) {
-        match (stage, unit.checked_sub(self.tiles())) {
-            (0, None) => self.tokens.make(unit, |place, lane, tile| {
-                self.source.token(&x, self.job.list[place], lane, tile);
-            }),
-            (_, left) => {
-                let unit = if stage == 0 { left.unwrap_or(0) } else { unit };
-                if let Some(few) = &self.few {
-                    few.prepare(stage, unit, x);
-                }
-            }
-        }
-    }
-
-    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        Some(self.tokens.clone())
-    }
-
-    fn worker(&self) -> Box<dyn Worker + '_> {
-        Box::new(Both {
-            which: &self.which,
-            many: Thread::new(&self.source, &self.tokens, &self.experts, self.backend),
-            few: self.few.as_ref().map(|few| few.worker()),
+    fn prepared(&self, job: &Arc<Job>) -> Shared<Tiles> {
+        TILES.get(job, self.source.form(), |&form| Tiles {
+            tokens: Tokens::new(&job.tasks, form),
+            experts: job.tasks.iter().map(|task| task.expert).collect(),
         })
     }
-}
 
-/// A thread's state of both kinds.
-struct Both<'a, S: Source> {
-    which: &'a [(bool, usize)],
-    many: Thread<'a, S>,
-    few: Option<Box<dyn Worker + 'a>>,
-}
+    fn stages(&self, tiles: &Tiles) -> [usize; 2] {
+        [tiles.tokens.len(), 0]
+    }
 
-impl<S: Source> Worker for Both<'_, S> {
-    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
-        match (self.which[task], &mut self.few) {
-            ((false, task), Some(few)) => few.multiply(task, rows, out),
-            ((_, task), _) => self.many.multiply(task, rows, out),
-        }
+    fn prepare(&self, job: &Job, tiles: &Tiles, _: usize, unit: usize, x: Activations) {
+        tiles.tokens.make(unit, |place, lane, tile| {
+            self.source.token(&x, job.list[place], lane, tile);
+        });
+    }
+
+    fn multiply<'w>(
+        &'w self,
+        work: Work<'w, Tiles>,
+        thread: &mut Option<Thread<'w, S>>,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) {
+        let Tiles { tokens, experts } = work.prepared;
+        let thread = thread.get_or_insert_with(|| Thread::new(&self.source, tokens, experts, self.backend));
+        thread.multiply(work.task, rows, out);
     }
 }

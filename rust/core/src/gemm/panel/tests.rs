@@ -119,11 +119,8 @@ impl<S: Source + Clone> Projection for By<S> {
         LANES
     }
 
-    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        products(self.0.clone(), (self.1, 1), job, sibling, |_| {
-            unreachable!("one token is many")
-        })
-        .unwrap()
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        products(self.0.clone(), self.1, job)
     }
 }
 

@@ -1,8 +1,7 @@
 //! Ternary tensors as [`crate::gemm::layer`] multiplies them.
 
-use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::rounded::{self, Rounded};
 use super::table::longest_word;
@@ -14,7 +13,7 @@ use super::{Kernel, kernel_for, scalar};
 use crate::Result;
 use crate::formats::ternary::layout::GROUP_ROWS;
 use crate::formats::ternary::{Code, TernaryView};
-use crate::gemm::layer::{Job, Products, Projection, Worker};
+use crate::gemm::layer::{self, Cache, Job, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::gemm::require_mode;
 use crate::simd::Isa;
@@ -58,7 +57,7 @@ impl<'a> Ternary<'a> {
         })
     }
 
-    /// What a tile depends on, besides the tokens.
+    /// What its tiles depend on, besides the tokens.
     fn form(&self) -> Form {
         Form {
             kernel: self.kernel,
@@ -78,39 +77,30 @@ impl Projection for Ternary<'_> {
         self.view.payload_bytes() / (self.view.experts() * self.view.rows()).max(1)
     }
 
+    fn memory(&self, expert: usize, rows: Range<usize>) -> &[u8] {
+        self.view
+            .codes(expert, rows.start / GROUP_ROWS..rows.end.div_ceil(GROUP_ROWS))
+    }
+
     fn granule(&self) -> usize {
         GROUP_ROWS
     }
 
-    fn products<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        let by_panels = self.panels.and_then(|backend| {
-            let source = Rounded::new(self.view.clone(), backend);
-            let few = |few: &Arc<Job>| self.directly(few, None);
-            panel::products(source, (backend, rounded::FEWEST), job, sibling, few)
-        });
-        by_panels.unwrap_or_else(|| self.directly(job, sibling))
-    }
-}
-
-impl Ternary<'_> {
-    /// Products straight from the codes.
-    fn directly<'s>(&'s self, job: &Arc<Job>, sibling: Option<&dyn Products>) -> Box<dyn Products + 's> {
-        let shared = sibling
-            .and_then(|sibling| sibling.shared()?.downcast::<Prepared>().ok())
-            .filter(|prepared| prepared.form == self.form());
-        let make = || Prepared {
-            job: job.clone(),
-            form: self.form(),
-            tiles: job.tasks.iter().map(|_| OnceLock::new()).collect(),
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        let few = |few: &Arc<Job>| direct(self, few);
+        let Some(backend) = self.panels else {
+            return few(job);
         };
-        Box::new(Multiplication {
-            weights: self,
-            mine: shared.is_none(),
-            prepared: shared.unwrap_or_else(|| Arc::new(make())),
-        })
+        by_tokens(
+            job,
+            rounded::FEWEST,
+            |many| panel::products(Rounded::new(self.view.clone(), backend), backend, many),
+            few,
+        )
     }
 }
 
+/// What a tile depends on, besides the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Form {
     kernel: Kernel,
@@ -119,71 +109,52 @@ struct Form {
     columns: usize,
 }
 
-/// The tiles of a job's tasks.
-struct Prepared {
-    job: Arc<Job>,
-    form: Form,
-    tiles: Vec<OnceLock<Tile>>,
-}
+/// A tile of each task of a job.
+static TILES: Cache<Form, Slots<Tile>> = Cache::new();
 
-/// A tensor and the tokens of a job.
-struct Multiplication<'a> {
-    weights: &'a Ternary<'a>,
-    prepared: Arc<Prepared>,
-    /// The tiles are not a sibling's.
-    mine: bool,
-}
-
-impl Products for Multiplication<'_> {
-    fn stages(&self) -> [usize; 2] {
-        [0, if self.mine { self.prepared.tiles.len() } else { 0 }]
-    }
-
-    fn prepare(&self, _: usize, task: usize, x: Activations) {
-        let job = &self.prepared.job;
-        let tokens = &job.list[job.tasks[task].places.clone()];
-        let make = || Tile::new(self.weights.kernel, &self.weights.view, x, tokens);
-        self.prepared.tiles[task].get_or_init(make);
-    }
-
-    fn shared(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        Some(self.prepared.clone())
-    }
-
-    fn worker(&self) -> Box<dyn Worker + '_> {
-        Box::new(Thread {
-            products: self,
-            sums: Vec::new(),
-        })
-    }
-}
-
-struct Thread<'a> {
-    products: &'a Multiplication<'a>,
+impl layer::Kernel for Ternary<'_> {
+    type Prepared = Slots<Tile>;
     /// A unit's outputs, rows x tokens.
-    sums: Vec<f32>,
-}
+    type Scratch<'w>
+        = Vec<f32>
+    where
+        Self: 'w;
 
-impl Worker for Thread<'_> {
-    fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]) {
-        let Multiplication {
-            weights, prepared, ..
-        } = self.products;
-        let tile = prepared.tiles[task].get().expect("the second stage has made it");
+    fn prepared(&self, job: &Arc<Job>) -> Shared<Slots<Tile>> {
+        TILES.get(job, self.form(), |_| Slots::new(job.tasks.len()))
+    }
+
+    fn stages(&self, tiles: &Slots<Tile>) -> [usize; 2] {
+        [tiles.len(), 0]
+    }
+
+    fn prepare(&self, job: &Job, tiles: &Slots<Tile>, _: usize, task: usize, x: Activations) {
+        let tokens = &job.list[job.tasks[task].places.clone()];
+        tiles.fill(task, || Tile::new(self.kernel, &self.view, x, tokens));
+    }
+
+    fn multiply(
+        &self,
+        work: Work<'_, Slots<Tile>>,
+        sums: &mut Vec<f32>,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) {
+        let tile = work.prepared.get(work.task);
         let groups = rows.start / GROUP_ROWS..rows.end.div_ceil(GROUP_ROWS);
         for first in groups.clone().step_by(UNIT_GROUPS) {
             let unit = Unit {
-                view: &weights.view,
-                expert: prepared.job.tasks[task].expert,
+                view: &self.view,
+                expert: work.expert(),
                 groups: first..(first + UNIT_GROUPS).min(groups.end),
                 tile,
             };
-            self.sums.clear();
-            self.sums.resize(unit.rows().len() * tile.tokens(), 0.0);
-            compute(weights.kernel, &unit, &mut self.sums);
+            sums.clear();
+            sums.resize(unit.rows().len() * tile.tokens(), 0.0);
+            compute(self.kernel, &unit, sums);
             let at = unit.rows().start - rows.start..unit.rows().end - rows.start;
             for (token, out) in out.chunks_exact_mut(rows.len()).enumerate() {
-                let sums = self.sums[token..].iter().step_by(tile.tokens());
+                let sums = sums[token..].iter().step_by(tile.tokens());
                 out[at.clone()]
                     .iter_mut()
                     .zip(sums)

@@ -27,7 +27,7 @@ const ALIGNMENT: usize = 64;
 
 /// A block of tokens: `lanes` values at each position, of which the first `tokens` are used.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Block {
+pub struct Block {
     /// The first of the block's tokens, counted in the tile.
     pub token: usize,
     pub tokens: usize,
@@ -36,7 +36,7 @@ pub(super) struct Block {
 }
 
 /// The activations of one expert's tokens.
-pub(super) struct Tile {
+pub struct Tile {
     data: Vec<f32>,
     /// The tile starts here in `data`, at a multiple of [`ALIGNMENT`].
     offset: usize,

@@ -9,7 +9,7 @@ use crate::formats::codebook::bits::LANE;
 
 /// The tables and sums of a token.
 #[derive(Default)]
-pub(in crate::gemm::codebook) struct Tables {
+pub struct Tables {
     /// For each 16 columns, for each pair of lanes (0 and 1, 2 and 3), for each part of an activation 2 tables of 16.
     pub bytes: Vec<[u8; 2 * LANE]>,
     /// The sums of the activations of each [`BLOCK_UNIT`] of columns.

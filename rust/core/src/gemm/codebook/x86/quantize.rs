@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::load_values;
 use crate::formats::codebook::bits::LANE;
-use crate::gemm::codebook::tokens::Grid;
+use crate::gemm::codebook::grid::Grid;
 
 /// Quantizes a token as `tokens::quantize_portable` does, to the same bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]

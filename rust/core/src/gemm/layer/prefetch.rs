@@ -1,22 +1,22 @@
-//! Memory that will be read next, fetched into the caches by threads that wait: memory is what bounds products of few
-//! tokens, so it should not rest while one thread computes what lies between them.
+//! Memory that will be read next, prefetched by threads that wait: memory is what bounds products of few tokens, so it
+//! should not rest while one thread computes what lies between them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::cut::Cut;
-use super::team::share;
-use super::{Job, Projection};
+use super::cut::{Cut, share};
+use super::projection::Projection;
+use super::routing::Job;
 use crate::simd;
 
-/// Most bytes that a thread fetches: half of a second-level cache.
+/// Most bytes that a thread prefetches: half of a second-level cache.
 const MOST: usize = 512 << 10;
 /// Bytes that are asked for between two looks at what a thread waits for.
 const CHUNK: usize = 4 << 10;
 
-/// The memory of the first units of work of some products: those that each member of a region will do.
-pub struct Ahead<'a>(Vec<Start<'a>>);
+/// The memory of the first units of work of some products: those that each thread of a region will do.
+pub struct Prefetch<'a>(Vec<Start<'a>>);
 
-/// A member's.
+/// The memory that one thread reads first.
 struct Start<'a> {
     runs: Vec<&'a [u8]>,
     chunks: usize,
@@ -33,28 +33,25 @@ pub(super) fn memory<'a>(
 ) -> Vec<&'a [u8]> {
     let (task, rows) = cut.at(unit);
     let expert = job.tasks[task].expert;
-    let of = |matrix: &&'a dyn Projection| {
-        let (memory, all) = (matrix.memory(expert), matrix.shape().rows);
-        &memory[memory.len() * rows.start / all..memory.len() * rows.end / all]
-    };
-    matrices.iter().map(of).collect()
+    let memory = |matrix: &&'a dyn Projection| matrix.memory(expert, rows.clone());
+    matrices.iter().map(memory).collect()
 }
 
-impl<'a> Ahead<'a> {
-    /// Products of `units` units, each of which reads some memory, by `members` threads.
-    pub(super) fn new(units: usize, members: usize, memory: impl Fn(usize) -> Vec<&'a [u8]>) -> Ahead<'a> {
-        let start = |index| Start::new((share(units, index, members).start..units).flat_map(&memory));
-        Ahead((0..members).map(start).collect())
+impl<'a> Prefetch<'a> {
+    /// Products of `units` units, each of which reads some memory, by `threads` threads.
+    pub(super) fn new(units: usize, threads: usize, memory: impl Fn(usize) -> Vec<&'a [u8]>) -> Prefetch<'a> {
+        let start = |index| Start::new((share(units, index, threads).start..units).flat_map(&memory));
+        Prefetch((0..threads).map(start).collect())
     }
 
-    /// Asks for a little of the memory that is first for a member; false if there is none.
-    pub(super) fn fetch(&self, member: usize) -> bool {
-        self.0.get(member).is_some_and(Start::fetch)
+    /// Asks for a little of the memory that is first for a thread; false if there is none.
+    pub(super) fn ask(&self, thread: usize) -> bool {
+        self.0.get(thread).is_some_and(Start::fetch)
     }
 }
 
 impl<'a> Start<'a> {
-    /// Runs of memory in the order in which they are read, as many of them as are worth fetching.
+    /// Runs of memory in the order in which they are read, as many of them as are worth prefetching.
     fn new(runs: impl Iterator<Item = &'a [u8]>) -> Start<'a> {
         let mut left = MOST;
         let runs = runs.map_while(|run| {
@@ -91,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_chunk_is_fetched_once_up_to_the_most() {
+    fn each_chunk_is_prefetched_once_up_to_the_most() {
         let memory = vec![0; MOST];
         for (sizes, chunks) in [
             (&[][..], 0),
@@ -105,12 +102,12 @@ mod tests {
     }
 
     #[test]
-    fn each_member_fetches_what_it_will_read() {
+    fn each_thread_prefetches_what_it_will_read() {
         let memory = vec![0; 3 * CHUNK];
-        let ahead = Ahead::new(3, 2, |unit| vec![&memory[unit * CHUNK..][..CHUNK]]);
-        let starts = [0, 1].map(|member: usize| ahead.0[member].runs[0].as_ptr());
+        let prefetch = Prefetch::new(3, 2, |unit| vec![&memory[unit * CHUNK..][..CHUNK]]);
+        let starts = [0, 1].map(|thread: usize| prefetch.0[thread].runs[0].as_ptr());
         assert_eq!(starts, [memory.as_ptr(), memory[CHUNK..].as_ptr()]);
-        assert!(!ahead.fetch(2));
-        assert_eq!((0..9).filter(|_| ahead.fetch(1)).count(), 2);
+        assert!(!prefetch.ask(2));
+        assert_eq!((0..9).filter(|_| prefetch.ask(1)).count(), 2);
     }
 }

@@ -1,10 +1,10 @@
-//! The threads that compute beside a calling one: one crew for the process, whose members sleep unless they are called.
+//! The process's worker pool for parallel regions: threads that compute beside a calling one and sleep between calls.
 //!
-//! Of a decoding step, waking threads of a pool and being woken by them again is 0.3 ms; so the calling thread takes part
-//! here, and after work of a kind that soon comes again members look out for more before they sleep.
+//! Waking threads of another pool and being woken by them again takes 0.3 ms of a decoding step; so the calling thread
+//! computes, too, and after a call that others follow soon, workers poll for the next one before they sleep.
 //!
-//! A caller waits for members that are at its work, not for those that have not come: with its own part it closes the
-//! door. While the crew works for somebody, other callers work alone.
+//! A caller waits for the workers that have started its work, not for those that have not: when its own part is done, no
+//! further worker may start. While the pool works for one caller, others compute alone.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long members look out for more: what lies between the steps of a model that decodes.
-const LOOKOUT: Duration = Duration::from_millis(2);
-/// Rounds of looking out before a thread lets others have its core: some 20 microseconds.
+/// How long workers poll for the next call: the time between the steps of a model that decodes.
+const POLLING: Duration = Duration::from_millis(2);
+/// Rounds of polling before a thread yields its core: some 20 microseconds.
 const SPINS: usize = 1 << 10;
 
-/// What a caller wants done; it outlives every member's use of it.
+/// What a caller wants done; it outlives every worker's use of it.
 #[derive(Clone, Copy)]
 struct Work(*const (dyn Fn() + Sync));
 
@@ -25,75 +25,75 @@ struct Work(*const (dyn Fn() + Sync));
 unsafe impl Send for Work {}
 
 struct State {
-    /// What there is to do, and how many members may come.
+    /// What there is to do, and how many more workers may start it.
     work: Option<Work>,
     room: usize,
-    /// Whether members look out when they are done.
+    /// Whether workers poll when they are done.
     awake: bool,
-    members: usize,
+    workers: usize,
     asleep: usize,
-    /// What a member died of.
+    /// The payload of a worker's panic.
     panic: Option<Box<dyn Any + Send>>,
 }
 
-struct Crew {
+struct WorkerPool {
     taken: AtomicBool,
     state: Mutex<State>,
     called: Condvar,
-    /// Calls so far, for members that look out.
+    /// Calls so far, for workers that poll.
     calls: AtomicUsize,
-    /// Members at work: they enter and leave while they hold `state`.
-    inside: AtomicUsize,
+    /// Workers at work: they start and end while they hold `state`.
+    running: AtomicUsize,
 }
 
-static CREW: Crew = Crew {
+static POOL: WorkerPool = WorkerPool {
     taken: AtomicBool::new(false),
     state: Mutex::new(State {
         work: None,
         room: 0,
         awake: false,
-        members: 0,
+        workers: 0,
         asleep: 0,
         panic: None,
     }),
     called: Condvar::new(),
     calls: AtomicUsize::new(0),
-    inside: AtomicUsize::new(0),
+    running: AtomicUsize::new(0),
 };
 
-/// Does `work` on this thread and on up to `helpers` others at the same time. Afterwards those look out for more work if
-/// `awake` is set. A panic of one of them is passed on.
-pub(crate) fn together(helpers: usize, awake: bool, work: &(dyn Fn() + Sync)) {
-    if CREW.taken.swap(true, Ordering::Acquire) {
+/// Does `work` on this thread and on up to `helpers` workers at the same time. Afterwards those poll for more work if
+/// `awake` is set. A worker's panic is passed on.
+pub(crate) fn run(helpers: usize, awake: bool, work: &(dyn Fn() + Sync)) {
+    if POOL.taken.swap(true, Ordering::Acquire) {
         return work();
     }
     let call = Call;
-    CREW.call(helpers, awake, work);
+    POOL.call(helpers, awake, work);
     work();
     drop(call);
 }
 
-/// The time in which the crew is somebody's; at its end no member uses the work any more.
+/// A caller's hold on the pool; at its end no worker uses the work any more.
 struct Call;
 
 impl Drop for Call {
     fn drop(&mut self) {
-        let mut state = CREW.state();
+        let mut state = POOL.state();
         state.work = None;
         drop(state);
         let mut spins = 0;
-        while CREW.inside.load(Ordering::Acquire) > 0 {
+        while POOL.running.load(Ordering::Acquire) > 0 {
             relax(&mut spins);
         }
-        let panic = CREW.state().panic.take();
-        CREW.taken.store(false, Ordering::Release);
+        let panic = POOL.state().panic.take();
+        POOL.taken.store(false, Ordering::Release);
         if let (Some(panic), false) = (panic, std::thread::panicking()) {
             resume_unwind(panic);
         }
     }
 }
 
-impl Crew {
+impl WorkerPool {
     fn state(&self) -> MutexGuard<'_, State> {
         // Nothing panics while it holds the lock.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
@@ -101,49 +101,49 @@ impl Crew {
 
     fn call(&'static self, helpers: usize, awake: bool, work: &(dyn Fn() + Sync)) {
         let mut state = self.state();
-        while state.members < helpers && self.grow(state.members) {
-            state.members += 1;
+        while state.workers < helpers && self.grow(state.workers) {
+            state.workers += 1;
         }
-        // SAFETY: only the lifetime changes. Members take the pointer under the lock while `work` is set, and count as
-        // inside from then on until they have done with it; the caller's `Call` ends, however the caller does, after
-        // `work` is none and nobody is inside.
+        // SAFETY: only the lifetime changes. Workers take the pointer under the lock while `work` is set, and count as
+        // running from then on until they have done with it; the caller's `Call` ends, however the caller does, after
+        // `work` is none and no worker is running.
         let work: Work = Work(unsafe {
             std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(work)
         });
         (state.work, state.room, state.awake) = (Some(work), helpers, awake);
         self.calls.fetch_add(1, Ordering::Release);
-        let looking = state.members - state.asleep;
-        for _ in looking..helpers {
+        let polling = state.workers - state.asleep;
+        for _ in polling..helpers {
             self.called.notify_one();
         }
     }
 
-    /// Starts another member, which is asleep until it is called; not if the system has no thread left.
+    /// Starts another worker, which is asleep until it is called; false if the system has no thread left.
     fn grow(&'static self, number: usize) -> bool {
-        let builder = std::thread::Builder::new().name(format!("moepack-crew-{number}"));
+        let builder = std::thread::Builder::new().name(format!("moepack-worker-{number}"));
         builder.spawn(move || self.serve()).is_ok()
     }
 
-    /// A member's life.
+    /// A worker's loop.
     fn serve(&self) {
         let (mut state, mut until) = (self.state(), Instant::now());
         loop {
             let Some(work) = state.work.filter(|_| state.room > 0) else {
                 state = match Instant::now() < until {
-                    true => self.look_out(state, until),
+                    true => self.poll(state, until),
                     false => self.sleep(state),
                 };
                 continue;
             };
-            let patience = if state.awake { LOOKOUT } else { Duration::ZERO };
+            let polling = if state.awake { POLLING } else { Duration::ZERO };
             state.room -= 1;
-            self.inside.fetch_add(1, Ordering::Relaxed);
+            self.running.fetch_add(1, Ordering::Relaxed);
             drop(state);
-            // SAFETY: the work is there as long as this member is inside (see `call`).
+            // SAFETY: the work is there as long as this worker is running (see `call`).
             let end = catch_unwind(AssertUnwindSafe(|| unsafe { (*work.0)() }));
-            (state, until) = (self.state(), Instant::now() + patience);
+            (state, until) = (self.state(), Instant::now() + polling);
             state.panic = state.panic.take().or(end.err());
-            self.inside.fetch_sub(1, Ordering::Release);
+            self.running.fetch_sub(1, Ordering::Release);
         }
     }
 
@@ -154,8 +154,8 @@ impl Crew {
         state
     }
 
-    /// Waits for the next call without sleep, but not for ever.
-    fn look_out<'s>(&'s self, state: MutexGuard<'s, State>, until: Instant) -> MutexGuard<'s, State> {
+    /// Waits for the next call without sleep, `until` a time at most.
+    fn poll<'s>(&'s self, state: MutexGuard<'s, State>, until: Instant) -> MutexGuard<'s, State> {
         let (seen, mut rounds) = (self.calls.load(Ordering::Relaxed), 0);
         drop(state);
         while self.calls.load(Ordering::Acquire) == seen && Instant::now() < until {
@@ -165,7 +165,7 @@ impl Crew {
     }
 }
 
-/// A round of waiting, which lets other threads have the core when there have been many.
+/// A round of waiting, which yields the core when there have been many.
 pub(crate) fn relax(rounds: &mut usize) {
     *rounds += 1;
     match *rounds < SPINS {
@@ -178,13 +178,13 @@ pub(crate) fn relax(rounds: &mut usize) {
 mod tests {
     use super::*;
 
-    /// Tests run side by side and the crew is one: a call that finds it taken is done alone.
+    /// Tests run side by side and share the pool: a call that finds it taken is done alone.
     #[test]
     fn the_caller_works_and_so_may_helpers() {
         for helpers in [0, 1, 4] {
             let done = AtomicUsize::new(0);
             for _ in 0..200 {
-                together(helpers, helpers == 1, &|| {
+                run(helpers, helpers == 1, &|| {
                     done.fetch_add(1, Ordering::Relaxed);
                 });
             }
@@ -196,8 +196,8 @@ mod tests {
     #[test]
     fn work_within_work_is_done_alone() {
         let done = AtomicUsize::new(0);
-        together(1, false, &|| {
-            together(1, false, &|| {
+        run(1, false, &|| {
+            run(1, false, &|| {
                 done.fetch_add(1, Ordering::Relaxed);
             });
         });
@@ -205,11 +205,11 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_passed_on_and_the_crew_goes_on() {
+    fn a_panic_is_passed_on_and_the_pool_keeps_working() {
         for _ in 0..20 {
-            let broken = || together(2, true, &|| panic!("of this test"));
+            let broken = || run(2, true, &|| panic!("of this test"));
             assert!(catch_unwind(broken).is_err());
-            together(2, true, &|| ());
+            run(2, true, &|| ());
         }
     }
 }

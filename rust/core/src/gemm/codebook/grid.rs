@@ -1,0 +1,43 @@
+//! The grid that a token is quantized on.
+
+/// How a token is quantized: a value's code is `value * inverse + shift`, clamped to 0 and `top`, truncated.
+pub(super) struct Grid {
+    pub step: f32,
+    pub zero: i32,
+    pub inverse: f32,
+    pub shift: f32,
+    pub top: f32,
+}
+
+impl Grid {
+    /// The grid of values between `low <= 0` and `high >= 0`; `None` if they are not finite.
+    ///
+    /// A range so small that its step has no finite inverse becomes zeros.
+    pub fn of((low, high): (f32, f32), finite: bool, bits: u8) -> Option<Grid> {
+        let top = f32::from((1u16 << bits) - 1);
+        let step = (high - low) / top;
+        let inverse = 1.0 / step;
+        if !finite || !step.is_finite() {
+            return None;
+        }
+        if !inverse.is_finite() {
+            let (step, zero, inverse, shift) = (0.0, 0, 0.0, 0.0);
+            return Some(Grid {
+                step,
+                zero,
+                inverse,
+                shift,
+                top,
+            });
+        }
+        let zero = (-low * inverse + 0.5).floor().clamp(0.0, top);
+        let shift = zero + 0.5;
+        Some(Grid {
+            step,
+            zero: zero as i32,
+            inverse,
+            shift,
+            top,
+        })
+    }
+}
