@@ -44,11 +44,12 @@ test-rust: ## Run the Rust tests
 test-python: setup ## Run the Python tests
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
-lint: setup ## Check formatting, lints, types and stubs; warnings are errors
+lint: setup ## Check formatting, lints, imports, types and stubs; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest moepack._core
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import machine
 import moepack
-from moepack.runtime.loading import open_model, open_tokenizer
+from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.solvers.activations import block_width, round_activations, turned
 
 ROLES = {

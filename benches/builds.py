@@ -3,11 +3,11 @@
     python benches/builds.py OLD.so NEW.so [--threads 2] [--isa avx2 scalar] [--only groupwise4 layer] [--tokens 1 16]
         [--shape 2048x2048] [--cold 64] [--seconds 0.5] [--out build/builds.json]
 
-A product is a format, a mode, an instruction set and a number of tokens of one matrix, or a layer of gated experts. Both
-builds multiply the same packed bytes, copies of which fill `--cold` megabytes (0: the same weights again). Products must
-be the same bits, but for the floating-point modes, which must be near. Reported are microseconds, medians of both builds'
-calls and the fastest, and NEW / OLD of each: where other work takes the processor at times, the fastest calls have met
-none of it. A build may have one class for all formats or one for each.
+A product is a format, a mode, an instruction set and a number of tokens of one matrix, or a layer of gated experts.
+Both builds multiply the same packed bytes, copies of which fill `--cold` megabytes (0: the same weights again).
+Products must be the same bits, but for the floating-point modes, which must be near. Reported are microseconds,
+medians of both builds' calls and the fastest, and NEW / OLD of each: where other work takes the processor at times,
+the fastest calls have met none of it. A build may have one class for all formats or one for each.
 """
 
 from __future__ import annotations

@@ -34,11 +34,12 @@ from codequant_tables import Tables
 from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import _windows
 from moepack.format import PackedDirectory
+from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.tuning import TuneSettings, listening, thaw
 from moepack.pipeline import compress
 from moepack.pipeline.tune import tune
-from moepack.runtime.loading import open_model, open_tokenizer, set_threads
+from moepack.runtime.threads import set_threads
 
 ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none", "hadamard": False, "drift": 0.0}
 CLUSTERED = {"steps": 0, "rotation": "none", "hadamard": False, "drift": 0.0}

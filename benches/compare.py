@@ -25,10 +25,10 @@ import machine
 from codequant import loaded, opened
 from moepack import evaluate
 from moepack.export import export
+from moepack.integrations.loading import open_tokenizer
 from moepack.methods import Method, create
 from moepack.pipeline import compress
 from moepack.pipeline.tune import tune
-from moepack.runtime.loading import open_tokenizer
 from pictures import panels
 
 CALIBRATED = ("qmoe", "codequant")

@@ -31,7 +31,7 @@ import machine
 import moepack
 from moepack.methods import Method, Qmoe, create
 from moepack.pipeline import compress
-from moepack.runtime.loading import set_threads
+from moepack.runtime.threads import set_threads
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 PROMPT = 16

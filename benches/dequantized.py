@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moepack.format import PackedDirectory
-from moepack.runtime.loading import open_model
+from moepack.integrations.loading import open_model
 
 
 class Dequantized:

@@ -41,11 +41,11 @@ from dequantized import Dequantized
 from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
+from moepack.integrations.loading import load, open_model, open_tokenizer
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.planning import Proposal, plan_sizes, proposals
 from moepack.methods.finequant.sizes import free_size, halving_ratios, stored_size
 from moepack.pipeline import compress
-from moepack.runtime.loading import load, open_model, open_tokenizer
 from moepack.solvers.groupwise import group_values, quantize_groupwise
 from moepack.solvers.logarithmic import round_logarithmic
 

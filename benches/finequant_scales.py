@@ -27,7 +27,7 @@ from moepack.calibration import CalibrationSettings, Calibrator
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
-from moepack.runtime.loading import open_tokenizer
+from moepack.integrations.loading import open_tokenizer
 from moepack.solvers.gptq import GptqSettings, gptq
 from moepack.solvers.grids import AffineGrid, SymmetricGrid
 from moepack.solvers.groupwise import group_values, quantize_groupwise

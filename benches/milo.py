@@ -27,10 +27,10 @@ from moepack.calibration import CalibrationSettings, Calibrator, Stage
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.format import PackedDirectory
+from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.milo import Milo
 from moepack.methods.milo.packing import packed_bytes
 from moepack.methods.milo.planning import DENSE_ROLES, find_sources
-from moepack.runtime.loading import open_model, open_tokenizer
 from moepack.solvers.gptq import GptqSettings, gptq
 from moepack.solvers.grids import AffineGrid
 

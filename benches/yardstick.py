@@ -17,10 +17,10 @@ from torch import Tensor
 
 from moepack import _core, evaluate
 from moepack.checkpoint import Checkpoint, MoeLayer, describe
+from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import Method, PackedTensor
 from moepack.pipeline import Assignment
 from moepack.pipeline.solving import LayerPacker
-from moepack.runtime.loading import open_model, open_tokenizer
 
 
 class Yardstick:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import moepack
 from moepack.cli import app, main
 from moepack.evaluation import evaluate
+from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
-from moepack.runtime.loading import open_model, open_tokenizer
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 
 import moepack
 from moepack import CodebookTensor, InvalidTensorError, _core, encode_codebook, lut_matmul
-from moepack.codebook import fixed_point
 from moepack.registry import open_tensor
 from moepack.solvers.activations import round_activations
+from moepack.solvers.fixed_point import fixed_point
 from oracle import codebook as oracle
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "codebook"

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from moepack import _core
-from moepack.codebook import CodebookTensor, encode_codebook, fixed_point
+from moepack.codebook import CodebookTensor, encode_codebook
 from moepack.errors import InvalidTensorError
 from moepack.solvers.activations import Rounding, block_width, round_activations, turned
 from moepack.solvers.codebooks import ClusterSettings, cluster, look_up
+from moepack.solvers.fixed_point import fixed_point
 from moepack.solvers.kmeans import kmeans
 
 

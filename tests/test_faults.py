@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import moepack
 import packed_support as support
 from moepack import CorruptionError, LoadError, MoepackError
-from moepack.checkpoint.header import read_header
 from moepack.format import MANIFEST, PackedDirectory
+from moepack.format.header import read_header
 
 FILES = ("config.json", "model.safetensors.index.json", MANIFEST, "tokenizer.json")
 SHARDS = tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))

@@ -45,7 +45,7 @@ def test_shard_is_read_by_safetensors_and_aligned(tmp_path: Path) -> None:
     assert loaded["scalar"].shape == () and loaded["scalar"] == 2.5
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
-    from moepack.checkpoint.header import read_header
+    from moepack.format.header import read_header
 
     header = read_header(path)
     assert header.tensors["z.blob"].offset % 64 == 0
@@ -194,7 +194,7 @@ def test_a_missing_file_that_matters_is_named(copy: Path, name: str) -> None:
 def test_damage_is_located(copy: Path) -> None:
     manifest = support.manifest_of(copy)
     name, record = list(manifest.packed().items())[1]
-    from moepack.checkpoint.header import read_header
+    from moepack.format.header import read_header
 
     info = read_header(copy / record.file).tensors[name]
     support.flip(copy / record.file, 8 * (info.offset + 200))

@@ -22,6 +22,7 @@ from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import app
 from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
+from moepack.integrations.loading import open_model
 from moepack.methods import Qmoe, create
 from moepack.methods.qmoe import PUBLISHED
 from moepack.methods.qmoe.forms import GroupwiseForm
@@ -29,7 +30,7 @@ from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.registry import open_tensor
-from moepack.runtime.loading import open_model, set_threads
+from moepack.runtime.threads import set_threads
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import gptq
 from moepack.solvers.grids import TernaryGrid
@@ -111,7 +112,7 @@ KILLED = """
 import os, signal, sys
 from moepack.methods import Qmoe
 from moepack.pipeline import compress
-from moepack.runtime.loading import set_threads
+from moepack.runtime.threads import set_threads
 from moepack.pipeline.journal import Workspace
 append = Workspace.append
 def die(self, shard):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from moepack import Checkpoint, CheckpointError, CorruptionError, UnsupportedModelError
-from moepack.checkpoint.header import DTYPES, MAX_HEADER, read_header
+from moepack.format.header import DTYPES, MAX_HEADER, read_header
 
 CONFIG = {"model_type": "mixtral"}
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -7,8 +7,8 @@ import torch
 
 import moepack
 from moepack import memory
+from moepack.integrations.loading import open_model
 from moepack.runtime import resident
-from moepack.runtime.loading import open_model
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.resident import ResidentStore
 

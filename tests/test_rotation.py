@@ -12,7 +12,6 @@ import tiny_models
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.rewritten import RewrittenCheckpoint
-from moepack.codebook import split_blocks
 from moepack.errors import DiskError, InvalidTensorError, ResumeError, UnsupportedModelError
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.rotation import (
@@ -28,6 +27,7 @@ from moepack.methods.codequant.rotation.cayley import rounding_error
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.rewrite import STATE
+from moepack.solvers.fixed_point import split_blocks
 from moepack.solvers.kmeans import kmeans
 
 

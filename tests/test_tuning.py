@@ -26,12 +26,12 @@ from moepack.errors import (
     UnsupportedModelError,
 )
 from moepack.format import PackedDirectory
+from moepack.integrations.loading import open_model
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.tuning import TuneSettings, listening, thaw, tune_model
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.tune import tune
-from moepack.runtime.loading import open_model
 
 CPU = torch.device("cpu")
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from moepack.evaluation import EvaluationReport, evaluate
     from moepack.format import PackedDirectory, VerifyReport, verify
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
+    from moepack.integrations.loading import load
     from moepack.pipeline import CompressReport, compress
     from moepack.runtime.compute import compute_mode, set_compute_mode
-    from moepack.runtime.loading import load
     from moepack.solvers.groupwise import quantize_groupwise
     from moepack.solvers.rtn import quantize_ternary
     from moepack.ternary import TernaryTensor, encode_ternary
@@ -96,7 +96,7 @@ _EXPORTS = {
     "encode_groupwise": "moepack.groupwise",
     "encode_ternary": "moepack.ternary",
     "evaluate": "moepack.evaluation",
-    "load": "moepack.runtime.loading",
+    "load": "moepack.integrations.loading",
     "lut_matmul": "moepack.codebook",
     "pack_int3": "moepack.bits",
     "quantize_groupwise": "moepack.solvers.groupwise",

@@ -7,72 +7,25 @@ for each codebook, of 16 bits, or of 8 where products round activations: `fixed_
 Invariants of a `CodebookTensor`: those of a `BlobTensor`.
 """
 
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from moepack import _core
 from moepack.arrays import AnyTensor, Array, as_tensor
 from moepack.errors import InvalidTensorError
+from moepack.solvers.fixed_point import centroid_bits, fixed_point, split_blocks
 from moepack.solvers.kmeans import kmeans
 from moepack.tensors import FLOATS, BlobTensor
 
 __all__ = [
     "CodebookTensor",
-    "FixedPoint",
-    "centroid_bits",
     "encode_codebook",
-    "fixed_point",
     "lut_matmul",
-    "split_blocks",
 ]
 
-MAX_CENTROID = 127 * 256 + 127
 BLOCK_UNIT = 128
 Mode = Literal["auto", "exact", "bf16", "int16", "int8"]
-
-
-def centroid_bits(activation_bits: int) -> int:
-    """To how many bits a tensor rounds its centroids: to 8 where products round activations, and multiply integers."""
-    return 8 if activation_bits else 16
-
-
-class FixedPoint(NamedTuple):
-    """Codebooks as they are stored.
-
-    Attributes:
-        centroids: [..., K] int16.
-        scales: [...] float32, not negative.
-    """
-
-    centroids: torch.Tensor
-    scales: torch.Tensor
-
-    def values(self) -> torch.Tensor:
-        """What a reader sees, [..., K] float32: the product, rounded once."""
-        return self.scales[..., None] * self.centroids.float()
-
-
-def fixed_point(centroids: torch.Tensor, bits: int = 16) -> FixedPoint:
-    """Round codebooks [..., K] to 16 or 8 bits relative to the largest magnitude of each.
-
-    A codebook is moved by at most 2^-16 (2^-8) of its largest magnitude. With 8 bits the mode "int8" loses no more.
-    Scales below the smallest normal number become zero, and so do all centroids.
-    """
-    unit = 1 << (16 - bits)
-    wide = centroids.double()
-    largest = wide.abs().amax(-1)
-    scales = (largest / (MAX_CENTROID // unit * unit)).float()
-    scales = torch.where(scales >= torch.finfo(torch.float32).tiny, scales, torch.zeros_like(scales))
-    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).double()
-    limit = MAX_CENTROID // unit * unit
-    codes = ((wide / steps[..., None] / unit).round() * unit).clamp(-limit, limit)
-    return FixedPoint(torch.where(scales[..., None] > 0, codes, 0).to(torch.int16), scales)
-
-
-def split_blocks(values: torch.Tensor, block: int | None) -> list[torch.Tensor]:
-    """Cut [..., C] into blocks of columns; the last may be shorter. `None`: the whole row."""
-    return list(torch.split(values, block, -1)) if block and values.shape[-1] else [values]
 
 
 class CodebookTensor(BlobTensor):

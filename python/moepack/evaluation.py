@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from moepack.runtime.loading import open_model, open_tokenizer
+from moepack.integrations.loading import open_model, open_tokenizer
 
 __all__ = ["EvaluationReport", "evaluate", "span_corrupt"]
 

@@ -20,8 +20,8 @@ import torch
 
 from moepack import _core
 from moepack.arrays import Array, as_given, as_tensor
-from moepack.checkpoint.header import Header, read_header
 from moepack.errors import CorruptionError, LoadError
+from moepack.format.header import Header, read_header
 from moepack.format.shard import Entry, write_shard
 
 __all__ = ["FLOATS", "BlobTensor"]

@@ -6,8 +6,8 @@ descriptions in `architectures`.
 
 from moepack.checkpoint.dense import DenseLayer, DenseLinear
 from moepack.checkpoint.description import describe
-from moepack.checkpoint.header import TensorInfo
 from moepack.checkpoint.model import MoeLayer, MoeModel, Projection
 from moepack.checkpoint.reader import Checkpoint
+from moepack.format.header import TensorInfo
 
 __all__ = ["Checkpoint", "DenseLayer", "DenseLinear", "MoeLayer", "MoeModel", "Projection", "TensorInfo", "describe"]

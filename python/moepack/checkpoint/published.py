@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moepack.checkpoint.header import TensorInfo, parse_json
 from moepack.checkpoint.qmoe import QmoeCheckpoint
 from moepack.checkpoint.reader import Checkpoint, sampled
 from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.format.header import TensorInfo, parse_json
 
 __all__ = ["PublishedCheckpoint"]
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 
 from moepack import _core
-from moepack.checkpoint.header import parse_json
 from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.format.header import parse_json
 from moepack.ternary import TernaryTensor, encode_ternary
 
 __all__ = ["QmoeCheckpoint", "read_matrix"]

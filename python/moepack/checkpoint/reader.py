@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moepack.checkpoint.header import Header, TensorInfo, parse_json, read_header
 from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.format.header import Header, TensorInfo, parse_json, read_header
 
 __all__ = ["Checkpoint", "sampled"]
 

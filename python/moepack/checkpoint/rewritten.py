@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moepack.checkpoint.header import TensorInfo
 from moepack.checkpoint.reader import Checkpoint
+from moepack.format.header import TensorInfo
 
 __all__ = ["Rewriting", "RewrittenCheckpoint"]
 

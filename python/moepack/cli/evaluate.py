@@ -34,7 +34,7 @@ def eval_command(
 ) -> None:
     """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement."""
     from moepack.evaluation import evaluate
-    from moepack.runtime.loading import set_threads
+    from moepack.runtime.threads import set_threads
 
     quiet_transformers()
     if threads is not None:

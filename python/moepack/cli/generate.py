@@ -29,9 +29,9 @@ def generate_command(
 ) -> None:
     """Continue a prompt: the text goes to standard output as it is made, the speed to standard error at the end."""
     from moepack.cli.evaluate import quiet_transformers
+    from moepack.integrations.loading import open_model, open_tokenizer
     from moepack.memory import process_memory
     from moepack.runtime.generation import generate
-    from moepack.runtime.loading import open_model, open_tokenizer
 
     quiet_transformers()
     with wrong_usage():

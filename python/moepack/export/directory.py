@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import torch
 
-from moepack.checkpoint.header import read_header
 from moepack.errors import CorruptionError
 from moepack.format.atomic import write_file
 from moepack.format.directory import PackedDirectory
+from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moepack.checkpoint.header import Header, read_header
 from moepack.errors import CorruptionError, LoadError
+from moepack.format.header import Header, read_header
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
 from moepack.mapping import map_file

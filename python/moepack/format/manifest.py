@@ -14,8 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moepack.checkpoint.header import DTYPES, parse_json
 from moepack.errors import CorruptionError
+from moepack.format.header import DTYPES, parse_json
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from moepack.checkpoint.header import DTYPES
 from moepack.format.atomic import publish_file, write_all
+from moepack.format.header import DTYPES
 
 ALIGNMENT = 64
 

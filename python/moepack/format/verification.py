@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from moepack.checkpoint.header import Header, parse_json, read_header
 from moepack.errors import CorruptionError
 from moepack.format.directory import check_header, open_blob, read_manifest
+from moepack.format.header import Header, parse_json, read_header
 from moepack.format.hub import CONFIG, INDEX, contradictions
 from moepack.format.manifest import MANIFEST, Manifest
 from moepack.mapping import map_file

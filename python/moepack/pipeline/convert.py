@@ -14,7 +14,7 @@ from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.job import Job
 from moepack.pipeline.report import CompressReport
 from moepack.progress import Progress, Silent
-from moepack.runtime.loading import set_threads
+from moepack.runtime.threads import set_threads
 
 __all__ = ["convert"]
 

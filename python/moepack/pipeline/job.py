@@ -19,7 +19,6 @@ from moepack import _core
 from moepack.calibration import LayerRun
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
-from moepack.checkpoint.header import read_header
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import (
     CalibrationError,
@@ -31,6 +30,7 @@ from moepack.errors import (
 )
 from moepack.format.atomic import refuse_existing, try_creating, write_file
 from moepack.format.directory import map_tensors, read_manifest
+from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
@@ -44,7 +44,7 @@ from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
 from moepack.pipeline.sources import Sources
 from moepack.progress import Progress, Silent
-from moepack.runtime.loading import set_threads
+from moepack.runtime.threads import set_threads
 
 PARTIAL = ".partial"
 """Suffix of the directory in which the work happens."""

@@ -12,14 +12,15 @@ import torch
 
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
-from moepack.checkpoint.header import read_header
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CorruptionError, MoepackWarning, UnsupportedModelError
 from moepack.format.atomic import refuse_existing, write_file
 from moepack.format.directory import PackedDirectory, check_size
+from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, config_bytes, quantization_config
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.integrations.loading import load, open_model
 from moepack.mapping import map_file
 from moepack.memory import PeakMemory
 from moepack.methods.codequant.tuning import Books, Tuned, TuneSettings, tune_model
@@ -27,7 +28,6 @@ from moepack.pipeline.job import PARTIAL
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.report import directory_bytes
 from moepack.progress import Progress, Silent
-from moepack.runtime.loading import load, open_model
 
 __all__ = ["tune"]
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.codebook import fixed_point, split_blocks
 from moepack.errors import InvalidTensorError
 from moepack.solvers.drift import corrected
+from moepack.solvers.fixed_point import fixed_point, split_blocks
 from moepack.solvers.gptq import Factors, factorize
 from moepack.solvers.kmeans import kmeans, uniform
 

@@ -20,7 +20,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
-from moepack.codebook import BLOCK_UNIT, centroid_bits
+from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.codequant.packing import pack, packed_bytes, solve
@@ -29,6 +29,7 @@ from moepack.methods.codequant.rotation.fold import check
 from moepack.methods.qmoe.notes import coverage_notes
 from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
+from moepack.solvers.fixed_point import centroid_bits
 
 __all__ = ["CodeQuant"]
 

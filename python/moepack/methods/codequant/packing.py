@@ -9,10 +9,10 @@ from torch import Tensor
 
 from moepack import _core
 from moepack.calibration.moments import Moments
-from moepack.codebook import centroid_bits, fixed_point
 from moepack.methods.base import PackedTensor, Shape, Solution, Stage, Weights
 from moepack.solvers.activations import Rounding, turned
 from moepack.solvers.codebooks import ClusterSettings, cluster, look_up
+from moepack.solvers.fixed_point import centroid_bits, fixed_point
 
 __all__ = ["pack", "packed_bytes", "solve"]
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moepack import _core
-from moepack.codebook import centroid_bits, fixed_point, split_blocks
 from moepack.errors import UnsupportedModelError
 from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
 from moepack.solvers.activations import round_activations, turned
 from moepack.solvers.codebooks import look_up
+from moepack.solvers.fixed_point import centroid_bits, fixed_point, split_blocks
 
 __all__ = ["Books", "TunedExperts", "TunedLinear", "thaw"]
 

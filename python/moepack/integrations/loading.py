@@ -16,8 +16,9 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import LoadError, MoepackError
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
+from moepack.runtime.threads import set_threads
 
-__all__ = ["is_packed", "load", "open_model", "open_tokenizer", "set_threads"]
+__all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -123,20 +124,6 @@ def is_packed(directory: str | PathLike[str]) -> bool:
     """
     settings = _read_config(directory).get("quantization_config")
     return isinstance(settings, dict) and settings.get("quant_method") == "moepack"
-
-
-def set_threads(threads: int) -> None:
-    """Set the number of threads of the packed kernels and of torch, for the whole process.
-
-    Raises:
-        ValueError: `threads` is less than 1.
-    """
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
-    from moepack import _core
-
-    _core.set_threads(threads)
-    torch.set_num_threads(threads)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:

@@ -1,0 +1,19 @@
+"""The number of threads that products use."""
+
+import torch
+
+from moepack import _core
+
+__all__ = ["set_threads"]
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads of the packed kernels and of torch, for the whole process.
+
+    Raises:
+        ValueError: `threads` is less than 1.
+    """
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    _core.set_threads(threads)
+    torch.set_num_threads(threads)
