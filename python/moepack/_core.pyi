@@ -114,7 +114,7 @@ class PackedTensor:
         """The size of the packed tensor in bytes, everything counted."""
     @property
     def modes(self) -> list[str]:
-        """The modes that products have."""
+        """The modes that products have, the default first."""
     def details(self) -> dict[str, Any]:
         """Return what the format says of the tensor beside its shape, JSON values in a fixed order."""
     def decode(self) -> NDArray[Any]:

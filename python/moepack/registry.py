@@ -55,7 +55,7 @@ class OpenTensor(Protocol):
 
     @property
     def modes(self) -> Sequence[str]:
-        """The compute modes that products have."""
+        """The compute modes that products have, the default first."""
         ...
 
     def details(self) -> Mapping[str, Any]:

@@ -73,7 +73,7 @@ impl PackedTensor {
 
 /// The mode of a name, or the tensor's default.
 fn chosen_mode(tensor: &dyn Tensor, name: Option<&str>) -> Result<Mode> {
-    name.map_or_else(|| Ok(tensor.default_mode()), Mode::from_name)
+    name.map_or_else(|| Ok(tensor.modes()[0]), Mode::from_name)
 }
 
 #[pymethods]
@@ -119,7 +119,7 @@ impl PackedTensor {
         self.tensor.bytes()
     }
 
-    /// The modes that products have.
+    /// The modes that products have, the default first.
     #[getter]
     fn modes(&self) -> Vec<&'static str> {
         self.tensor.modes().iter().map(|mode| mode.name()).collect()

@@ -68,10 +68,18 @@ impl<'a> View<'a> {
         let size = shape.weights().and_then(|size| size.checked_mul(kind.bytes()));
         match size == Some(bytes.len()) {
             true => Ok(View { bytes, kind, shape }),
-            false => Err(Error::InvalidArgument(format!(
-                "{} bytes are no {shape:?} of {kind:?}",
-                bytes.len()
-            ))),
+            false => {
+                let Shape {
+                    experts,
+                    rows,
+                    columns,
+                    ..
+                } = shape;
+                Err(Error::InvalidArgument(format!(
+                    "{} bytes are no matrix of {experts} x {rows} x {columns} {kind:?}",
+                    bytes.len()
+                )))
+            }
         }
     }
 

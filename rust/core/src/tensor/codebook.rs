@@ -73,11 +73,6 @@ impl Tensor for Layout {
         &gemm::MODES
     }
 
-    /// A tensor that was made for rounded activations rounds them unless told otherwise.
-    fn default_mode(&self) -> Mode {
-        Mode::Auto
-    }
-
     fn verify(&self, data: &[u8], _: &ThreadPool) -> Result<()> {
         View::parse(data)?.verify()
     }

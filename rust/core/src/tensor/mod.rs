@@ -86,13 +86,8 @@ pub trait Tensor: Send + Sync {
     /// The specification, in a fixed order.
     fn details(&self) -> Details;
 
-    /// The modes that products have.
+    /// The modes that products have, at least one, the default first.
     fn modes(&self) -> &'static [Mode];
-
-    /// The mode of products whose caller names none.
-    fn default_mode(&self) -> Mode {
-        Mode::Exact
-    }
 
     /// Whether codes are signed bytes.
     fn has_signed_codes(&self) -> bool {
