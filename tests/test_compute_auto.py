@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 import moepack
 from moepack import _core
+from moepack.methods import create
 
 ROWS, COLUMNS, MANY = 80, 384, 96
 Bytes = NDArray[np.uint8]
@@ -107,6 +108,6 @@ def test_a_models_loss_moves_by_less_than_a_thousandth(mixtral: Path, tmp_path: 
     calibrated = {"calibration": str(text), "samples": 2, "sequence_length": 16}
     for method, settings in {"codequant": calibrated, "ternary": {}, "finequant": {}}.items():
         packed = tmp_path / method
-        moepack.compress(mixtral, packed, method=method, **settings)
+        moepack.compress(mixtral, packed, method=create(method, **settings))
         losses = [moepack.evaluate(packed, text, mode=mode).loss for mode in ("exact", "auto")]
         assert abs(losses[0] - losses[1]) < 0.001, (method, losses)
