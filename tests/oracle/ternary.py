@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 
-DATA = pathlib.Path(__file__).parents[2] / "rust" / "core" / "src" / "ternary" / "fsv8" / "dictionaries.bin"
+DATA = pathlib.Path(__file__).parents[2] / "rust" / "core" / "src" / "formats" / "ternary" / "fsv8" / "dictionaries.bin"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-DICTIONARIES = Path(__file__).parents[2] / "rust/core/src/ternary/fsv8/dictionaries.bin"
+DICTIONARIES = Path(__file__).parents[2] / "rust/core/src/formats/ternary/fsv8/dictionaries.bin"
 
 Words = dict[tuple[int, int], list[int]]
 

@@ -6,7 +6,7 @@
 //! cargo run --release -p moepack-core --example fsv8_dictionaries -- pack all.json dictionaries.bin
 //! ```
 //!
-//! The embedded file is rust/core/src/ternary/fsv8/dictionaries.bin. Packed tensors name its dictionaries by number,
+//! The embedded file is rust/core/src/formats/ternary/fsv8/dictionaries.bin. Packed tensors name its dictionaries by number,
 //! so dictionaries may be added at its end and never changed.
 
 mod json;
