@@ -21,7 +21,7 @@ from moepack.format import PackedDirectory
 from moepack.methods import create
 from moepack.methods.milo import Milo
 from moepack.methods.milo.joint import JointSettings, compensate
-from moepack.methods.milo.packing import Assembly, base_bytes, packed_bytes
+from moepack.methods.milo.packing import Assembly, base_bytes, pack, packed_bytes
 from moepack.methods.milo.planning import Planner, Source
 from moepack.methods.milo.ranks import named_ranks, parse_ranks
 from moepack.methods.milo.statistics import kurtosis, residual_rank, residual_spectrum
@@ -187,7 +187,8 @@ def test_a_budget_weighs_experts_by_their_size_or_their_frequency() -> None:
 def test_sizes_are_what_the_core_writes(bits: int, symmetric: bool) -> None:
     for shape, ranks in [((3, 40, 100), [8, 0, 16]), ((1, 1, 1), [1]), ((2, 20, 64), [0, 0]), ((0, 4, 8), [])]:
         spec = GroupSpec(3, 64, symmetric)
-        kind, data, details = Assembly(shape, spec, ranks, bits).pack()
+        made = pack(Assembly(shape, spec, ranks, bits).parts(), spec, ranks, bits, 3)
+        kind, data, details = made.kind, made.data, made.details
         assert data.nbytes == packed_bytes(shape, spec, sum(ranks), bits)
         if not any(ranks):
             assert kind == "groupwise" and data.nbytes == base_bytes(shape, spec) and "rank_bits" not in details
