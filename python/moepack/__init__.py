@@ -1,4 +1,4 @@
-"""moepack: compress Mixture-of-Experts checkpoints below one bit a weight and run them packed.
+"""moepack: compress Mixture-of-Experts checkpoints and run them packed.
 
 Names are imported on first use (`_EXPORTS` says from where), so that `import moepack` does not pay for what a program
 never touches. Errors are imported at once: they are what everybody catches.

@@ -19,7 +19,7 @@ from moepack.tensors import FLOATS, BlobTensor
 __all__ = ["CODES", "TernaryTensor", "encode_ternary"]
 
 CODES = ("fsv8", "dict16")
-"""The codes, the default first: moepack's byte code, and the 16-bit dictionary of QMoE (section 4.2)."""
+"""The codes, the default first: moepack's byte code, and the 16-bit dictionary of QMoE (section 4.3)."""
 
 
 class TernaryTensor(BlobTensor):

@@ -1,6 +1,6 @@
 """Round-to-nearest ternary weights, entropy coded: QMoE's grid and code without calibration.
 
-Each row of each expert gets two levels, its minimum and maximum (QMoE, section 3.3), every weight
+Each row of each expert gets two levels, its minimum and maximum (QMoE, section 4.1), every weight
 goes to the nearest of {minimum, 0, maximum}, and the codes are entropy coded (`fsv8`, or `dict16` as in the paper).
 """
 
