@@ -9,9 +9,9 @@ weights), some of them shifted by a third of a step.
 Compared with HQQ (`solvers/hqq.py`), whose scale stays that of minimum and maximum: on Gaussian weights at 3 bits and
 groups of 64 the relative error is 0.1645 instead of 0.185 (round to nearest: 0.192); both cost the same to run.
 
-On a CPU the core does the same in one pass over the weights (`fit_rows`, rust/core/src/solvers/fitting): a hundred times
-faster, where torch is bound by a pass over memory for each operation. Sums are rounded in another order there, so a
-group in some thousands takes another of two equally good grids.
+On a CPU the core does the same in one pass over the weights (`fit_rows`, rust/core/src/solvers/fitting): a hundred
+times faster, where torch is bound by a pass over memory for each operation. Sums are rounded in another order there,
+so a group in some thousands takes another of two equally good grids.
 """
 
 from __future__ import annotations
