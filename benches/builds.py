@@ -4,10 +4,11 @@
         [--shape 2048x2048] [--cold 64] [--seconds 0.5] [--out build/builds.json]
 
 A product is a format, a mode, an instruction set and a number of tokens of one matrix, or a layer of gated experts.
-Both builds multiply the same packed bytes, copies of which fill `--cold` megabytes (0: the same weights again).
-Products must be the same bits, but for the floating-point modes, which must be near. Reported are microseconds,
-medians of both builds' calls and the fastest, and NEW / OLD of each: where other work takes the processor at times,
-the fastest calls have met none of it. A build may have one class for all formats or one for each.
+Both builds multiply the same packed bytes, copies of which fill `--cold` megabytes (0: one copy). Products
+must be the same bits, but for the floating-point modes, which must be near. Reported are microseconds, medians of both
+builds' calls and the fastest, and NEW / OLD of each: where other work takes the processor at times, the fastest calls
+have met none of it; of one thread (`--threads 1`) only its own processor time counts. A build may have one class for
+all formats or one for each.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def options(tensor: Any, mode: str | None) -> dict[str, str]:
 def products(builds: dict[str, Any], name: str, args: argparse.Namespace) -> Iterator[Case]:
     """The products of one matrix of a format."""
     form, (rows, columns) = FORMATS[name], args.shape
-    copies = rotation(form.make(builds["old"], (1, rows, columns)), args.cold << 20)
+    copies = rotation(form.make(builds["new"], (1, rows, columns)), args.cold << 20)
     tensors = {build: [open_tensor(core, form.kind, copy) for copy in copies] for build, core in builds.items()}
     for tokens, mode, isa in itertools.product(args.tokens, form.modes, args.isa):
         x = np.random.default_rng(tokens).standard_normal((tokens, columns), np.float32)
@@ -174,7 +175,7 @@ def layers(builds: dict[str, Any], name: str, args: argparse.Namespace) -> Itera
     """A layer of gated experts of a format."""
     form, (rows, columns) = FORMATS[name], [side // 2 for side in args.shape]
     wide, tall = (EXPERTS, rows, columns), (EXPERTS, columns, rows)
-    blobs = [form.make(builds["old"], shape) for shape in (wide, wide, tall)]
+    blobs = [form.make(builds["new"], shape) for shape in (wide, wide, tall)]
     tensors = {build: [open_tensor(core, form.kind, blob) for blob in blobs] for build, core in builds.items()}
     for tokens, isa in itertools.product(args.tokens, args.isa):
         rng = np.random.default_rng(tokens)
@@ -183,15 +184,14 @@ def layers(builds: dict[str, Any], name: str, args: argparse.Namespace) -> Itera
         weights = rng.uniform(0, 1, (tokens, TOP_K)).astype(np.float32)
         mode = form.modes[0] or "exact"
 
-        def call(build: str, _: int, x: Any = x, experts: Any = experts, weights: Any = weights,
-                 isa: str = isa, mode: str = mode) -> Any:  # fmt: skip
-            return builds[build].gated_experts(*tensors[build], x, experts, weights, modes=[mode] * 3, isa=isa)
+        def call(build: str, _: int, inputs: Any = (x, experts, weights), mode: str = mode, isa: str = isa) -> Any:
+            return builds[build].gated_experts(*tensors[build], *inputs, modes=[mode] * 3, isa=isa)
 
         title = f"layer {name} {mode} {isa} {tokens}"
         yield Case(title, {build: partial(call, build) for build in builds}, 1, form.kind != "ternary")
 
 
-def measure(case: Case, seconds: float) -> dict[str, float]:
+def measure(case: Case, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
     """Microseconds of both builds, which take turns."""
     first, second = (call(0) for call in case.calls.values())
     near = np.array_equal(first, second) if case.exact else np.allclose(first, second, rtol=1e-3, atol=1e-3)
@@ -203,9 +203,9 @@ def measure(case: Case, seconds: float) -> dict[str, float]:
         for number, build in enumerate(order):
             # Each build reads copies that the other has not just read.
             copy = (turn + number * case.copies // 2) % case.copies
-            start = time.perf_counter()
+            start = clock()
             case.calls[build](copy)
-            times[build].append(1e6 * (time.perf_counter() - start))
+            times[build].append(1e6 * (clock() - start))
         turn += 1
     medians = {f"{build} median": statistics.median(found) for build, found in times.items()}
     return medians | {f"{build} fastest": min(found) for build, found in times.items()}
@@ -231,9 +231,10 @@ def main() -> None:
     args.isa = args.isa or builds["old"].available_isas()
     chosen = [products(builds, name, args) for name in args.only if name in FORMATS]
     chosen += [layers(builds, name, args) for name in LAYERS if "layer" in args.only]
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     figures = {}
     for case in itertools.chain.from_iterable(chosen):
-        found = figures[case.name] = measure(case, args.seconds)
+        found = figures[case.name] = measure(case, args.seconds, clock)
         ratios = [found[f"new {kind}"] / found[f"old {kind}"] for kind in ("median", "fastest")]
         print(f"{case.name:36} {found['old median']:10.1f} {found['new median']:10.1f} us"
               f"  x{ratios[0]:.3f} fastest x{ratios[1]:.3f}", flush=True)  # fmt: skip

@@ -41,21 +41,21 @@ pub struct Linear<'a> {
 
 /// Attention of heads that share keys and values in groups.
 pub struct Attention<'a> {
-    /// Of the input.
+    /// The norm of the input.
     pub norm: Norm<'a>,
     /// Queries: heads * width rows.
     pub query: Linear<'a>,
     /// Keys: groups * width rows, where groups divide heads.
     pub key: Linear<'a>,
-    /// Values: as many rows.
+    /// Values: as many rows as keys.
     pub value: Linear<'a>,
-    /// Of the heads' outputs: heads * width columns.
+    /// Applied to the heads' outputs: heads * width columns.
     pub output: Linear<'a>,
-    /// Of queries: each head's, or all together, as its length says.
+    /// The norm of queries: of each head, or of all together, as its length says.
     pub query_norm: Option<Norm<'a>>,
-    /// Of keys, in the same way.
+    /// The norm of keys, in the same way.
     pub key_norm: Option<Norm<'a>>,
-    /// Of a head.
+    /// Values of a head.
     pub width: usize,
     /// What products of queries and keys count.
     pub scale: f32,
@@ -91,7 +91,7 @@ pub struct Shared<'a> {
 
 /// The second half of a layer.
 pub struct FeedForward<'a> {
-    /// Of its input.
+    /// The norm of its input.
     pub norm: Norm<'a>,
     /// Without a router there is one expert, of weight 1.
     pub router: Option<Router<'a>>,
@@ -115,7 +115,7 @@ pub struct Decoder<'a> {
     pub blocks: Vec<Block<'a>>,
     /// The positions of all layers.
     pub rotary: Rotary<'a>,
-    /// Of the output.
+    /// The norm of the output.
     pub norm: Norm<'a>,
 }
 

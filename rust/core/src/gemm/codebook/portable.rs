@@ -12,7 +12,7 @@ pub struct Buffers<'a> {
     codes: Vec<u8>,
     bytes: Vec<i8>,
     values: Vec<f32>,
-    /// Of the kernels for many tokens.
+    /// Buffers of the kernels for many tokens.
     #[cfg(target_arch = "x86_64")]
     pub(super) pieces: super::pieces::Pieces<'a>,
     #[cfg(not(target_arch = "x86_64"))]

@@ -40,7 +40,7 @@ struct Part {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Form {
     columns: usize,
-    /// Those of whole steps.
+    /// Columns of whole steps.
     padded: usize,
     /// Columns of a token here; those behind the last are zeros.
     stride: usize,

@@ -73,7 +73,7 @@ impl<V: Lanes> Cursor<V> {
     /// As [`Cursor::new`], memory being asked for `ahead` bytes ahead, or not at all.
     ///
     /// # Safety
-    /// As there.
+    /// As [`Cursor::new`].
     #[inline(always)]
     unsafe fn with(weights: &Weights, first_lane: usize, ahead: usize) -> Self {
         let (spec, record) = (weights.layout.spec(), weights.layout.record());
@@ -313,61 +313,41 @@ unsafe fn combine<V: Lanes, const C: usize>(sums: &[[V::Int; C]]) -> V::Float {
     }
 }
 
-/// Where R blocks are read, from lane `first_lane` on.
+/// Adds the dot products of a unit, the `i`-th that a step reads, of each block.
 ///
 /// # Safety
-/// As [`Cursor::new`].
+/// As [`multiply`]; the step has the unit.
 #[inline(always)]
-unsafe fn cursors<V: Lanes, const R: usize>(weights: &[Weights; R], first_lane: usize) -> [Cursor<V>; R] {
-    // SAFETY: the caller's.
-    unsafe {
-        let mut cursors = [Cursor::<V>::new(&weights[0], first_lane); R];
-        if R > 1 {
-            // The next blocks: with few tokens an expert the processor's own prefetching is too late. A layer of 128
-            // experts with 16 tokens each took about a seventh less with it (one thread of Zen 4).
-            let bytes = R * weights[0].layout.block_bytes();
-            for r in 0..R {
-                cursors[r] = Cursor::with(&weights[r], first_lane, bytes);
-            }
-        }
-        cursors
-    }
-}
-
-/// The integer sums of a step.
-///
-/// # Safety
-/// As [`multiply`]; the step exists.
-#[inline(always)]
-unsafe fn step_sums<V: Lanes, const BITS: usize, const R: usize, const M: usize, const C: usize>(
+unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, const C: usize>(
     cursors: &[Cursor<V>; R],
     steps: &Steps,
-    step: usize,
+    (step, i, unit): (usize, usize, usize),
     tile: &Tile,
-) -> Sums<V, R, M, C> {
+    sums: &mut Sums<V, R, M, C>,
+) {
     // SAFETY: the caller's; a tile has QUADS * M words a unit.
     unsafe {
-        let mut sums: Sums<V, R, M, C> = [[[V::int_zero(); C]; M]; R];
-        for (i, unit) in units_in(steps, step).enumerate() {
-            let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * M);
-            let mut units = [std::ptr::null(); R];
-            for r in 0..R {
-                units[r] = cursors[r].unit::<BITS>(step, i);
-            }
-            macro_rules! quads {
-                ($($quad:literal)*) => {
-                    $(dots::<V, BITS, R, M, C, $quad>(&units, words, &mut sums);)*
-                };
-            }
-            // A step of 16 columns has half of its unit: the first if its number is even.
-            if steps.columns >= UNIT || step % 2 == 0 {
-                quads!(0 1 2 3);
-            }
-            if steps.columns >= UNIT || step % 2 == 1 {
-                quads!(4 5 6 7);
-            }
+        let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * M);
+        let mut units = [std::ptr::null(); R];
+        for r in 0..R {
+            units[r] = cursors[r].unit::<BITS>(step, i);
         }
-        sums
+        macro_rules! quads {
+            ($($quad:literal)*) => {
+                $(dots::<V, BITS, R, M, C, $quad>(&units, words, sums);)*
+            };
+        }
+        // A step of 16 columns has half of its unit: the first if its number is even.
+        let halves = [
+            steps.columns >= UNIT || step % 2 == 0,
+            steps.columns >= UNIT || step % 2 == 1,
+        ];
+        if halves[0] {
+            quads!(0 1 2 3);
+        }
+        if halves[1] {
+            quads!(4 5 6 7);
+        }
     }
 }
 
@@ -395,10 +375,21 @@ unsafe fn multiply<
         // SAFETY: units and steps stay below those of the layout, to which blocks and tile belong: a tile has N scales and
         // sums a step, and each of `out` 16 floats a token.
         unsafe {
-            let cursors = cursors::<V, R>(weights, first_lane);
+            let mut cursors = [Cursor::<V>::new(&weights[0], first_lane); R];
+            if R > 1 {
+                // The next blocks: with few tokens an expert the processor's own prefetching is too late. A layer of 128
+                // experts with 16 tokens each took about a seventh less with it (one thread of Zen 4).
+                let bytes = R * weights[0].layout.block_bytes();
+                for r in 0..R {
+                    cursors[r] = Cursor::with(&weights[r], first_lane, bytes);
+                }
+            }
             let mut totals = [[V::zero(); N]; R];
             for step in 0..steps.count {
-                let sums = step_sums::<V, BITS, R, M, C>(&cursors, steps, step, tile);
+                let mut sums: Sums<V, R, M, C> = [[[V::int_zero(); C]; M]; R];
+                for (i, unit) in units_in(steps, step).enumerate() {
+                    add_unit::<V, BITS, R, M, C>(&cursors, steps, (step, i, unit), tile, &mut sums);
+                }
                 let mut scales = [(V::zero(), V::zero()); R];
                 for r in 0..R {
                     scales[r] = cursors[r].scales(step);

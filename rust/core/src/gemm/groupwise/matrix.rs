@@ -27,7 +27,7 @@ impl Multiplier {
     /// As [`Configured::multiply`].
     ///
     /// # Safety
-    /// As there.
+    /// As [`Configured::multiply`].
     #[inline(always)]
     unsafe fn multiply(
         &self,

@@ -64,6 +64,7 @@ fn quad_codes(bits: usize, registers: &[[u8; REGISTER_BYTES]], quad: usize) -> [
 }
 
 #[cfg(target_arch = "x86_64")]
+#[allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
 mod x86 {
     use std::arch::x86_64::*;
 
@@ -71,10 +72,102 @@ mod x86 {
     use super::*;
 
     /// # Safety
-    /// The processor has AVX2, FMA and F16C.
-    #[target_feature(enable = "avx2,fma,f16c")]
+    /// The processor has AVX2.
     pub unsafe fn avx2(part: &Part, to: &mut [Line]) {
-        portable(part, to);
+        // SAFETY: the caller's.
+        unsafe {
+            match part.layout.bits() {
+                2 => decode_by_eight::<2>(part, to),
+                3 => decode_by_eight::<3>(part, to),
+                4 => decode_by_eight::<4>(part, to),
+                _ => decode_by_eight::<8>(part, to),
+            }
+        }
+    }
+
+    /// The bits of eight values rounded to bf16, as [`pair`] rounds them.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn rounded(values: __m256) -> __m256i {
+        let bits = _mm256_castps_si256(values);
+        let high = _mm256_srli_epi32::<16>(bits);
+        let half = _mm256_add_epi32(
+            _mm256_set1_epi32(0x7fff),
+            _mm256_and_si256(high, _mm256_set1_epi32(1)),
+        );
+        let nearest = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
+        let quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+        let is_nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(values, values));
+        _mm256_blendv_epi8(nearest, quiet, is_nan)
+    }
+
+    /// Four codes, a byte each, of the rows that half `half` of a unit's registers holds.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn codes_of_eight<const BITS: usize>(
+        registers: &[[u8; REGISTER_BYTES]],
+        quad: usize,
+        half: usize,
+    ) -> __m256i {
+        let load = |word: usize| {
+            let bytes = &registers[word][half * REGISTER_BYTES / 2..][..REGISTER_BYTES / 2];
+            // SAFETY: half of a register has 32 bytes; the load needs no alignment.
+            unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
+        };
+        let shift = |words, count: u32| _mm256_srl_epi32(words, _mm_cvtsi32_si128(count as i32));
+        let (word, low) = place(BITS, quad);
+        match (BITS, quad) {
+            (3, 6 | 7) => {
+                let low = _mm256_and_si256(shift(load(word), 6), _mm256_set1_epi32(0x0303_0303));
+                let high = _mm256_and_si256(shift(load(2), quad as u32), _mm256_set1_epi32(0x0101_0101));
+                _mm256_or_si256(low, _mm256_slli_epi32::<2>(high))
+            }
+            (8, _) => load(word),
+            _ => _mm256_and_si256(
+                shift(load(word), low),
+                _mm256_set1_epi32(0x0101_0101 * ((1 << BITS) - 1)),
+            ),
+        }
+    }
+
+    /// Decodes eight rows at a time, with the operations of [`portable`].
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    #[target_feature(enable = "avx2")]
+    unsafe fn decode_by_eight<const BITS: usize>(part: &Part, to: &mut [Line]) {
+        let (mut last, mut parameters) = (usize::MAX, [[0.0; LANES]; 2]);
+        for (unit, lines) in part.units.clone().zip(to.as_chunks_mut::<LANES>().0) {
+            let registers = part.registers(unit);
+            for place in 0..2 * QUADS {
+                let (quad, half) = (place / 2, place % 2);
+                let group = part.group(unit * UNIT + 4 * quad);
+                if group != last {
+                    (last, parameters) = (group, part.parameters(group));
+                }
+                // SAFETY: eight of a parameter's 16 values are behind the place.
+                let [scales, offsets] = unsafe {
+                    [
+                        _mm256_loadu_ps(parameters[0].as_ptr().add(8 * half)),
+                        _mm256_loadu_ps(parameters[1].as_ptr().add(8 * half)),
+                    ]
+                };
+                let codes = codes_of_eight::<BITS>(registers, quad, half);
+                let mut values = [_mm256_setzero_si256(); 4];
+                for byte in 0..4 {
+                    let code = _mm256_srl_epi32(codes, _mm_cvtsi32_si128(8 * byte as i32));
+                    let code = _mm256_cvtepi32_ps(_mm256_and_si256(code, _mm256_set1_epi32(0xff)));
+                    values[byte] = rounded(_mm256_add_ps(_mm256_mul_ps(scales, code), offsets));
+                }
+                for pair in 0..2 {
+                    let high = _mm256_slli_epi32::<16>(values[2 * pair + 1]);
+                    let both = _mm256_or_si256(values[2 * pair], high);
+                    let to = &mut lines[2 * quad + pair].0[8 * half..][..8];
+                    // SAFETY: eight words have 32 bytes; the store needs no alignment.
+                    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), both) }
+                }
+            }
+        }
     }
 
     /// # Safety

@@ -115,9 +115,9 @@ pub(crate) struct Pass<'a> {
     gate: Box<dyn Products + 'a>,
     up: Box<dyn Products + 'a>,
     down: Box<dyn Products + 'a>,
-    /// Of gate and up.
+    /// The job of gate and up.
     job: Arc<Job>,
-    /// Of down: every place has hidden activations of its own.
+    /// The job of down: every place has hidden activations of its own.
     own: Arc<Job>,
     cuts: [Cut; 2],
     /// The memory that each of the two reads first.
@@ -125,7 +125,7 @@ pub(crate) struct Pass<'a> {
     /// How rows of down are taken where there are so many outputs that they are summed at once.
     bands: Option<Bands>,
     hidden: Output<'a>,
-    /// Of all places; empty where they are summed at once.
+    /// Outputs of all places; empty where they are summed at once.
     outputs: Output<'a>,
     /// For each token, its experts' places and weights.
     terms: Vec<Vec<(usize, f32)>>,

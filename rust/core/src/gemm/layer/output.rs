@@ -16,7 +16,7 @@ enum Cells<'a> {
 pub(super) struct Output<'a> {
     cells: Cells<'a>,
     rows: usize,
-    /// For each unit, whether it has been handed to somebody.
+    /// For each unit, whether a thread has taken it.
     taken: Vec<AtomicBool>,
     /// Units that have not been filled.
     left: AtomicUsize,
@@ -31,7 +31,7 @@ unsafe impl Sync for Output<'_> {}
 unsafe impl Send for Output<'_> {}
 
 impl<'a> Output<'a> {
-    /// An array that is somebody else's, of `rows` rows a place, filled by `units` units.
+    /// An array that the caller owns, of `rows` rows a place, filled by `units` units.
     pub fn new(values: &'a mut [f32], rows: usize, units: usize) -> Output<'a> {
         Output::of(
             Cells::Borrowed(Cell::from_mut(values).as_slice_of_cells()),

@@ -43,6 +43,6 @@ pub trait Products: Send + Sync {
 /// A thread's buffers for products.
 pub trait Worker {
     /// Computes some rows for all tokens of task `task`: `out` is tokens x rows. `rows` starts at a multiple of the
-    /// granule and ends at one or at the last row. What a row becomes must not depend on which rows come with it.
+    /// granule and ends at one or at the last row. What a row becomes must not depend on which other rows are computed with it.
     fn multiply(&mut self, task: usize, rows: Range<usize>, out: &mut [f32]);
 }

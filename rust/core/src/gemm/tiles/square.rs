@@ -2,7 +2,7 @@
 //!
 //! Four registers are all that they use, on purpose. Measured on virtual cores of a Xeon (model 207), from the first-level
 //! cache: while a core is in one state, every form takes 7.0 ns a product, the time of the instruction itself. In another,
-//! which comes and goes with what else runs on the host, squares of two by two, which name all eight registers, take 31 ns,
+//! which varies with what else runs on the host, squares of two by two, which name all eight registers, take 31 ns,
 //! in six registers 18.5; a register by two in five 16.5, in four 14.3. That is as if two threads of a core shared the
 //! registers behind those that programs name and about nine were left to each.
 

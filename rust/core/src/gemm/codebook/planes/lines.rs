@@ -131,14 +131,14 @@ impl Order {
 pub(super) struct Table([__m512i; 2]);
 
 impl Table {
-    /// Those of the high bytes (plane 0) or the low ones (1) of a block of 2 bits.
+    /// The centroids of the high bytes (plane 0) or the low ones (1) of a block of 2 bits.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn new(block: &Block, plane: usize) -> Table {
         Table::of(block.plane(plane).first_chunk().unwrap_or(&[0; REGISTER]))
     }
 
-    /// Those of 16 rows, four a row.
+    /// The centroids of 16 rows, four a row.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn of(centroids: &[u8; REGISTER]) -> Table {

@@ -74,7 +74,7 @@ impl<const PLANES: usize> Factors<PLANES> {
 
 /// A tensor's rows of bits with the tokens' tables.
 pub(in crate::gemm::codebook) struct Lookups<'a> {
-    /// Of 2 bits.
+    /// A tensor of 2-bit codes.
     pub view: View<'a>,
     /// With tables.
     pub prepared: &'a Prepared,

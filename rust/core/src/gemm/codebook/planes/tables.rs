@@ -22,7 +22,7 @@ pub(in crate::gemm::codebook) const fn parts(activation_bits: u8) -> usize {
 }
 
 impl Tables {
-    /// Those of a token's codes, a multiple of 16, of 4 or 8 bits. The processor must have AVX2.
+    /// The tables of a token's codes, a multiple of 16, of 4 or 8 bits. The processor must have AVX2.
     pub fn new(codes: &[u8], activation_bits: u8) -> Tables {
         let totals = codes.chunks(BLOCK_UNIT);
         let totals = totals.map(|codes| codes.iter().map(|&code| u32::from(code)).sum());
