@@ -165,9 +165,8 @@ impl Values {
 
     #[inline(always)]
     fn fill_bytes<const CLUSTERS: usize>(&mut self, block: &Block) {
-        let scales = block.scales();
-        for row in 0..PANEL {
-            let values = rounded::<CLUSTERS>(block, row, scales[row]);
+        for (row, scale) in block.scales().into_iter().enumerate() {
+            let values = rounded::<CLUSTERS>(block, row, scale);
             for (code, value) in values.into_iter().enumerate() {
                 let [low, high] = value.to_le_bytes();
                 self.bytes[0][row][code] = low;
@@ -178,9 +177,8 @@ impl Values {
 
     #[inline(always)]
     fn fill_terms(&mut self, block: &Block) {
-        let scales = block.scales();
-        for row in 0..PANEL {
-            let [v0, v1, v2, v3] = rounded::<4>(block, row, scales[row]).map(|v| u32::from(v) * 0x1_0001);
+        for (row, scale) in block.scales().into_iter().enumerate() {
+            let [v0, v1, v2, v3] = rounded::<4>(block, row, scale).map(|v| u32::from(v) * 0x1_0001);
             let terms = [v0, v0 ^ v1, v0 ^ v2, v0 ^ v1 ^ v2 ^ v3];
             terms
                 .into_iter()
