@@ -31,18 +31,6 @@ fn shape<T: numpy::Element>(codes: &PyReadonlyArray3<'_, T>, ndim: u8) -> Shape 
 }
 
 /// Encodes ternary codes.
-///
-/// Args:
-///     codes: int8 [experts, rows, columns], C-contiguous, each -1, 0 or 1.
-///     levels: float32 [experts, rows, 2], C-contiguous: the negative (<= 0) and the positive (>= 0) value of a row.
-///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
-///     code: "fsv8" or "dict16" (the dictionary of the QMoE paper, section 4.3).
-///
-/// Returns:
-///     The packed tensor. It is the same whatever the number of threads.
-///
-/// Raises:
-///     ValueError: a code, level or shape is out of range; the message names expert and row.
 #[pyfunction]
 #[pyo3(signature = (codes, levels, *, ndim, code="fsv8"))]
 pub fn encode_ternary<'py>(
@@ -74,18 +62,6 @@ pub fn encode_ternary<'py>(
 }
 
 /// Packs group-wise codes.
-///
-/// Args:
-///     codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
-///     scales: float32 [experts, rows, groups], C-contiguous, exactly what `dtype` holds, finite.
-///     offsets: the same, or None for a symmetric tensor, whose weights are scale * (code - 2^(bits - 1)).
-///     bits: 2, 3, 4 or 8.
-///     group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
-///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
-///     dtype: of the stored parameters, "float16" or "bfloat16".
-///
-/// Raises:
-///     ValueError: a code, parameter, setting or shape is out of range.
 #[pyfunction]
 #[pyo3(signature = (codes, scales, offsets, *, bits, group_size, ndim, dtype="float16"))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -150,21 +126,6 @@ pub fn expand_groupwise<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -
 }
 
 /// Packs codes and codebooks. A weight is `scale * centroid[code]`.
-///
-/// Args:
-///     codes: uint8 [experts, rows, columns], C-contiguous, below 2^bits.
-///     centroids: int16 [experts, rows, blocks, 2^bits], C-contiguous, -32639 to 32639; multiples of 256 unless
-///         activation_bits is 0, for then the high byte alone is stored.
-///     scales: float32 [experts, rows, blocks], C-contiguous, finite and not negative.
-///     bits: of a code: 2, 3 or 4.
-///     block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
-///     ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
-///     activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
-///     hadamard: columns that products turn together by Hadamard's matrix before they multiply, a power of two that
-///         divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
-///
-/// Raises:
-///     ValueError: a code, centroid, scale or shape is out of range.
 #[pyfunction]
 #[pyo3(signature = (codes, centroids, scales, *, bits, block, ndim, activation_bits=0, hadamard=1))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -220,19 +181,6 @@ impl Rows<'_> {
 }
 
 /// Adds low-rank compensators to a packed group-wise tensor: W = Wq + U V.
-///
-/// Args:
-///     base: the packed group-wise tensor, uint8 [bytes].
-///     ranks: int64 [experts], each at most min(rows, columns); their sum is T.
-///     right: the rows of V, expert by expert, C-contiguous. Of 3 or 8 bits codes and scales, (uint8 [T, columns],
-///         float32 [T, ceil(columns / 64)]): a value is scale * (code - 2^(bits - 1)). Of 16 bits values, float32
-///         [T, columns]. Scales and values are exactly what float16 holds.
-///     left: likewise the rows of U^T, [T, rows].
-///     bits: 3, 8 or 16.
-///
-/// Raises:
-///     ValueError: a rank, code, scale, value or shape is out of range.
-///     CorruptionError: `base` is no group-wise tensor.
 #[pyfunction]
 #[pyo3(signature = (base, ranks, right, left, *, bits))]
 pub fn encode_compensated<'py>(

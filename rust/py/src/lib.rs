@@ -1,4 +1,5 @@
 //! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
+//! Arguments, shapes, dtypes and errors of each function are said once, in python/moepack/_core.pyi.
 
 mod arrays;
 mod decoder;

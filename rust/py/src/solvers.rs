@@ -14,19 +14,6 @@ type Codes<'py> = Bound<'py, PyArray2<u8>>;
 type Sums<'py> = Bound<'py, PyArray1<f64>>;
 
 /// Clusters the values of each row so that the weighted sum of squared errors is least.
-///
-/// Args:
-///     values: float32 [rows, columns], C-contiguous, finite.
-///     clusters: 1 to 16.
-///     weights: float32 [groups, columns], C-contiguous, finite, none negative: the importance of each column, for rows /
-///         groups successive rows at a time; by default 1.
-///
-/// Returns:
-///     Centroids, float32 [rows, clusters], ascending; codes of the nearest centroid, uint8 [rows, columns]; errors,
-///     float64 [rows].
-///
-/// Raises:
-///     ValueError: sizes do not match, or a value or weight is out of range.
 #[pyfunction]
 #[pyo3(signature = (values, clusters, weights=None))]
 pub fn kmeans<'py>(
@@ -62,23 +49,6 @@ pub fn kmeans<'py>(
 }
 
 /// Refines codes and centroids of rows on their output error (q - t) H (q - t)^T.
-///
-/// Args:
-///     targets: float32 [experts, rows, columns], C-contiguous: t.
-///     hessians: float32 [experts, columns, columns], C-contiguous: H, symmetric.
-///     codes: uint8 [experts, rows, columns], C-contiguous: the start.
-///     centroids: float32 [experts, rows, blocks, clusters], C-contiguous, ascending: the start.
-///     block: columns that share a codebook.
-///     steps: how often assignments and centroids are improved.
-///     factors: float32 [experts, columns, columns], C-contiguous: unit upper triangular factors of the Hessians, to
-///         round with error feedback in the first step.
-///     points: float32 as the targets: assign to the centroids nearest to these instead of column by column.
-///
-/// Returns:
-///     Codes and centroids, flat; the objectives, float64 [experts, rows, steps + 1], which never rise.
-///
-/// Raises:
-///     ValueError: sizes do not match, a code is no cluster's, or both factors and points are given.
 #[pyfunction]
 #[pyo3(signature = (targets, hessians, codes, centroids, *, block, steps, factors=None, points=None))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -135,25 +105,6 @@ pub fn refine_codebooks<'py>(
 }
 
 /// Finds codes, scales and offsets of least squared error: `scale * code + offset` for each row and group of columns.
-///
-/// Args:
-///     weights: float32 [rows, columns], C-contiguous.
-///     bits: of a code, 1 to 8.
-///     group_size: columns that share parameters.
-///     symmetric: offsets are -2^(bits - 1) times the scales.
-///     dtype: "float16" or "bfloat16", what parameters are rounded to.
-///     iterations: most regressions.
-///     start: scales and offsets, float32 [rows, groups], to start from instead of a search.
-///     compensation: float32 [rows, columns], what something else adds to the codes' values; it is overwritten by the
-///         weights less the codes' values.
-///     isa: the instruction set, by default the active one; the result does not depend on it.
-///
-/// Returns:
-///     Codes, uint8 [rows, columns]; scales and offsets, float32 [rows, groups]; the squared norms of the weights less
-///     the codes' values, float64 [rows].
-///
-/// Raises:
-///     ValueError: sizes do not match, an array is not contiguous, or the processor lacks the set.
 #[pyfunction]
 #[pyo3(signature = (weights, bits, group_size, *, symmetric=false, dtype="float16", iterations=8, start=None, compensation=None, isa=None))]
 #[allow(clippy::too_many_arguments)] // Python's signature
