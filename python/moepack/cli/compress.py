@@ -1,7 +1,7 @@
 """`moepack compress`: make a packed directory from a checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -67,6 +67,26 @@ def compress_command(
 
     A model of the hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
     """
+    given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
+    done = run(model, out, method, given, dry_run=dry_run, threads=threads, resume=resume, quiet=quiet)
+    if done is not None:
+        print_report(done)
+    if done is not None and report:
+        print_directory(out)
+
+
+def run(
+    model: str,
+    out: Path,
+    method: str,
+    given: dict[str, Any],
+    *,
+    dry_run: bool,
+    threads: int | None,
+    resume: bool,
+    quiet: bool,
+) -> "CompressReport | None":
+    """Print the plan and do the work; None where the plan was all that was asked for."""
     from moepack.checkpoint.resolve import resolve_model
     from moepack.methods import create
     from moepack.pipeline import compress
@@ -74,7 +94,6 @@ def compress_command(
     from moepack.progress import terminal_progress
 
     console = Console(stderr=True)
-    given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
     with wrong_usage():
         settings.refuse_foreign(method, given)
         chosen = create(method, **given)
@@ -83,14 +102,11 @@ def compress_command(
             if dry_run or not quiet:
                 print_plan(estimate(directory, out, chosen, threads), Console())
             if dry_run:
-                return
+                return None
             progress = terminal_progress(console, quiet)
-            done = compress(directory, out, method=chosen, threads=threads, resume=resume, progress=progress)
+            return compress(directory, out, method=chosen, threads=threads, resume=resume, progress=progress)
         except KeyboardInterrupt:
             raise interrupted(console, out) from None
-    print_report(done)
-    if report:
-        print_directory(out)
 
 
 def interrupted(console: Console, out: Path) -> typer.Exit:

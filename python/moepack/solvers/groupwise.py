@@ -122,11 +122,7 @@ def quantize_groupwise(
     check_grid(bits, group_size)
     if dtype not in _PARAMETERS:
         raise ValueError(f"parameters are float16 or bfloat16, not {dtype}")
-    values = as_tensor(weight, "weight" if name is None else f"weight '{name}'")
-    if values.dtype not in _FLOATS:
-        raise InvalidTensorError(f"has dtype {values.dtype}, expected a floating-point one", tensor=name)
-    if values.ndim < 2:
-        raise InvalidTensorError(f"has shape {list(values.shape)}, expected [..., rows, columns]", tensor=name)
+    values = _matrices(weight, name)
     width = values.shape[-1] if group_size is None else group_size
     groups = -(-values.shape[-1] // width) if width else 0
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
@@ -156,6 +152,16 @@ def _check_range(codes: GroupwiseCodes, dtype: torch.dtype, name: str | None) ->
         if stored is not None and not bool(stored.isfinite().all()):
             place = (~stored.isfinite()).nonzero()[0].tolist()
             raise InvalidTensorError(f"the {kind} of group {place} is beyond the range of {dtype}", tensor=name)
+
+
+def _matrices(weight: AnyTensor, name: str | None) -> Tensor:
+    """The weight as a tensor of matrices, if it is one of floats."""
+    values = as_tensor(weight, "weight" if name is None else f"weight '{name}'")
+    if values.dtype not in _FLOATS:
+        raise InvalidTensorError(f"has dtype {values.dtype}, expected a floating-point one", tensor=name)
+    if values.ndim < 2:
+        raise InvalidTensorError(f"has shape {list(values.shape)}, expected [..., rows, columns]", tensor=name)
+    return values
 
 
 def check_grid(bits: int, group_size: int | None) -> None:
