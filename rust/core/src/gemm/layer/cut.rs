@@ -30,9 +30,11 @@ impl Cut {
             .iter()
             .fold(1, |granule, p| multiple(granule, p.granule()));
         let bytes: usize = projections.iter().map(|p| p.row_bytes()).sum();
+        // A thread alone waits for no other.
+        let least = if threads == 1 { 1 } else { UNITS * threads };
         let most = (UNIT_BYTES / bytes.max(1))
             .min((UNIT_OUTPUTS / job.widest().max(1)).max(HIGH_ROWS))
-            .min(job.tasks.len() * rows / (UNITS * threads));
+            .min(job.tasks.len() * rows / least);
         let step = (most / granule).max(1) * granule;
         Cut {
             step,
