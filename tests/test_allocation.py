@@ -26,7 +26,7 @@ from moepack.methods.milo.planning import Planner, find_sources
 from moepack.solvers.affine import GroupSpec
 from moepack.solvers.least_squares import LeastSquares
 
-MODELS = Path("/work/shared/models") if Path("/work/shared/models").is_dir() else Path("../shared/models")
+MODELS = Path(__file__).parents[2] / "shared" / "models"
 
 
 def chain(*steps: tuple[int, float]) -> Chain:

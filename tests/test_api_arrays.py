@@ -29,7 +29,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in the order of the axes reversed."""
+    """Give an array the memory order of its axes reversed; its values stay."""
     order = [*reversed(range(tensor.ndim))]
     return tensor.permute(order).contiguous().permute(order)
 

@@ -15,7 +15,7 @@ __all__ = ["AnyTensor", "Array", "as_bytes", "as_given", "as_tensor"]
 AnyTensor = torch.Tensor | npt.NDArray[Any]
 
 Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
-"""Of a function that returns what it was given: a torch tensor for a torch tensor, an array for an array."""
+"""The kind of a function that returns what it was given: a tensor for a tensor, an array for an array."""
 
 _KINDS = "fiub"
 

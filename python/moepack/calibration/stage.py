@@ -133,7 +133,7 @@ class Stage:
         return all(weights.ndim == 2 for weights in self.tensors.values())
 
     def only(self, names: Collection[str]) -> Stage:
-        """The same stage with some of its tensors."""
+        """Return this stage with some of its tensors."""
         weights = {name: weights for name, weights in self.weights.items() if name in names}
         return replace(self, tensors={name: self.tensors[name] for name in names}, weights=weights)
 

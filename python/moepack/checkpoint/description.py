@@ -141,7 +141,7 @@ def _expert_count(checkpoint: Checkpoint, architecture: Architecture) -> int:
 
 
 def _sizes(checkpoint: Checkpoint, what: str, keys: tuple[str, ...]) -> dict[str, int]:
-    """Those of `keys` that config.json holds as integers, one at least."""
+    """Return the values of `keys` that config.json holds as integers, one at least."""
     sizes = {key: checkpoint.config[key] for key in keys if isinstance(checkpoint.config.get(key), int)}
     if not sizes:
         raise CheckpointError(f"says no number of {what} ({', '.join(keys)})", file=checkpoint.path / "config.json")

@@ -56,7 +56,7 @@ class GroupwiseCodes(NamedTuple):
 
 
 class GroupwiseArrays(NamedTuple):
-    """The same in NumPy arrays."""
+    """Codes and parameters as `GroupwiseCodes` has them, in NumPy arrays."""
 
     codes: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float32]

@@ -141,9 +141,9 @@ const fn row(word: usize) -> usize {
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub(super) struct Values {
-    /// Of 3 and 4 bits low and high bytes: 16 of each row.
+    /// The low and high bytes of values of 3 and 4 bits, 16 of each row.
     bytes: [[[u8; LANE]; PANEL]; 2],
-    /// Of 2 bits the terms of the module's formula, twice in each row's word.
+    /// The terms of the module's formula for 2 bits, twice in each row's word.
     terms: [[u32; PANEL]; 4],
 }
 
@@ -153,7 +153,7 @@ impl Values {
         terms: [[0; PANEL]; 4],
     };
 
-    /// Those of a block.
+    /// The tables of a block.
     #[inline(always)]
     fn fill(&mut self, block: &Block) {
         match block.bits() {

@@ -233,37 +233,6 @@ pub(crate) fn hold_panels<S: Source>(
     }
 }
 
-/// Prints microseconds of products of 1 to 256 tokens, exact ones and by panels, for the thresholds of a format: medians
-/// over calls that take copies of the weights in turns.
-pub(crate) fn compare_times<P: Projection, S: Source + Clone>(name: &str, pairs: &[(P, S)]) {
-    let pool = pool::current().unwrap();
-    let backend = Backend::of_floats(crate::simd::active().unwrap()).unwrap_or(Backend::Avx2);
-    let Shape { rows, columns, .. } = pairs[0].0.shape();
-    for tokens in [1, 2, 4, 6, 8, 12, 16, 32, 64, 256] {
-        let x = numbers(tokens * columns, 1);
-        let mut y = vec![0.0; tokens * rows];
-        let mut times = [Vec::new(), Vec::new()];
-        for (round, (exact, source)) in pairs.iter().cycle().take(2 * pairs.len()).enumerate() {
-            let source = By(source.clone(), backend);
-            let projection: &dyn Projection = if round % 2 == 0 { exact } else { &source };
-            let start = std::time::Instant::now();
-            layer::multiply(
-                projection,
-                Job::of_tasks(tasks(&[tokens])),
-                (&x[..]).into(),
-                &mut y,
-                &pool,
-            );
-            times[round % 2].push(start.elapsed().as_micros());
-        }
-        let [exact, panels] = times.map(|mut times| {
-            times.sort();
-            times[times.len() / 2]
-        });
-        println!("{name} {backend:?} {rows}x{columns} {tokens} tokens: exact {exact} us, panels {panels} us");
-    }
-}
-
 #[test]
 fn products_are_within_their_bound_on_every_backend() {
     for (rows, columns) in [(16, 32), (5, 7), (70, 300), (33, 1030)] {

@@ -3,10 +3,8 @@ use half::bf16;
 use super::*;
 use crate::formats::codebook::HEADER_BYTES;
 use crate::formats::codebook::tests::Case;
-use crate::gemm::codebook::Codebook;
 use crate::gemm::hadamard::rotate;
-use crate::gemm::panel::tests::{backends, compare_times, hold, hold_panels, numbers, product, tasks};
-use crate::types::Mode;
+use crate::gemm::panel::tests::{backends, hold, hold_panels, numbers, product, tasks};
 
 /// (experts, rows, columns), columns of a codebook.
 const SHAPES: [([usize; 3], usize); 7] = [
@@ -114,30 +112,5 @@ fn hostile_parameters_give_numbers_and_nothing_else() {
                 product(Rounded::new(view, backend), &x, &tasks(&[20]), backend, 1);
             }
         }
-    }
-}
-
-#[test]
-#[ignore = "prints times: cargo test --release -- --ignored --nocapture times_of"]
-fn times_of_codebooks() {
-    for (bits, [rows, columns]) in [
-        (4, [14336, 4096]),
-        (3, [14336, 4096]),
-        (2, [14336, 4096]),
-        (4, [768, 2048]),
-    ] {
-        let blob = Case::new(bits, [1, rows, columns], 1 << 16).blob();
-        let blobs = vec![blob; 17];
-        let pair = |blob| {
-            let view = View::parse(blob).unwrap();
-            let isa = crate::simd::active().unwrap();
-            let exact = Codebook::new(view, Mode::Exact, isa).unwrap();
-            (
-                exact,
-                Rounded::new(view, Backend::of_floats(isa).unwrap_or(Backend::Avx2)),
-            )
-        };
-        let pairs: Vec<_> = blobs.iter().map(|blob| pair(blob)).collect();
-        compare_times(&format!("codebook {bits} bits"), &pairs);
     }
 }

@@ -1,9 +1,7 @@
 use super::*;
 use crate::formats::ternary::{Code, encode};
-use crate::gemm::panel::tests::{backends, compare_times, hold, hold_panels, numbers, product, tasks};
-use crate::gemm::ternary::Ternary;
+use crate::gemm::panel::tests::{backends, hold, hold_panels, numbers, product, tasks};
 use crate::pool;
-use crate::types::Mode;
 
 /// A packed tensor and its rounded weights.
 struct Sample {
@@ -47,35 +45,6 @@ impl Sample {
         };
         let weights = codes.iter().enumerate().map(value).collect();
         Sample { shape, blob, weights }
-    }
-
-    /// A matrix's bytes with P(0) = 0.885, as the codes are made for.
-    fn sparse(code: Code, rows: usize, columns: usize) -> Vec<u8> {
-        let mut state = 1u32;
-        let codes: Vec<i8> = std::iter::repeat_with(|| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            match state >> 8 & 0xffff {
-                0..3768 => -1,
-                3768..7537 => 1,
-                _ => 0,
-            }
-        })
-        .take(rows * columns)
-        .collect();
-        let shape = Shape {
-            experts: 1,
-            rows,
-            columns,
-            ndim: 2,
-        };
-        encode(
-            &codes,
-            &vec![(-0.5, 0.5); rows],
-            shape,
-            code,
-            &pool::current().unwrap(),
-        )
-        .unwrap()
     }
 
     fn row(&self, expert: usize, row: usize) -> Vec<half::bf16> {
@@ -161,29 +130,5 @@ fn damaged_codes_give_numbers_and_nothing_else() {
             let y = product(source, &x, &tasks(&[20]), Backend::Portable, 1);
             assert_eq!(y.len(), 20 * sample.shape.rows, "{code:?}");
         }
-    }
-}
-
-#[test]
-#[ignore = "prints times: cargo test --release -- --ignored --nocapture times_of"]
-fn times_of_ternary_weights() {
-    for (code, [rows, columns]) in [
-        (Code::Fsv8, [14336, 4096]),
-        (Code::Dict16, [14336, 4096]),
-        (Code::Fsv8, [768, 2048]),
-    ] {
-        let sample = Sample::sparse(code, rows, columns);
-        let blobs = vec![sample; 17];
-        let pair = |blob| {
-            let view = TernaryView::parse(blob).unwrap();
-            let isa = crate::simd::active().unwrap();
-            let exact = Ternary::new(view.clone(), Mode::Exact, isa).unwrap();
-            (
-                exact,
-                Rounded::new(view, Backend::of_floats(isa).unwrap_or(Backend::Avx2)),
-            )
-        };
-        let pairs: Vec<_> = blobs.iter().map(|blob| pair(blob)).collect();
-        compare_times(code.name(), &pairs);
     }
 }
