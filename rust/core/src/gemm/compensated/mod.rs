@@ -3,7 +3,7 @@
 //! A tensor is a [`Projection`](super::layer::Projection): alone or in a layer of gated experts, a call is one parallel region. Beside what the
 //! group-wise part prepares, the first stage gathers each task's activations in whole chunks, the second one is z = V x, a
 //! few rows of V a unit. A unit of rows is then the group-wise product and y += U z. A row of V or U^T is unpacked 64
-//! values at a time for up to 8 tokens that share it. Each z and each y is summed by one unit in a fixed order, so
+//! values at a time for up to 32 tokens that share it. Each z and each y is summed by one unit in a fixed order, so
 //! results depend neither on the number of threads nor on the instruction set.
 //!
 //! Accuracy: z is a sum of C products in eight lanes, then y a sum of r; with u = 2^-24 and S the sum over ranks and
@@ -20,7 +20,7 @@ mod x86;
 pub use projection::Compensated;
 
 /// Tokens that share the unpacking of a chunk.
-const TOKENS: usize = 8;
+const TOKENS: usize = 32;
 
 #[cfg(test)]
 mod tests;

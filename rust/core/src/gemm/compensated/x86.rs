@@ -155,22 +155,35 @@ pub fn expand<'a>(
 ) {
     let columns = y.len() / tokens;
     let rows: Vec<FactorRow> = (0..coefficients.ranks).map(left).collect();
-    for (token, y) in y.chunks_exact_mut(columns).enumerate() {
-        for (chunk, y) in y.chunks_mut(CHUNK).enumerate() {
-            let mut sums = [_mm256_setzero_ps(); CHUNK / LANES];
-            for (index, row) in rows.iter().enumerate() {
-                let values = unpack(row.width(), row.bytes(first_chunk + chunk));
-                let z = coefficients.z[index * coefficients.stride + coefficients.first + token];
-                let factor = _mm256_set1_ps(row.finite_scale(first_chunk + chunk) * z);
-                for (sum, value) in sums.iter_mut().zip(values) {
-                    *sum = _mm256_add_ps(*sum, _mm256_mul_ps(factor, value));
-                }
-            }
-            for (y, sum) in y.chunks_mut(LANES).zip(sums) {
-                for (y, sum) in y.iter_mut().zip(store(sum)) {
-                    *y += sum;
-                }
-            }
+    let mut unpacked = Vec::with_capacity(rows.len());
+    for chunk in 0..columns.div_ceil(CHUNK) {
+        // All tokens share the values of a chunk, which stay in the first-level cache.
+        unpacked.clear();
+        for row in &rows {
+            let (at, width) = (first_chunk + chunk, row.width());
+            unpacked.push((row.finite_scale(at), unpack(width, row.bytes(at))));
+        }
+        for (token, y) in y.chunks_exact_mut(columns).enumerate() {
+            let z = &coefficients.z[coefficients.first + token..];
+            add_chunk(&unpacked, z, coefficients.stride, &mut y[chunk * CHUNK..]);
+        }
+    }
+}
+
+/// y += sum over ranks of z[k] times the values of rank k, for up to a chunk of columns; `z` has a value every `stride`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn add_chunk(unpacked: &[(f32, Registers)], z: &[f32], stride: usize, y: &mut [f32]) {
+    let mut sums = [_mm256_setzero_ps(); CHUNK / LANES];
+    for (index, (scale, values)) in unpacked.iter().enumerate() {
+        let factor = _mm256_set1_ps(scale * z[index * stride]);
+        for (sum, value) in sums.iter_mut().zip(values) {
+            *sum = _mm256_add_ps(*sum, _mm256_mul_ps(factor, *value));
+        }
+    }
+    for (y, sum) in y.chunks_mut(LANES).zip(sums) {
+        for (y, sum) in y.iter_mut().zip(store(sum)) {
+            *y += sum;
         }
     }
 }

@@ -42,6 +42,7 @@ mod matrix;
 #[cfg(test)]
 mod panel_tests;
 mod panels;
+mod part;
 mod projection;
 mod rounded;
 mod scalar;

@@ -5,7 +5,7 @@
 //! `scale * (256 + code) + (offset - 256 * scale)`: the same, unless the offset is below a 64th of the scale, where the
 //! last term is off by at most 2^-16 of the scale.
 
-use super::panels::{Part, QUADS};
+use super::part::{Part, QUADS};
 use crate::bits::{UNIT, place};
 use crate::formats::groupwise::REGISTER_BYTES;
 use crate::gemm::panel::{LANES, Line, pair};
@@ -68,8 +68,10 @@ fn quad_codes(bits: usize, registers: &[[u8; REGISTER_BYTES]], quad: usize) -> [
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::super::panels::AHEAD;
     use super::*;
+
+    /// How far ahead of the codes in use memory is asked for, in bytes.
+    const AHEAD: usize = 1536;
 
     /// # Safety
     /// The processor has AVX2.

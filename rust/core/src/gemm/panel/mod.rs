@@ -25,6 +25,7 @@
 
 mod backend;
 mod products;
+mod rounding;
 mod strip;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -36,7 +37,8 @@ use std::ops::Range;
 
 pub(crate) use backend::{Backend, bf16, pair};
 pub(crate) use products::products;
-pub(crate) use tokens::{Tile, round_token};
+pub(crate) use rounding::round_token;
+pub(crate) use tokens::Tile;
 
 use crate::types::Activations;
 use crate::types::Shape;

@@ -286,7 +286,7 @@ fn activations_are_rounded_to_nearest() {
     x.splice(0..6, special);
     for isa in Isa::ALL.into_iter().filter_map(|isa| isa.require().ok()) {
         let mut lines = [Line::ZERO; 3 * LANES];
-        tokens::round(isa, &x, &mut lines[2..]);
+        rounding::round(isa, &x, &mut lines[2..]);
         for (column, &x) in x.iter().enumerate() {
             let word = lines[column / 32 * LANES + 2].0[column % 32 / 2];
             let expected = bf16::from_f32(x).to_bits();

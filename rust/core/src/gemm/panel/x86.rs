@@ -7,15 +7,6 @@ use std::arch::x86_64::*;
 use super::backend::{Backend, Product, Start};
 use super::{LANES, Line};
 
-/// As [`super::tokens::round_portable`].
-///
-/// # Safety
-/// The processor has AVX2.
-#[target_feature(enable = "avx2")]
-pub(super) unsafe fn round(x: &[f32], lines: &mut [Line]) {
-    super::tokens::round_portable(x, lines);
-}
-
 /// Multiplies by a backend that the processor has. The product has been checked.
 pub(super) fn multiply(backend: Backend, product: &mut Product) {
     let mut token = 0;

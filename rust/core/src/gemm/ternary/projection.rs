@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::rounded::{self, Rounded};
 use super::table::longest_word;
 use super::tile::Tile;
-use super::unit::{UNIT_GROUPS, Unit};
+use super::unit::{Unit, unit_groups};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{Kernel, kernel_for, scalar};
@@ -142,11 +142,12 @@ impl layer::Kernel for Ternary<'_> {
     ) {
         let tile = work.prepared.get(work.task);
         let groups = rows.start / GROUP_ROWS..rows.end.div_ceil(GROUP_ROWS);
-        for first in groups.clone().step_by(UNIT_GROUPS) {
+        let step = unit_groups(tile.tokens());
+        for first in groups.clone().step_by(step) {
             let unit = Unit {
                 view: &self.view,
                 expert: work.expert(),
-                groups: first..(first + UNIT_GROUPS).min(groups.end),
+                groups: first..(first + step).min(groups.end),
                 tile,
             };
             sums.clear();

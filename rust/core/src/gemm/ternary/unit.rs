@@ -28,4 +28,11 @@ impl Unit<'_> {
 }
 
 /// The most row groups of a unit; what a unit knows about its rows stays in the cache.
-pub(super) const UNIT_GROUPS: usize = 8;
+const MOST_GROUPS: usize = 8;
+/// Tokens by row groups of a unit: so many outputs of 64 rows stay in the first-level cache.
+const MOST_OUTPUTS: usize = 64;
+
+/// Row groups of a unit for so many tokens.
+pub(super) fn unit_groups(tokens: usize) -> usize {
+    (MOST_OUTPUTS / tokens.max(1)).clamp(1, MOST_GROUPS)
+}

@@ -10,7 +10,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::formats::codebook::bits::{LANE, REGISTER};
+use crate::formats::codebook::bits::{LANE, QUADS, REGISTER};
 use crate::formats::codebook::{Block, PANEL};
 
 /// Bits of a code in a byte of a line, and the bits that hold its row, in either order of the table.
@@ -183,4 +183,23 @@ pub(in crate::gemm::codebook) fn row_words(block: &Block, out: &mut Vec<[u32; PA
 #[target_feature(enable = "avx512f")]
 pub(in crate::gemm::codebook) fn column_shifts() -> __m512i {
     _mm512_setr_epi32(0, 8, 16, 24, 2, 10, 18, 26, 4, 12, 20, 28, 6, 14, 22, 30)
+}
+
+/// The centroids of a line, from those of 16 rows, four a row: in word r of register c, columns 4 c to 4 c + 3 of row
+/// `4 (r % 4) + r / 4`.
+///
+/// # Safety
+/// Both are good for 64 bytes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+pub(in crate::gemm::codebook) unsafe fn centroids(line: *const u8, table: *const u8) -> [__m512i; QUADS] {
+    // SAFETY: the caller's promise.
+    let (line, table) = unsafe { (&*line.cast(), &*table.cast()) };
+    let (order, table) = (Order::new(true), Table::of(table));
+    let indices = order.indices(order.words(line));
+    let mut words = [_mm512_setzero_si512(); QUADS];
+    for (c, words) in words.iter_mut().enumerate() {
+        *words = table.look_up(&indices, c);
+    }
+    words
 }

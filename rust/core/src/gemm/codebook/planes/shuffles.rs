@@ -11,12 +11,10 @@
 use std::arch::x86_64::*;
 
 use super::lines::{Order, Table};
-use crate::formats::codebook::bits::{LANE, QUADS, REGISTER};
+use crate::formats::codebook::bits::{LANE, REGISTER};
 use crate::formats::codebook::{Block, PANEL};
 use crate::gemm::codebook::kernel::AHEAD;
-use crate::gemm::codebook::lanes::Lanes;
 use crate::gemm::codebook::tokens::Prepared;
-use crate::gemm::codebook::x86::Avx512;
 use crate::gemm::codebook::{Epilogue, Rows};
 use crate::gemm::panel::{LANES, Line};
 
@@ -104,25 +102,6 @@ unsafe fn sums<const PLANES: usize, const N: usize, const CHAINS: usize>(
         }
     }
     out
-}
-
-/// The centroids of a line, from those of 16 rows, four a row: 16 columns of four rows in each register.
-///
-/// # Safety
-/// Both are good for 64 bytes.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub(in crate::gemm::codebook) unsafe fn quads(line: *const u8, centroids: *const u8) -> [__m512i; QUADS] {
-    // SAFETY: the caller's promise.
-    let (line, centroids) = unsafe { (&*line.cast(), &*centroids.cast()) };
-    let (order, table) = (Order::new(true), Table::of(centroids));
-    let indices = order.indices(order.words(line));
-    let mut words = [_mm512_setzero_si512(); QUADS];
-    for c in 0..QUADS {
-        words[c] = table.look_up(&indices, c);
-    }
-    // SAFETY: the function has the features of the lanes.
-    unsafe { Avx512::transposed(words) }
 }
 
 /// Looks up high bytes of the columns of a block of 2 bits from column `first` on, four a line; those behind the block's

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
-use crate::gemm::codebook::planes::shuffles;
+use crate::gemm::codebook::planes::lines;
 
 pub(in crate::gemm::codebook) struct Avx512;
 
@@ -84,7 +84,7 @@ impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn line(line: *const u8, centroids: *const u8) -> [__m512i; AT_ONCE] {
         // SAFETY: see above.
-        unsafe { shuffles::quads(line, centroids) }
+        unsafe { Self::transposed(lines::centroids(line, centroids)) }
     }
     #[inline(always)]
     unsafe fn activations(from: *const u8) -> __m512i {

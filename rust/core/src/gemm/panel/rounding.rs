@@ -1,0 +1,53 @@
+//! Activations rounded to bf16, in lines.
+
+use super::{LANES, Line, Tile, pair};
+use crate::gemm::hadamard;
+use crate::simd::Isa;
+use crate::types::Activations;
+
+/// Writes token `token` of `x`, of `columns` values rounded to bf16, into lane `lane` of a tile. Of a tensor whose
+/// products turn activations ([`hadamard`]), `turned` columns at a time are turned first. `isa` must have been found
+/// available.
+pub(crate) fn round_token(
+    isa: Isa,
+    x: &Activations,
+    (token, columns, turned): (usize, usize, usize),
+    lane: usize,
+    tile: &mut Tile,
+) {
+    let mut values = vec![0.0; columns];
+    x.widen(token * columns, &mut values);
+    if turned > 1 {
+        hadamard::rotate(isa, &mut values, turned);
+    }
+    round(isa, &values, &mut tile.lines[lane..]);
+}
+
+/// Writes values, rounded to bf16, into lines that are 16 apart. `isa` must have been found available.
+pub(super) fn round(isa: Isa, x: &[f32], lines: &mut [Line]) {
+    match isa {
+        // SAFETY: `Isa::require` has found the set.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 | Isa::Avx512 => unsafe { round_avx2(x, lines) },
+        _ => round_portable(x, lines),
+    }
+}
+
+/// As [`round`].
+#[inline(always)]
+fn round_portable(x: &[f32], lines: &mut [Line]) {
+    for (x, line) in x.chunks(2 * LANES).zip(lines.iter_mut().step_by(LANES)) {
+        let mut values = [0.0; 2 * LANES];
+        values[..x.len()].copy_from_slice(x);
+        for (word, two) in line.0.iter_mut().zip(values.as_chunks::<2>().0) {
+            *word = pair(two[0], two[1]);
+        }
+    }
+}
+
+/// As [`round_portable`], whose loops the compiler makes vectors of.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn round_avx2(x: &[f32], lines: &mut [Line]) {
+    round_portable(x, lines);
+}
