@@ -1,9 +1,9 @@
 //! Products by compensated weights: y = Wq x + U (V x), the compensator read packed.
 //!
 //! A tensor is a [`Projection`](super::layer::Projection): alone or in a layer of gated experts, a call is one parallel region. Beside what the
-//! group-wise part prepares, the first stage gathers each task's activations in whole chunks, the second one is z = V x, a
-//! few rows of V a unit. A unit of rows is then the group-wise product and y += U z. A row of V or U^T is unpacked 64
-//! values at a time for up to 32 tokens that share it. Each z and each y is summed by one unit in a fixed order, so
+//! group-wise part prepares, the first stage gathers runs of each task's activations in whole chunks, the second one is
+//! z = V x, a few rows of V by a run a unit. A unit of rows is then the group-wise product and y += U z. Rows of V and U^T are unpacked 64
+//! values at a time for tokens that share them. Each z and each y is summed by one unit in a fixed order, so
 //! results depend neither on the number of threads nor on the instruction set.
 //!
 //! Accuracy: z is a sum of C products in eight lanes, then y a sum of r; with u = 2^-24 and S the sum over ranks and
@@ -19,8 +19,10 @@ mod x86;
 
 pub use projection::Compensated;
 
-/// Tokens that share the unpacking of a chunk.
+/// Tokens that share the unpacking of a chunk of U^T.
 const TOKENS: usize = 32;
+/// Tokens that share the unpacking of a chunk of V.
+const TOGETHER: usize = 4;
 
 #[cfg(test)]
 mod tests;

@@ -4,18 +4,20 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::scalar::Coefficients;
-use super::{TOKENS, kernel};
+use super::{TOGETHER, TOKENS, kernel};
 use crate::Result;
 use crate::formats::compensated::View;
 use crate::formats::compensated::chunk::CHUNK;
 use crate::formats::groupwise;
 use crate::gemm::groupwise::Groupwise;
-use crate::gemm::layer::{Job, Kernel, Products, Projection, Shared, Slots, Work, direct, followed};
+use crate::gemm::layer::{Job, Kernel, Products, Projection, Shared, Slots, Task, Work, direct, followed};
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
 
 /// Products of a weight and an activation that a unit of the second stage is worth: some 20 microseconds.
 const UNIT_PRODUCTS: usize = 1 << 17;
+/// Bytes of a run's activations, which stay in the second-level cache while the rows of V pass.
+const RUN_BYTES: usize = 256 << 10;
 
 /// A compensated tensor with the mode of its group-wise part and an instruction set.
 #[derive(Debug, Clone)]
@@ -72,12 +74,69 @@ impl Projection for Compensated<'_> {
 pub struct Factors {
     /// For each task, the rank of its expert and its units.
     tasks: Vec<(usize, Range<usize>)>,
-    /// The activations of each task's tokens, each padded to whole chunks.
+    runs: Vec<Run>,
+    /// The activations of each run, each token padded to whole chunks.
     x: Slots<Vec<f32>>,
-    /// Some rows of V of a task's expert: the task, and which rows.
-    units: Vec<(usize, Range<usize>)>,
-    /// Each unit's products with the task's tokens, rows of V x tokens.
+    units: Vec<Unit>,
+    /// Each unit's products, rows of V x tokens of the run.
     z: Slots<Vec<f32>>,
+}
+
+/// Some tokens of a task whose expert has a compensator, counted from the task's first.
+struct Run {
+    task: usize,
+    tokens: Range<usize>,
+}
+
+/// Some rows of V by a run.
+struct Unit {
+    run: usize,
+    ranks: Range<usize>,
+}
+
+impl Factors {
+    /// What is to be made for tasks of `rank(expert)` with tokens of `width` values.
+    fn new(tasks: &[Task], width: usize, rank: impl Fn(usize) -> usize) -> Factors {
+        let (mut runs, mut units) = (Vec::new(), Vec::new());
+        let longest = RUN_BYTES / (size_of::<f32>() * width).max(1);
+        let longest = longest.next_multiple_of(TOGETHER).max(TOGETHER);
+        let tasks = tasks.iter().enumerate().map(|(number, task)| {
+            let (rank, tokens, first) = (rank(task.expert), task.places.len(), units.len());
+            for start in (0..tokens).step_by(longest).filter(|_| rank > 0) {
+                let tokens = start..(start + longest).min(tokens);
+                let step = (UNIT_PRODUCTS / (width * tokens.len()).max(1)).max(1);
+                let run = runs.len();
+                runs.push(Run { task: number, tokens });
+                units.extend((0..rank).step_by(step).map(|start| Unit {
+                    run,
+                    ranks: start..rank.min(start + step),
+                }));
+            }
+            (rank, first..units.len())
+        });
+        let tasks = tasks.collect();
+        Factors {
+            tasks,
+            x: Slots::new(runs.len()),
+            runs,
+            z: Slots::new(units.len()),
+            units,
+        }
+    }
+
+    /// The coefficients of a task of so many tokens, rank x tokens.
+    fn gather(&self, task: usize, tokens: usize, z: &mut Vec<f32>) {
+        let (rank, units) = self.tasks[task].clone();
+        z.clear();
+        z.resize(rank * tokens, 0.0);
+        for unit in units {
+            let Unit { run, ranks } = &self.units[unit];
+            let run = &self.runs[*run].tokens;
+            for (rank, part) in ranks.clone().zip(self.z.get(unit).chunks_exact(run.len())) {
+                z[rank * tokens..][run.clone()].copy_from_slice(part);
+            }
+        }
+    }
 }
 
 /// The coefficients z of a task, rank x tokens, which a thread puts together from units.
@@ -96,20 +155,8 @@ impl Kernel for Compensated<'_> {
         Self: 'w;
 
     fn prepared(&self, job: &Arc<Job>) -> Shared<Factors> {
-        let (mut tasks, mut units) = (Vec::with_capacity(job.tasks.len()), Vec::new());
-        for (number, task) in job.tasks.iter().enumerate() {
-            let (rank, first) = (self.view.rank(task.expert), units.len());
-            let step = (UNIT_PRODUCTS / (self.width() * task.places.len()).max(1)).max(1);
-            let starts = (0..rank).step_by(step);
-            units.extend(starts.map(|start| (number, start..rank.min(start + step))));
-            tasks.push((rank, first..units.len()));
-        }
-        Shared::own(Factors {
-            x: Slots::new(tasks.len()),
-            z: Slots::new(units.len()),
-            tasks,
-            units,
-        })
+        let rank = |expert| self.view.rank(expert);
+        Shared::own(Factors::new(&job.tasks, self.width(), rank))
     }
 
     fn stages(&self, factors: &Factors) -> [usize; 2] {
@@ -131,13 +178,12 @@ impl Kernel for Compensated<'_> {
         out: &mut [f32],
     ) {
         let factors = work.prepared;
-        let (ranks, units) = factors.tasks[work.task].clone();
+        let (ranks, _) = factors.tasks[work.task];
         if ranks == 0 || rows.is_empty() {
             return;
         }
         if gathered.task.replace(work.task) != Some(work.task) {
-            gathered.z.clear();
-            units.for_each(|unit| gathered.z.extend(factors.z.get(unit)));
+            factors.gather(work.task, work.places().len(), &mut gathered.z);
         }
         let expert = work.expert();
         let left = |index: usize| self.view.left(expert, index);
@@ -160,28 +206,29 @@ impl Compensated<'_> {
         self.shape().columns.next_multiple_of(CHUNK)
     }
 
-    fn gather(&self, job: &Job, factors: &Factors, task: usize, x: Activations) {
-        if factors.tasks[task].0 == 0 {
-            return;
-        }
+    /// Widens the activations of a run.
+    fn gather(&self, job: &Job, factors: &Factors, run: usize, x: Activations) {
         let (columns, width) = (self.shape().columns, self.width());
-        let tokens = &job.list[job.tasks[task].places.clone()];
-        factors.x.fill(task, || {
-            let mut out = vec![0.0; tokens.len() * width];
-            for (token, out) in tokens.iter().zip(out.chunks_exact_mut(width)) {
+        let Run { task, tokens } = &factors.runs[run];
+        let list = &job.list[job.tasks[*task].places.clone()][tokens.clone()];
+        factors.x.fill(run, || {
+            let mut out = vec![0.0; list.len() * width];
+            for (token, out) in list.iter().zip(out.chunks_exact_mut(width)) {
                 x.widen(token * columns, &mut out[..columns]);
             }
             out
         });
     }
 
+    /// Multiplies a unit's rows of V by its run.
     fn project(&self, job: &Job, factors: &Factors, unit: usize) {
-        let (number, ranks) = factors.units[unit].clone();
-        let (task, x) = (&job.tasks[number], factors.x.get(number));
+        let Unit { run, ranks } = &factors.units[unit];
+        let (Run { task, tokens }, x) = (&factors.runs[*run], factors.x.get(*run));
         factors.z.fill(unit, || {
-            let mut z = vec![0.0; ranks.len() * task.places.len()];
-            for (index, z) in ranks.zip(z.chunks_exact_mut(task.places.len())) {
-                kernel::project(self.isa, &self.view.right(task.expert, index), x, z);
+            let mut z = vec![0.0; ranks.len() * tokens.len()];
+            for (index, z) in ranks.clone().zip(z.chunks_exact_mut(tokens.len())) {
+                let row = self.view.right(job.tasks[*task].expert, index);
+                kernel::project(self.isa, &row, x, z);
             }
             z
         });

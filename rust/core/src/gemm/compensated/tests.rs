@@ -58,6 +58,7 @@ fn products_are_those_of_the_naive_sum_on_every_set() {
             (vec![16, 16], 200, 130, vec![0, 9]),
             (vec![8], 4, 300, vec![1]),
             (vec![5, 4, 3], 70, 64, vec![17, 0, 1]),
+            (vec![2, 1], 16, 8200, vec![21, 3]),
         ] {
             let ranks: Vec<usize> = ranks.iter().map(|&r: &usize| r.min(rows).min(columns)).collect();
             let case = case(&ranks, rows, columns, width);

@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::*;
 
+use super::TOGETHER;
 use super::scalar::Coefficients;
 use crate::formats::compensated::FactorRow;
 use crate::formats::compensated::chunk::{CHUNK, LANES, Width};
@@ -112,10 +113,10 @@ pub fn project(row: &FactorRow, x: &[f32], z: &mut [f32]) {
     let width = x.len() / z.len();
     let tokens = x.chunks_exact(width);
     let (mut x, mut z) = (tokens, z);
-    while z.len() >= 4 {
-        let (head, rest) = z.split_at_mut(4);
+    while z.len() >= TOGETHER {
+        let (head, rest) = z.split_at_mut(TOGETHER);
         z = rest;
-        project_tokens::<4>(row, std::array::from_fn(|_| x.next().unwrap_or_default()), head);
+        project_tokens::<TOGETHER>(row, std::array::from_fn(|_| x.next().unwrap_or_default()), head);
     }
     for (z, x) in z.chunks_mut(1).zip(x) {
         project_tokens::<1>(row, [x], z);
