@@ -1,7 +1,7 @@
 //! What multiplies a panel by tiles of tokens.
 
 use super::{LANES, Line, Square};
-use crate::simd::Isa;
+use crate::simd::{self, Isa};
 
 /// The products that a processor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,13 +34,17 @@ impl Backend {
         }
     }
 
-    /// As [`Backend::of_floats`], for a format whose exact mode has integer dot products: `None` on AVX2 that has them, too.
+    /// As [`Backend::of_floats`], for a format whose exact mode has integer dot products: `None`, too, where these are the
+    /// faster ones. So they are on AVX2 that has them, and on AVX-512 of Intel, which starts twice as many of them as dot
+    /// products of bf16: 256 tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 by panels.
     pub fn of_bf16(isa: Isa) -> Option<Backend> {
-        #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Avx2 && is_x86_feature_detected!("avxvnni") {
-            return None;
-        }
-        Backend::of_floats(isa)
+        let integers = match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => is_x86_feature_detected!("avxvnni"),
+            Isa::Avx512 => !simd::is_amd(),
+            _ => false,
+        };
+        if integers { None } else { Backend::of_floats(isa) }
     }
 
     /// Whether sums may stay where they are from one product to the next, in registers.

@@ -13,7 +13,7 @@ pub(super) fn multiply(backend: Backend, product: &mut Product) {
     while token < product.count {
         // As many as the kernels have accumulators for.
         let left = product.count - token;
-        // SAFETY: `Backend::of_bf16` has found the set, and the tokens exist.
+        // SAFETY: `Backend::of_floats` has found the set, and the tokens exist.
         token += unsafe {
             match (backend, product.blocks, left) {
                 (Backend::Avx512, 1, 8..) => dots::<8, 1>(product, token),
