@@ -1,8 +1,8 @@
 //! Choosing dictionaries: up to eight for a tensor, then one of them for each row.
 //!
-//! What a row costs under a dictionary is estimated by cross-entropy: a zero, a symbol 1 and a symbol 2 each cost
-//! their information under the probabilities that the dictionary was searched for, scaled by what the dictionary
-//! loses there. Costs are integers (2^-20 of a code), so that sums, and with them the choice, are the same everywhere.
+//! The codes that a row takes with a dictionary are estimated by cross-entropy: a zero, a symbol 1 and a symbol 2 each
+//! cost their information at the probabilities that the dictionary was searched for, divided by the information that
+//! one of its codes holds there. Costs are integers, so that sums, and the choice, are the same on every machine.
 
 use std::sync::OnceLock;
 
@@ -10,23 +10,23 @@ use super::fsv8::{COUNT, Dictionary};
 use super::layout::MAX_DICTIONARIES;
 use super::scan::Counts;
 
-/// A code in units of cost.
+/// The cost of one code.
 const CODE: u64 = 1 << 20;
 
-/// Rows that the choice for a tensor looks at; more would not change it measurably.
+/// The number of rows that the dictionaries of a tensor are chosen by; more would not change the choice measurably.
 pub(super) const SAMPLE_ROWS: usize = 1024;
 
-/// A dictionary is added only while it saves more than one part in this many: kernels pay for every change of table.
-/// Independent weights then get by with one; letting each row try three would gain 0.2 % there and take twice as long.
+/// A dictionary is added only if it saves more than 1/2000 of the cost: kernels lose time by every change of table.
+/// Independent weights then take a single one; letting each row try three would gain 0.2 % there and take twice as long.
 const LEAST_GAIN: u64 = 2000;
 
-/// Rows try every dictionary whose estimate exceeds the least by at most one part in this many.
+/// Rows try every dictionary whose estimate exceeds the least one by at most 1/200.
 const NEAR: u64 = 200;
 
 /// The most dictionaries that a row tries.
 const MAX_TRIES: usize = 3;
 
-/// The cost of the symbols 0, 1 and 2 under a dictionary.
+/// The cost of each of the symbols 0, 1 and 2 with a dictionary.
 type Costs = [u64; 3];
 
 fn costs() -> &'static [Costs; COUNT] {
@@ -42,7 +42,7 @@ fn costs_of(dictionary: &Dictionary) -> Costs {
 }
 
 fn cost(costs: &Costs, columns: usize, counts: Counts) -> u64 {
-    // Symbol 1 is the likelier one of every dictionary; levels are swapped to make it the more frequent one.
+    // Every dictionary has P(1) >= P(2); a row whose positive weights are more frequent swaps the symbols.
     let often = u64::from(counts.negative.max(counts.positive));
     let seldom = u64::from(counts.negative.min(counts.positive));
     (columns as u64 - often - seldom) * costs[0] + often * costs[1] + seldom * costs[2]
@@ -52,8 +52,8 @@ fn raw_cost(columns: usize) -> u64 {
     columns.div_ceil(4) as u64 * CODE
 }
 
-/// Chooses the dictionaries of a tensor, given its rows or a sample of them: greedily, each time the one that saves
-/// most. Returns their ids in ascending order, at least one.
+/// Chooses the dictionaries of a tensor by its rows or a sample of them: greedily, always the one that saves most.
+/// Returns their ids in ascending order, at least one.
 pub(super) fn for_tensor(columns: usize, rows: &[Counts]) -> Vec<u8> {
     let costs = costs();
     let mut best = vec![raw_cost(columns); rows.len()];
@@ -83,8 +83,8 @@ pub(super) fn for_tensor(columns: usize, rows: &[Counts]) -> Vec<u8> {
     chosen
 }
 
-/// The dictionaries (by place among `chosen`) that a row should try, the most promising first; none if even the best
-/// is sure to come out longer than a raw row.
+/// The dictionaries (by place among `chosen`) that a row should try, that of the least estimate first; none if even that
+/// one is clearly longer than a raw row.
 pub(super) fn for_row(columns: usize, counts: Counts, chosen: &[u8], out: &mut Vec<usize>) {
     let costs = costs();
     let cost_of = |slot: usize| cost(&costs[usize::from(chosen[slot])], columns, counts);

@@ -1,4 +1,4 @@
-//! Decoding to codes and to values. Every code is checked before it is used.
+//! Decoding rows to ternary codes and to values. Every stored code is checked before it is used.
 
 use half::bf16;
 use rayon::ThreadPool;
@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::{Row, TernaryView, dict16, fsv8, fsv8::Lut};
 use crate::{Error, Result};
 
-/// The codes of the symbols 0, 1 and 2.
+/// The ternary codes of the symbols 0, 1 and 2.
 const CODES: [i8; 3] = [0, -1, 1];
 
 /// Decodes a row into `out`, whose length is the number of columns: -1, 0 and 1.
@@ -21,17 +21,17 @@ pub fn decode_row(view: &TernaryView, expert: usize, row: usize, out: &mut [i8])
 /// Decodes everything into `out` (E x R x C).
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if `out` has another size; otherwise as [`decode_row`].
+/// [`Error::InvalidArgument`] if `out` has another size, and the errors of [`decode_row`].
 pub fn decode_codes(view: &TernaryView, out: &mut [i8], pool: &ThreadPool) -> Result<()> {
     for_rows(view, out, pool, |_, row, out| {
         decode_row_as(view, row, out, CODES)
     })
 }
 
-/// Decodes everything into `out` (E x R x C) as [`decode_codes`] does, into the bytes of signed codes.
+/// Decodes everything into `out` (E x R x C) as [`decode_codes`] does: each byte is that of an `i8`.
 ///
 /// # Errors
-/// As [`decode_codes`].
+/// The errors of [`decode_codes`].
 pub fn decode_bytes(view: &TernaryView, out: &mut [u8], pool: &ThreadPool) -> Result<()> {
     for_rows(view, out, pool, |_, row, out| {
         decode_row_as(view, row, out, [0, 255, 1])
@@ -41,7 +41,7 @@ pub fn decode_bytes(view: &TernaryView, out: &mut [u8], pool: &ThreadPool) -> Re
 /// Decodes everything into values (E x R x C).
 ///
 /// # Errors
-/// As [`decode_codes`].
+/// The errors of [`decode_codes`].
 pub fn decode_values_f32(view: &TernaryView, out: &mut [f32], pool: &ThreadPool) -> Result<()> {
     decode_values(view, out, pool, |level| level)
 }
@@ -49,7 +49,7 @@ pub fn decode_values_f32(view: &TernaryView, out: &mut [f32], pool: &ThreadPool)
 /// Decodes everything into the bits of bf16 values (E x R x C), rounded to nearest even where levels are wider.
 ///
 /// # Errors
-/// As [`decode_codes`].
+/// The errors of [`decode_codes`].
 pub fn decode_values_bf16(view: &TernaryView, out: &mut [u16], pool: &ThreadPool) -> Result<()> {
     decode_values(view, out, pool, |level| bf16::from_f32(level).to_bits())
 }
@@ -66,7 +66,7 @@ fn decode_values<T: Copy + Send>(
     })
 }
 
-/// Runs `decode` on every row (its number through all experts, its codes, its place in `out`), in parallel by groups.
+/// Calls `decode(number of the row through all experts, codes, slice of out)` for every row, in parallel by row groups.
 fn for_rows<T: Send>(
     view: &TernaryView,
     out: &mut [T],
@@ -105,7 +105,7 @@ fn for_rows<T: Send>(
     })
 }
 
-/// Decodes a row into what stands for zero, negative and positive.
+/// Decodes a row into `values`, those of a zero, a negative and a positive weight.
 fn decode_row_as<T: Copy>(
     view: &TernaryView,
     row: Row,
@@ -119,7 +119,7 @@ fn decode_row_as<T: Copy>(
     .map(|_| ())
 }
 
-/// What is wrong with a row, and at which of its bytes.
+/// A fault of a row's bytes: which byte, and what is wrong with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Fault {
     byte: usize,
@@ -127,7 +127,7 @@ pub(super) struct Fault {
 }
 
 impl Fault {
-    /// The error, with the row's name.
+    /// The fault as an error that names the row.
     pub fn of_row(self, expert: usize, row: usize) -> Error {
         let Fault { byte, what } = self;
         Error::Corruption(format!(
@@ -140,8 +140,8 @@ fn fault<T>(byte: usize, what: &'static str) -> std::result::Result<T, Fault> {
     Err(Fault { byte, what })
 }
 
-/// Calls `found(column, 1 for negative or 2 for positive)` for every non-zero of a row, in order, and returns how many
-/// there are. Whatever the bytes are, columns are below `columns`.
+/// Calls `found(column, 1 for negative or 2 for positive)` for every non-zero of a row, in order, and returns their
+/// number. Whatever the bytes are, columns are below `columns`.
 pub(super) fn visit(
     view: &TernaryView,
     row: Row,

@@ -1,12 +1,12 @@
-//! Encoding a whole tensor: rows are coded independently, 64 at a time, and put together in order.
+//! Encoding a whole tensor: row groups are encoded in parallel, each row by itself, and joined in order.
 //!
-//! The result does not depend on the number of threads: the groups are fixed by the shape, and every choice is made
-//! from a row's own counts and from the tensor's dictionaries, which are chosen before.
+//! The result does not depend on the number of threads: the shape fixes the groups, and what is chosen for a row depends
+//! on its own counts and on the tensor's dictionaries alone, which are chosen before.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::layout::{GROUP_ROWS, Parts, SWAPPED, raw_bytes, row_groups};
+use super::layout::{GROUP_ROWS, SWAPPED, Sections, raw_bytes, row_groups};
 use super::scan::{self, Counts};
 use super::{Code, choose, dict16, fsv8, levels};
 use crate::types::Shape;
@@ -15,7 +15,7 @@ use crate::{Error, Result, limits};
 /// Encodes `codes` (E x R x C, each -1, 0 or 1) with the `levels` (negative, positive) of its E x R rows.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if the sizes do not match the shape, a code is something else, or levels are not finite
+/// [`Error::InvalidArgument`] if the sizes do not match the shape, a code is not -1, 0 or 1, or levels are not finite
 /// with negative <= 0 <= positive. The message names expert and row.
 pub fn encode(
     codes: &[i8],
@@ -66,16 +66,16 @@ fn check(codes: &[i8], row_levels: &[(f32, f32)], shape: Shape) -> Result<()> {
     }
 }
 
-/// The rows of one group, coded.
+/// The encoded rows of a row group.
 #[derive(Default)]
 struct Group {
-    /// Lengths and dictionary fields of FSV8, lengths of dict16.
+    /// The length of each row, and its dictionary field in FSV8.
     rows: Vec<(u32, u32)>,
     payload: Vec<u8>,
     nonzeros: u64,
 }
 
-/// A row's place, for messages.
+/// The error of a code that is not ternary, in a row that is counted through all experts.
 fn invalid_code(shape: Shape, row: usize, column: usize) -> Error {
     let (expert, row) = (row / shape.rows, row % shape.rows);
     Error::InvalidArgument(format!(
@@ -88,10 +88,10 @@ fn row_codes(codes: &[i8], shape: Shape, row: usize) -> &[i8] {
     &codes[row * shape.columns..][..shape.columns]
 }
 
-/// Codes every group in parallel; `code_row` appends one row to the group.
+/// Encodes all row groups in parallel; `encode_row` appends one row to its group.
 fn groups(
     shape: Shape,
-    code_row: impl Fn(usize, &mut Group, &mut Scratch) -> Result<()> + Sync,
+    encode_row: impl Fn(usize, &mut Group, &mut Scratch) -> Result<()> + Sync,
 ) -> Result<Vec<Group>> {
     let units = shape.experts * row_groups(&shape);
     (0..units)
@@ -99,16 +99,16 @@ fn groups(
         .map_init(Scratch::default, |scratch, unit| {
             let (expert, group) = (unit / row_groups(&shape), unit % row_groups(&shape));
             let first = group * GROUP_ROWS;
-            let mut coded = Group::default();
+            let mut encoded = Group::default();
             for row in first..(first + GROUP_ROWS).min(shape.rows) {
-                code_row(expert * shape.rows + row, &mut coded, scratch)?;
+                encode_row(expert * shape.rows + row, &mut encoded, scratch)?;
             }
-            Ok(coded)
+            Ok(encoded)
         })
         .collect()
 }
 
-/// Buffers that a thread uses again for every row.
+/// A thread's buffers, reused for every row.
 #[derive(Default)]
 struct Scratch {
     nonzeros: Vec<u32>,
@@ -128,7 +128,7 @@ fn encode_fsv8(codes: &[i8], levels: &[(f32, f32)], shape: Shape) -> Result<Vec<
         let counts =
             scan::list(row_codes, &mut scratch.nonzeros).map_err(|at| invalid_code(shape, row, at))?;
         group.nonzeros += u64::from(counts.negative) + u64::from(counts.positive);
-        code_fsv8_row(row_codes, counts, &dictionaries, &encoders, group, scratch);
+        encode_fsv8_row(row_codes, counts, &dictionaries, &encoders, group, scratch);
         Ok(())
     })?;
     let shift = if raw_bytes(shape.columns) <= 4095 { 12 } else { 28 };
@@ -157,8 +157,9 @@ fn sample(codes: &[i8], shape: Shape) -> Result<Vec<Counts>> {
         .collect()
 }
 
-/// Codes the row whose non-zeros are in `scratch` by the shortest of the promising dictionaries, or raw.
-fn code_fsv8_row(
+/// Encodes the row whose non-zeros are in `scratch` with that dictionary of [`choose::for_row`] that makes it shortest,
+/// or raw.
+fn encode_fsv8_row(
     codes: &[i8],
     counts: Counts,
     dictionaries: &[u8],
@@ -249,7 +250,7 @@ fn write(
 ) -> Result<Vec<u8>> {
     let nonzeros = groups.iter().map(|group| group.nonzeros).sum();
     let payload: Vec<_> = groups.into_iter().map(|group| group.payload).collect();
-    Parts {
+    Sections {
         shape,
         code,
         dictionaries,

@@ -19,7 +19,7 @@
 use std::ops::Range;
 
 use super::Code;
-use super::levels::{LevelForm, LevelType};
+use super::levels::{LevelStorage, LevelType};
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
@@ -35,7 +35,7 @@ pub const HEADER_BYTES: usize = 128;
 /// The alignment of sections, and the least number of zeros after the payload.
 pub const ALIGNMENT: usize = 64;
 
-/// The rows of a group, whose first code's place is stored.
+/// The rows of a row group. The place of each group's first code is stored.
 pub const GROUP_ROWS: usize = 64;
 
 /// The most dictionaries that one tensor uses.
@@ -44,12 +44,12 @@ pub const MAX_DICTIONARIES: usize = 8;
 /// The bit of a tail's dictionary field that says that the levels are swapped.
 pub(crate) const SWAPPED: u32 = 8;
 
-/// The groups of 64 rows of an expert; the last may be short.
+/// The number of row groups of an expert; the last one may have fewer than 64 rows.
 pub(crate) fn row_groups(shape: &Shape) -> usize {
     shape.rows.div_ceil(GROUP_ROWS)
 }
 
-/// The bytes of a row of 2-bit weights: no row takes more.
+/// The size of a raw row, 2 bits a weight: no row takes more bytes.
 pub(crate) fn raw_bytes(columns: usize) -> usize {
     columns.div_ceil(4)
 }
@@ -59,7 +59,7 @@ pub(crate) fn raw_bytes(columns: usize) -> usize {
 pub(super) struct Header {
     pub shape: Shape,
     pub code: Code,
-    pub levels: LevelForm,
+    pub levels: LevelStorage,
     pub dictionary_count: u8,
     pub dictionary_ids: [u8; MAX_DICTIONARIES],
     pub payload_bytes: u64,
@@ -106,7 +106,7 @@ impl Header {
         let header = Header {
             shape,
             code: Code::from_id(bytes[10]).map_or_else(|| corrupt("unknown code"), Ok)?,
-            levels: LevelForm {
+            levels: LevelStorage {
                 level_type: LevelType::from_id(bytes[11])
                     .map_or_else(|| corrupt("unknown level dtype"), Ok)?,
                 symmetric: bytes[22] == 1,
@@ -201,7 +201,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Derives the places; an error only if they do not fit the address space.
+    /// Derives the ranges of all sections; an error only if they do not fit the address space.
     pub fn new(header: &Header) -> Result<Layout> {
         let place = || {
             let rows = header.shape.all_rows()?;
@@ -239,14 +239,14 @@ fn section(after: usize, bytes: usize) -> Option<Range<usize>> {
     Some(start..start.checked_add(bytes)?)
 }
 
-/// The form of an index entry: its width and, for FSV8, the bit where the dictionary field begins.
+/// How tails, the entries of the index, are stored: their width and, for FSV8, the bit where the dictionary field begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tail {
+pub(super) struct TailLayout {
     pub bytes: usize,
     pub shift: u32,
 }
 
-impl Tail {
+impl TailLayout {
     /// Reads the `i`-th entry of the index.
     #[inline]
     pub fn read(self, index: &[u8], i: usize) -> u32 {
@@ -271,42 +271,42 @@ impl Tail {
 }
 
 impl Header {
-    /// The form of the index entries.
-    pub fn tail(&self) -> Tail {
+    /// How the entries of the index are stored.
+    pub fn tail(&self) -> TailLayout {
         match self.code {
-            Code::Fsv8 if raw_bytes(self.shape.columns) <= 4095 => Tail { bytes: 2, shift: 12 },
-            _ => Tail { bytes: 4, shift: 28 },
+            Code::Fsv8 if raw_bytes(self.shape.columns) <= 4095 => TailLayout { bytes: 2, shift: 12 },
+            _ => TailLayout { bytes: 4, shift: 28 },
         }
     }
 }
 
-/// A tensor in parts, ready to be written.
-pub(super) struct Parts<'a> {
+/// The contents of all sections of a tensor, ready to be written.
+pub(super) struct Sections<'a> {
     pub shape: Shape,
     pub code: Code,
     pub dictionaries: &'a [u8],
     pub levels: &'a [(f32, f32)],
     /// The index entries of all rows.
     pub index: Vec<u32>,
-    /// The section of that name.
+    /// The entries of the section `starts`.
     pub starts: Vec<u64>,
-    /// The codes, cut anywhere.
+    /// The codes of all rows as consecutive pieces of any lengths.
     pub payload: &'a [Vec<u8>],
     pub nonzeros: u64,
 }
 
-impl Parts<'_> {
-    /// Writes the tensor.
+impl Sections<'_> {
+    /// The bytes of the tensor.
     pub fn write(&self) -> Result<Vec<u8>> {
         let mut dictionary_ids = [0; MAX_DICTIONARIES];
         dictionary_ids[..self.dictionaries.len()].copy_from_slice(self.dictionaries);
         let header = Header {
             shape: self.shape,
             code: self.code,
-            levels: LevelForm::smallest(self.levels),
+            levels: LevelStorage::smallest(self.levels),
             dictionary_count: self.dictionaries.len() as u8,
             dictionary_ids,
-            payload_bytes: self.payload.iter().map(|part| part.len() as u64).sum(),
+            payload_bytes: self.payload.iter().map(|piece| piece.len() as u64).sum(),
             nonzeros: self.nonzeros,
         };
         let layout = Layout::new(&header)?;
@@ -321,9 +321,9 @@ impl Parts<'_> {
             place.copy_from_slice(&start.to_le_bytes());
         }
         let mut at = layout.payload.start;
-        for part in self.payload {
-            out[at..at + part.len()].copy_from_slice(part);
-            at += part.len();
+        for piece in self.payload {
+            out[at..at + piece.len()].copy_from_slice(piece);
+            at += piece.len();
         }
         Ok(out)
     }

@@ -1,5 +1,5 @@
-//! The two non-zero values of every row, stored in the narrowest type that holds all of a tensor's exactly; only one of
-//! them where each row's are opposite.
+//! The levels, the two non-zero values of every row: stored in the narrowest type that holds all of a tensor's exactly,
+//! and only the positive ones where those of each row are opposite.
 
 use half::{bf16, f16};
 
@@ -78,24 +78,24 @@ impl LevelType {
 
 /// How the levels of a tensor are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct LevelForm {
+pub(super) struct LevelStorage {
     pub level_type: LevelType,
     /// Whether only the positive level of a row is stored, and the negative one is its opposite.
     pub symmetric: bool,
 }
 
-impl LevelForm {
-    /// The smallest form that holds all levels exactly.
-    pub fn smallest(levels: &[(f32, f32)]) -> LevelForm {
+impl LevelStorage {
+    /// The smallest storage that holds all levels exactly.
+    pub fn smallest(levels: &[(f32, f32)]) -> LevelStorage {
         let zero = |pair: (f32, f32)| (pair.0.to_bits(), pair.1.to_bits()) == (0, 0);
         let opposite = |&pair: &(f32, f32)| (pair.1 > 0.0 && pair.0 == -pair.1) || zero(pair);
-        LevelForm {
+        LevelStorage {
             level_type: LevelType::narrowest(levels),
             symmetric: !levels.is_empty() && levels.iter().all(opposite),
         }
     }
 
-    /// The bytes of a row.
+    /// The size of a row's levels.
     pub fn bytes(self) -> usize {
         (2 - usize::from(self.symmetric)) * self.level_type.bytes()
     }
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn every_form_is_exact_and_opposite_levels_are_stored_once() {
+    fn storage_is_exact_and_opposite_levels_are_stored_once() {
         let cases: [(&[(f32, f32)], bool); 6] = [
             (&[(-1.0, 1.0), (-0.5, 0.5)], true),
             (&[(-1.0, 1.0), (0.0, 0.0)], true),
@@ -151,11 +151,11 @@ mod tests {
             (&[], false),
         ];
         for (levels, symmetric) in cases {
-            let form = LevelForm::smallest(levels);
-            assert_eq!(form.symmetric, symmetric, "{levels:?}");
-            let mut out = vec![0; levels.len() * form.bytes()];
-            form.write(levels, &mut out);
-            let read: Vec<_> = (0..levels.len()).map(|i| form.read(&out, i)).collect();
+            let storage = LevelStorage::smallest(levels);
+            assert_eq!(storage.symmetric, symmetric, "{levels:?}");
+            let mut out = vec![0; levels.len() * storage.bytes()];
+            storage.write(levels, &mut out);
+            let read: Vec<_> = (0..levels.len()).map(|i| storage.read(&out, i)).collect();
             assert_eq!(bits(&read), bits(levels));
         }
     }

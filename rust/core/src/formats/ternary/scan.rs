@@ -5,12 +5,12 @@
 
 use super::fsv8::SENTINEL;
 
-/// Codes are looked at 64 at a time.
-const BLOCK: usize = 64;
+/// The codes whose flags fill one 64-bit mask.
+const CHUNK: usize = 64;
 
 const LOW: u64 = 0x0101_0101_0101_0101;
 
-/// The codes of a row, by sign.
+/// The number of non-zero codes of a row, by sign.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Counts {
     pub negative: u32,
@@ -38,7 +38,7 @@ fn flags(codes: u64) -> Flags {
     }
 }
 
-/// Gathers the lowest bit of each byte into the lowest byte.
+/// Gathers the lowest bits of the eight bytes into the lowest byte.
 #[inline(always)]
 fn gather(low_bits: u64) -> u64 {
     low_bits.wrapping_mul(0x0102_0408_1020_4080) >> 56
@@ -46,7 +46,7 @@ fn gather(low_bits: u64) -> u64 {
 
 /// The flags of 64 codes, a bit each: which are not zero, and which are negative.
 #[inline(always)]
-fn masks(codes: &[i8; BLOCK]) -> Option<(u64, u64)> {
+fn masks(codes: &[i8; CHUNK]) -> Option<(u64, u64)> {
     let (mut nonzero, mut negative, mut valid) = (0, 0, true);
     let (words, _) = codes.as_chunks::<8>();
     for (i, eight) in words.iter().enumerate() {
@@ -58,24 +58,24 @@ fn masks(codes: &[i8; BLOCK]) -> Option<(u64, u64)> {
     valid.then_some((nonzero, negative))
 }
 
-/// Calls `found(first column, non-zeros, negatives)` for every 64 codes; zeros follow the last. `Err` with the column
-/// of the first code that is not -1, 0 or 1.
+/// Calls `found(first column, mask of non-zeros, mask of negatives)` for every 64 codes, the last padded with zeros.
+/// `Err` holds the column of the first code that is not -1, 0 or 1.
 #[inline(always)]
-fn blocks(row: &[i8], mut found: impl FnMut(usize, u64, u64)) -> Result<(), usize> {
-    let (whole, rest) = row.as_chunks::<BLOCK>();
-    let mut last = [0; BLOCK];
+fn chunks(row: &[i8], mut found: impl FnMut(usize, u64, u64)) -> Result<(), usize> {
+    let (whole, rest) = row.as_chunks::<CHUNK>();
+    let mut last = [0; CHUNK];
     last[..rest.len()].copy_from_slice(rest);
     for (i, codes) in whole.iter().chain([&last]).enumerate() {
-        let (nonzero, negative) = masks(codes).ok_or_else(|| first_invalid(row, BLOCK * i))?;
-        found(BLOCK * i, nonzero, negative);
+        let (nonzero, negative) = masks(codes).ok_or_else(|| first_invalid(row, CHUNK * i))?;
+        found(CHUNK * i, nonzero, negative);
     }
     Ok(())
 }
 
-/// Counts the codes of a row by sign; `Err` with the column of the first that is not -1, 0 or 1.
+/// Counts the non-zero codes of a row by sign; `Err` holds the column of the first that is not -1, 0 or 1.
 pub(super) fn count(row: &[i8]) -> Result<Counts, usize> {
     let mut counts = Counts::default();
-    blocks(row, |_, nonzero, negative| {
+    chunks(row, |_, nonzero, negative| {
         counts.negative += negative.count_ones();
         counts.positive += (nonzero ^ negative).count_ones();
     })?;
@@ -83,13 +83,13 @@ pub(super) fn count(row: &[i8]) -> Result<Counts, usize> {
 }
 
 /// Lists the non-zeros of a row at the beginning of `out` as `position << 1 | positive`, then [`SENTINEL`] twice;
-/// `Err` as in [`count`].
+/// `Err` holds the column of the first code that is not -1, 0 or 1.
 pub(super) fn list(row: &[i8], out: &mut Vec<u32>) -> Result<Counts, usize> {
-    // Places are written four at a time, up to three more than there are non-zeros.
+    // Entries are written four at a time, up to three more than there are non-zeros.
     out.resize(out.len().max(row.len() + 5), 0);
     let mut counts = Counts::default();
     let mut n = 0;
-    blocks(row, |column, mut nonzero, negative| {
+    chunks(row, |column, mut nonzero, negative| {
         counts.negative += negative.count_ones();
         let mut at = n;
         n += nonzero.count_ones() as usize;

@@ -1,8 +1,8 @@
 //! Reading a packed tensor in place: a view borrows the bytes, checks the metadata once, and hands out rows.
 //!
 //! [`TernaryView::parse`] touches the header, levels, index and starts and nothing of the payload, so that it stays
-//! cheap on a mapped file. After it every row's codes are known to lie in the payload; whether they make sense is
-//! known only to [`TernaryView::verify`] and to the decoders, which check as they go.
+//! cheap on a mapped file. After it every row's codes are known to lie in the payload; whether they are valid is checked
+//! by [`TernaryView::verify`] and by the decoders.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ pub struct TernaryView<'a> {
     layout: Layout,
 }
 
-/// What parsing found, without the bytes: for an owner of the bytes who cannot hold a borrow of them.
+/// The result of parsing without the bytes, for an owner of the bytes that cannot hold a borrow of them.
 #[derive(Debug, Clone)]
 pub struct Metadata {
     header: Header,
@@ -64,11 +64,11 @@ pub enum Row<'a> {
     Raw(&'a [u8]),
     /// FSV8 codes.
     Fsv8 {
-        /// A byte each.
+        /// The codes, a byte each.
         codes: &'a [u8],
         /// The place of the dictionary in [`TernaryView::dictionaries`].
         dictionary: usize,
-        /// Symbol 1 stands for the positive level, 2 for the negative one.
+        /// Whether symbol 1 stands for the positive level and 2 for the negative one, instead of the reverse.
         swapped: bool,
     },
     /// Codes of the paper's dictionary, 16-bit little-endian words. Symbol 1 is negative.
@@ -80,9 +80,9 @@ pub enum Row<'a> {
 pub struct PlacedRow<'a> {
     /// The row's number in its expert.
     pub row: usize,
-    /// The place of its first byte in [`TernaryView::padded_payload`].
+    /// The place of the row's first byte in [`TernaryView::padded_payload`].
     pub start: usize,
-    /// Its codes.
+    /// The codes of the row.
     pub codes: Row<'a>,
 }
 
@@ -117,7 +117,7 @@ impl<'a> TernaryView<'a> {
         Ok(view)
     }
 
-    /// What parsing found, to be used again by [`TernaryView::again`].
+    /// The result of parsing, from which [`TernaryView::again`] makes a view.
     pub fn metadata(&self) -> Metadata {
         Metadata {
             header: self.header,
@@ -183,7 +183,7 @@ impl<'a> TernaryView<'a> {
         &self.header.dictionary_ids[..usize::from(self.header.dictionary_count)]
     }
 
-    /// All bytes.
+    /// The bytes of the whole tensor.
     pub fn bytes(&self) -> &'a [u8] {
         self.data
     }
@@ -212,10 +212,10 @@ impl<'a> TernaryView<'a> {
         layout::row_groups(&self.header.shape)
     }
 
-    /// The bytes of some groups of an expert's rows.
+    /// The codes of consecutive row groups of an expert.
     ///
     /// # Panics
-    /// If there is no such expert, or there are not so many groups.
+    /// If there is no such expert, or a group does not exist.
     pub fn codes(&self, expert: usize, groups: Range<usize>) -> &'a [u8] {
         assert!(expert < self.experts() && groups.start <= groups.end && groups.end <= self.groups());
         let start = |group: usize| match self.header.code {
@@ -229,7 +229,8 @@ impl<'a> TernaryView<'a> {
         &self.payload()[start(groups.start)..start(groups.end)]
     }
 
-    /// The rows of a group in order. Going through a group is cheaper than asking for its rows one by one.
+    /// The rows of a group in order. Cheaper than [`TernaryView::row`] for each of them, which adds up the lengths of all
+    /// rows before it in the group.
     ///
     /// # Panics
     /// If there is no such expert or group.
@@ -254,10 +255,10 @@ impl<'a> TernaryView<'a> {
     }
 
     /// Where the first row of a group of FSV8 rows starts in [`TernaryView::padded_payload`], and the length in bytes
-    /// and dictionary field (0 for raw rows) of each: [`TernaryView::group_rows`] for those who count nanoseconds.
+    /// and dictionary field (0 for raw rows) of each: cheaper than [`TernaryView::group_rows`], for kernels.
     ///
     /// # Panics
-    /// If there is no such expert or group, or the code is another.
+    /// If there is no such expert or group, or the code is not FSV8.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn fsv8_tails(
         &self,
@@ -274,7 +275,7 @@ impl<'a> TernaryView<'a> {
         (start, tails.map(move |entry| tail.split(tail.read(entry, 0))))
     }
 
-    /// One row.
+    /// The codes of one row.
     ///
     /// # Panics
     /// If there is no such expert or row.
@@ -437,8 +438,8 @@ impl<'a> TernaryView<'a> {
         Ok(())
     }
 
-    /// Checks that the codes before `row` can fill the row that they belong to: nobody is asked for columns that the
-    /// bytes do not hold. A row of zeros may have no codes.
+    /// Checks that the `codes` of the row before `row` are enough for its columns, so that no small file claims many
+    /// columns. A row of zeros may have no codes.
     fn check_dict16_length(&self, expert: usize, row: usize, codes: usize) -> Result<()> {
         if codes > 0 && codes.saturating_mul(2 * MAX_PAIRS) < self.columns() {
             return self.corrupt_row(

@@ -1,32 +1,33 @@
-//! Encoding by the longest match: a walk down the tree of all words, a run of zeros or a pair of weights a step.
+//! Encoding by the longest match: a walk down the tree of all words, one step for a run of zeros or a pair of weights.
 //!
-//! Most pairs are zeros, and what a word becomes by more of them is a chain of words. Chains lie in one array, so that
-//! a whole run of zeros takes one step.
+//! Most pairs are zeros, so a word and its extensions by one, two, ... pairs of zeros lie side by side in an array, as a
+//! *chain*: a whole run of zeros takes one step.
 
 use std::sync::OnceLock;
 
 use super::super::fsv8::SENTINEL;
 use super::{PAIRS, WORDS, Word, words};
 
-/// No word extends this one by that pair. Code 0 is a single pair, so it extends nothing.
+/// The mark of an extension that is no word. Code 0 is free for it: it is a single pair, which extends no word.
 const NONE: u16 = 0;
 
 /// The tree of the words.
 pub struct Encoder {
-    /// The words of one pair.
+    /// The code of each single pair.
     first: [u16; PAIRS],
-    /// The word that a pair other than 0 makes of a word.
+    /// The code of each word's extension by each pair other than 0.
     longer: Vec<[u16; PAIRS - 1]>,
-    /// Words, each followed by what it becomes by a pair of zeros where there is such a word.
+    /// The chains: codes, each followed by that of the extension by a pair of zeros where there is such a word.
     chains: Vec<u16>,
-    /// Where a word is in `chains`.
+    /// The place of each word in `chains`.
     places: Vec<Place>,
 }
 
+/// The place of a word in its chain.
 #[derive(Debug, Clone, Copy, Default)]
 struct Place {
     at: u16,
-    /// The pairs of zeros that the word can take up.
+    /// The most pairs of zeros that extend the word: the words after it in the chain.
     left: u16,
 }
 
@@ -84,10 +85,10 @@ impl Encoder {
         };
         let (mut pair, mut next) = (0, 0);
         while nonzeros[next] != SENTINEL {
-            let (position, mut symbols) = (nonzeros[next] >> 2, pair_part(nonzeros[next]));
+            let (position, mut symbols) = (nonzeros[next] >> 2, pair_term(nonzeros[next]));
             next += 1;
             if nonzeros[next] >> 2 == position {
-                symbols += pair_part(nonzeros[next]);
+                symbols += pair_term(nonzeros[next]);
                 next += 1;
             }
             walk.zeros(position - pair);
@@ -103,9 +104,9 @@ fn last_pair(word: &Word) -> usize {
     usize::from(word.pairs()[word.pairs().len() - 1])
 }
 
-/// What a non-zero weight adds to `first + 3 * second` of its pair: 1 if negative, 2 if positive.
+/// The term of a non-zero weight in `first + 3 * second` of its pair; its symbol is 1 if negative, 2 if positive.
 #[inline(always)]
-fn pair_part(nonzero: u32) -> usize {
+fn pair_term(nonzero: u32) -> usize {
     let symbol = 1 + (nonzero & 1) as usize;
     if nonzero & 2 == 0 { symbol } else { 3 * symbol }
 }
@@ -113,7 +114,7 @@ fn pair_part(nonzero: u32) -> usize {
 /// A row being encoded.
 struct Walk<'a> {
     encoder: &'a Encoder,
-    /// The word that matches so far.
+    /// The longest word that matches up to here.
     code: Option<u16>,
     out: &'a mut Vec<u8>,
 }
@@ -126,7 +127,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Goes on by one pair that is not 0.
+    /// Encodes one pair that is not 0.
     #[inline(always)]
     fn pair(&mut self, pair: usize) {
         let longer = self
@@ -140,7 +141,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Goes on by so many pairs of zeros.
+    /// Encodes `count` pairs of zeros.
     #[inline(always)]
     fn zeros(&mut self, mut count: u32) {
         while count > 0 {

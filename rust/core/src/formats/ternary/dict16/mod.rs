@@ -25,10 +25,10 @@ pub const WORDS: usize = 1 << 16;
 /// The longest word in pairs.
 pub const MAX_PAIRS: usize = 14;
 
-/// The kinds of pairs.
+/// The number of different pairs.
 const PAIRS: usize = 9;
 
-/// P(0), P(1), P(2).
+/// The probabilities of the symbols 0, 1 and 2 that the dictionary is generated for.
 const PROBABILITIES: [f64; 3] = [0.885, (1.0 - 0.885) / 2.0, (1.0 - 0.885) / 2.0];
 
 /// A string of pairs.
@@ -46,8 +46,8 @@ impl Word {
         &self.pairs[..usize::from(self.length)]
     }
 
-    /// The form of the paper's figure 4: the length in pairs in bits 0-3 of both; pair j of seven at bit 4 + 4j, its
-    /// second weight two bits above its first.
+    /// The word in the layout of the paper's figure 4: in both numbers the length in pairs in bits 0-3, and pair j of
+    /// seven from bit 4 + 4j, its second weight two bits above its first.
     pub fn packed(&self) -> [u32; 2] {
         [0, 7].map(|from| {
             let half = self.pairs().iter().skip(from).take(7);
@@ -57,8 +57,8 @@ impl Word {
         })
     }
 
-    /// The compact form for decoders: the word's non-zeros, at most three at this P(0), in an entry of three slots
-    /// as [`super::fsv8::Lut`] describes it, with the length in weights.
+    /// The word's entry in a decoder's table: the non-zeros, at most three at this P(0), in an entry of three slots as
+    /// [`super::fsv8::Lut`] describes it, with the length in weights.
     pub fn sparse(&self) -> u32 {
         let weights = self.pairs().iter().flat_map(|&pair| [pair % 3, pair / 3]);
         let nonzeros = weights.enumerate().filter(|&(_, symbol)| symbol != 0);
@@ -77,7 +77,7 @@ pub fn words() -> &'static [Word] {
     WORDS.get_or_init(generate)
 }
 
-/// The compact form of all words: 256 KiB. See [`Word::sparse`].
+/// The entries of all words in a decoder's table ([`Word::sparse`]): 256 KiB.
 pub fn sparse() -> &'static [u32] {
     static SPARSE: OnceLock<Vec<u32>> = OnceLock::new();
     SPARSE.get_or_init(|| words().iter().map(Word::sparse).collect())
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn compact_entries_say_the_same_as_words() {
+    fn sparse_entries_equal_the_words() {
         for word in words() {
             let mut string = vec![0; 2 * word.pairs().len()];
             let entry = word.sparse();

@@ -1,7 +1,7 @@
-//! The dictionaries of FSV8: what every code byte stands for in every state, and the compact bytes that hold them.
+//! The dictionaries of FSV8: what every code byte stands for in every state, and how the dictionaries are stored.
 //!
 //! A dictionary is data, found once by a search ([`super::search`]); nothing here computes with probabilities, so
-//! that every machine reads the same words. The compact form of one dictionary is, little-endian:
+//! that every machine reads the same words. The bytes of one dictionary are, little-endian:
 //!
 //! ```text
 //! u16 p0 in thousandths, u16 share of symbol 1 among the non-zeros in thousandths, u32 expected weights a code in 1/10000,
@@ -17,13 +17,13 @@ use crate::{Error, Result};
 /// The number of embedded dictionaries.
 pub const COUNT: usize = 36;
 
-/// Codes are bytes.
+/// The number of codes, which are bytes.
 pub const CODES: usize = 256;
 
 /// The most non-zero weights that any word may hold.
 pub const MAX_NONZEROS: usize = 3;
 
-/// Checked-in data, made from the searched words by the example `fsv8_dictionaries`.
+/// The embedded dictionaries as the example `fsv8_dictionaries` wrote them.
 static EMBEDDED: &[u8] = include_bytes!("dictionaries.bin");
 
 /// A string of weights that one code stands for: where its non-zeros are, which symbols, and how long it is.
@@ -88,7 +88,7 @@ pub struct Dictionary {
     pub max_nonzeros: u8,
     /// The number of top bits of a code that name its class: 2 or 3.
     pub class_bits: u8,
-    /// The promise of each state: the next so many weights are not all zero; 0 for state 0, which promises nothing.
+    /// The promise d of each state: the next d weights are not all zero; 0 for state 0, which promises nothing.
     pub promises: Vec<u8>,
     /// The number of codes of each class. Classes are consecutive ranges of codes, and the class of a code is the
     /// state of the code after it.
@@ -121,14 +121,14 @@ impl Dictionary {
             .unwrap_or(0)
     }
 
-    /// The probabilities of the symbols 0, 1 and 2 that it was searched for.
+    /// The probabilities of the symbols 0, 1 and 2 that the dictionary was searched for.
     pub fn probabilities(&self) -> [f64; 3] {
         let p0 = f64::from(self.p0_thousandths) / 1e3;
         let share = f64::from(self.share_thousandths) / 1e3;
         [p0, (1.0 - p0) * share, (1.0 - p0) * (1.0 - share)]
     }
 
-    /// The longest word.
+    /// The length of the longest word.
     pub fn max_length(&self) -> u8 {
         self.words
             .iter()
@@ -172,7 +172,7 @@ fn malformed(what: &str) -> Error {
     Error::Corruption(format!("FSV8 dictionary: {what} out of range"))
 }
 
-/// Reads compact dictionaries until the bytes end.
+/// Reads dictionaries until the bytes end.
 pub fn read_all(mut bytes: &[u8]) -> Result<Vec<Dictionary>> {
     let mut all = Vec::new();
     while !bytes.is_empty() {
@@ -181,7 +181,7 @@ pub fn read_all(mut bytes: &[u8]) -> Result<Vec<Dictionary>> {
     Ok(all)
 }
 
-/// Writes dictionaries in the compact form.
+/// Writes dictionaries as [`read_all`] reads them.
 pub fn write_all(dictionaries: &[Dictionary]) -> Vec<u8> {
     let mut out = Vec::new();
     for dictionary in dictionaries {

@@ -1,26 +1,26 @@
 //! Encoding a row: a walk over the gaps between its non-zeros, driven by tables.
 //!
 //! Within a state the words form a complete parse, so exactly one word fits whatever follows, and the greedy parse is
-//! the shortest. A walk starts at the root of a state and looks at the gap to the next non-zero weight. The gap alone
-//! decides: either it ends a word (after some of its zeros, with a promise that the rest of the gap confirms), or the
-//! word holds that non-zero and the walk goes on at a node of its own. A word has at most three non-zeros, so a code
-//! costs at most four look-ups, however many weights it stands for.
+//! the shortest. A walk starts at the root of a state and looks at the gap, the zeros before the next non-zero weight.
+//! The gap alone decides: either the word ends within it (with a promise that the rest of the gap keeps), or the word
+//! holds that non-zero and the walk moves to a child node. A word has at most three non-zeros, so a code costs at most
+//! four look-ups, however many weights it stands for.
 
 use std::sync::OnceLock;
 
 use super::dictionary::{COUNT, Dictionary, Word};
 use crate::{Error, Result};
 
-/// An action that ends a word. Its other bits: 0-7 the code, 8-15 the weights that the walk moves on by, 16-30 the next
-/// node. An action without this bit takes the non-zero at the end of the gap into the word and goes on at that node if
-/// it is symbol 1, at the one after if it is symbol 2.
+/// The bit of an action that ends a word. The other bits: 0-7 the code, 8-15 the weights to advance by, 16-30 the next
+/// node. An action without this bit takes the non-zero at the end of the gap into the word; the next node is that of
+/// symbol 1, and the node after it that of symbol 2.
 const END: u32 = 1 << 31;
 
 fn action(end: u32, node: usize, advance: u8, code: u8) -> u32 {
     end | (node as u32) << 16 | u32::from(advance) << 8 | u32::from(code)
 }
 
-/// The node's actions by gap; the last one holds for all larger gaps too.
+/// A node of the walk: where its actions by gap begin, and the gap whose action holds for all larger ones too.
 #[derive(Debug, Clone, Copy, Default)]
 struct Node {
     first: u32,
@@ -35,14 +35,15 @@ pub struct Encoder {
     actions: Vec<u32>,
 }
 
+/// A word of a state, its code and the state after it.
 struct Item {
     word: Word,
     code: u8,
     next: usize,
 }
 
-/// The words that begin with the same `depth` non-zeros, the last of them just before `start`. A promise (or 0) says
-/// that gaps of so many zeros do not occur here.
+/// The words that begin with the same `depth` non-zeros, the last of them just before `start`. Gaps here are shorter
+/// than `promise` unless it is 0.
 struct Branch {
     items: Vec<Item>,
     depth: usize,
@@ -149,10 +150,10 @@ impl Encoder {
     /// Encodes a row of `columns` weights, at least one, into the beginning of `out` and returns the number of codes.
     ///
     /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order and then [`super::SENTINEL`] twice;
-    /// `swapped` is 0 if symbol 1 stands for the negative level, 1 if for the positive one; `out` has more than
-    /// `columns` places.
+    /// `swapped` is 0 if symbol 1 stands for the negative level, 1 if for the positive one; `out` is longer than
+    /// `columns`.
     pub fn encode(&self, nonzeros: &[u32], columns: u32, swapped: u32, out: &mut [u8]) -> usize {
-        // The two kinds of actions come in no predictable order, so both take the same instructions.
+        // Which kind of action is next cannot be predicted, so both kinds take the same instructions, without a branch.
         let (mut at, mut count) = (0, 0);
         let mut node = self.nodes[0];
         let (mut nonzero, mut following, mut next) = (nonzeros[0], nonzeros[1], 1);
@@ -166,7 +167,7 @@ impl Encoder {
             out[count] = action as u8;
             count += end as usize;
             next += 1 - end as usize;
-            // A conditional would become a branch.
+            // `if end == 0 { following } else { nonzero }`, which would be compiled to a branch.
             nonzero = following ^ ((following ^ nonzero) & end.wrapping_neg());
             following = nonzeros[next];
             if (at >= columns) & (end != 0) {
@@ -184,7 +185,7 @@ fn set(actions: &mut [Option<u32>], gap: u8, action: u32) -> Result<()> {
     Ok(())
 }
 
-/// Sorts words by the gap before their non-zero number `depth`, then by its symbol.
+/// Groups words by the gap before their non-zero number `depth`, then by that non-zero's symbol.
 fn by_gap(items: Vec<Item>, depth: usize, start: u8) -> std::collections::BTreeMap<u8, [Vec<Item>; 2]> {
     let mut children = std::collections::BTreeMap::<u8, [Vec<Item>; 2]>::new();
     for item in items {

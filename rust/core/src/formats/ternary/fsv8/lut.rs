@@ -31,8 +31,8 @@ pub struct Lut {
     /// The largest length of any entry, at most 255.
     pub max_length: u32,
     possible: Vec<bool>,
-    /// The number of codes of class 0, which lead to state 0.
-    unpromising: usize,
+    /// The number of codes of class 0: those after which a row may end.
+    ending_codes: usize,
 }
 
 impl Lut {
@@ -51,14 +51,13 @@ impl Lut {
                 possible[index] = true;
             }
         }
-        let unpromising = usize::from(dictionary.class_sizes[0]);
         Lut {
             entries,
             class_bits,
             three_slots,
             max_length: u32::from(dictionary.max_length()),
             possible,
-            unpromising,
+            ending_codes: usize::from(dictionary.class_sizes[0]),
         }
     }
 
@@ -83,14 +82,14 @@ impl Lut {
         self.possible[index]
     }
 
-    /// Whether a code leads to state 0, as the last one of a row does.
+    /// Whether a row may end after a code: whether the code leads to state 0.
     #[inline(always)]
     pub fn ends_row(&self, code: u8) -> bool {
-        usize::from(code) < self.unpromising
+        usize::from(code) < self.ending_codes
     }
 }
 
-/// Packs a word of up to two or three non-zeros.
+/// The table entry of a word.
 fn entry(word: &Word, three_slots: bool) -> u32 {
     let position_bits = if three_slots { 5 } else { 8 };
     word.nonzeros().enumerate().fold(
@@ -131,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_say_the_same_as_words() {
+    fn entries_equal_the_words() {
         for (id, dictionary) in Dictionary::all().iter().enumerate() {
             let lut = Lut::embedded(id);
             for previous in [0, 100, 200, 255] {

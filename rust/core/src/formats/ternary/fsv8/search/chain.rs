@@ -1,14 +1,14 @@
-//! What states are worth: the Markov chain of the states of a dictionary.
+//! The Markov chain of a dictionary's states: its average reward and the relative value of each state, in weights.
 //!
-//! With e_s the weights that a code of state s stands for on average, t_sc the probability that it leads to state c,
-//! and g the weights a code in the long run, the worths h solve h_s = e_s - g + sum over c of t_sc h_c, with h_0 = 0.
+//! With e_s the expected number of weights of a code in state s, t_sc the probability that it leads to state c, and g
+//! the weights a code in the long run, the relative values solve h_s = e_s - g + sum over c of t_sc h_c, with h_0 = 0.
 
 use super::Source;
 use super::tree::Tree;
 
-/// The long-run weights a code, and the worth of every state.
+/// The long-run weights a code, and the relative value of every state.
 pub(super) fn solve(trees: &[Tree]) -> (f64, Vec<f64>) {
-    // Unknowns: g in the place of h_0, then h_1, h_2, ...
+    // The unknowns: g (h_0 is 0), then h_1, h_2, ...
     let rows = trees.iter().enumerate().map(|(state, tree)| {
         let mut row: Vec<f64> = (0..trees.len())
             .map(|class| f64::from(u8::from(class == state)) - tree.transition(class))
@@ -39,13 +39,13 @@ fn eliminate(mut rows: Vec<Vec<f64>>) -> Vec<f64> {
     rows.iter().map(|row| row[n]).collect()
 }
 
-/// Worths to begin with: what an ideal code would gain. Knowing that the next d weights are not all zero saves the
-/// information of that, and costs what the likelier continuations without it would have been worth.
-pub(super) fn first_guess(promises: &[u8], source: &Source) -> Vec<f64> {
+/// Initial relative values, those of an ideal code: the weights up to the first non-zero that a promise of d announces,
+/// less the weights that an ideal code describes with the same number of bits.
+pub(super) fn initial_values(promises: &[u8], source: &Source) -> Vec<f64> {
     let [p0, p1, p2] = source.probabilities;
     let entropy = source.entropy();
     let symbol = -(p1 * p1.log2() + p2 * p2.log2()) / (1.0 - p0);
-    let worth = |&promise: &u8| {
+    let value = |&promise: &u8| {
         let kept = 1.0 - source.zeros(promise);
         let first_nonzero_at = |zeros: u8| {
             let bits = symbol - f64::from(zeros) * p0.log2() + kept.log2();
@@ -53,7 +53,7 @@ pub(super) fn first_guess(promises: &[u8], source: &Source) -> Vec<f64> {
         };
         (0..promise).map(first_nonzero_at).sum()
     };
-    promises.iter().map(worth).collect()
+    promises.iter().map(value).collect()
 }
 
 #[cfg(test)]

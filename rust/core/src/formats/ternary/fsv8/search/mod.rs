@@ -1,13 +1,12 @@
 //! Searching a dictionary for given probabilities.
 //!
 //! A dictionary is a set of complete trees, one for each state. A leaf is a word with its promise; a tree grows by
-//! replacing a leaf by several (`splits`), until it has as many leaves as there are codes. What a state is worth,
-//! against state 0 and in weights, follows from the trees of all states (`chain`), and what a leaf is worth follows
-//! from the worth of the state that it leads to. So the search alternates: it improves the tree of each state at fixed
-//! worths, then works out the worths of the improved trees.
+//! replacing a leaf by several (`splits`), until it has as many leaves as there are codes. The search is a policy
+//! iteration: it improves the tree of each state for fixed relative values of the states, in weights and against state
+//! 0, then solves for the relative values of the improved trees (`chain`).
 //!
-//! Every class holds a fixed number of codes, which a greedy tree fills too early or too late. A price for the leaves
-//! of each class, found by random steps that are kept where they help, makes the greedy choice look ahead.
+//! Every class holds a fixed number of codes, and a greedy tree fills some classes too early. Penalties on the leaves of
+//! each class, found by a random search, correct the greedy choice.
 
 mod chain;
 mod splits;
@@ -18,10 +17,10 @@ use crate::{Error, Result};
 use splits::Split;
 use tree::{Grower, Tree};
 
-/// Words are no longer than this; hardly any word of a good dictionary is, and kernels read ahead by the longest.
+/// The longest word. Hardly any word of a good dictionary would be longer, and kernels read ahead by the longest.
 const MAX_LENGTH: u8 = 120;
 
-/// How often trees and worths are improved in turn.
+/// The iterations, each of which improves all trees and then their relative values.
 const ROUNDS: usize = 6;
 
 /// What to search for.
@@ -35,36 +34,36 @@ pub struct Goal {
     pub max_nonzeros: u8,
     /// Random steps for each tree in each round. The embedded dictionaries are reached with 60.
     pub effort: usize,
-    /// Where the random numbers start.
+    /// The seed of the random numbers.
     pub seed: u64,
 }
 
-/// The source that a dictionary is made for.
+/// The memoryless source of symbols 0, 1 and 2 that a dictionary is made for.
 #[derive(Debug, Clone, Copy)]
 struct Source {
     probabilities: [f64; 3],
 }
 
 impl Source {
-    /// The probability of so many zeros in a row.
+    /// The probability of `count` consecutive zeros.
     fn zeros(&self, count: u8) -> f64 {
         self.probabilities[0].powi(i32::from(count))
     }
 
-    /// Bits a weight.
+    /// The entropy in bits a weight.
     fn entropy(&self) -> f64 {
         self.probabilities.iter().map(|p| -p * p.log2()).sum()
     }
 }
 
-/// The states of a dictionary and how the codes are shared among their classes.
+/// The promise of each state of a dictionary, and the number of codes of its class.
 #[derive(Debug, Clone, PartialEq)]
-struct Plan {
+struct StateSet {
     promises: Vec<u8>,
     class_sizes: Vec<u16>,
 }
 
-/// Searches a dictionary: tries all plans briefly and the best one thoroughly. The same goal gives the same words.
+/// Searches a dictionary: all state sets briefly, then the best one thoroughly. The same goal gives the same words.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the goal is out of range.
@@ -82,20 +81,21 @@ pub fn search(goal: &Goal) -> Result<Dictionary> {
         probabilities: [p0, (1.0 - p0) * share, (1.0 - p0) * (1.0 - share)],
     };
     let brief = goal.effort / 6 + 1;
-    let tried = plans(p0)
+    let tried = state_sets(p0)
         .into_iter()
-        .map(|plan| (Search::new(goal, source, &plan).run(brief).gain, plan));
+        .map(|states| (Search::new(goal, source, &states).run(brief).gain, states));
     let best = tried.max_by(|a, b| a.0.total_cmp(&b.0));
-    let (_, plan) = best.ok_or_else(|| Error::InvalidArgument("no plan for this share of zeros".into()))?;
-    let found = Search::new(goal, source, &plan).run(goal.effort);
-    Ok(assemble(goal, &plan, &found))
+    let (_, states) = best.ok_or_else(|| Error::InvalidArgument("no plan for this share of zeros".into()))?;
+    let found = Search::new(goal, source, &states).run(goal.effort);
+    Ok(assemble(goal, &states, &found))
 }
 
-/// The plans worth trying. A promise of d zeros not all coming true splits evenly where d is the half-life of a run of
-/// zeros, so promises are near it, a part of it, and 1; class sizes are multiples of 32, for classes named by 3 bits.
-fn plans(p0: f64) -> Vec<Plan> {
+/// The state sets to try. "The next d weights are not all zero" has a probability near one half where d is the half-life
+/// of a run of zeros, so the longest promise is near it and the others are fractions of that or 1. Class sizes are
+/// multiples of 32, because at most 3 bits name a class.
+fn state_sets(p0: f64) -> Vec<StateSet> {
     let half_life = 0.5f64.ln() / p0.ln();
-    let longest = [0.7, 1.0, 1.25].map(|part| (half_life * part).round().clamp(2.0, 60.0) as u8);
+    let longest = [0.7, 1.0, 1.25].map(|factor| (half_life * factor).round().clamp(2.0, 60.0) as u8);
     let mut promises: Vec<Vec<u8>> = longest.into_iter().flat_map(promises_of).collect();
     promises.sort();
     promises.dedup();
@@ -105,25 +105,23 @@ fn plans(p0: f64) -> Vec<Plan> {
             4 => &[&[2, 2, 2, 2], &[3, 2, 2, 1], &[3, 2, 1, 2], &[3, 1, 2, 2]],
             _ => &[&[3, 2, 1, 1, 1], &[3, 1, 2, 1, 1]],
         };
-        let plan = move |sizes: &&[u16]| Plan {
+        let state_set = move |sizes: &&[u16]| StateSet {
             promises: promises.clone(),
             class_sizes: sizes.iter().map(|eighths| eighths * 32).collect(),
         };
-        sizes.iter().map(plan).collect::<Vec<_>>()
+        sizes.iter().map(state_set).collect::<Vec<_>>()
     };
     promises.into_iter().flat_map(with_sizes).collect()
 }
 
-/// Sets of promises (0 first, the promise of nothing) whose longest is `d`.
+/// Sets of promises whose longest is `d`; each begins with 0, the promise of state 0.
 fn promises_of(d: u8) -> Vec<Vec<u8>> {
     let mut sets = vec![vec![0, d, 1]];
-    let thirds = [(4, d / 2), (6, d / 3), (5, 2), (3, 2)];
-    sets.extend(
-        thirds
-            .into_iter()
-            .filter(|&(least, second)| d >= least && second < d)
-            .map(|(_, s)| vec![0, d, s, 1]),
-    );
+    let seconds = [(4, d / 2), (6, d / 3), (5, 2), (3, 2)];
+    let fitting = seconds
+        .into_iter()
+        .filter(|&(least, second)| d >= least && second < d);
+    sets.extend(fitting.map(|(_, second)| vec![0, d, second, 1]));
     if d >= 8 {
         sets.push(vec![0, d, d / 2, d / 4, 1]);
     }
@@ -131,14 +129,14 @@ fn promises_of(d: u8) -> Vec<Vec<u8>> {
     sets
 }
 
-/// Trees of all states, and the weights that a code stands for on average.
+/// The trees of all states, and the weights that a code stands for on average.
 struct Found {
     trees: Vec<Tree>,
     gain: f64,
 }
 
 struct Search<'a> {
-    plan: &'a Plan,
+    states: &'a StateSet,
     max_nonzeros: u8,
     source: Source,
     splits: Vec<Vec<Split>>,
@@ -146,10 +144,10 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(goal: &Goal, source: Source, plan: &'a Plan) -> Search<'a> {
-        let splits = splits::all(&plan.promises, &source);
+    fn new(goal: &Goal, source: Source, states: &'a StateSet) -> Search<'a> {
+        let splits = splits::all(&states.promises, &source);
         Search {
-            plan,
+            states,
             max_nonzeros: goal.max_nonzeros,
             source,
             splits,
@@ -158,9 +156,9 @@ impl<'a> Search<'a> {
     }
 
     fn run(&mut self, effort: usize) -> Found {
-        let states = self.plan.promises.len();
-        let mut worths = chain::first_guess(&self.plan.promises, &self.source);
-        let mut prices = vec![vec![0.0; states]; states];
+        let states = self.states.promises.len();
+        let mut values = chain::initial_values(&self.states.promises, &self.source);
+        let mut penalties = vec![vec![0.0; states]; states];
         let mut trees: Vec<Option<Tree>> = vec![None; states];
         let mut best = Found {
             trees: Vec::new(),
@@ -168,11 +166,11 @@ impl<'a> Search<'a> {
         };
         for _ in 0..ROUNDS {
             for state in 0..states {
-                self.improve(state, &worths, &mut prices[state], &mut trees[state], effort);
+                self.improve(state, &values, &mut penalties[state], &mut trees[state], effort);
             }
             let grown: Vec<Tree> = trees.iter().flatten().cloned().collect();
             let (gain, next) = chain::solve(&grown);
-            worths = next;
+            values = next;
             if gain > best.gain {
                 best = Found { trees: grown, gain };
             }
@@ -180,47 +178,43 @@ impl<'a> Search<'a> {
         best
     }
 
-    /// Takes random steps of a state's prices and keeps those that give a more valuable tree.
+    /// Changes a state's penalties by random steps and keeps those that give a better tree.
     fn improve(
         &mut self,
         state: usize,
-        worths: &[f64],
-        prices: &mut Vec<f64>,
+        values: &[f64],
+        penalties: &mut Vec<f64>,
         best: &mut Option<Tree>,
         effort: usize,
     ) {
-        // A code is worth about this many weights at the margin.
+        // One more code lengthens the average word by about this many weights.
         let unit = 1.0 / (self.source.entropy() * CODES as f64);
-        let grower = Grower::new(self.plan, &self.splits, worths, self.max_nonzeros, MAX_LENGTH);
-        let mut most = best.as_ref().map_or(f64::NEG_INFINITY, |tree| tree.value(worths));
+        let grower = Grower::new(self.states, &self.splits, values, self.max_nonzeros, MAX_LENGTH);
+        let mut most = best.as_ref().map_or(f64::NEG_INFINITY, |tree| tree.value(values));
         for step in 0..effort {
             let width = unit * [0.6, 0.2, 0.05][step % 3];
             let tried: Vec<f64> = match (step, &best) {
-                (0, None) => prices.clone(),
-                _ => prices
+                (0, None) => penalties.clone(),
+                _ => penalties
                     .iter()
-                    .map(|price| price + width * self.random.gaussian())
+                    .map(|penalty| penalty + width * self.random.gaussian())
                     .collect(),
             };
             let tree = grower.grow(state, &tried);
-            let value = tree.value(worths);
+            let value = tree.value(values);
             if value > most {
-                (most, *prices, *best) = (value, tried, Some(tree));
+                (most, *penalties, *best) = (value, tried, Some(tree));
             }
         }
     }
 }
 
-fn assemble(goal: &Goal, plan: &Plan, found: &Found) -> Dictionary {
-    let class_bits = if plan.class_sizes.iter().all(|size| size % 64 == 0) {
-        2
-    } else {
-        3
-    };
+fn assemble(goal: &Goal, states: &StateSet, found: &Found) -> Dictionary {
+    let two_bits = states.class_sizes.iter().all(|size| size % 64 == 0);
     let words = found.trees.iter().map(|tree| {
         let mut words = vec![None; CODES];
-        let mut next: Vec<u16> = (0..plan.class_sizes.len())
-            .map(|c| plan.class_sizes[..c].iter().sum())
+        let mut next: Vec<u16> = (0..states.class_sizes.len())
+            .map(|c| states.class_sizes[..c].iter().sum())
             .collect();
         for (word, class) in tree.words() {
             words[usize::from(next[class])] = Some(word);
@@ -233,18 +227,18 @@ fn assemble(goal: &Goal, plan: &Plan, found: &Found) -> Dictionary {
         share_thousandths: goal.share_thousandths,
         expected_length: (found.gain * 1e4).round() as u32,
         max_nonzeros: goal.max_nonzeros,
-        class_bits,
-        promises: plan.promises.clone(),
-        class_sizes: plan.class_sizes.clone(),
+        class_bits: if two_bits { 2 } else { 3 },
+        promises: states.promises.clone(),
+        class_sizes: states.class_sizes.clone(),
         words: words.collect(),
     }
 }
 
-/// SplitMix64.
+/// The random numbers of the search: SplitMix64.
 struct Random(u64);
 
 impl Random {
-    /// Uniform in [0, 1).
+    /// A number that is uniform in [0, 1).
     fn uniform(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -252,7 +246,7 @@ impl Random {
         ((z ^ (z >> 31)) >> 11) as f64 * 2f64.powi(-53)
     }
 
-    /// Normal with deviation 1, nearly: the sum of twelve uniforms.
+    /// A nearly normal number with mean 0 and standard deviation 1: the sum of twelve uniform ones, less 6.
     fn gaussian(&mut self) -> f64 {
         (0..12).map(|_| self.uniform()).sum::<f64>() - 6.0
     }

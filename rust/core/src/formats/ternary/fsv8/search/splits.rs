@@ -1,71 +1,74 @@
-//! The ways to replace a leaf of a tree by several, which together say the same.
+//! The splits of a leaf: sets of new leaves that together stand for the same weights as the leaf did.
 //!
-//! * A leaf that promises a non-zero next becomes two, one for each symbol, which promise nothing.
+//! * A leaf with the promise 1, which says that a non-zero follows, becomes two without promise, one for each symbol.
 //! * A leaf (w, d) becomes (w, a), (w 0^a, b), (w 0^(a+b), c) ... with a + b + c + ... = d: the first non-zero of the
 //!   next d weights is among the first a, or else among the next b, and so on.
-//! * A leaf (w, nothing) becomes such a row of promises and one more leaf (w 0^d, nothing).
+//! * A leaf (w, nothing) becomes such a sequence of promises and one more leaf (w 0^d, nothing).
 
 use super::Source;
 
-/// The new leaves of a split.
+/// The leaves that replace one leaf.
 #[derive(Debug, Clone)]
 pub(super) struct Split {
-    pub parts: Vec<Part>,
+    pub leaves: Vec<NewLeaf>,
 }
 
-/// A new leaf.
+/// A leaf of a split, relative to the leaf that it replaces.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Part {
-    /// Zeros that are added to the word.
+pub(super) struct NewLeaf {
+    /// The number of zeros that are appended to the word.
     pub zeros: u8,
-    /// The symbol that is added then, or 0 for none.
+    /// The symbol that is appended after the zeros, or 0 for none.
     pub symbol: u8,
-    /// The class of its promise.
+    /// The class of the new leaf's promise.
     pub class: usize,
-    /// Its probability if the old leaf is reached.
+    /// The probability of the new leaf if the old one is reached.
     pub probability: f64,
 }
 
-/// A split makes at most this many leaves with promises, except that a short promise may fall apart into ones: longer
-/// rows can be made in steps, and there are too many of them to try.
-const MAX_PARTS: usize = 6;
+/// The most promises of a split, except that a short promise may be split into ones. Several splits make longer
+/// sequences, and there are too many of those to try.
+const MAX_PROMISES: usize = 6;
 
-/// The longest of the short promises.
+/// The longest promise that may be split into ones.
 const SHORT_PROMISE: u8 = 12;
 
-/// Splits of leaves without promise cover at most so many zeros ...
+/// The most zeros that a split of a leaf without promise covers, unless a single promise is longer.
 const MAX_ZEROS: u8 = 40;
 
-/// ... by at most so many promises, where their sum is not itself a promise.
-const MAX_UNUSUAL_PARTS: usize = 3;
+/// The most promises of a split of a leaf without promise whose sum is not itself a promise.
+const MAX_UNUSUAL_PROMISES: usize = 3;
 
 impl Split {
-    /// The leaves that it adds.
+    /// The increase in the number of leaves.
     pub fn added(&self) -> usize {
-        self.parts.len() - 1
+        self.leaves.len() - 1
     }
 
-    /// The most weights that it adds to a word.
+    /// The most weights that are appended to the word.
     pub fn longest(&self) -> u8 {
-        self.parts
-            .iter()
-            .map(|part| part.zeros + u8::from(part.symbol > 0))
-            .max()
-            .unwrap_or(0)
+        let lengths = self.leaves.iter().map(NewLeaf::length);
+        lengths.max().unwrap_or(0)
     }
 }
 
-/// The splits of the leaves of each class.
+impl NewLeaf {
+    /// The number of weights that are appended to the word.
+    pub fn length(&self) -> u8 {
+        self.zeros + u8::from(self.symbol > 0)
+    }
+}
+
+/// All splits to try for the leaves of each class.
 pub(super) fn all(promises: &[u8], source: &Source) -> Vec<Vec<Split>> {
     let of_class = |&promise: &u8| match promise {
-        0 => of_nothing(promises, source),
+        0 => without_promise(promises, source),
         1 => vec![by_symbol(source)],
         _ => {
             let mut splits = Vec::new();
-            let most = if promise <= SHORT_PROMISE {
-                promise.into()
-            } else {
-                MAX_PARTS
+            let most = match promise {
+                ..=SHORT_PROMISE => promise.into(),
+                _ => MAX_PROMISES,
             };
             for_sums(promises, promise, most, &mut |sum| {
                 if sum.len() >= 2 {
@@ -78,14 +81,14 @@ pub(super) fn all(promises: &[u8], source: &Source) -> Vec<Vec<Split>> {
     promises.iter().map(of_class).collect()
 }
 
-fn of_nothing(promises: &[u8], source: &Source) -> Vec<Split> {
+fn without_promise(promises: &[u8], source: &Source) -> Vec<Split> {
     let mut splits = Vec::new();
     let long_promises = promises.iter().copied().filter(|&promise| promise > MAX_ZEROS);
     for total in (1..=MAX_ZEROS).chain(long_promises) {
         let most = if promises.contains(&total) {
-            MAX_PARTS - 1
+            MAX_PROMISES - 1
         } else {
-            MAX_UNUSUAL_PARTS
+            MAX_UNUSUAL_PROMISES
         };
         for_sums(promises, total, most, &mut |sum| {
             splits.push(by_promises(promises, sum, true, source))
@@ -96,29 +99,30 @@ fn of_nothing(promises: &[u8], source: &Source) -> Vec<Split> {
 
 fn by_symbol(source: &Source) -> Split {
     let [p0, p1, p2] = source.probabilities;
-    let part = |symbol, p: f64| Part {
+    let leaf = |symbol, p: f64| NewLeaf {
         zeros: 0,
         symbol,
         class: 0,
         probability: p / (1.0 - p0),
     };
     Split {
-        parts: vec![part(1, p1), part(2, p2)],
+        leaves: vec![leaf(1, p1), leaf(2, p2)],
     }
 }
 
-/// The leaves of a row of promises (by class), with one more that promises nothing if the old leaf is `open`.
+/// The split by a sequence of promises (by class), with one more leaf that promises nothing if the old leaf is `open`,
+/// which is to have no promise.
 fn by_promises(promises: &[u8], classes: &[usize], open: bool, source: &Source) -> Split {
     let total: u8 = classes.iter().map(|&class| promises[class]).sum();
     let certain = if open { 1.0 } else { 1.0 - source.zeros(total) };
     let mut zeros = 0;
-    let mut parts: Vec<Part> = classes
+    let mut leaves: Vec<NewLeaf> = classes
         .iter()
         .map(|&class| {
             let before = zeros;
             zeros += promises[class];
             let probability = (source.zeros(before) - source.zeros(zeros)) / certain;
-            Part {
+            NewLeaf {
                 zeros: before,
                 symbol: 0,
                 class,
@@ -127,17 +131,17 @@ fn by_promises(promises: &[u8], classes: &[usize], open: bool, source: &Source) 
         })
         .collect();
     if open {
-        parts.push(Part {
+        leaves.push(NewLeaf {
             zeros,
             symbol: 0,
             class: 0,
             probability: source.zeros(zeros),
         });
     }
-    Split { parts }
+    Split { leaves }
 }
 
-/// Calls `found` with every ordered sum of at most `most` promises (by class) that makes `total`.
+/// Calls `found` with every sequence of at most `most` promises (by class) whose sum is `total`.
 fn for_sums(promises: &[u8], total: u8, most: usize, found: &mut impl FnMut(&[usize])) {
     fn extend(
         promises: &[u8],
@@ -168,14 +172,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_share_the_whole_probability() {
+    fn the_probabilities_of_a_split_sum_to_one() {
         let source = Source {
             probabilities: [0.885, 0.0575, 0.0575],
         };
         for splits in all(&[0, 4, 2, 1], &source) {
             assert!(!splits.is_empty());
             for split in splits {
-                let sum: f64 = split.parts.iter().map(|part| part.probability).sum();
+                let sum: f64 = split.leaves.iter().map(|leaf| leaf.probability).sum();
                 assert!((sum - 1.0).abs() < 1e-12 && split.added() >= 1);
             }
         }

@@ -1,39 +1,40 @@
-//! Growing the tree of one state: the split that gains most for each code it takes, again and again.
+//! Growing the tree of one state, greedily: each step makes the split that gains most for each code that it adds.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
 use super::super::dictionary::{CODES, Word};
-use super::Plan;
-use super::splits::{Part, Split};
+use super::StateSet;
+use super::splits::{NewLeaf, Split};
 
-/// How often leaves that found no split are looked at again; classes free up when their leaves are split.
+/// How often leaves that found no split are tried again: splitting other leaves frees codes of their classes.
 const MAX_RETRIES: usize = 50;
 
-/// A leaf: a word and the class of its promise.
+/// A node of a tree, a word and the class of its promise: a leaf until it is split.
 #[derive(Debug, Clone, Copy)]
-struct Leaf {
+struct Node {
     length: u8,
     nonzeros: u8,
     class: usize,
     probability: f64,
-    /// The leaf that it came from and what was added, by their place among all that ever were.
-    parent: Option<(usize, Part)>,
+    /// The index of the node that was split, and what was appended to its word.
+    parent: Option<(usize, NewLeaf)>,
     split: bool,
 }
 
 /// The tree of a state.
 #[derive(Debug, Clone)]
 pub(super) struct Tree {
-    /// All leaves that ever were; those that were split are inner nodes now.
-    nodes: Vec<Leaf>,
+    nodes: Vec<Node>,
+    /// The number of leaves of each class.
     counts: Vec<u16>,
+    /// The number of all leaves.
     leaves: usize,
 }
 
 impl Tree {
     fn root(state: usize, classes: usize) -> Tree {
-        let root = Leaf {
+        let root = Node {
             length: 0,
             nonzeros: 0,
             class: state,
@@ -50,11 +51,11 @@ impl Tree {
         }
     }
 
-    fn leaves(&self) -> impl Iterator<Item = &Leaf> {
+    fn leaves(&self) -> impl Iterator<Item = &Node> {
         self.nodes.iter().filter(|node| !node.split)
     }
 
-    /// The weights that its words stand for on average.
+    /// The number of weights that the tree's words stand for on average.
     pub fn expected_length(&self) -> f64 {
         self.leaves()
             .map(|leaf| leaf.probability * f64::from(leaf.length))
@@ -69,10 +70,10 @@ impl Tree {
             .sum()
     }
 
-    /// What a code of this tree yields on average: its weights and the worth of the next state.
-    pub fn value(&self, worths: &[f64]) -> f64 {
+    /// The expected value of a code: its weights and the relative value of the next state.
+    pub fn value(&self, values: &[f64]) -> f64 {
         self.leaves()
-            .map(|leaf| leaf.probability * (f64::from(leaf.length) + worths[leaf.class]))
+            .map(|leaf| leaf.probability * (f64::from(leaf.length) + values[leaf.class]))
             .sum()
     }
 
@@ -81,9 +82,9 @@ impl Tree {
         self.leaves().filter_map(|leaf| {
             let mut reversed = Vec::new();
             let mut node = leaf;
-            while let Some((parent, part)) = node.parent {
-                reversed.extend((part.symbol > 0).then_some(part.symbol));
-                reversed.extend(std::iter::repeat_n(0, usize::from(part.zeros)));
+            while let Some((parent, appended)) = node.parent {
+                reversed.extend((appended.symbol > 0).then_some(appended.symbol));
+                reversed.extend(std::iter::repeat_n(0, usize::from(appended.zeros)));
                 node = &self.nodes[parent];
             }
             reversed.reverse();
@@ -95,14 +96,14 @@ impl Tree {
         let old = self.nodes[at];
         self.nodes[at].split = true;
         self.counts[old.class] -= 1;
-        for &part in &split.parts {
-            self.counts[part.class] += 1;
-            self.nodes.push(Leaf {
-                length: old.length + part.zeros + u8::from(part.symbol > 0),
-                nonzeros: old.nonzeros + u8::from(part.symbol > 0),
-                class: part.class,
-                probability: old.probability * part.probability,
-                parent: Some((at, part)),
+        for &new in &split.leaves {
+            self.counts[new.class] += 1;
+            self.nodes.push(Node {
+                length: old.length + new.length(),
+                nonzeros: old.nonzeros + u8::from(new.symbol > 0),
+                class: new.class,
+                probability: old.probability * new.probability,
+                parent: Some((at, new)),
                 split: false,
             });
         }
@@ -138,11 +139,11 @@ impl PartialEq for Candidate {
 
 impl Eq for Candidate {}
 
-/// What all trees of a round have in common.
+/// Grows trees for given relative values of the states.
 pub(super) struct Grower<'a> {
-    plan: &'a Plan,
+    states: &'a StateSet,
     splits: &'a [Vec<Split>],
-    /// What each split gains for a leaf of probability 1.
+    /// The increase of a tree's value by each split of a leaf of probability 1.
     gains: Vec<Vec<f64>>,
     max_nonzeros: u8,
     max_length: u8,
@@ -150,24 +151,21 @@ pub(super) struct Grower<'a> {
 
 impl<'a> Grower<'a> {
     pub fn new(
-        plan: &'a Plan,
+        states: &'a StateSet,
         splits: &'a [Vec<Split>],
-        worths: &[f64],
+        values: &[f64],
         max_nonzeros: u8,
         max_length: u8,
     ) -> Grower<'a> {
-        let worth = |part: &Part| {
-            part.probability
-                * (f64::from(part.zeros) + f64::from(u8::from(part.symbol > 0)) + worths[part.class])
-        };
-        let gain = |class: usize, split: &Split| split.parts.iter().map(worth).sum::<f64>() - worths[class];
+        let value = |leaf: &NewLeaf| leaf.probability * (f64::from(leaf.length()) + values[leaf.class]);
+        let gain = |class: usize, split: &Split| split.leaves.iter().map(value).sum::<f64>() - values[class];
         let gains = splits
             .iter()
             .enumerate()
             .map(|(class, splits)| splits.iter().map(|split| gain(class, split)).collect())
             .collect();
         Grower {
-            plan,
+            states,
             splits,
             gains,
             max_nonzeros,
@@ -175,20 +173,20 @@ impl<'a> Grower<'a> {
         }
     }
 
-    /// Grows the tree of a state; `prices` are paid for the leaves of each class.
-    pub fn grow(&self, state: usize, prices: &[f64]) -> Tree {
-        let mut tree = Tree::root(state, self.plan.promises.len());
+    /// Grows the tree of a state; `penalties` are subtracted from the gains for each leaf of each class.
+    pub fn grow(&self, state: usize, penalties: &[f64]) -> Tree {
+        let mut tree = Tree::root(state, self.states.promises.len());
         let mut queue = BinaryHeap::new();
         let mut waiting = vec![0];
         for _ in 0..MAX_RETRIES {
             let again = std::mem::take(&mut waiting);
             again
                 .into_iter()
-                .for_each(|node| self.enqueue(&tree, node, prices, &mut queue, &mut waiting));
+                .for_each(|node| self.enqueue(&tree, node, penalties, &mut queue, &mut waiting));
             if queue.is_empty() {
                 break;
             }
-            self.split_best(&mut tree, prices, &mut queue, &mut waiting);
+            self.split_best(&mut tree, penalties, &mut queue, &mut waiting);
         }
         tree
     }
@@ -197,7 +195,7 @@ impl<'a> Grower<'a> {
     fn split_best(
         &self,
         tree: &mut Tree,
-        prices: &[f64],
+        penalties: &[f64],
         queue: &mut BinaryHeap<Candidate>,
         waiting: &mut Vec<usize>,
     ) {
@@ -205,7 +203,7 @@ impl<'a> Grower<'a> {
             && let Some(queued) = queue.pop()
         {
             // Classes have filled up since the candidate was queued, so its best split may be another one now.
-            let Some(best) = self.best_split(tree, queued.node, prices) else {
+            let Some(best) = self.best_split(tree, queued.node, penalties) else {
                 waiting.push(queued.node);
                 continue;
             };
@@ -215,7 +213,7 @@ impl<'a> Grower<'a> {
             }
             let first = tree.nodes.len();
             tree.replace(best.node, &self.splits[tree.nodes[best.node].class][best.split]);
-            (first..tree.nodes.len()).for_each(|node| self.enqueue(tree, node, prices, queue, waiting));
+            (first..tree.nodes.len()).for_each(|node| self.enqueue(tree, node, penalties, queue, waiting));
         }
     }
 
@@ -223,23 +221,23 @@ impl<'a> Grower<'a> {
         &self,
         tree: &Tree,
         node: usize,
-        prices: &[f64],
+        penalties: &[f64],
         queue: &mut BinaryHeap<Candidate>,
         waiting: &mut Vec<usize>,
     ) {
-        match self.best_split(tree, node, prices) {
+        match self.best_split(tree, node, penalties) {
             Some(candidate) => queue.push(candidate),
             None => waiting.push(node),
         }
     }
 
     /// The split of a leaf that gains most for each code, among those that fit.
-    fn best_split(&self, tree: &Tree, node: usize, prices: &[f64]) -> Option<Candidate> {
+    fn best_split(&self, tree: &Tree, node: usize, penalties: &[f64]) -> Option<Candidate> {
         let leaf = &tree.nodes[node];
         let mut best: Option<Candidate> = None;
         for (i, split) in self.splits[leaf.class].iter().enumerate() {
-            let paid: f64 = split.parts.iter().map(|part| prices[part.class]).sum();
-            let gain = leaf.probability * self.gains[leaf.class][i] + prices[leaf.class] - paid;
+            let penalty: f64 = split.leaves.iter().map(|new| penalties[new.class]).sum();
+            let gain = leaf.probability * self.gains[leaf.class][i] + penalties[leaf.class] - penalty;
             let gain = gain / split.added() as f64;
             if best.is_none_or(|best| gain > best.gain) && self.fits(tree, leaf, split) {
                 best = Some(Candidate { gain, node, split: i });
@@ -248,18 +246,18 @@ impl<'a> Grower<'a> {
         best
     }
 
-    fn fits(&self, tree: &Tree, leaf: &Leaf, split: &Split) -> bool {
+    fn fits(&self, tree: &Tree, leaf: &Node, split: &Split) -> bool {
         let short = usize::from(leaf.length) + usize::from(split.longest()) <= usize::from(self.max_length);
-        let plain = leaf.nonzeros < self.max_nonzeros || split.parts[0].symbol == 0;
+        let sparse = leaf.nonzeros < self.max_nonzeros || split.leaves[0].symbol == 0;
         let room = tree.leaves + split.added() <= CODES;
         let classes = || {
             (0..tree.counts.len()).all(|class| {
-                let added = split.parts.iter().filter(|part| part.class == class).count();
+                let added = split.leaves.iter().filter(|new| new.class == class).count();
                 let before = usize::from(tree.counts[class]);
                 let after = before + added - usize::from(class == leaf.class);
-                after <= before || after <= usize::from(self.plan.class_sizes[class])
+                after <= before || after <= usize::from(self.states.class_sizes[class])
             })
         };
-        short && plain && room && classes()
+        short && sparse && room && classes()
     }
 }
