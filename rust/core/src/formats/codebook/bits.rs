@@ -1,25 +1,25 @@
-//! Where the codes of a panel's 16 rows lie in a step of columns.
+//! Where the codes of the 16 rows of a row block lie in a step of columns.
 //!
-//! 3 and 4 bits: *quads* of 4 rows, in lanes of 16 bytes, and some groups of 16 columns. Byte b of a lane speaks of column
+//! 3 and 4 bits: *quads* of 4 rows, in lanes of 16 bytes, and some groups of 16 columns. Byte b of a lane belongs to column
 //! b of every group. 4 bits: two groups, the low and the high half of the byte. 3 bits: eight groups in three registers
 //! A, B, C of 64 bytes; bits 0-2 and 3-5 of each are the codes of groups 0 to 5; the low two bits of group 6 are bits 6-7
 //! of A and its high bit is bit 6 of C; the low two bits of group 7 are bits 6-7 of B and its high bit is bit 7 of C.
 //!
-//! 2 bits: *lines* of 16 rows and 16 columns, in two planes of bits. Byte r of lane k belongs to row r; bit c of its low
-//! half is the low bit of the code of column 4c + k, bit c of its high half the high bit. So a half is an index into the
-//! sums of four activations ([`crate::gemm::codebook`] says what for), and a permutation of a line's bytes and three
-//! shifts give centroids of four columns a row.
+//! 2 bits: *lines* of 16 rows and 16 columns, in two bit planes. Byte r of lane k belongs to row r; bit c of its low half
+//! is the low bit of the code of column 4c + k, bit c of its high half the high bit. So a half is an index into a table of
+//! the sums of four activations, which kernels for AVX2 use, and those for AVX-512 turn a line into centroids by a
+//! permutation of its bytes and shifts.
 
-/// Bytes of a lane, and columns of a group.
+/// The bytes of a lane, and the columns of a group.
 pub const LANE: usize = 16;
-/// Rows whose codes a register of 3 or 4 bits holds.
+/// The rows of a quad, whose codes of 3 or 4 bits share registers.
 pub const QUAD: usize = 4;
-/// Quads of a panel; of 2 bits lines of a step.
+/// The quads of a row block; with 2 bits the lines of a step.
 pub const QUADS: usize = super::PANEL / QUAD;
-/// Bytes of a register or a line.
+/// The bytes of a register or a line.
 pub const REGISTER: usize = LANE * QUAD;
 
-/// Columns of a step.
+/// The columns of a step.
 pub const fn step_columns(bits: u8) -> usize {
     match bits {
         2 => 64,
@@ -28,7 +28,7 @@ pub const fn step_columns(bits: u8) -> usize {
     }
 }
 
-/// Registers of a quarter of a step: those of a quad, or a line.
+/// The registers of a quarter of a step: those of a quad, or one line.
 pub const fn step_registers(bits: u8) -> usize {
     if bits == 3 { 3 } else { 1 }
 }
@@ -58,7 +58,7 @@ pub fn unpack(bits: u8, step: &[[u8; REGISTER]], row: usize, codes: &mut [u8]) {
     }
 }
 
-/// The codes of 2 bits: four columns at a time, a byte each.
+/// Unpacks a row's codes of 2 bits: four columns at a time, a byte each.
 #[inline(always)]
 fn unpack_lines(step: &[[u8; REGISTER]], row: usize, codes: &mut [u8]) {
     for (line, codes) in step.iter().zip(codes.as_chunks_mut::<LANE>().0) {

@@ -8,19 +8,19 @@ use super::{HEADER_BYTES, Layout, MAX_CENTROID, PANEL, invalid, split};
 use crate::Result;
 use crate::types::Shape;
 
-/// What a tensor holds.
+/// The contents of a tensor to be packed.
 #[derive(Debug, Clone, Copy)]
 pub struct Content<'a> {
     /// Experts, rows, columns, ndim.
     pub shape: Shape,
     /// Bits of a code: 2, 3 or 4.
     pub bits: u8,
-    /// To how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+    /// Bits of the activations in products: 4 or 8, or 0 where they are not rounded.
     pub activation_bits: u8,
     /// Columns that share a codebook, a multiple of 128; a block larger than the row means the row.
     pub block: usize,
-    /// Columns that products turn together by Hadamard's matrix, a power of two that divides the columns; 1 for not at
-    /// all. Codes and centroids are those of the turned weights.
+    /// The width of the Hadamard rotation of weights and activations, a power of two that divides the columns; 1 for
+    /// none. Codes and centroids are those of the rotated weights.
     pub hadamard: usize,
     /// E x R x C codes below 2^bits.
     pub codes: &'a [u8],
@@ -33,7 +33,7 @@ pub struct Content<'a> {
 /// Packs a tensor.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`]: a size, code, centroid or scale is out of range.
+/// [`crate::Error::InvalidArgument`] if a size, code, centroid or scale is out of range.
 pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
     let Content { shape, bits, .. } = content;
     let layout = Layout::new(
@@ -47,10 +47,10 @@ pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
     let mut out = vec![0; layout.total_bytes()];
     layout.write(&mut out);
     if layout.panel_bytes() > 0 {
-        let panels = out[HEADER_BYTES..]
+        let row_blocks = out[HEADER_BYTES..]
             .par_chunks_exact_mut(layout.panel_bytes())
             .enumerate();
-        pool.install(|| panels.for_each(|(panel, out)| write_panel(&layout, &content, panel, out)));
+        pool.install(|| row_blocks.for_each(|(index, out)| write_row_block(&layout, &content, index, out)));
     }
     Ok(out)
 }
@@ -98,10 +98,10 @@ fn check(layout: &Layout, content: &Content) -> Result<()> {
     Ok(())
 }
 
-/// Writes panel `panel` of all experts' panels.
-fn write_panel(layout: &Layout, content: &Content, panel: usize, out: &mut [u8]) {
+/// Writes row block `index`, counted through all experts.
+fn write_row_block(layout: &Layout, content: &Content, index: usize, out: &mut [u8]) {
     let Shape { rows, columns, .. } = layout.shape();
-    let (expert, first) = (panel / layout.panels(), panel % layout.panels() * PANEL);
+    let (expert, first) = (index / layout.panels(), index % layout.panels() * PANEL);
     for row in first..rows.min(first + PANEL) {
         let source = expert * rows + row;
         for (block, codes) in content.codes[source * columns..][..columns]
@@ -113,9 +113,8 @@ fn write_panel(layout: &Layout, content: &Content, panel: usize, out: &mut [u8])
             let out = &mut out[layout.block_at(block)..];
             let (parameters, rest) = out.split_at_mut(layout.parameter_bytes());
             let steps = &mut rest[..layout.steps(block) * layout.step_bytes()];
-            let planes = layout.planes();
             write_parameters(
-                (row - first, planes),
+                (row - first, layout.planes()),
                 codes,
                 centroids,
                 content.scales[book],
@@ -126,8 +125,9 @@ fn write_panel(layout: &Layout, content: &Content, panel: usize, out: &mut [u8])
     }
 }
 
+/// Writes centroids of `centroid_bytes` bytes, scale and sums of a row of a row block.
 fn write_parameters(
-    (row, planes): (usize, usize),
+    (row, centroid_bytes): (usize, usize),
     codes: &[u8],
     centroids: &[i16],
     scale: f32,
@@ -136,8 +136,8 @@ fn write_parameters(
     let clusters = centroids.len();
     for (code, &centroid) in centroids.iter().enumerate() {
         let (high, low) = split(centroid);
-        for (plane, byte) in [high, low].into_iter().take(planes).enumerate() {
-            out[(plane * PANEL + row) * clusters + code] = byte as u8;
+        for (i, byte) in [high, low].into_iter().take(centroid_bytes).enumerate() {
+            out[(i * PANEL + row) * clusters + code] = byte as u8;
         }
     }
     let highs = codes
@@ -149,8 +149,8 @@ fn write_parameters(
         .map(|&code| i32::from(centroids[usize::from(code)]))
         .sum::<i32>();
     let words = [scale.to_le_bytes(), highs.to_le_bytes(), wholes.to_le_bytes()];
-    for (section, word) in words.into_iter().take(1 + planes).enumerate() {
-        out[planes * PANEL * clusters + 4 * (section * PANEL + row)..][..4].copy_from_slice(&word);
+    for (section, word) in words.into_iter().take(1 + centroid_bytes).enumerate() {
+        out[centroid_bytes * PANEL * clusters + 4 * (section * PANEL + row)..][..4].copy_from_slice(&word);
     }
 }
 

@@ -1,11 +1,11 @@
-//! Shape and places of a tensor, everything derived from the header.
+//! The shape and the offsets of a codebook tensor, all derived from the header.
 
 use super::bits::{QUADS, REGISTER, step_columns, step_registers};
 use super::{BLOCK_UNIT, HEADER_BYTES, MAGIC, PANEL, VERSION, corrupt, invalid};
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
-/// Most columns: 255 * 127 * 2^16 < 2^31, so that an integer product of a whole row fits 32 bits.
+/// The most columns: 255 * 127 * 2^16 < 2^31, so that an integer product of a whole row fits 32 bits.
 pub const MAX_COLUMNS: usize = 1 << 16;
 
 /// Shape, bits and block size, and where everything lies.
@@ -23,7 +23,7 @@ impl Layout {
     /// The layout that a writer asks for; a block larger than the row means the row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: something is out of range, or the tensor is too large.
+    /// [`Error::InvalidArgument`] if something is out of range or the tensor is too large.
     pub fn new(shape: Shape, bits: u8, activation_bits: u8, block: usize, hadamard: usize) -> Result<Layout> {
         let whole = shape.columns.max(1).next_multiple_of(BLOCK_UNIT);
         match Layout::of(shape, bits, activation_bits, block.min(whole), hadamard) {
@@ -43,6 +43,8 @@ impl Layout {
         block: usize,
         hadamard: usize,
     ) -> Option<Layout> {
+        let rotatable =
+            hadamard.is_power_of_two() && shape.columns > 0 && shape.columns.is_multiple_of(hadamard);
         let sane = shape.has_valid_ndim()
             && matches!(bits, 2..=4)
             && matches!(activation_bits, 0 | 4 | 8)
@@ -50,7 +52,7 @@ impl Layout {
             && block.is_multiple_of(BLOCK_UNIT)
             && block <= MAX_COLUMNS
             && shape.columns <= MAX_COLUMNS
-            && (hadamard == 1 || hadamard.is_power_of_two() && divides(hadamard, shape.columns))
+            && (hadamard == 1 || rotatable)
             && [shape.experts, shape.rows]
                 .iter()
                 .all(|&n| n as u64 <= limits::MAX_ROWS);
@@ -62,8 +64,8 @@ impl Layout {
             hadamard,
             total: 0,
         })?;
-        let panels = shape.experts.checked_mul(shape.rows.div_ceil(PANEL))?;
-        layout.total = panels
+        let row_blocks = shape.experts.checked_mul(shape.rows.div_ceil(PANEL))?;
+        layout.total = row_blocks
             .checked_mul(layout.panel_bytes())?
             .checked_add(HEADER_BYTES)?;
         isize::try_from(layout.total).ok()?;
@@ -80,7 +82,7 @@ impl Layout {
         self.bits
     }
 
-    /// To how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
+    /// Bits of the activations in products: 4 or 8, or 0 where they are not rounded.
     pub fn activation_bits(&self) -> u8 {
         self.activation_bits
     }
@@ -90,8 +92,8 @@ impl Layout {
         1 << self.bits
     }
 
-    /// Columns that products turn together by Hadamard's matrix before they multiply ([`crate::gemm::hadamard`]), a power
-    /// of two that divides the columns; 1 for not at all.
+    /// The width of the Hadamard rotation of weights and activations ([`crate::gemm::hadamard`]), a power of two that
+    /// divides the columns; 1 for none.
     pub fn hadamard(&self) -> usize {
         self.hadamard
     }
@@ -101,17 +103,17 @@ impl Layout {
         self.block
     }
 
-    /// Blocks of a row.
+    /// Column blocks of a row.
     pub fn blocks(&self) -> usize {
         self.shape.columns.div_ceil(self.block)
     }
 
-    /// Panels of an expert.
+    /// Row blocks of an expert.
     pub fn panels(&self) -> usize {
         self.shape.rows.div_ceil(PANEL)
     }
 
-    /// Columns of block `block`, without padding.
+    /// Columns of column block `block`, without padding.
     pub fn block_columns(&self, block: usize) -> usize {
         self.block.min(self.shape.columns - block * self.block)
     }
@@ -121,33 +123,33 @@ impl Layout {
         self.shape.columns.next_multiple_of(step_columns(self.bits))
     }
 
-    /// Steps of block `block`.
+    /// Steps of column block `block`.
     pub fn steps(&self, block: usize) -> usize {
         self.block_columns(block).div_ceil(step_columns(self.bits))
     }
 
-    /// Bytes that a step of columns takes in a panel.
+    /// Bytes of a step of a row block.
     pub fn step_bytes(&self) -> usize {
         QUADS * REGISTER * step_registers(self.bits)
     }
 
-    /// Bytes of a stored centroid: 2, or where products round activations 1, the high byte, the low one being zero.
+    /// Bytes of a stored centroid: 2, or where products round activations 1, for the low byte is zero.
     pub fn planes(&self) -> usize {
         if self.activation_bits == 0 { 2 } else { 1 }
     }
 
-    /// Bytes of the parameters of a block of a panel: centroids, a scale, and a sum for each plane.
+    /// Bytes of the parameters of a [`super::Block`]: centroids, scales, and a sum for each stored byte of a centroid.
     pub fn parameter_bytes(&self) -> usize {
         PANEL * (4 + self.planes() * (self.clusters() + 4))
     }
 
-    /// Where block `block` starts in its panel.
+    /// Where column block `block` starts in its row block.
     pub(super) fn block_at(&self, block: usize) -> usize {
         let whole = self.block / step_columns(self.bits) * self.step_bytes();
         block * (self.parameter_bytes() + whole)
     }
 
-    /// Bytes of a panel.
+    /// Bytes of a row block.
     pub fn panel_bytes(&self) -> usize {
         let steps = self.shape.columns.div_ceil(step_columns(self.bits));
         self.blocks() * self.parameter_bytes() + steps * self.step_bytes()
@@ -233,9 +235,4 @@ impl Layout {
             field.copy_from_slice(&(size as u64).to_le_bytes());
         }
     }
-}
-
-/// Whether `width` columns are a part of so many.
-fn divides(width: usize, columns: usize) -> bool {
-    columns > 0 && columns.is_multiple_of(width)
 }

@@ -1,32 +1,32 @@
-//! Codebook tensors: 2, 3 or 4-bit codes into codebooks that each row, or each block of a row's columns, has of its own.
+//! Codebook tensors: codes of 2, 3 or 4 bits; each row, or each column block of a row, has its own codebook.
 //!
-//! A weight is `scale * centroid[code]` with centroids that are 16-bit integers, stored as two planes of bytes:
-//! `centroid = 256 * high + low`, both signed. So one format serves three products: `high` alone is the centroid rounded
-//! to 8 bits, both planes together are exact in integers, and floating point sees 16 bits relative to the row's largest.
-//! Tensors whose products round activations want no more than 8 bits: their low bytes are zeros, and are not stored.
+//! A weight is `scale * centroid[code]` with centroids that are 16-bit integers, whose high and low bytes are stored
+//! apart: `centroid = 256 * high + low`, both signed. So one format serves three products: `high` alone is the centroid
+//! rounded to 8 bits, integer products of both bytes are exact, and floating point has 16 bits relative to the row's
+//! largest centroid. Tensors whose products round activations need 8 bits: their low bytes are zeros and are not stored.
 //!
-//! The layout is what byte shuffles want. Of 3 or 4 bits a 64-byte register holds 4 rows of 16 columns: each of its four
+//! The layout is made for byte shuffles. With 3 or 4 bits a 64-byte register holds 4 rows of 16 columns: each of its four
 //! lanes of 16 bytes belongs to one row, so the row's codebook is the lane's shuffle table, and codes become centroids in
-//! one instruction. Of 2 bits it holds 16 rows of 16 columns, whose codebooks are 64 bytes together: one table of a
-//! permutation. 16 rows are a panel; a panel holds, for each block of columns, parameters and then codes:
+//! one instruction. With 2 bits it holds 16 rows of 16 columns, whose codebooks have 64 bytes together: the table of one
+//! permutation. 16 rows are a row block, which holds, for each column block, parameters and then codes:
 //!
 //! ```text
 //!  0 8s magic "MOEPCODE"      11 u8 activation bits: 0 none, 4, 8     24 u64 rows R       48 80 zeros
 //!  8 u16 version 1            12 u8 ndim 2 or 3, 14 2 zeros           32 u64 columns C
 //! 10 u8 bits 2, 3 or 4        13 u8 log2 of Hadamard's width          40 u64 block size in columns
 //!                             16 u64 experts E
-//! then for each expert, for each panel of 16 rows, for each block of columns, with K = 2^bits:
+//! then for each expert, for each row block, for each column block, with K = 2^bits:
 //! 16*K i8   high bytes of the rows' centroids          16 i32  for each row the sum of high over the block's columns
 //! 16*K i8   low bytes (if 11 is 0)                     16 i32  the same sum of whole centroids (if 11 is 0)
 //! 16 f32    scales                                     for each step of columns the codes of its rows
-//! a step    32 (4 bits), 128 (3) or 64 (2) columns in 256, 768 or 256 bytes, see `bits`
+//! a step    32 (4 bits), 128 (3) or 64 (2) columns in 256, 768 or 256 bytes, see [`bits`]
 //! ```
 //!
 //! Sizes of parameters and steps are multiples of 64. The sums correct for the zero-point of unsigned activations. Rows
 //! are padded to 16 with zeros throughout, columns to a whole step with codes 0.
 //!
-//! [`View::parse`] checks the header and the size, nothing else: no byte behind the header can make a reader leave the
-//! tensor. [`View::verify`] checks all of them.
+//! [`View::parse`] checks the header and the size, nothing else: no byte after the header can make a reader leave the
+//! tensor. [`View::verify`] checks all bytes.
 
 pub mod bits;
 mod encode;
@@ -45,7 +45,7 @@ pub const MAGIC: [u8; 8] = *b"MOEPCODE";
 pub const VERSION: u16 = 1;
 /// The length of the header in bytes.
 pub const HEADER_BYTES: usize = 128;
-/// Rows of a panel.
+/// The rows of a row block, which `docs/format.md` calls a panel.
 pub const PANEL: usize = 16;
 /// Block sizes are multiples of this many columns: whole steps for any number of bits.
 pub const BLOCK_UNIT: usize = 128;
@@ -60,7 +60,7 @@ fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
     Err(Error::InvalidArgument(format!("codebook tensor: {what}")))
 }
 
-/// High and low byte of a centroid: `256 * high + low`, low from -128 to 127.
+/// The high and the low byte of a centroid: `256 * high + low`, low from -128 to 127.
 #[inline(always)]
 pub fn split(centroid: i16) -> (i8, i8) {
     let low = centroid as i8;
@@ -68,7 +68,7 @@ pub fn split(centroid: i16) -> (i8, i8) {
     (high as i8, low)
 }
 
-/// The centroid of its bytes.
+/// The centroid of a high and a low byte, the inverse of [`split`].
 #[inline(always)]
 pub fn join(high: i8, low: i8) -> i32 {
     256 * i32::from(high) + i32::from(low)

@@ -96,14 +96,14 @@ proptest! {
     #[test]
     fn what_goes_in_comes_out(
         bits in 2u8..5, experts in 0usize..3, rows in 0usize..35, columns in 0usize..300, units in 1usize..4,
-        planes in 1usize..3,
+        centroid_bytes in 1usize..3,
     ) {
         let [two, one] = Case::both(bits, [experts, rows, columns], 128 * units);
-        let case = if planes == 1 { one } else { two };
+        let case = if centroid_bytes == 1 { one } else { two };
         let blob = case.blob();
         let view = View::parse(&blob).unwrap();
         view.verify().unwrap();
-        prop_assert_eq!(view.layout().planes(), planes);
+        prop_assert_eq!(view.layout().planes(), centroid_bytes);
         prop_assert_eq!(blob.len() % 64, 0);
         let (mut codes, mut values) = (vec![9; columns], vec![0.0; columns]);
         for row in 0..experts * rows {

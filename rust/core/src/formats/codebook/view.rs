@@ -1,4 +1,4 @@
-//! A tensor read in place.
+//! Reading a codebook tensor in place.
 
 use super::bits::{LANE, QUADS, REGISTER, step_columns, step_registers, unpack};
 use super::{HEADER_BYTES, Layout, PANEL, corrupt, join};
@@ -6,60 +6,60 @@ use crate::Result;
 use crate::gemm::hadamard::rotate;
 use crate::simd::Isa;
 
-/// A tensor over its bytes.
+/// A codebook tensor over borrowed bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     data: &'a [u8],
     layout: Layout,
 }
 
-/// A block of columns of a panel: parameters and codes of 16 rows.
+/// A column block of a row block: parameters and codes of 16 rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Block<'a> {
     bits: u8,
-    /// Bytes of a stored centroid.
-    planes: usize,
+    /// The bytes of a stored centroid: 2, or 1 for the high byte alone.
+    centroid_bytes: usize,
     parameters: &'a [u8],
     codes: &'a [u8],
 }
 
 impl<'a> View<'a> {
-    /// Checks header and size.
+    /// Checks header and size and borrows the tensor.
     ///
     /// # Errors
-    /// [`crate::Error::Corruption`] or [`crate::Error::InsufficientData`]: the bytes are no such tensor.
+    /// [`crate::Error::InsufficientData`] if the bytes end early, [`crate::Error::Corruption`] if they contradict the format.
     pub fn parse(data: &'a [u8]) -> Result<View<'a>> {
         let layout = Layout::read(data)?;
         Ok(View { data, layout })
     }
 
-    /// Shape, bits and block size.
+    /// The shape, bits and block size, and where everything lies.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// The panels of an expert, one after the other.
+    /// The bytes of an expert: its row blocks, one after the other.
     pub fn expert(&self, expert: usize) -> &'a [u8] {
         let size = self.layout.panels() * self.layout.panel_bytes();
         &self.data[HEADER_BYTES + expert * size..][..size]
     }
 
-    /// Block `block` of panel `panel` of expert `expert`.
+    /// Column block `block` of row block `row_block` of expert `expert`.
     #[inline]
-    pub fn block(&self, expert: usize, panel: usize, block: usize) -> Block<'a> {
+    pub fn block(&self, expert: usize, row_block: usize, block: usize) -> Block<'a> {
         let layout = &self.layout;
-        let panel = (expert * layout.panels() + panel) * layout.panel_bytes();
-        let data = &self.data[HEADER_BYTES + panel + layout.block_at(block)..];
+        let start = (expert * layout.panels() + row_block) * layout.panel_bytes();
+        let data = &self.data[HEADER_BYTES + start + layout.block_at(block)..];
         let (parameters, rest) = data.split_at(layout.parameter_bytes());
         Block {
             bits: layout.bits(),
-            planes: layout.planes(),
+            centroid_bytes: layout.planes(),
             parameters,
             codes: &rest[..layout.steps(block) * layout.step_bytes()],
         }
     }
 
-    /// The codes of a row of an expert, `[C]`.
+    /// Unpacks the codes of a row of an expert, `[C]`.
     pub fn decode_row(&self, expert: usize, row: usize, codes: &mut [u8]) {
         let mut padded = Vec::new();
         for (block, codes) in codes.chunks_mut(self.layout.block_size()).enumerate() {
@@ -70,8 +70,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The values of a row of an expert, `[C]`: the product of scale and centroid, rounded to f32 once; in a tensor whose
-    /// products turn activations, turned back.
+    /// Dequantizes a row of an expert, `[C]`: the product of scale and centroid, rounded to f32 once; rotated back in a
+    /// tensor of rotated weights.
     pub fn decode_values(&self, expert: usize, row: usize, values: &mut [f32]) {
         let mut codes = vec![0; values.len()];
         self.decode_row(expert, row, &mut codes);
@@ -91,7 +91,7 @@ impl<'a> View<'a> {
     /// Checks that scales are finite and not negative, centroids in range, sums right, and all padding zero.
     ///
     /// # Errors
-    /// [`crate::Error::Corruption`] that names expert, row and block.
+    /// [`crate::Error::Corruption`] that names expert, row and column block.
     pub fn verify(&self) -> Result<()> {
         let layout = self.layout;
         for expert in 0..layout.shape().experts {
@@ -125,42 +125,42 @@ impl<'a> Block<'a> {
         1 << self.bits
     }
 
-    /// Columns, padded to whole steps.
+    /// Columns of the block, padded to whole steps.
     #[inline]
     pub fn columns(&self) -> usize {
         let step = QUADS * REGISTER * step_registers(self.bits);
         self.codes.len() / step * step_columns(self.bits)
     }
 
-    /// Bytes of a stored centroid, 1 or 2.
+    /// The bytes of a stored centroid: 2, or 1 for the high byte alone.
     #[inline(always)]
     pub fn planes(&self) -> usize {
-        self.planes
+        self.centroid_bytes
     }
 
-    /// The table of a row: its centroids' high (plane 0) or low bytes (plane 1), repeated to 16. A plane that is not
-    /// stored is of zeros.
+    /// The shuffle table of a row: its centroids' high bytes (`byte` 0) or low ones (1), repeated to 16 entries; zeros
+    /// where the low bytes are not stored.
     #[inline(always)]
-    pub fn table(&self, plane: usize, row: usize) -> [u8; LANE] {
+    pub fn table(&self, byte: usize, row: usize) -> [u8; LANE] {
         let clusters = self.clusters();
-        if plane >= self.planes {
+        if byte >= self.centroid_bytes {
             return [0; LANE];
         }
-        let bytes = &self.parameters[(plane * PANEL + row) * clusters..][..clusters];
+        let bytes = &self.parameters[(byte * PANEL + row) * clusters..][..clusters];
         std::array::from_fn(|i| bytes[i % clusters])
     }
 
     /// Centroid `code` of a row.
     #[inline(always)]
     pub fn centroid(&self, row: usize, code: usize) -> i32 {
-        let byte = |plane: usize| self.parameters[(plane * PANEL + row) * self.clusters() + code] as i8;
-        join(byte(0), if self.planes > 1 { byte(1) } else { 0 })
+        let byte = |i: usize| self.parameters[(i * PANEL + row) * self.clusters() + code] as i8;
+        join(byte(0), if self.centroid_bytes > 1 { byte(1) } else { 0 })
     }
 
-    /// Words of a section of the parameters, one a row.
+    /// Section `section` of the parameters after the centroids: the scales, then the sums, a word for each row.
     #[inline(always)]
     fn words(&self, section: usize) -> [[u8; 4]; PANEL] {
-        let at = self.planes * PANEL * self.clusters() + 4 * PANEL * section;
+        let at = self.centroid_bytes * PANEL * self.clusters() + 4 * PANEL * section;
         let words = self.parameters[at..at + 4 * PANEL].as_chunks().0;
         words.first_chunk().copied().unwrap_or_default()
     }
@@ -171,38 +171,38 @@ impl<'a> Block<'a> {
         self.words(0).map(f32::from_le_bytes)
     }
 
-    /// For each row the sum over the columns of high bytes (0) or, where both bytes are stored, of whole centroids (1).
+    /// For each row the sum over the columns of high bytes (`which` 0) or, if both are stored, of whole centroids (1).
     #[inline(always)]
     pub fn sums(&self, which: usize) -> [i32; PANEL] {
         self.words(1 + which).map(i32::from_le_bytes)
     }
 
-    /// The centroids' high (plane 0) or, where both bytes are stored, low bytes (plane 1), row by row.
+    /// The centroids' high bytes (`byte` 0) or, where both are stored, low bytes (1), row by row.
     #[inline(always)]
-    pub fn plane(&self, plane: usize) -> &'a [u8] {
+    pub fn plane(&self, byte: usize) -> &'a [u8] {
         let size = PANEL * self.clusters();
-        &self.parameters[plane * size..][..size]
+        &self.parameters[byte * size..][..size]
     }
 
-    /// Where the block starts in memory.
+    /// The address of the block's first byte.
     #[inline(always)]
     pub fn start(&self) -> *const u8 {
         self.parameters.as_ptr()
     }
 
-    /// Bytes of the parameters, which are followed by the codes.
+    /// The size of the parameters, which the codes follow, in bytes.
     #[inline(always)]
     pub fn parameter_bytes(&self) -> usize {
         self.parameters.len()
     }
 
-    /// The codes: for each step of columns the registers of each quad, or lines ([`super::bits`]).
+    /// The packed codes: for each step of columns the registers of each quad, or lines ([`super::bits`]).
     #[inline(always)]
     pub fn registers(&self) -> &'a [[u8; REGISTER]] {
         self.codes.as_chunks().0
     }
 
-    /// The codes of a row, padded to whole steps.
+    /// Unpacks the codes of a row, padded to whole steps.
     #[inline(always)]
     pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
         let steps = self.registers().chunks_exact(QUADS * step_registers(self.bits));
@@ -211,7 +211,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Checks a row of which `columns` columns exist; a row that does not exist has none.
+    /// Checks a row of `columns` columns without padding: none for a row of padding.
     fn check(&self, row: usize, columns: usize) -> std::result::Result<(), String> {
         let mut codes = vec![0; self.columns()];
         self.decode_row(row, &mut codes);
@@ -227,7 +227,7 @@ impl<'a> Block<'a> {
             sums[0] += i32::from(self.table(0, row)[usize::from(code)] as i8);
             sums[1] = sums[1].wrapping_add(self.centroid(row, usize::from(code)));
         }
-        if (0..self.planes).any(|which| sums[which] != self.sums(which)[row]) {
+        if (0..self.centroid_bytes).any(|which| sums[which] != self.sums(which)[row]) {
             return Err("wrong sums of centroids".into());
         }
         let centroids = (0..self.clusters()).map(|code| self.centroid(row, code));
