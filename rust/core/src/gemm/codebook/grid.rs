@@ -1,4 +1,4 @@
-//! The grid that a token is quantized on.
+//! The grid of integers that a token's activations are rounded to.
 
 /// How a token is quantized: a value's code is `value * inverse + shift`, clamped to 0 and `top`, truncated.
 pub(super) struct Grid {
@@ -10,9 +10,8 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// The grid of values between `low <= 0` and `high >= 0`; `None` if they are not finite.
-    ///
-    /// A range so small that its step has no finite inverse becomes zeros.
+    /// The grid of values between `low <= 0` and `high >= 0`; `None` if they are not finite. All codes are zero for a range
+    /// so small that its step has no finite inverse.
     pub fn of((low, high): (f32, f32), finite: bool, bits: u8) -> Option<Grid> {
         let top = f32::from((1u16 << bits) - 1);
         let step = (high - low) / top;
@@ -21,22 +20,20 @@ impl Grid {
             return None;
         }
         if !inverse.is_finite() {
-            let (step, zero, inverse, shift) = (0.0, 0, 0.0, 0.0);
             return Some(Grid {
-                step,
-                zero,
-                inverse,
-                shift,
+                step: 0.0,
+                zero: 0,
+                inverse: 0.0,
+                shift: 0.0,
                 top,
             });
         }
         let zero = (-low * inverse + 0.5).floor().clamp(0.0, top);
-        let shift = zero + 0.5;
         Some(Grid {
             step,
             zero: zero as i32,
             inverse,
-            shift,
+            shift: zero + 0.5,
             top,
         })
     }

@@ -1,55 +1,55 @@
-//! What the integer kernel asks of an instruction set: registers that hold some rows of 16 columns, a byte each.
+//! The operations of the integer kernels: on registers that hold some rows of 16 columns, a byte each.
 
-/// Registers whose sums a kernel keeps at a time: those of a whole panel or of half of one.
+/// Registers whose sums a kernel keeps at a time: those of 16 rows, or of half of them.
 pub(super) const AT_ONCE: usize = 4;
 
-/// A set of vector instructions. Every function requires the set; pointers must be good for the bytes that are read or
-/// written.
+/// A set of vector instructions. Every function requires that the processor runs the set, and that pointers are valid for
+/// the bytes that are read or written.
 pub(super) trait Lanes {
-    /// Registers that hold a quad's rows.
+    /// The registers that hold a quad's rows: the passes over a row block.
     const HALVES: usize;
-    /// Most tokens whose sums, of one plane, fit the registers.
+    /// The most tokens whose sums, for one byte of the centroids, fit the registers beside look-ups and their tables.
     const WIDEST: usize;
-    /// Most tokens whose sums, of one plane, fit the registers beside centroids that are looked up once, at most 5.
+    /// The most tokens whose sums fit the registers of [`super::pieces`] while codes are looked up, at most 5.
     const BESIDE: usize;
-    /// Most tokens whose sums fit the registers beside centroids that are looked up already, at most 6.
+    /// The most tokens whose sums fit the registers of [`super::pieces`] once codes are looked up, at most 6.
     const MOST: usize;
     /// A register of bytes or of their sums.
     type Int: Copy;
     /// 16 activations for every row of a register.
     type X: Copy;
 
-    /// Zeros.
+    /// A register of zeros.
     unsafe fn zero() -> Self::Int;
-    /// A register of rows.
+    /// Loads a register of rows.
     unsafe fn load(from: *const u8) -> Self::Int;
-    /// The tables of a register's rows from their centroids, of `BITS` bits (3 or 4), a byte each.
+    /// Loads the shuffle tables of a register's rows from their 2^`BITS` centroids each (3 or 4 bits), a byte each.
     unsafe fn tables<const BITS: u8>(centroids: *const u8) -> Self::Int;
-    /// Writes a register of rows.
+    /// Stores a register of rows.
     unsafe fn store(bytes: Self::Int, to: *mut u8);
-    /// Bits of bytes.
+    /// The bits of each byte where `mask` has ones, otherwise zeros.
     unsafe fn mask(bytes: Self::Int, mask: u8) -> Self::Int;
-    /// 16-bit words to the right: bits of the neighbour enter the low byte.
+    /// Shifts 16-bit words to the right: bits of the high byte enter the low one.
     unsafe fn shift(words: Self::Int, count: i32) -> Self::Int;
     /// The bits of `low` where `mask` has ones, otherwise of `high`.
     unsafe fn blend(low: Self::Int, high: Self::Int, mask: u8) -> Self::Int;
-    /// For each row `table[index]`, indices below 16.
+    /// `table[index]` of each row, with indices below 16.
     unsafe fn look_up(table: Self::Int, index: Self::Int) -> Self::Int;
-    /// The bytes of both in turns, within each lane: of its first eight columns, and of its last.
+    /// Interleaves the bytes of two registers within each lane: those of its first eight columns, and of its last.
     unsafe fn interleave(even: Self::Int, odd: Self::Int) -> [Self::Int; 2];
-    /// Word w of each lane of each register, for each w: lane l holds word w of lane l of the four registers.
+    /// Transposes words within lanes: lane l of register w of the result holds word w of lane l of the four registers.
     unsafe fn transposed(registers: [Self::Int; AT_ONCE]) -> [Self::Int; AT_ONCE];
-    /// The centroids of a line of 2-bit codes, from those of 16 rows, four a row. Both are 64 bytes. Only of sets that
-    /// look such centroids up ([`super::planes`]).
+    /// The centroids of a line of 2-bit codes, from those of 16 rows, four a row. Both are 64 bytes. Only for sets that
+    /// look up centroids of 2 bits ([`super::planes::by_tables`]).
     unsafe fn line(line: *const u8, centroids: *const u8) -> [Self::Int; AT_ONCE];
-    /// Unsigned bytes of 16 columns.
+    /// Loads the unsigned activations of 16 columns, for every row.
     unsafe fn activations(from: *const u8) -> Self::X;
-    /// Adds products of signed bytes and activations.
+    /// Adds dot products of signed bytes and activations, of four columns each, to `sums`.
     unsafe fn dot(sums: Self::Int, weights: Self::Int, x: Self::X) -> Self::Int;
-    /// The rows' sums of registers of neighbouring rows, 16 / HALVES numbers.
+    /// Stores the sums of each row of four registers of neighbouring rows, 16 / HALVES numbers.
     unsafe fn row_sums(sums: [Self::Int; AT_ONCE], to: *mut i32);
-    /// Asks for the cache line at an address, which need not be one.
+    /// Prefetches the cache line of an address, which need not be valid, into the first-level cache.
     unsafe fn prefetch(at: *const u8);
-    /// As [`Lanes::prefetch`], into the second-level cache.
+    /// Prefetches the cache line of an address, which need not be valid, into the second-level cache.
     unsafe fn prefetch_near(at: *const u8);
 }

@@ -1,29 +1,29 @@
-//! How integer kernels for 3 and 4 bits look codes up: the rows' codebooks as tables, and codes as indices.
+//! Looking up codes in the integer kernels for 3 and 4 bits: the rows' codebooks as tables, and codes as indices.
 
 use super::lanes::Lanes;
 use crate::formats::codebook::bits::{LANE, REGISTER};
 use crate::formats::codebook::{Block, PANEL};
 
-/// How far ahead of the codes in use memory is asked for, in bytes: what memory gives within its latency, which is 4 KB
-/// at 30 GB/s a core and 130 ns. Zen 5, 4 bits, one thread and token, cold: 1.5 KB 985 us, 3 KB 927, 6 KB 828.
+/// The prefetch distance in bytes: more than memory delivers within its latency, which is 4 KB at 30 GB/s a core and 130
+/// ns. Zen 5, 4 bits, one thread and token, cold: 1.5 KB 985 us, 3 KB 927, 6 KB 828.
 pub(super) const AHEAD: usize = 6144;
 
-/// The rows' codebooks, 16 bytes each; of 2 bits as they are stored, 64 bytes together.
+/// For each byte of the centroids the rows' codebooks, 16 entries each; those of 2 bits as stored, 64 entries together.
 #[repr(align(64))]
-pub(super) struct Tables<const PLANES: usize>(pub [[[u8; LANE]; PANEL]; PLANES]);
+pub(super) struct Tables<const BYTES: usize>(pub [[[u8; LANE]; PANEL]; BYTES]);
 
-impl<const PLANES: usize> Tables<PLANES> {
-    /// The codebooks of a block of `BITS` bits, which the compiler knows: copies of unknown length would be calls.
+impl<const BYTES: usize> Tables<BYTES> {
+    /// The codebooks of a block of `BITS` bits, which is a constant because copies of unknown length would be calls.
     #[inline(always)]
     pub fn new<const BITS: u8>(block: &Block) -> Self {
-        let mut tables = [[[0; LANE]; PANEL]; PLANES];
-        for (plane, tables) in tables.iter_mut().enumerate() {
+        let mut tables = [[[0; LANE]; PANEL]; BYTES];
+        for (byte, tables) in tables.iter_mut().enumerate() {
             let clusters = 1 << BITS;
             if BITS == 2 {
-                tables.as_flattened_mut()[..REGISTER].copy_from_slice(block.plane(plane));
+                tables.as_flattened_mut()[..REGISTER].copy_from_slice(block.plane(byte));
                 continue;
             }
-            for (table, centroids) in tables.iter_mut().zip(block.plane(plane).chunks_exact(clusters)) {
+            for (table, centroids) in tables.iter_mut().zip(block.plane(byte).chunks_exact(clusters)) {
                 table[..clusters].copy_from_slice(centroids);
             }
         }
@@ -31,7 +31,7 @@ impl<const PLANES: usize> Tables<PLANES> {
     }
 }
 
-/// Codes of a group of 16 columns as bytes, from a quad's registers of a step.
+/// The codes of a group of 16 columns as bytes, from a quad's registers of a step.
 ///
 /// # Safety
 /// The processor runs the set of `V`; `at` is good for the loads of a quad's registers.

@@ -1,26 +1,26 @@
-//! Products by codebook weights: codes become centroids in registers, no dequantized weight goes to memory as a matrix.
+//! Products by codebook weights: codes become centroids in registers, and no dequantized matrix is written to memory.
 //!
 //! Three modes:
 //!
 //! * exact: `y = sum of (scale * centroid) * x` in f32. With u = 2^-24, n columns in b blocks and
 //!   S = sum of |w x|, the error is at most (n / 16 + b + 7) u S.
-//! * int16: activations are rounded to 8 or 4 bits a token, `x ~ step * (q - zero)`, unsigned, the range being
-//!   that of the token and zero (CodeQuant, section 4, asymmetric min-max). Centroids are used in full, sums are exact
-//!   integers within a block. The error beyond that of the mode exact is at most step * 0.501 * sum of |w|.
-//! * int8: the same with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
-//!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales). Tensors that store one byte
-//!   a centroid lose nothing by it, and take it for int16.
+//! * int16: the activations of a token are rounded to unsigned numbers of 8 or 4 bits, `x ~ step * (q - zero)`, over the
+//!   range of the token and zero (CodeQuant, section 4, asymmetric min-max). Centroids have all their bits, sums are
+//!   exact integers within a column block. The error beyond that of the mode exact is at most step * 0.501 * sum of |w|.
+//! * int8: as int16 with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
+//!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales). For tensors that store one
+//!   byte a centroid this is exact, so that their mode int16 is int8.
 //!
-//! The mode auto is int8 for tensors that were made for rounded activations. Others are exact for few tokens, and for many
-//! multiplied by panels of bf16 ([`rounded`]), as in the mode bf16.
+//! The mode auto is int8 for tensors that were made for rounded activations. For others it is exact with few tokens, and
+//! with many it multiplies by panels of bf16 ([`rounded`]), as the mode bf16 does.
 //!
-//! A tensor whose layout has a Hadamard width stores turned weights; every mode turns the activations first, and the
-//! bounds hold for turned weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the turning.
+//! A tensor whose layout has a Hadamard width stores rotated weights; every mode rotates the activations first, and the
+//! bounds hold for rotated weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the rotation.
 //!
 //! A token that holds NaN or infinity has NaN outputs. Integer modes give the same bits on every instruction set; the
 //! exact mode sums in the same order everywhere and may fuse multiplications and additions.
 //!
-//! Several tokens in the mode `int8` go through matrix registers where there are some ([`panels`]).
+//! In the mode int8, AMX registers multiply many tokens ([`panels`]).
 //!
 //! Activations are quantized once a call, for all rows. Results do not depend on the number of threads.
 //!
@@ -53,7 +53,7 @@ use crate::simd::Isa;
 use crate::types::Mode;
 use crate::{Error, Result};
 
-/// What is computed; see the module.
+/// How a product rounds its factors: the mode as resolved for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Precision {
     /// Floating point throughout.
@@ -65,15 +65,15 @@ enum Precision {
 }
 
 impl Precision {
-    /// What a mode that codebooks have means for a tensor, whose activation bits it takes unless `activation_bits` says
-    /// otherwise; 8 where neither does.
+    /// The precision of a mode for a tensor. The bits of an activation are `activation_bits`, else those that the tensor
+    /// states, else 8.
     fn resolve(mode: Mode, activation_bits: Option<u8>, layout: &Layout) -> Result<Precision> {
         let stored = layout.activation_bits();
         let activation_bits = activation_bits.unwrap_or(if stored == 0 { 8 } else { stored });
         let precision = match mode {
             Mode::Exact | Mode::Bf16 => return Ok(Precision::Exact),
             Mode::Auto if stored == 0 => return Ok(Precision::Exact),
-            // Without low bytes the fast way is the exact one.
+            // Without low bytes int8 is exact, and faster.
             Mode::Int16 if layout.planes() > 1 => Precision::Int16 { activation_bits },
             Mode::Auto | Mode::Int8 | Mode::Int16 => Precision::Int8 { activation_bits },
         };
@@ -85,7 +85,7 @@ impl Precision {
         }
     }
 
-    /// Bits of an activation; `None` where they stay as they are.
+    /// The bits of an activation; `None` where they are not rounded.
     fn activation_bits(self) -> Option<u8> {
         match self {
             Precision::Exact => None,
@@ -96,7 +96,7 @@ impl Precision {
     }
 }
 
-/// What computes a product on this processor with an instruction set that it runs.
+/// The name of the kernel that runs with an instruction set, which the processor has.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa {
         Isa::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
@@ -104,30 +104,28 @@ pub fn kernel_name(isa: Isa) -> &'static str {
     }
 }
 
-/// What turns the integer sums of a block's rows into products.
-struct Epilogue<const PLANES: usize> {
+/// The scales and sums of a block's 16 rows, which turn integer sums of `BYTES` bytes a centroid into products.
+struct Epilogue<const BYTES: usize> {
     scales: [f32; PANEL],
     sums: [i32; PANEL],
 }
 
-impl<const PLANES: usize> Epilogue<PLANES> {
+impl<const BYTES: usize> Epilogue<BYTES> {
     #[inline(always)]
     fn new(block: &Block) -> Self {
         Epilogue {
             scales: block.scales(),
-            sums: block.sums(PLANES - 1),
+            sums: block.sums(BYTES - 1),
         }
     }
 
-    /// The rows' products with a token, from their integer sums of high and low bytes times activations.
-    ///
-    /// `step` and `zero` are the token's. The operations are named one by one: every instruction set gives the same
-    /// bits.
+    /// The rows' products with a token of the given step and zero, from their integer sums of high and low bytes times
+    /// activations. No operations are fused, so that every instruction set gives the same bits.
     #[inline(always)]
-    fn products(&self, sums: &[[i32; PANEL]; PLANES], (step, zero): (f32, i32)) -> [f32; PANEL] {
+    fn products(&self, sums: &[[i32; PANEL]; BYTES], (step, zero): (f32, i32)) -> [f32; PANEL] {
         let mut out = [0.0; PANEL];
         for row in 0..PANEL {
-            out[row] = if PLANES == 1 {
+            out[row] = if BYTES == 1 {
                 let total = sums[0][row].wrapping_sub(zero.wrapping_mul(self.sums[row]));
                 total as f32 * (self.scales[row] * 256.0 * step)
             } else {
@@ -140,7 +138,7 @@ impl<const PLANES: usize> Epilogue<PLANES> {
     }
 }
 
-/// Where the outputs of a panel's rows go: some columns of an array of tokens x rows.
+/// The outputs of a row block: some columns of an array of tokens x rows.
 struct Rows<'a> {
     out: &'a mut [f32],
     stride: usize,
@@ -148,17 +146,17 @@ struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// The places of the panel whose first row is `first` of the `stride` rows of `out`.
+    /// The outputs of the row block whose first row is `first` of the `stride` rows of `out`.
     fn new(out: &'a mut [f32], stride: usize, first: usize) -> Rows<'a> {
         Rows { out, stride, first }
     }
 
-    /// How many of the panel's rows there are.
+    /// The number of rows, without padding.
     fn count(&self) -> usize {
         PANEL.min(self.stride - self.first)
     }
 
-    /// Adds to a token's outputs.
+    /// Adds products to a token's outputs.
     #[inline(always)]
     fn add(&mut self, token: usize, products: &[f32; PANEL]) {
         let out = &mut self.out[token * self.stride + self.first..(token + 1) * self.stride];

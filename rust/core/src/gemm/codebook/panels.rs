@@ -1,9 +1,8 @@
-//! Codebook weights as [`crate::gemm::panel`] multiplies them: looked-up bytes in matrix registers, for many tokens in the
-//! mode `int8`.
+//! Panels of bytes for AMX ([`crate::gemm::panel`]): the high bytes of centroids, for many tokens in the mode `int8`.
 //!
-//! A register of looked-up centroids is 4 rows x 16 columns; four of them, of the quads of a panel, become four lines of
-//! 16 rows x 4 columns by transposing words within lanes. So rows stand in the order 0, 4, 8, 12, 1, 5, ... in a panel
-//! and its sums. Sums are exact and become outputs as everywhere ([`super::Epilogue`]): the same bits.
+//! A register of looked-up centroids is 4 rows x 16 columns; four of them, of the quads of a row block, become four lines
+//! of 16 rows x 4 columns by transposing words within lanes. So the rows of a panel and of its sums are in the order 0, 4,
+//! 8, 12, 1, 5, ... Sums are exact, and outputs have the same bits as those of the other kernels ([`super::Epilogue`]).
 
 #![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
 
@@ -21,37 +20,38 @@ use crate::gemm::panel::{Element, LANES, Line, Section, Source, Square, Tile, To
 use crate::types::Activations;
 use crate::types::Shape;
 
-/// The tokens of an expert from which on panels are faster, measured on 14336 x 4096 where cores had busy neighbours: 12
-/// take 3.7 ms by panels and 3.3 by pieces, 16 take 4.06 and 4.18.
+/// The least number of tokens of an expert for which panels are faster, measured on 14336 x 4096 on a busy host: 12 take
+/// 3.7 ms by panels and 3.3 by [`super::pieces`], 16 take 4.06 and 4.18.
 pub(super) const FEWEST: usize = 16;
-/// Columns of a chunk.
+/// The columns of a chunk.
 const CHUNK: usize = 4 * LANES;
 
-/// A tensor, and what its activations become.
+/// A tensor whose centroids' high bytes are decoded into panels.
 #[derive(Clone, Copy)]
 pub(super) struct Panels<'a> {
     view: View<'a>,
     form: Form,
-    /// Blocks of rows of an expert, and chunks of a codebook: dividing anew for each call of [`Source::decode`] costs.
-    panels: usize,
+    /// Row blocks of an expert, and chunks of a column block: divisions in each [`Source::decode`] would take time.
+    row_blocks: usize,
     section: usize,
 }
 
 impl<'a> Panels<'a> {
-    /// The processor has AVX-512, and the form is that of an integer mode.
+    /// Panels of a tensor. The processor must have AVX-512, and the form must be that of an integer mode.
     pub fn new(view: View<'a>, form: Form) -> Self {
         let layout = view.layout();
         Panels {
             view,
             form,
-            panels: layout.panels(),
+            row_blocks: layout.panels(),
             section: layout.block_size() / CHUNK,
         }
     }
 
-    /// A block of columns of block `block` of all experts' rows.
-    fn block(&self, block: usize, index: usize) -> Block<'a> {
-        self.view.block(block / self.panels, block % self.panels, index)
+    /// Column block `index` of a row block, counted through all experts.
+    fn block(&self, row_block: usize, index: usize) -> Block<'a> {
+        self.view
+            .block(row_block / self.row_blocks, row_block % self.row_blocks, index)
     }
 }
 
@@ -72,8 +72,8 @@ impl Source for Panels<'_> {
     }
 
     fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
-        let (codes, unit) = self.form.quantized(*x, token);
-        tile.units[lane] = unit;
+        let (codes, scale) = self.form.quantized(*x, token);
+        tile.units[lane] = scale;
         for (codes, line) in codes
             .chunks(CHUNK)
             .zip(tile.lines[lane..].iter_mut().step_by(LANES))
@@ -113,8 +113,7 @@ impl Source for Panels<'_> {
     }
 }
 
-/// Looks up the columns of a block from column `first` on, a multiple of a chunk's, four a line; those behind the block's
-/// are zeros.
+/// Looks up the columns of a block from column `first`, a multiple of a chunk, four columns a line; zeros after the last.
 ///
 /// # Safety
 /// The processor has AVX-512, and the block is of `BITS` bits.
@@ -142,7 +141,7 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
                 *lines = [Line::ZERO; 4];
                 continue;
             }
-            // Of 4 bits a constant once the loop is unrolled: shifts by other counts take two operations.
+            // For 4 bits a constant once the loop is unrolled: shifts by a variable count take two operations.
             let group = match BITS {
                 4 => half,
                 _ => column % step_columns(BITS) / LANE,
@@ -150,7 +149,7 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
             let step = column / step_columns(BITS);
             let mut found = [_mm512_setzero_si512(); QUADS];
             for i in 0..QUADS {
-                // SAFETY: the step exists, for its first column does.
+                // SAFETY: the step exists, because its first column does.
                 unsafe {
                     let at = registers.add((step * QUADS + i) * quad);
                     if group % 2 == 0 && group / 2 < step_registers(BITS) {
@@ -172,7 +171,7 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
     }
 }
 
-/// As [`super::Epilogue::products`] of one plane, for all tokens.
+/// Turns a section's sums into products, as [`super::Epilogue`] does for one byte a centroid, and adds them to `out`.
 ///
 /// # Safety
 /// The processor has AVX-512.

@@ -1,12 +1,12 @@
-//! The integer kernel for many tokens: a piece of a panel's columns is looked up once, into the first-level cache, and
-//! multiplied from there by all tokens, over any [`Lanes`].
+//! The integer kernel for many tokens: a piece, up to 1024 columns of a block, is looked up once, into the first-level
+//! cache, and multiplied from there by all tokens, over any [`Lanes`].
 //!
-//! Zen 4 starts one dot product of 64 bytes a cycle, on two pipes of which byte shuffles and shifts want one, too; so
-//! looking codes up again for each four tokens, as [`super::kernel`] does, costs a quarter of its products. Here the first
-//! tokens' products stand beside the look-ups, and those of all others beside loads alone: 24 products for ten loads.
+//! Zen 4 starts one dot product of 64 bytes a cycle, on two pipes, one of which byte shuffles and shifts need too; so
+//! looking codes up again for every four tokens, as [`super::kernel`] does, costs a quarter of its products. Here the
+//! first tokens are multiplied while codes are looked up, and all others by loads alone: 24 products for ten loads.
 //!
-//! A piece is read from memory while the one before is multiplied, which prefetches it into the second-level cache.
-//! Sums are exact, so that outputs have the same bits as those of [`super::kernel`].
+//! While a piece is multiplied, the next one is prefetched into the second-level cache. Sums are exact, so that outputs
+//! have the same bits as those of [`super::kernel`].
 
 // A closure that an iterator calls would be compiled without the instructions.
 #![allow(clippy::needless_range_loop)]
@@ -18,12 +18,12 @@ use super::{Epilogue, Rows};
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
 use crate::formats::codebook::{Block, PANEL};
 
-/// The tokens from which on this kernel is the faster one: those that [`super::kernel`] would look codes up for twice.
+/// The least number of tokens for which this kernel is faster; [`super::kernel`] would look codes up twice for them.
 pub(super) const FEWEST: usize = 6;
-/// Columns of a piece: 16 KB of centroids, half of a first-level cache.
+/// The most columns of a piece: 16 KB of centroids, half of a first-level cache.
 const COLUMNS: usize = 1024;
 
-/// 256 bytes: a byte of 16 columns of 16 rows each, row by row; partial sums of 16 rows; or first their sums.
+/// 256 bytes, row by row: bytes of 16 rows x 16 columns, or four partial sums of each of 16 rows, or first their 16 sums.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Square([i32; PANEL * LANE / 4]);
@@ -33,57 +33,57 @@ struct Square([i32; PANEL * LANE / 4]);
 pub(super) struct Pieces<'a> {
     tokens: Vec<Token<'a>>,
     centroids: Vec<Square>,
-    /// [planes, tokens].
+    /// The sums of each byte of a centroid and token, [bytes, tokens].
     sums: Vec<Square>,
 }
 
 impl<'a> Pieces<'a> {
-    /// Finds the tokens that the following blocks are multiplied by.
-    pub fn take(&mut self, prepared: &'a Prepared, list: &[usize]) {
+    /// Sets the tokens that the following blocks are multiplied by.
+    pub fn take(&mut self, prepared: &'a Prepared, tokens: &[usize]) {
         self.tokens.clear();
-        self.tokens
-            .extend(list.iter().map(|&token| prepared.token(token)));
+        let tokens = tokens.iter().map(|&token| prepared.token(token));
+        self.tokens.extend(tokens);
     }
 }
 
-/// A piece's place in its block, and the codes that are asked for while it is multiplied by some tokens.
+/// Whether a piece is the first or the last one of its block, and the codes to prefetch while some tokens are multiplied.
 #[derive(Clone, Copy)]
 struct Place {
     first: bool,
     last: bool,
     ahead: *const u8,
-    /// Bytes of codes for each square.
+    /// The bytes to prefetch for each square.
     bytes: usize,
 }
 
 /// Some columns of a block.
 struct Piece {
-    /// From the block's first column.
+    /// The first column, counted from the block's.
     start: usize,
     length: usize,
-    /// It is the block's last.
+    /// Whether the piece is the block's last one.
     last: bool,
 }
 
-/// Adds the products of a block, whose first column is `first`, to `out` for the tokens that were taken.
+/// Adds the products of a block, whose first column is `first`, with the tokens of [`Pieces::take`] to `out`.
 ///
 /// # Safety
 /// The processor runs the set of `V`, and the block is of `BITS` bits.
 #[inline(always)]
-pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
+pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
     block: &Block,
     first: usize,
     pieces: &mut Pieces,
     out: &mut Rows,
 ) {
-    let tables = Tables::<PLANES>::new::<BITS>(block);
+    let tables = Tables::<BYTES>::new::<BITS>(block);
     let Pieces {
         tokens,
         centroids,
         sums,
     } = pieces;
     centroids.resize(COLUMNS / LANE, Square([0; _]));
-    sums.resize(PLANES * tokens.len(), Square([0; _]));
+    sums.resize(BYTES * tokens.len(), Square([0; _]));
     let codes = block.registers().as_ptr().cast::<u8>();
     for (table, sums) in tables.0.iter().zip(sums.chunks_exact_mut(tokens.len())) {
         for start in (0..block.columns()).step_by(COLUMNS) {
@@ -94,21 +94,21 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const PLANES: usize>(
             unsafe { add_piece::<V, BITS>(codes, table, first, piece, (tokens, centroids), sums) }
         }
     }
-    let epilogue = Epilogue::<PLANES>::new(block);
+    let epilogue = Epilogue::<BYTES>::new(block);
     for (t, token) in tokens.iter().enumerate() {
-        let mut found = [[0; PANEL]; PLANES];
-        for (plane, found) in found.iter_mut().enumerate() {
-            found.copy_from_slice(&sums[plane * tokens.len() + t].0[..PANEL]);
+        let mut found = [[0; PANEL]; BYTES];
+        for (byte, found) in found.iter_mut().enumerate() {
+            found.copy_from_slice(&sums[byte * tokens.len() + t].0[..PANEL]);
         }
         out.add(t, &epilogue.products(&found, token.scale));
     }
 }
 
-/// Adds the products of a piece, of a block whose codes and first column are given, to the sums of all tokens, by a plane
-/// of tables.
+/// Adds the products of a piece, of a block whose codes and first column are given, to the sums of all tokens, for one
+/// byte of the centroids.
 ///
 /// # Safety
-/// As [`multiply`].
+/// The contract of [`multiply`], and the piece is of the block.
 #[inline(always)]
 unsafe fn add_piece<V: Lanes, const BITS: u8>(
     codes: *const u8,
@@ -123,7 +123,7 @@ unsafe fn add_piece<V: Lanes, const BITS: u8>(
     let columns = first + start..first + start + length;
     let size = length * PANEL * usize::from(BITS) / 8;
     let codes = codes.wrapping_add(start * PANEL * usize::from(BITS) / 8);
-    // Looking lines of 2-bit codes up takes more registers.
+    // Looking up lines of 2-bit codes takes more registers.
     let beside = if BITS == 2 { V::WIDEST } else { V::BESIDE };
     let tiles = 1 + tokens.len().saturating_sub(beside).div_ceil(V::MOST);
     let (mut tile, mut done) = (0, 0);
@@ -146,7 +146,7 @@ unsafe fn add_piece<V: Lanes, const BITS: u8>(
             done += $tokens;
         }};
     }
-    // Tiles as even as can be: a tile of few tokens waits for its sums.
+    // Tiles of nearly equal size: dot products of few tokens wait for the sums of those before.
     match tokens.len().div_ceil(tiles).min(beside) {
         5 if V::BESIDE >= 5 => next!(5, look_up::<V, BITS, 5>, codes, table),
         4 if V::BESIDE >= 4 => next!(4, look_up::<V, BITS, 4>, codes, table),
@@ -166,8 +166,7 @@ unsafe fn add_piece<V: Lanes, const BITS: u8>(
     }
 }
 
-/// Looks a piece up into `squares` from its codes and a plane of tables, and adds its dot products with `N` tokens to
-/// their sums.
+/// Looks up a piece into `squares` from its codes and tables, and adds its dot products with `N` tokens to their sums.
 ///
 /// # Safety
 /// The processor runs the set of `V`; `codes` are those of all squares, which are whole steps, and each of `x` points to
@@ -218,7 +217,7 @@ unsafe fn look_up<V: Lanes, const BITS: u8, const N: usize>(
     }
 }
 
-/// Adds the dot products of a piece that has been looked up with `N` tokens to their sums.
+/// Adds the dot products of `N` tokens with a piece that was looked up before to their sums.
 ///
 /// # Safety
 /// The processor runs the set of `V`, and each of `x` points to the columns of all squares.
@@ -248,7 +247,7 @@ unsafe fn add<V: Lanes, const N: usize>(
     }
 }
 
-/// Adds the dot products of 16 columns.
+/// Adds the dot products of one square, 16 columns, with `N` tokens to `totals`.
 ///
 /// # Safety
 /// The processor runs the set of `V`, and each of `x` points to the columns of the squares up to `square`.
@@ -295,10 +294,11 @@ unsafe fn begin<V: Lanes, const N: usize>(
     }
 }
 
-/// Keeps the partial sums of a pass, or after the last piece their rows' sums, in the place of earlier passes' partial sums.
+/// Stores the partial sums of a pass; after the last piece of a block the rows' sums instead, over partial sums that the
+/// passes up to this one have read.
 ///
 /// # Safety
-/// As [`begin`].
+/// The contract of [`begin`].
 #[inline(always)]
 unsafe fn end<V: Lanes, const N: usize>(
     totals: [[V::Int; AT_ONCE]; N],

@@ -1,12 +1,12 @@
-//! The kernel in portable Rust: a row at a time, its codes looked up into a buffer of one row, then dotted with every
-//! token. The exact mode of AVX2 is this code as well, where [`Lookup`] permutes registers.
+//! The kernel in portable Rust: the codes of one row are looked up into a buffer, which is multiplied by every token. The
+//! exact mode of AVX2 uses it too, with a [`Lookup`] that permutes registers.
 
 use super::tokens::Prepared;
 use super::{Epilogue, Precision, Rows};
 use crate::formats::codebook::bits::LANE;
 use crate::formats::codebook::{Block, PANEL};
 
-/// A row of codes, and what they stand for.
+/// A thread's buffers: a row's codes, and their centroids as bytes or values.
 #[derive(Default)]
 pub struct Buffers<'a> {
     codes: Vec<u8>,
@@ -17,18 +17,18 @@ pub struct Buffers<'a> {
     pub(super) pieces: super::pieces::Pieces<'a>,
     #[cfg(not(target_arch = "x86_64"))]
     pieces: std::marker::PhantomData<&'a ()>,
-    /// Codes of 2 bits in words of 16 columns, 16 rows each.
+    /// Codes of 2 bits as words of 16 columns, for 16 rows at a time.
     #[cfg(target_arch = "x86_64")]
     pub(super) words: Vec<[u32; PANEL]>,
 }
 
-/// How codes become values. Codes are below 16; lengths are multiples of 16.
+/// Looking up the values of codes, which are below 16; lengths are multiples of 16.
 pub(super) trait Lookup {
     /// `out[i] = table[codes[i]]`.
     fn values(codes: &[u8], table: &[f32; LANE], out: &mut [f32]);
 }
 
-/// Look-ups one by one.
+/// The portable [`Lookup`], one code at a time.
 pub(super) struct Loops;
 
 impl Lookup for Loops {
@@ -40,55 +40,55 @@ impl Lookup for Loops {
     }
 }
 
-/// Adds the products of a block, whose first column is `first`, to `out` for the tokens of `list`.
+/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`.
 pub(super) fn block(
     block: &Block,
     precision: Precision,
     first: usize,
     prepared: &Prepared,
-    list: &[usize],
+    tokens: &[usize],
     buffers: &mut Buffers,
     out: &mut Rows,
 ) {
     match precision {
-        Precision::Exact => exact::<Loops>(block, first, prepared, list, buffers, out),
-        Precision::Int16 { .. } => integer::<2>(block, first, prepared, list, buffers, out),
-        Precision::Int8 { .. } => integer::<1>(block, first, prepared, list, buffers, out),
+        Precision::Exact => exact::<Loops>(block, first, prepared, tokens, buffers, out),
+        Precision::Int16 { .. } => integer::<2>(block, first, prepared, tokens, buffers, out),
+        Precision::Int8 { .. } => integer::<1>(block, first, prepared, tokens, buffers, out),
     }
 }
 
-/// The exact mode.
+/// Adds the products of a block in the exact mode, as [`block`] does.
 #[inline(always)]
 pub(super) fn exact<L: Lookup>(
     block: &Block,
     first: usize,
     prepared: &Prepared,
-    list: &[usize],
+    tokens: &[usize],
     buffers: &mut Buffers,
     out: &mut Rows,
 ) {
     let columns = block.columns();
     buffers.codes.resize(columns, 0);
     buffers.values.resize(columns, 0.0);
-    let mut sums = vec![[0.0; PANEL]; list.len()];
+    let mut sums = vec![[0.0; PANEL]; tokens.len()];
     for row in 0..out.count() {
         block.decode_row(row, &mut buffers.codes);
         L::values(&buffers.codes, &value_table(block, row), &mut buffers.values);
-        for (&token, sums) in list.iter().zip(&mut sums) {
+        for (&token, sums) in tokens.iter().zip(&mut sums) {
             sums[row] = dot(&buffers.values, &prepared.values(token)[first..][..columns]);
         }
     }
     sums.iter().enumerate().for_each(|(i, sums)| out.add(i, sums));
 }
 
-/// The values of a row's 16 table entries.
+/// The values that a row's codes stand for, repeated to 16.
 #[inline(always)]
 pub(super) fn value_table(block: &Block, row: usize) -> [f32; LANE] {
     let (high, low, scale) = (block.table(0, row), block.table(1, row), block.scales()[row]);
     std::array::from_fn(|i| scale * (256 * i32::from(high[i] as i8) + i32::from(low[i] as i8)) as f32)
 }
 
-/// The sum of products, 16 partial sums first.
+/// The dot product, as 16 partial sums that are added at the end.
 #[inline(always)]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0f32; LANE];
@@ -113,32 +113,32 @@ pub(super) fn tree_sum(mut lanes: [f32; LANE]) -> f32 {
     lanes[0]
 }
 
-fn integer<const PLANES: usize>(
+fn integer<const BYTES: usize>(
     block: &Block,
     first: usize,
     prepared: &Prepared,
-    list: &[usize],
+    tokens: &[usize],
     buffers: &mut Buffers,
     out: &mut Rows,
 ) {
     let columns = block.columns();
     buffers.codes.resize(columns, 0);
     buffers.bytes.resize(columns, 0);
-    let mut sums = vec![[[0; PANEL]; PLANES]; list.len()];
+    let mut sums = vec![[[0; PANEL]; BYTES]; tokens.len()];
     for row in 0..out.count() {
         block.decode_row(row, &mut buffers.codes);
-        for plane in 0..PLANES {
-            let table = block.table(plane, row);
-            for (byte, &code) in buffers.bytes.iter_mut().zip(&buffers.codes) {
-                *byte = table[usize::from(code & 15)] as i8;
+        for byte in 0..BYTES {
+            let table = block.table(byte, row);
+            for (weight, &code) in buffers.bytes.iter_mut().zip(&buffers.codes) {
+                *weight = table[usize::from(code & 15)] as i8;
             }
-            for (&token, sums) in list.iter().zip(&mut sums) {
-                sums[plane][row] = integer_dot(&buffers.bytes, &prepared.codes(token)[first..][..columns]);
+            for (&token, sums) in tokens.iter().zip(&mut sums) {
+                sums[byte][row] = integer_dot(&buffers.bytes, &prepared.codes(token)[first..][..columns]);
             }
         }
     }
-    let epilogue = Epilogue::<PLANES>::new(block);
-    for (i, (&token, sums)) in list.iter().zip(&sums).enumerate() {
+    let epilogue = Epilogue::<BYTES>::new(block);
+    for (i, (&token, sums)) in tokens.iter().zip(&sums).enumerate() {
         out.add(i, &epilogue.products(sums, prepared.scale(token)));
     }
 }

@@ -1,4 +1,4 @@
-//! Codebook tensors as [`crate::gemm::layer`] multiplies them.
+//! Codebook tensors as projections of [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,26 +27,26 @@ pub struct Codebook<'a> {
     view: View<'a>,
     precision: Precision,
     isa: Isa,
-    /// What multiplies experts with many tokens by panels, of bytes where activations are rounded, otherwise of bf16.
+    /// The backend that multiplies experts with many tokens by panels: of bytes if activations are rounded, else of bf16.
     pub(super) panels: Option<Backend>,
 }
 
-/// The modes that codebooks have.
+/// The compute modes of codebook tensors.
 pub const MODES: [Mode; 5] = Mode::ALL;
 
 impl<'a> Codebook<'a> {
-    /// Products in `mode` with `isa`. Where the mode rounds activations, they get the bits that the tensor says, or 8.
+    /// Products in `mode` with `isa`. Where the mode rounds activations, they have the bits that the tensor states, or 8.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) if the processor lacks the instruction set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Codebook<'a>> {
         Codebook::with_activation_bits(view, mode, None, isa)
     }
 
-    /// Products as [`Codebook::new`] gives them, with so many bits of an activation instead of the tensor's, 4 or 8.
+    /// Products in `mode` with `isa`, with activations of `activation_bits`, 4 or 8, instead of the tensor's.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): other bits, or the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) for other bits, or if the processor lacks the instruction set.
     pub fn with_activation_bits(
         view: View<'a>,
         mode: Mode,
@@ -110,12 +110,13 @@ impl Projection for Codebook<'_> {
 }
 
 impl Codebook<'_> {
+    /// How the activations of this projection are prepared.
     fn form(&self) -> Form {
         Form::of(&self.view.layout(), self.precision, self.isa)
     }
 }
 
-/// The tokens of a job.
+/// The prepared activations of jobs.
 static TOKENS: Cache<Form, Prepared> = Cache::new();
 
 impl Kernel for Codebook<'_> {
@@ -130,7 +131,7 @@ impl Kernel for Codebook<'_> {
     }
 
     fn stages(&self, prepared: &Prepared) -> [usize; 2] {
-        [prepared.parts(), 0]
+        [prepared.units(), 0]
     }
 
     fn prepare(&self, _: &Job, prepared: &Prepared, _: usize, unit: usize, x: Activations) {
@@ -144,7 +145,7 @@ impl Kernel for Codebook<'_> {
         rows: Range<usize>,
         out: &mut [f32],
     ) {
-        let (prepared, list) = (work.prepared, work.tokens());
+        let (prepared, tokens) = (work.prepared, work.tokens());
         out.fill(0.0);
         #[cfg(target_arch = "x86_64")]
         if let (true, Some(activation_bits)) = (prepared.form().tables(), self.precision.activation_bits()) {
@@ -152,18 +153,18 @@ impl Kernel for Codebook<'_> {
                 view: self.view,
                 prepared,
                 activation_bits,
-                planes: if matches!(self.precision, Precision::Int8 { .. }) {
+                centroid_bytes: if matches!(self.precision, Precision::Int8 { .. }) {
                     1
                 } else {
                     2
                 },
             };
             // SAFETY: tables are made for AVX2, which `isa.require()` in `Codebook::new` has found.
-            return unsafe { lookups.multiply(work.expert(), rows, list, out) };
+            return unsafe { lookups.multiply(work.expert(), rows, tokens, out) };
         }
         #[cfg(target_arch = "x86_64")]
-        if self.precision != Precision::Exact && list.len() >= pieces::FEWEST {
-            buffers.pieces.take(prepared, list);
+        if self.precision != Precision::Exact && tokens.len() >= pieces::FEWEST {
+            buffers.pieces.take(prepared, tokens);
         }
         let layout = self.view.layout();
         for start in rows.clone().step_by(PANEL) {
@@ -174,7 +175,7 @@ impl Kernel for Codebook<'_> {
                     &block,
                     index * layout.block_size(),
                     prepared,
-                    list,
+                    tokens,
                     buffers,
                     &mut out,
                 );
@@ -184,13 +185,13 @@ impl Kernel for Codebook<'_> {
 }
 
 impl Codebook<'_> {
-    /// Adds the products of a block, whose first column is `first`, to `out`.
+    /// Adds the products of a block, whose first column is `first`, with `tokens` to `out`.
     fn block(
         &self,
         block: &Block,
         first: usize,
         prepared: &Prepared,
-        list: &[usize],
+        tokens: &[usize],
         buffers: &mut portable::Buffers,
         out: &mut Rows,
     ) {
@@ -201,6 +202,6 @@ impl Codebook<'_> {
             Isa::Avx2 => x86::avx2,
             _ => portable::block,
         };
-        compute(block, self.precision, first, prepared, list, buffers, out);
+        compute(block, self.precision, first, prepared, tokens, buffers, out);
     }
 }

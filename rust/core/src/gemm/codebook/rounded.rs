@@ -1,16 +1,15 @@
-//! Codebook weights as [`crate::gemm::panel`] multiplies them in bf16: many tokens of tensors whose activations stay as
-//! they are.
+//! Panels of bf16 ([`crate::gemm::panel`]): for many tokens, and tensors whose activations are not rounded to integers.
 //!
-//! A weight is `scale * centroid` rounded to bf16, one of 2^bits values of its row and block of columns, so decoding is
-//! looking up. The values of 16 rows are made once a strip ([`Values`]).
+//! A weight is `scale * centroid` rounded to bf16, one of 2^bits values of its row and column block, so decoding is a
+//! look-up. The values of 16 rows are computed once a strip ([`Values`]).
 //!
-//! *3 and 4 bits*: values' low and high bytes are two tables of 16 bytes a row, and two byte shuffles of the same codes
-//! give them for 16 columns of each row of a register. Interleaved they are words of two columns; words of the quads of a
-//! panel become lines by transposing within lanes, which leaves rows in the order 0, 4, 8, 12, 1, 5, ...; outputs
-//! are put back into theirs at the end of a strip. Written once over [`Lanes`].
+//! *3 and 4 bits*: the low and the high bytes of values are two tables of 16 bytes a row, and two byte shuffles of the
+//! same codes give both for 16 columns of each row of a register. Interleaved they are words of two columns; words of the
+//! quads of a row block become lines by transposing within lanes, which leaves rows in the order 0, 4, 8, 12, 1, 5, ...;
+//! outputs are put into ascending order at the end of a section. Written once over [`Lanes`].
 //!
-//! *2 bits*: bits of codes are stored by themselves, so a value is chosen by logic of whole words:
-//! `v0 ^ low & (v0 ^ v1) ^ high & (v0 ^ v2) ^ low & high & (v0 ^ v1 ^ v2 ^ v3)`, for 16 rows in their own order.
+//! *2 bits*: codes are stored as bit planes, so a value is selected by logic on whole words:
+//! `v0 ^ low & (v0 ^ v1) ^ high & (v0 ^ v2) ^ low & high & (v0 ^ v1 ^ v2 ^ v3)`, for 16 rows in ascending order.
 
 use std::ops::Range;
 
@@ -22,16 +21,16 @@ use crate::gemm::panel::{
 use crate::simd::{Isa, fetch, vectorized};
 use crate::types::{Activations, Shape};
 
-/// Columns of a chunk.
+/// The columns of a chunk.
 const CHUNK: usize = 2 * LANES;
 
-/// How far ahead of the codes of 2 bits in use memory is asked for, in lines: 6 KB.
+/// The prefetch distance of codes of 2 bits, in lines: 6 KB.
 const AHEAD: usize = 96;
 
-/// The tokens of an expert from which on panels are faster.
+/// The least number of tokens of an expert for which panels are faster.
 ///
 /// AVX2, 14336 x 4096 of 4 bits on two busy cores of a Zen 3, milliseconds of exact products and by panels: 1 token 80
-/// and 20, 4 tokens 120 and 21, 16 tokens 426 and 72, 64 tokens 1880 and 271. The others are those of group-wise integers.
+/// and 20, 4 tokens 120 and 21, 16 tokens 426 and 72, 64 tokens 1880 and 271. Others are those of group-wise integers.
 pub(super) fn fewest(backend: Backend) -> usize {
     match backend {
         Backend::Matrix => 5,
@@ -40,37 +39,38 @@ pub(super) fn fewest(backend: Backend) -> usize {
     }
 }
 
-/// A tensor, and how its panels are made.
+/// A tensor that is decoded into panels of bf16.
 #[derive(Clone, Copy)]
 pub(super) struct Rounded<'a> {
     view: View<'a>,
-    /// The set that decodes it.
+    /// The instruction set that decodes the tensor.
     isa: Isa,
-    /// Blocks of rows of an expert, and chunks of a codebook: dividing anew for each call of [`Source::decode`] costs.
-    panels: usize,
+    /// Row blocks of an expert, and chunks of a column block: divisions in each [`Source::decode`] would take time.
+    row_blocks: usize,
     section: usize,
 }
 
 impl<'a> Rounded<'a> {
-    /// The panels that a backend, which was found available, multiplies.
+    /// Panels for a backend, which must have been found available.
     pub fn new(view: View<'a>, backend: Backend) -> Self {
         let layout = view.layout();
         Rounded {
             view,
             isa: backend.vectors(),
-            panels: layout.panels(),
+            row_blocks: layout.panels(),
             section: layout.block_size() / CHUNK,
         }
     }
 
-    /// A block of columns of block `block` of all experts' rows.
-    fn block(&self, block: usize, index: usize) -> Block<'a> {
-        self.view.block(block / self.panels, block % self.panels, index)
+    /// Column block `index` of a row block, counted through all experts.
+    fn block(&self, row_block: usize, index: usize) -> Block<'a> {
+        self.view
+            .block(row_block / self.row_blocks, row_block % self.row_blocks, index)
     }
 }
 
 impl Source for Rounded<'_> {
-    /// The values of each block of columns.
+    /// The values of each column block.
     type Open = Vec<Values>;
 
     fn shape(&self) -> Shape {
@@ -87,8 +87,8 @@ impl Source for Rounded<'_> {
     }
 
     fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
-        let (columns, turned) = (self.shape().columns, self.view.layout().hadamard());
-        round_token(self.isa, x, (token, columns, turned), lane, tile);
+        let (columns, hadamard) = (self.shape().columns, self.view.layout().hadamard());
+        round_token(self.isa, x, (token, columns, hadamard), lane, tile);
     }
 
     fn open(&self, block: usize, open: &mut Vec<Values>) {
@@ -107,7 +107,7 @@ impl Source for Rounded<'_> {
             let lines = &mut to[(start - chunks.start) * LANES..(end - chunks.start) * LANES];
             let first = (start - index * length) * CHUNK;
             let source = self.block(block, index);
-            // Kernels rely on it.
+            // The kernels rely on this check.
             assert!(first + 2 * lines.len() <= source.columns() && lines.len().is_multiple_of(LANES));
             match source.bits() {
                 2 => choose(self.isa, &source, &open[index], first, lines),
@@ -132,7 +132,7 @@ impl Source for Rounded<'_> {
     }
 }
 
-/// The row of a word of 3 or 4 bits.
+/// The row of a word of a line, for codes of 3 or 4 bits.
 const fn row(word: usize) -> usize {
     word % QUAD * QUAD + word / QUAD
 }
@@ -143,7 +143,7 @@ const fn row(word: usize) -> usize {
 pub(super) struct Values {
     /// The low and high bytes of values of 3 and 4 bits, 16 of each row.
     bytes: [[[u8; LANE]; PANEL]; 2],
-    /// The terms of the module's formula for 2 bits, twice in each row's word.
+    /// The four XOR terms of values of 2 bits, for two columns in each row's word.
     terms: [[u32; PANEL]; 4],
 }
 
@@ -153,7 +153,7 @@ impl Values {
         terms: [[0; PANEL]; 4],
     };
 
-    /// The tables of a block.
+    /// Computes the tables of a block.
     #[inline(always)]
     fn fill(&mut self, block: &Block) {
         match block.bits() {
@@ -188,7 +188,7 @@ impl Values {
     }
 }
 
-/// The values of a row's codebook in bf16.
+/// The bf16 values of a row's codebook.
 #[inline(always)]
 fn rounded<const CLUSTERS: usize>(block: &Block, row: usize, scale: f32) -> [u16; CLUSTERS] {
     let (mut values, mut low) = ([0; CLUSTERS], [0; CLUSTERS]);
@@ -209,7 +209,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Decodes codes of 2 bits of the columns of a block from column `first` on, two a line.
+    /// Decodes a block of 2 bits from column `first`, two columns a line.
     fn choose(block: &Block, values: &Values, first: usize, lines: &mut [Line]) = choose_all;
 }
 
@@ -231,7 +231,7 @@ fn choose_all(block: &Block, values: &Values, first: usize, lines: &mut [Line]) 
             for c in 0..4 {
                 let line = &mut lines[2 * c + half].0;
                 for row in 0..PANEL {
-                    // A bit of two columns, and then 16 times.
+                    // The lowest bits of both columns, each repeated 16 times.
                     let spread = |bits: u32| {
                         let bits = bits & 0x1_0001;
                         (bits << 16).wrapping_sub(bits)
@@ -247,8 +247,8 @@ fn choose_all(block: &Block, values: &Values, first: usize, lines: &mut [Line]) 
     }
 }
 
-/// Looks up the columns of a block of 3 or 4 bits from column `first` on, two a line. `isa` was found available; the
-/// lines are whole chunks of columns that the block has.
+/// Decodes a block of 3 or 4 bits from column `first`, two columns a line. `isa` was found available; the lines are whole
+/// chunks of columns that the block has.
 fn look_up(isa: Isa, block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
     match isa {
         // SAFETY: the processor runs the set, and `decode` has checked the columns.
@@ -273,7 +273,7 @@ fn look_up_portable(block: &Block, values: &Values, first: usize, lines: &mut [L
         for word in 0..LANES {
             unpack(bits, step, row(word), &mut codes);
             let value = |code: &u8| {
-                let bytes = [0, 1].map(|plane: usize| values.bytes[plane][row(word)][usize::from(code & 15)]);
+                let bytes = [0, 1].map(|byte: usize| values.bytes[byte][row(word)][usize::from(code & 15)]);
                 u32::from(u16::from_le_bytes(bytes))
             };
             let pairs = codes[column % columns..].as_chunks::<2>().0;
@@ -295,7 +295,7 @@ mod x86 {
     use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
     use crate::gemm::codebook::x86::{Avx2, Avx512};
 
-    /// As [`super::look_up`].
+    /// Decodes lines as [`super::look_up`] does, with AVX-512.
     ///
     /// # Safety
     /// The processor has AVX-512, and the block has the columns of the lines.
@@ -310,7 +310,7 @@ mod x86 {
         }
     }
 
-    /// As [`super::look_up`].
+    /// Decodes lines as [`super::look_up`] does, with AVX2.
     ///
     /// # Safety
     /// The processor has AVX2, and the block has the columns of the lines.
@@ -325,9 +325,11 @@ mod x86 {
         }
     }
 
+    /// Decodes lines as [`super::look_up`] does, with the instructions of `V`.
+    ///
     /// # Safety
     /// The processor runs the set of `V`, the block is of `BITS` bits, 3 or 4, and has the columns of the lines, and
-    /// `first` is a multiple of a chunk's.
+    /// `first` is a multiple of [`CHUNK`].
     #[inline(always)]
     unsafe fn look_up<V: Lanes, const BITS: u8>(
         block: &Block,
@@ -338,30 +340,29 @@ mod x86 {
         let quad = step_registers(BITS) * REGISTER;
         let codes = block.registers().as_ptr().cast::<u8>();
         for pass in 0..V::HALVES {
-            // What a pass takes of each quad's 64 bytes.
-            let part = pass * REGISTER / V::HALVES;
-            // SAFETY: a register is a pass's share of the 64 bytes of a quad: of its tables, of its codes in a step that
-            // exists because its first column does, and of a line.
+            let offset = pass * REGISTER / V::HALVES;
+            // SAFETY: a register, at `offset`, is a pass's share of the 64 bytes of a quad: of its tables, of its codes in
+            // a step that exists because its first column does, and of a line.
             unsafe {
                 let mut tables = [[V::zero(); AT_ONCE]; 2];
-                for plane in 0..2 {
+                for byte in 0..2 {
                     for i in 0..QUADS {
-                        let rows = values.bytes[plane].as_ptr().cast::<u8>();
-                        tables[plane][i] = V::load(rows.add(i * REGISTER + part));
+                        let rows = values.bytes[byte].as_ptr().cast::<u8>();
+                        tables[byte][i] = V::load(rows.add(i * REGISTER + offset));
                     }
                 }
                 for (chunk, lines) in lines.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
                     let column = first + chunk * CHUNK;
                     let step = codes.add(column / step_columns(BITS) * QUADS * quad);
                     for half in 0..2 {
-                        // Of 4 bits a constant once the loop is unrolled: shifts by other counts take two operations.
+                        // For 4 bits a constant once the loop is unrolled: shifts by a variable count take two operations.
                         let group = match BITS {
                             4 => half,
                             _ => column % step_columns(BITS) / LANE + half,
                         };
                         let mut words = [[V::zero(); AT_ONCE]; 2];
                         for i in 0..QUADS {
-                            let at = step.add(i * quad + part);
+                            let at = step.add(i * quad + offset);
                             if pass == 0 && half == 0 && group / 2 < step_registers(BITS) {
                                 V::prefetch(at.wrapping_add(AHEAD + group / 2 * REGISTER));
                             }
@@ -371,10 +372,10 @@ mod x86 {
                             [words[0][i], words[1][i]] = V::interleave(low, high);
                         }
                         for eight in 0..2 {
-                            let turned = V::transposed(words[eight]);
+                            let transposed = V::transposed(words[eight]);
                             for i in 0..QUADS {
                                 let line = &raw mut lines[8 * half + 4 * eight + i];
-                                V::store(turned[i], line.cast::<u8>().add(part));
+                                V::store(transposed[i], line.cast::<u8>().add(offset));
                             }
                         }
                     }

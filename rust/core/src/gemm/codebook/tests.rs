@@ -4,7 +4,7 @@ use crate::formats::codebook::tests::Case;
 use crate::gemm::matmul_grouped;
 use crate::pool;
 
-/// A mode and the bits of an activation.
+/// A compute mode and the bits of an activation.
 type Rounding = (Mode, Option<u8>);
 
 const INTEGERS: [Rounding; 4] = [
@@ -42,8 +42,8 @@ fn product(view: &View, x: &[f32], offsets: &[usize], mode: Rounding, isa: Isa) 
     y
 }
 
-/// A token's activations as `mode` sees them, with the step. In f32 as the kernel, which breaks ties the same way.
-fn seen(x: &[f32], mode: Rounding) -> (Vec<f64>, f64) {
+/// A token's activations as `mode` rounds them, and the step. Computed in f32, so that ties are broken as in kernels.
+fn rounded_token(x: &[f32], mode: Rounding) -> (Vec<f64>, f64) {
     let Some(bits) = mode.1 else {
         return (x.iter().map(|&x| f64::from(x)).collect(), 0.0);
     };
@@ -57,8 +57,8 @@ fn seen(x: &[f32], mode: Rounding) -> (Vec<f64>, f64) {
     (x.iter().map(value).collect(), step.into())
 }
 
-/// Each output against the module's bounds: (outputs, their distance from the product of decoded weights).
-fn hold(view: &View, x: &[f32], offsets: &[usize], mode: Rounding, y: &[f32]) {
+/// Asserts that every output is within the module's bound of the product of dequantized weights.
+fn assert_bounds(view: &View, x: &[f32], offsets: &[usize], mode: Rounding, y: &[f32]) {
     let layout = view.layout();
     let shape = layout.shape();
     let mut weights = vec![0.0; shape.columns];
@@ -69,7 +69,7 @@ fn hold(view: &View, x: &[f32], offsets: &[usize], mode: Rounding, y: &[f32]) {
             let largest = scales.fold(0f32, f32::max);
             for token in offsets[expert]..offsets[expert + 1] {
                 let x = &x[token * shape.columns..][..shape.columns];
-                let (rounded, step) = seen(x, mode);
+                let (rounded, step) = rounded_token(x, mode);
                 let products = weights.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x));
                 let size: f64 = products.clone().map(f64::abs).sum();
                 let mut bound =
@@ -99,7 +99,7 @@ fn ascending(counts: &[usize]) -> Vec<usize> {
     std::iter::once(0).chain(sums).collect()
 }
 
-/// (experts, rows, columns), block.
+/// Experts, rows and columns; the columns of a block.
 const SHAPES: [([usize; 3], usize); 5] = [
     ([3, 5, 130], 128),
     ([2, 40, 256], 1024),
@@ -121,7 +121,7 @@ fn products_are_within_their_bounds_on_every_set() {
                     for mode in INTEGERS.into_iter().chain([EXACT]) {
                         for isa in sets() {
                             let y = product(&view, &x, &offsets, mode, isa);
-                            hold(&view, &x, &offsets, mode, &y);
+                            assert_bounds(&view, &x, &offsets, mode, &y);
                         }
                     }
                 }
@@ -130,7 +130,6 @@ fn products_are_within_their_bounds_on_every_set() {
     }
 }
 
-/// The same weights with their low bytes, which are zeros, and without.
 #[test]
 fn centroids_of_one_byte_give_the_products_of_two_bytes() {
     for bits in 2..=4 {
@@ -189,7 +188,6 @@ fn integer_modes_give_the_naive_sums_and_the_same_bits_on_every_set() {
     }
 }
 
-/// Many tokens, by pieces of a row and of blocks, in tiles of every size.
 #[test]
 fn pieces_give_the_same_bits_for_any_number_of_tokens() {
     for (bits, block) in [(2, 4096), (3, 1152), (4, 4096), (4, 1280), (4, 128)] {
@@ -208,7 +206,6 @@ fn pieces_give_the_same_bits_for_any_number_of_tokens() {
     }
 }
 
-/// Panels of bytes, multiplied by loops that do what matrix registers do, against the vectors.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn panels_of_bytes_give_the_same_bits() {
@@ -240,25 +237,25 @@ fn panels_of_bytes_give_the_same_bits() {
     }
 }
 
-/// Products of rounded activations and centroids as the mode sees them, in f64.
+/// The products of activations and centroids, rounded as the mode does, in f64.
 fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Rounding) -> Vec<f64> {
     let layout = view.layout();
     let shape = layout.shape();
     let mut y = Vec::new();
     for expert in 0..shape.experts {
         for token in offsets[expert]..offsets[expert + 1] {
-            let (x, _) = seen(&x[token * shape.columns..][..shape.columns], mode);
+            let (x, _) = rounded_token(&x[token * shape.columns..][..shape.columns], mode);
             for row in 0..shape.rows {
                 let mut codes = vec![0; shape.columns];
                 view.decode_row(expert, row, &mut codes);
                 let weight = |(column, &code): (usize, &u8)| {
                     let block = view.block(expert, row / 16, column / layout.block_size());
                     let centroid = f64::from(block.centroid(row % 16, code.into()));
-                    let seen = match mode.0 {
+                    let rounded = match mode.0 {
                         Mode::Int8 => 256.0 * ((centroid + 0.5) / 256.0).round(),
                         _ => centroid,
                     };
-                    f64::from(block.scales()[row % 16]) * seen
+                    f64::from(block.scales()[row % 16]) * rounded
                 };
                 y.push(
                     codes
@@ -409,11 +406,11 @@ fn empty_tensors_and_wrong_sizes() {
 }
 
 #[test]
-fn turned_tensors_turn_their_activations() {
+fn rotated_tensors_rotate_their_activations() {
     let case = Case::new(4, [2, 21, 192], 128);
     let plain = case.blob();
-    let turned = Case { hadamard: 64, ..case }.blob();
-    let (plain, turned) = (View::parse(&plain).unwrap(), View::parse(&turned).unwrap());
+    let rotated = Case { hadamard: 64, ..case }.blob();
+    let (plain, rotated) = (View::parse(&plain).unwrap(), View::parse(&rotated).unwrap());
     let offsets = [0, 3, 5];
     let x = activations(5 * 192);
     let mut weights = vec![0.0; 192];
@@ -421,17 +418,17 @@ fn turned_tensors_turn_their_activations() {
         let mut first = x.clone();
         crate::gemm::hadamard::rotate(isa, &mut first, 64);
         for mode in INTEGERS.into_iter().chain([EXACT]) {
-            let found = product(&turned, &x, &offsets, mode, isa);
+            let found = product(&rotated, &x, &offsets, mode, isa);
             assert_eq!(
                 found,
                 product(&plain, &first, &offsets, mode, isa),
                 "{mode:?} {isa:?}"
             );
         }
-        let found = product(&turned, &x, &offsets, EXACT, isa);
+        let found = product(&rotated, &x, &offsets, EXACT, isa);
         for (at, found) in found.into_iter().enumerate() {
             let (token, row) = (at / 21, at % 21);
-            turned.decode_values(usize::from(token >= 3), row, &mut weights);
+            rotated.decode_values(usize::from(token >= 3), row, &mut weights);
             let expected: f32 = weights.iter().zip(&x[token * 192..]).map(|(w, x)| w * x).sum();
             assert!(
                 (found - expected).abs() < 1e-3,

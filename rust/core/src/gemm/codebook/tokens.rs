@@ -1,4 +1,4 @@
-//! Activations as kernels read them: padded to whole steps, and quantized where the mode says so.
+//! Prepared activations: padded to whole steps, and quantized in the integer modes.
 
 use super::Precision;
 use super::grid::Grid;
@@ -10,76 +10,76 @@ use crate::gemm::layer::Slots;
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// Activations that are worth a unit of work.
+/// The activations of a unit of work.
 const UNIT: usize = 1 << 14;
-/// Bytes of a cache line.
+/// The bytes of a cache line.
 const LINE: usize = 64;
 
-/// At least so many columns that neighbouring tokens do not share the sets of a first-level cache of 64 lines a way, which
-/// six tokens beside a piece of centroids would overflow: lines odd in number, and not about as many as a way's.
-fn spread(columns: usize) -> usize {
+/// A distance of neighbouring tokens, at least `columns`, at which they do not share sets of a first-level cache of 64
+/// sets, which six tokens and a piece of centroids would overflow: an odd number of lines, not near a multiple of 64.
+fn stride(columns: usize) -> usize {
     let lines = columns.div_ceil(LINE) | 1;
     let near = matches!(lines % 64, ..8 | 57..) && lines > 8;
     LINE * (lines + if near { 16 } else { 0 })
 }
 
-/// Some neighbouring tokens.
+/// The consecutive tokens that one unit of work prepares.
 #[derive(Default)]
-struct Part {
-    /// In the exact mode tokens x stride values.
+struct Unit {
+    /// The values in the exact mode, tokens x stride.
     values: Vec<f32>,
-    /// In the integer modes tokens x stride codes.
+    /// The codes in the integer modes, tokens x stride.
     codes: Vec<u8>,
-    /// In the integer modes step and zero point of each token; the step is NaN where a value is no number.
+    /// Step and zero point of each token in the integer modes; the step is NaN where an activation is not finite.
     scales: Vec<(f32, i32)>,
-    /// Tables of each token, where products look activations up.
+    /// The tables of each token, where products look activations up.
     tables: Vec<Tables>,
 }
 
-/// What activations become.
+/// How activations are prepared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Form {
     columns: usize,
-    /// Columns of whole steps.
+    /// The columns, padded to whole steps.
     padded: usize,
-    /// Columns of a token here; those behind the last are zeros.
+    /// The distance from a token to the next; columns after the last are zeros.
     stride: usize,
-    /// Columns that are turned together; none if less than two.
-    turned: usize,
-    /// To how many bits they are rounded.
+    /// The width of the Hadamard rotation; none if less than two.
+    hadamard: usize,
+    /// The bits that activations are rounded to; `None` in the exact mode.
     bits: Option<u8>,
-    /// They become tables, too.
+    /// Whether tables of tokens are made.
     tables: bool,
     isa: Isa,
 }
 
 impl Form {
-    /// What products of a tensor in a mode want.
+    /// What the kernels of a tensor read in a precision.
     pub(super) fn of(layout: &Layout, precision: Precision, isa: Isa) -> Form {
         Form {
             columns: layout.shape().columns,
             padded: layout.padded_columns(),
-            stride: spread(layout.padded_columns()),
-            turned: layout.hadamard(),
+            stride: stride(layout.padded_columns()),
+            hadamard: layout.hadamard(),
             bits: precision.activation_bits(),
             tables: by_tables(layout.bits(), precision, isa),
             isa,
         }
     }
 
-    /// Whether tokens become tables.
+    /// Whether tables of tokens are made.
     #[cfg(target_arch = "x86_64")]
     pub fn tables(&self) -> bool {
         self.tables
     }
 
-    /// A number that tells forms of tokens of the same length apart.
+    /// A number that differs for different forms of the same number of columns.
     #[cfg(target_arch = "x86_64")]
     pub fn variant(&self) -> usize {
-        16 * self.turned + usize::from(self.bits.unwrap_or(0))
+        16 * self.hadamard + usize::from(self.bits.unwrap_or(0))
     }
 
-    /// A token's codes, of an integer mode, with step and zero.
+    /// A token's codes in an integer mode, and their step and zero.
     #[cfg(target_arch = "x86_64")]
     pub fn quantized(&self, x: Activations, token: usize) -> (Vec<u8>, (f32, i32)) {
         let (mut values, mut codes) = (vec![0.0; self.columns], vec![0; self.stride]);
@@ -90,7 +90,7 @@ impl Form {
     }
 }
 
-/// A token of a job in an integer mode.
+/// A prepared token in an integer mode.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub struct Token<'a> {
@@ -99,86 +99,86 @@ pub struct Token<'a> {
     pub scale: (f32, i32),
 }
 
-/// The tokens of a job, to be filled part by part.
+/// The prepared activations of a job, filled unit by unit.
 pub struct Prepared {
     form: Form,
-    /// Tokens of a part, but perhaps the last.
+    /// The tokens of a unit; the last may have fewer.
     size: usize,
     tokens: usize,
-    parts: Slots<Part>,
+    units: Slots<Unit>,
 }
 
 impl Prepared {
-    /// Room for tokens.
+    /// Empty slots for a number of tokens.
     pub fn new(tokens: usize, form: Form) -> Prepared {
         let size = (UNIT / form.stride.max(1)).max(1);
         Prepared {
             form,
             size,
             tokens,
-            parts: Slots::new(tokens.div_ceil(size)),
+            units: Slots::new(tokens.div_ceil(size)),
         }
     }
 
-    /// What the activations are.
+    /// How the activations are prepared.
     pub fn form(&self) -> Form {
         self.form
     }
 
-    /// How many parts there are to be filled.
-    pub fn parts(&self) -> usize {
-        self.parts.len()
+    /// The number of units of work.
+    pub fn units(&self) -> usize {
+        self.units.len()
     }
 
-    /// Fills a part from `x`, tokens x columns.
-    pub fn fill(&self, part: usize, x: Activations) {
-        let tokens = part * self.size..((part + 1) * self.size).min(self.tokens);
-        self.parts.fill(part, || {
-            let (form, mut part) = (self.form, Part::default());
+    /// Fills a unit from `x`, tokens x columns.
+    pub fn fill(&self, unit: usize, x: Activations) {
+        let tokens = unit * self.size..((unit + 1) * self.size).min(self.tokens);
+        self.units.fill(unit, || {
+            let (form, mut unit) = (self.form, Unit::default());
             match form.bits {
                 None => {
-                    part.values = vec![0.0; tokens.len() * form.stride];
-                    for (token, out) in tokens.zip(part.values.chunks_exact_mut(form.stride)) {
+                    unit.values = vec![0.0; tokens.len() * form.stride];
+                    for (token, out) in tokens.zip(unit.values.chunks_exact_mut(form.stride)) {
                         read(x, token, &mut out[..form.columns], form);
                     }
                 }
                 Some(bits) => {
-                    part.codes = vec![0; tokens.len() * form.stride];
+                    unit.codes = vec![0; tokens.len() * form.stride];
                     let mut values = vec![0.0; form.columns];
-                    for (token, codes) in tokens.zip(part.codes.chunks_exact_mut(form.stride)) {
+                    for (token, codes) in tokens.zip(unit.codes.chunks_exact_mut(form.stride)) {
                         read(x, token, &mut values, form);
                         let scale = quantize(form.isa, &values, bits, &mut codes[..form.columns]);
-                        part.scales.push(scale);
+                        unit.scales.push(scale);
                         if form.tables {
-                            part.tables.push(Tables::new(&codes[..form.padded], bits));
+                            unit.tables.push(Tables::new(&codes[..form.padded], bits));
                         }
                     }
                 }
             }
-            part
+            unit
         });
     }
 
     #[inline(always)]
-    fn part(&self, token: usize) -> (&Part, usize) {
-        (self.parts.get(token / self.size), token % self.size)
+    fn unit(&self, token: usize) -> (&Unit, usize) {
+        (self.units.get(token / self.size), token % self.size)
     }
 
-    /// A token's values, of a job in the exact mode.
+    /// A token's values in the exact mode.
     #[inline(always)]
     pub fn values(&self, token: usize) -> &[f32] {
-        let (part, token) = self.part(token);
-        &part.values[token * self.form.stride..][..self.form.stride]
+        let (unit, token) = self.unit(token);
+        &unit.values[token * self.form.stride..][..self.form.stride]
     }
 
-    /// A token's codes, of a job in an integer mode.
+    /// A token's codes in an integer mode.
     #[inline(always)]
     pub fn codes(&self, token: usize) -> &[u8] {
-        let (part, token) = self.part(token);
-        &part.codes[token * self.form.stride..][..self.form.stride]
+        let (unit, token) = self.unit(token);
+        &unit.codes[token * self.form.stride..][..self.form.stride]
     }
 
-    /// A token's codes with step and zero, of a job in an integer mode.
+    /// A token's codes, step and zero in an integer mode.
     #[cfg(target_arch = "x86_64")]
     pub fn token(&self, token: usize) -> Token<'_> {
         Token {
@@ -187,27 +187,27 @@ impl Prepared {
         }
     }
 
-    /// A token's tables, of a job that looks activations up.
+    /// A token's tables, where [`Form::tables`] says that they are made.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn tables(&self, token: usize) -> &Tables {
-        let (part, token) = self.part(token);
-        &part.tables[token]
+        let (unit, token) = self.unit(token);
+        &unit.tables[token]
     }
 
-    /// A token's step and zero, of a job in an integer mode.
+    /// A token's step and zero in an integer mode.
     #[inline(always)]
     pub fn scale(&self, token: usize) -> (f32, i32) {
-        let (part, token) = self.part(token);
-        part.scales[token]
+        let (unit, token) = self.unit(token);
+        unit.scales[token]
     }
 }
 
-/// Widens a token of `out.len()` values, and turns them.
+/// Converts a token of `out.len()` activations to f32, and rotates them.
 fn read(x: Activations, token: usize, out: &mut [f32], form: Form) {
     x.widen(token * out.len(), out);
-    if form.turned > 1 {
-        rotate(form.isa, out, form.turned);
+    if form.hadamard > 1 {
+        rotate(form.isa, out, form.hadamard);
     }
 }
 
@@ -253,7 +253,7 @@ fn quantize_portable(x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
         return (f32::NAN, 0);
     };
     for (code, &value) in codes.iter_mut().zip(x) {
-        // Not negative, so that truncation rounds to nearest.
+        // Not negative, so that truncation, with the half in `shift`, rounds to nearest.
         *code = (value * grid.inverse + grid.shift).clamp(0.0, grid.top) as i32 as u8;
     }
     (grid.step, grid.zero)

@@ -1,8 +1,8 @@
-//! Lines of 2-bit codes in registers: AVX-512.
+//! Looking up lines of 2-bit codes in registers: AVX-512.
 //!
-//! A line's bytes are brought into words, one a row: byte k of row r's word holds the codes of columns k, 4 + k, 8 + k and
-//! 12 + k, low bits in its low half. So bits c and 4 + c of all bytes are the codes of four neighbouring columns, and
-//! with four bits that say which row a byte belongs to they are an index into the 64 centroids of 16 rows.
+//! The bytes of a line are permuted into words, one a row: byte k of row r's word holds the codes of columns k, 4 + k,
+//! 8 + k and 12 + k, low bits in its low half. So bits c and 4 + c of all bytes are the codes of four neighbouring
+//! columns, and with four bits for the byte's row they are an index into the 64 centroids of 16 rows.
 //!
 //! Of the six bits of an index that a permutation reads, the codes of columns 0 to 3 (and, shifted by 2, those of columns
 //! 8 to 11) are bits 0 and 4, those of columns 4 to 7 (12 to 15) bits 1 and 5. So there are two orders of the table, and
@@ -13,14 +13,14 @@ use std::arch::x86_64::*;
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER};
 use crate::formats::codebook::{Block, PANEL};
 
-/// Bits of a code in a byte of a line, and the bits that hold its row, in either order of the table.
+/// The bits of a byte of a line that hold a code, for both orders of the table; the row is in others.
 const CODES: [u8; 2] = [0x11, 0x22];
 
-/// A register's bytes.
+/// The bytes of a register.
 #[repr(align(64))]
 pub(super) struct Bytes(pub [u8; REGISTER]);
 
-/// The row's number in the bits of an index that are free in order `which` of the table.
+/// The number of a row, in those bits of an index that hold no code in order `which` of the table.
 const fn selector(which: usize, row: u8) -> u8 {
     match which {
         0 => (row & 7) << 1 | (row >> 3) << 5,
@@ -28,34 +28,34 @@ const fn selector(which: usize, row: u8) -> u8 {
     }
 }
 
-/// Which bytes of a line make words of rows, row `4 (i % 4) + i / 4` in word i if `turned`, otherwise row i.
-const fn gather(turned: bool) -> Bytes {
+/// The permutation of a line's bytes into words of rows: row `4 (i % 4) + i / 4` in word i if `transposed`, else row i.
+const fn gather(transposed: bool) -> Bytes {
     let mut bytes = [0; REGISTER];
     let mut i = 0;
     while i < REGISTER {
-        bytes[i] = (i % 4 * LANE + row(turned, i / 4)) as u8;
+        bytes[i] = (i % 4 * LANE + row(transposed, i / 4)) as u8;
         i += 1;
     }
     Bytes(bytes)
 }
 
 /// The row of a word.
-const fn row(turned: bool, word: usize) -> usize {
-    if turned { word % 4 * 4 + word / 4 } else { word }
+const fn row(transposed: bool, word: usize) -> usize {
+    if transposed { word % 4 * 4 + word / 4 } else { word }
 }
 
-/// The rows' bits of indices in order `which`.
-const fn selectors(turned: bool, which: usize) -> Bytes {
+/// The row bits of the indices of all words, in order `which` of the table.
+const fn selectors(transposed: bool, which: usize) -> Bytes {
     let mut bytes = [0; REGISTER];
     let mut i = 0;
     while i < REGISTER {
-        bytes[i] = selector(which, row(turned, i / 4) as u8);
+        bytes[i] = selector(which, row(transposed, i / 4) as u8);
         i += 1;
     }
     Bytes(bytes)
 }
 
-/// Where the entries of order `which` are among the rows' centroids as they are stored, four a row.
+/// The permutation of the rows' centroids, four a row, into order `which` of the table.
 const fn entries(which: usize) -> Bytes {
     let mut bytes = [0; REGISTER];
     let (mut row, mut code) = (0, 0);
@@ -84,7 +84,7 @@ fn load(bytes: &[u8; REGISTER]) -> __m512i {
     unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
 }
 
-/// How lines become indices.
+/// The constants that turn lines into indices, for one order of the rows.
 #[derive(Clone, Copy)]
 pub(super) struct Order {
     gather: __m512i,
@@ -92,31 +92,31 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// Words of rows 0 to 15 or, if `turned`, of rows 0, 4, 8, 12, 1, 5, ...
+    /// The order of rows 0 to 15 or, if `transposed`, of rows 0, 4, 8, 12, 1, 5, ...
     #[inline]
     #[target_feature(enable = "avx512f")]
-    pub fn new(turned: bool) -> Order {
-        let selectors = &SELECTORS[usize::from(turned)];
+    pub fn new(transposed: bool) -> Order {
+        let selectors = &SELECTORS[usize::from(transposed)];
         Order {
-            gather: load(&GATHER[usize::from(turned)].0),
+            gather: load(&GATHER[usize::from(transposed)].0),
             selectors: [load(&selectors[0].0), load(&selectors[1].0)],
         }
     }
 
-    /// The words of a line.
+    /// Permutes a line into words, one a row.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn words(&self, line: &[u8; REGISTER]) -> __m512i {
         _mm512_permutexvar_epi8(self.gather, load(line))
     }
 
-    /// The indices of four columns from 4c on, c from 0, from the words of a line.
+    /// The indices of columns 4c to 4c + 3, for c from 0 to 3, from the words of a line.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn indices(&self, words: __m512i) -> [__m512i; 4] {
         let later = _mm512_srli_epi16::<2>(words);
         let (even, odd) = (_mm512_set1_epi8(CODES[0] as i8), _mm512_set1_epi8(CODES[1] as i8));
-        // Codes' bits from the words, or the row's.
+        // The code's bits of the words, or the row's bits.
         [
             _mm512_ternarylogic_epi32::<0xEA>(words, even, self.selectors[0]),
             _mm512_ternarylogic_epi32::<0xEA>(words, odd, self.selectors[1]),
@@ -126,19 +126,19 @@ impl Order {
     }
 }
 
-/// The centroids' bytes of a plane of a block.
+/// The 64 high or low bytes of the centroids of 16 rows, in both orders.
 #[derive(Clone, Copy)]
 pub(super) struct Table([__m512i; 2]);
 
 impl Table {
-    /// The centroids of the high bytes (plane 0) or the low ones (1) of a block of 2 bits.
+    /// The table of the high bytes (`byte` 0) or the low ones (1) of a block of 2 bits.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    pub fn new(block: &Block, plane: usize) -> Table {
-        Table::of(block.plane(plane).first_chunk().unwrap_or(&[0; REGISTER]))
+    pub fn new(block: &Block, byte: usize) -> Table {
+        Table::of(block.plane(byte).first_chunk().unwrap_or(&[0; REGISTER]))
     }
 
-    /// The centroids of 16 rows, four a row.
+    /// The table of the centroids of 16 rows, four a row.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn of(centroids: &[u8; REGISTER]) -> Table {
@@ -149,7 +149,7 @@ impl Table {
         ])
     }
 
-    /// The centroids of four columns: four signed bytes in each row's word. `c` is the number of their indices.
+    /// The centroids of columns 4c to 4c + 3, from [`Order::indices`]: four signed bytes in each row's word.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn look_up(&self, indices: &[__m512i; 4], c: usize) -> __m512i {
@@ -157,11 +157,11 @@ impl Table {
     }
 }
 
-/// Brings a block's codes into words of 16 columns, 16 rows a line: the code of column j is bits `2 (j / 4) + 8 (j % 4)`
-/// and the next one.
+/// Converts a block's codes to words of 16 columns, those of 16 rows for each line: the code of column j is in bit
+/// `2 (j / 4) + 8 (j % 4)` and the next one.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 pub(in crate::gemm::codebook) fn row_words(block: &Block, out: &mut Vec<[u32; PANEL]>) {
-    // Half a byte's four bits, spread over the even bits of a byte.
+    // The four bits of half a byte, spread over the even bits of a byte.
     let spread: [u8; LANE] = [0, 1, 4, 5, 16, 17, 20, 21, 64, 65, 68, 69, 80, 81, 84, 85];
     // SAFETY: the array has the 16 bytes.
     let low = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(spread.as_ptr().cast()) });
@@ -178,7 +178,7 @@ pub(in crate::gemm::codebook) fn row_words(block: &Block, out: &mut Vec<[u32; PA
     }
 }
 
-/// How far a row's word is shifted to the right for the code of each of 16 columns.
+/// The shifts to the right by which a word of [`row_words`] yields the code of each of its 16 columns.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(in crate::gemm::codebook) fn column_shifts() -> __m512i {
@@ -189,7 +189,7 @@ pub(in crate::gemm::codebook) fn column_shifts() -> __m512i {
 /// `4 (r % 4) + r / 4`.
 ///
 /// # Safety
-/// Both are good for 64 bytes.
+/// Both pointers are valid for reads of 64 bytes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 pub(in crate::gemm::codebook) unsafe fn centroids(line: *const u8, table: *const u8) -> [__m512i; QUADS] {

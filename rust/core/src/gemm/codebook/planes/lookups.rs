@@ -1,15 +1,16 @@
 //! Table look-up over bit planes: AVX2.
 //!
-//! A centroid of two bits is `c0 + (c1 - c0) low + (c2 - c0) high + (c3 - c2 - c1 + c0) (low and high)`, whatever the
-//! centroids are. So a row's product is that of three rows of bits, two of them stored, the third made by an AND, with
-//! integer factors. A product with four bits is looked up in the token's table ([`super::tables`]), 16 rows a lane.
+//! The centroid of a code of two bits is `c0 + (c1 - c0) low + (c2 - c0) high + (c3 - c2 - c1 + c0) (low and high)` for
+//! any centroids. So a row's product is a sum, with integer factors, of the products of three masks, rows of bits: two bit
+//! planes and their AND. The product of four bits of a mask with activations is looked up in the token's table
+//! ([`super::tables`]), for 16 rows in a lane.
 //!
-//! A panel is looked up from its first to its last column, one ascending stream of bytes, although the tables of 4096
-//! columns fill the first cache: all panels by 2048 or 512 columns at a time took 1.2 times as long from memory on Zen 4.
-//! Of several tokens as many are taken at a time as have tables that stay in the second cache.
+//! A row block is read from its first to its last column, one ascending stream of bytes, although the tables of 4096
+//! columns fill the first-level cache: reading all row blocks by 2048 or 512 columns at a time took 1.2 times as long from
+//! memory on Zen 4. The tokens that are multiplied together are those whose tables fit the second-level cache.
 //!
-//! Four looked-up sums of at most 60 fit a byte. Then bytes of both halves of activations become words, `low + 16 high`,
-//! and words are added to 32-bit sums after 512 columns, before they overflow: 16 times 16 at most 240 * 17. So sums are
+//! Four looked-up sums of at most 60 fit a byte. Bytes of both halves of activations then become words, `low + 16 high`,
+//! which are added to 32-bit sums after 512 columns, before they overflow: 16 times 16 at most 240 * 17. So sums are
 //! exact at any length, in every mode, and the shifted halves of 128 codes take 20 operations, 6 of them look-ups.
 
 // A closure that an iterator calls would be compiled without the instructions.
@@ -18,31 +19,31 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::tables::{Tables, parts};
+use super::tables::{Tables, halves};
 use crate::formats::codebook::bits::{LANE, REGISTER};
 use crate::formats::codebook::{BLOCK_UNIT, Block, PANEL, View};
 use crate::gemm::codebook::kernel::AHEAD;
 use crate::gemm::codebook::tokens::Prepared;
 use crate::gemm::codebook::{Epilogue, Rows};
 
-/// Rows of bits: of low bits, of high ones, and of both.
+/// The masks of a row: its low bits, its high bits, and their AND.
 const MASKS: usize = 3;
-/// Lines after which words are added to 32-bit sums.
+/// The lines after which words are added to 32-bit sums.
 const CHUNK: usize = 512 / LANE;
-/// Bytes of tables that stay in the second cache.
+/// The bytes of tables that stay in the second-level cache.
 const TABLES: usize = 256 << 10;
-/// Looked-up registers whose bytes are added.
+/// The looked-up registers that are added as bytes.
 const ADDED: usize = 4;
 
-/// For each plane of the centroids, what the sum of all activations and those of each row of bits are multiplied by.
-struct Factors<const PLANES: usize>([[[i32; PANEL]; 1 + MASKS]; PLANES]);
+/// For each byte of the centroids the factors of the sum of all activations and of the sums of each mask.
+struct Factors<const BYTES: usize>([[[i32; PANEL]; 1 + MASKS]; BYTES]);
 
-impl<const PLANES: usize> Factors<PLANES> {
+impl<const BYTES: usize> Factors<BYTES> {
     #[inline(always)]
     fn new(block: &Block) -> Self {
-        let mut factors = [[[0; PANEL]; 1 + MASKS]; PLANES];
-        for (plane, factors) in factors.iter_mut().enumerate() {
-            let centroids = block.plane(plane).as_chunks::<4>().0;
+        let mut factors = [[[0; PANEL]; 1 + MASKS]; BYTES];
+        for (byte, factors) in factors.iter_mut().enumerate() {
+            let centroids = block.plane(byte).as_chunks::<4>().0;
             for (row, centroids) in centroids.iter().enumerate().take(PANEL) {
                 let [c0, c1, c2, c3] = centroids.map(|byte| i32::from(byte as i8));
                 factors[0][row] = c0;
@@ -54,95 +55,94 @@ impl<const PLANES: usize> Factors<PLANES> {
         Factors(factors)
     }
 
-    /// The rows' sums of centroids times activations. Each fits 32 bits, so that wrapping on the way does no harm.
+    /// The rows' sums of centroids times activations. They fit 32 bits, so that intermediate sums may wrap.
     #[inline(always)]
-    fn sums(&self, total: u32, sums: &[[i32; PANEL]; MASKS]) -> [[i32; PANEL]; PLANES] {
-        let mut out = [[0; PANEL]; PLANES];
-        for plane in 0..PLANES {
-            let factors = &self.0[plane];
+    fn sums(&self, total: u32, sums: &[[i32; PANEL]; MASKS]) -> [[i32; PANEL]; BYTES] {
+        let mut out = [[0; PANEL]; BYTES];
+        for byte in 0..BYTES {
+            let factors = &self.0[byte];
             for row in 0..PANEL {
                 let mut sum = factors[0][row].wrapping_mul(total as i32);
                 for mask in 0..MASKS {
                     sum = sum.wrapping_add(factors[1 + mask][row].wrapping_mul(sums[mask][row]));
                 }
-                out[plane][row] = sum;
+                out[byte][row] = sum;
             }
         }
         out
     }
 }
 
-/// A tensor's rows of bits with the tokens' tables.
+/// A tensor of 2-bit codes with the tables of tokens.
 pub(in crate::gemm::codebook) struct Lookups<'a> {
-    /// A tensor of 2-bit codes.
     pub view: View<'a>,
-    /// With tables.
+    /// Prepared activations with tables.
     pub prepared: &'a Prepared,
-    /// The activations' bits, 4 or 8.
+    /// The bits of an activation, 4 or 8.
     pub activation_bits: u8,
-    /// Bytes of a centroid that count.
-    pub planes: usize,
+    /// The bytes of a centroid that are multiplied: 1, the high one, or 2.
+    pub centroid_bytes: usize,
 }
 
 impl Lookups<'_> {
-    /// Adds the products of some rows of an expert to `out`, tokens x rows, for the tokens of `list`.
+    /// Adds the products of some rows of an expert with `tokens` to `out`, tokens x rows.
     ///
     /// # Safety
     /// The processor has AVX2.
-    pub unsafe fn multiply(&self, expert: usize, rows: Range<usize>, list: &[usize], out: &mut [f32]) {
+    pub unsafe fn multiply(&self, expert: usize, rows: Range<usize>, tokens: &[usize], out: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
-            match (self.planes, parts(self.activation_bits)) {
-                (1, 1) => self.rows::<1, 1>(expert, rows, list, out),
-                (1, _) => self.rows::<1, 2>(expert, rows, list, out),
-                (_, 1) => self.rows::<2, 1>(expert, rows, list, out),
-                _ => self.rows::<2, 2>(expert, rows, list, out),
+            match (self.centroid_bytes, halves(self.activation_bits)) {
+                (1, 1) => self.rows::<1, 1>(expert, rows, tokens, out),
+                (1, _) => self.rows::<1, 2>(expert, rows, tokens, out),
+                (_, 1) => self.rows::<2, 1>(expert, rows, tokens, out),
+                _ => self.rows::<2, 2>(expert, rows, tokens, out),
             }
         }
     }
 
-    /// As [`Lookups::multiply`], for activations of `PARTS` halves.
+    /// Adds products as [`Lookups::multiply`] does, for activations of `HALVES` halves of a byte.
     #[target_feature(enable = "avx2")]
-    fn rows<const PLANES: usize, const PARTS: usize>(
+    fn rows<const BYTES: usize, const HALVES: usize>(
         &self,
         expert: usize,
         rows: Range<usize>,
-        list: &[usize],
+        tokens: &[usize],
         out: &mut [f32],
     ) {
         let layout = self.view.layout();
-        let tile = (TABLES / (layout.padded_columns() * 4 * PARTS).max(1)).max(1);
-        for (tile, out) in list.chunks(tile).zip(out.chunks_mut(tile * rows.len())) {
+        let tile = (TABLES / (layout.padded_columns() * 4 * HALVES).max(1)).max(1);
+        for (tile, out) in tokens.chunks(tile).zip(out.chunks_mut(tile * rows.len())) {
             for row in rows.clone().step_by(PANEL) {
                 let mut out = Rows::new(out, rows.len(), row - rows.start);
                 for index in 0..layout.blocks() {
                     let block = self.view.block(expert, row / PANEL, index);
                     let first = index * layout.block_size();
-                    self.block::<PLANES, PARTS>(&block, first, tile, &mut out);
+                    self.block::<BYTES, HALVES>(&block, first, tile, &mut out);
                 }
             }
         }
     }
 
-    /// Adds the products of a block, whose first column is `first`.
+    /// Adds the products of a block, whose first column is `first`, with `tokens` to `out`.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn block<const PLANES: usize, const PARTS: usize>(
+    fn block<const BYTES: usize, const HALVES: usize>(
         &self,
         block: &Block,
         first: usize,
-        list: &[usize],
+        tokens: &[usize],
         out: &mut Rows,
     ) {
-        let (factors, epilogue) = (Factors::<PLANES>::new(block), Epilogue::new(block));
+        let (factors, epilogue) = (Factors::<BYTES>::new(block), Epilogue::new(block));
         let lines = block.registers();
         let units = first / BLOCK_UNIT..(first + block.columns()).div_ceil(BLOCK_UNIT);
-        for (i, &token) in list.iter().enumerate() {
+        for (i, &token) in tokens.iter().enumerate() {
             let Tables { bytes, totals } = self.prepared.tables(token);
-            let tables = bytes[first / LANE * 2 * PARTS..].chunks(CHUNK * 2 * PARTS);
+            let tables = bytes[first / LANE * 2 * HALVES..].chunks(CHUNK * 2 * HALVES);
             let mut sums = [[0; PANEL]; MASKS];
             for (lines, tables) in lines.chunks(CHUNK).zip(tables) {
-                look_up::<PARTS>(lines, tables, &mut sums);
+                look_up::<HALVES>(lines, tables, &mut sums);
             }
             let sums = factors.sums(totals[units.clone()].iter().sum(), &sums);
             out.add(i, &epilogue.products(&sums, self.prepared.scale(token)));
@@ -150,23 +150,23 @@ impl Lookups<'_> {
     }
 }
 
-/// Adds the activations that the bits of some lines choose to the sums of 16 rows. At most [`CHUNK`] lines, a multiple of
-/// four; `tables` start with theirs.
+/// Adds the activations that the masks of some lines select to the sums of 16 rows. There are at most [`CHUNK`] lines, a
+/// multiple of four, and `tables` start with theirs.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn look_up<const PARTS: usize>(
+fn look_up<const HALVES: usize>(
     lines: &[[u8; REGISTER]],
     tables: &[[u8; 2 * LANE]],
     sums: &mut [[i32; PANEL]; MASKS],
 ) {
     let half = _mm256_set1_epi8(15);
-    // What bytes of low and of high halves, or of earlier and of later columns, count.
-    let weights = _mm256_set1_epi16(if PARTS == 2 { 0x1001 } else { 0x0101 });
+    // The factors of the bytes of low and high halves, or of earlier and later columns.
+    let weights = _mm256_set1_epi16(if HALVES == 2 { 0x1001 } else { 0x0101 });
     let mut words = [[_mm256_setzero_si256(); 2]; MASKS];
-    let step = ADDED / PARTS;
+    let step = ADDED / HALVES;
     for (lines, tables) in lines
         .chunks_exact(step)
-        .zip(tables.chunks_exact(step * 2 * PARTS))
+        .zip(tables.chunks_exact(step * 2 * HALVES))
     {
         let mut bytes = [[_mm256_setzero_si256(); 2]; MASKS];
         for line in 0..step {
@@ -178,11 +178,11 @@ fn look_up<const PARTS: usize>(
                 let low = _mm256_and_si256(codes, half);
                 let high = _mm256_and_si256(shifted, half);
                 let indices = [low, high, _mm256_and_si256(low, high)];
-                for part in 0..PARTS {
-                    let table = &tables[(2 * line + pair) * PARTS + part];
+                for which in 0..HALVES {
+                    let table = &tables[(2 * line + pair) * HALVES + which];
                     // SAFETY: the array has the 32 bytes.
                     let table = unsafe { _mm256_loadu_si256(table.as_ptr().cast()) };
-                    let to = if PARTS == 2 { part } else { line / 2 };
+                    let to = if HALVES == 2 { which } else { line / 2 };
                     for mask in 0..MASKS {
                         let found = _mm256_shuffle_epi8(table, indices[mask]);
                         bytes[mask][to] = _mm256_add_epi8(bytes[mask][to], found);

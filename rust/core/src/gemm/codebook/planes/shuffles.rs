@@ -1,9 +1,9 @@
-//! 2-bit codes by permutations into dot products: AVX-512.
+//! Products by 2-bit codes with permutations and dot products: AVX-512.
 //!
-//! Centroids of four columns stand in the words of their rows, so a dot product adds to 16 rows' sums with four
-//! activations that all rows share, and sums need no transposition. 256 codes take 10 operations beside the loads, and
-//! four dot products a token and plane. Each of these loads its own activations, so that many tokens
-//! take [`crate::gemm::codebook::pieces`] instead, whose registers of four rows share a load.
+//! The centroids of four columns of a row are in the row's word, so a dot product adds to the sums of 16 rows with four
+//! activations that all rows share, and sums need no transposition. 256 codes take 10 operations besides the loads, and
+//! four dot products for each token and byte of the centroids. Each of these loads its own activations, so that many
+//! tokens are multiplied by [`crate::gemm::codebook::pieces`] instead, whose registers of four rows share a load.
 
 // A closure that an iterator calls would be compiled without the instructions.
 #![allow(clippy::needless_range_loop)]
@@ -18,38 +18,38 @@ use crate::gemm::codebook::tokens::Prepared;
 use crate::gemm::codebook::{Epilogue, Rows};
 use crate::gemm::panel::{LANES, Line};
 
-/// Adds the products of a block of 2 bits, whose first column is `first`, to `out` for the tokens of `list`.
+/// Adds the products of a block of 2 bits, whose first column is `first`, with `tokens` to `out`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-pub(in crate::gemm::codebook) fn multiply<const PLANES: usize>(
+pub(in crate::gemm::codebook) fn multiply<const BYTES: usize>(
     block: &Block,
     first: usize,
     prepared: &Prepared,
-    list: &[usize],
+    tokens: &[usize],
     out: &mut Rows,
 ) {
     for line in (0..block.parameter_bytes()).step_by(REGISTER) {
         _mm_prefetch::<_MM_HINT_T0>(block.start().wrapping_add(AHEAD + line).cast());
     }
-    let epilogue = Epilogue::<PLANES>::new(block);
+    let epilogue = Epilogue::<BYTES>::new(block);
     let columns = first..first + block.columns();
     let mut done = 0;
     macro_rules! tile {
         ($tokens:literal, $chains:literal) => {{
             let mut x = [std::ptr::null(); $tokens];
             for t in 0..$tokens {
-                x[t] = prepared.codes(list[done + t])[columns.clone()].as_ptr();
+                x[t] = prepared.codes(tokens[done + t])[columns.clone()].as_ptr();
             }
             // SAFETY: the slices have the block's columns.
-            let sums = unsafe { sums::<PLANES, $tokens, $chains>(block, x) };
+            let sums = unsafe { sums::<BYTES, $tokens, $chains>(block, x) };
             for t in 0..$tokens {
-                let products = epilogue.products(&sums[t], prepared.scale(list[done + t]));
+                let products = epilogue.products(&sums[t], prepared.scale(tokens[done + t]));
                 out.add(done + t, &products);
             }
             done += $tokens;
         }};
     }
-    while done < list.len() {
-        match list.len() - done {
+    while done < tokens.len() {
+        match tokens.len() - done {
             1 => tile!(1, 4),
             2 | 3 => tile!(2, 2),
             _ => tile!(4, 2),
@@ -57,55 +57,55 @@ pub(in crate::gemm::codebook) fn multiply<const PLANES: usize>(
     }
 }
 
-/// The integer sums of 16 rows for `N` tokens, by plane; `CHAINS` partial sums each, so that additions need not wait.
+/// The integer sums of 16 rows for `N` tokens and each byte of the centroids, as `CHAINS` independent partial sums each.
 ///
 /// # Safety
 /// Each of `x` points to as many bytes as the block has columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-unsafe fn sums<const PLANES: usize, const N: usize, const CHAINS: usize>(
+unsafe fn sums<const BYTES: usize, const N: usize, const CHAINS: usize>(
     block: &Block,
     x: [*const u8; N],
-) -> [[[i32; PANEL]; PLANES]; N] {
-    let (order, mut tables) = (Order::new(false), [Table::new(block, 0); PLANES]);
-    if PLANES == 2 {
+) -> [[[i32; PANEL]; BYTES]; N] {
+    let (order, mut tables) = (Order::new(false), [Table::new(block, 0); BYTES]);
+    if BYTES == 2 {
         tables[1] = Table::new(block, 1);
     }
-    let mut sums = [[[_mm512_setzero_si512(); CHAINS]; PLANES]; N];
+    let mut sums = [[[_mm512_setzero_si512(); CHAINS]; BYTES]; N];
     for (number, line) in block.registers().iter().enumerate() {
         _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().wrapping_add(AHEAD).cast());
         let indices = order.indices(order.words(line));
         for c in 0..4 {
-            let mut weights = [_mm512_setzero_si512(); PLANES];
-            for plane in 0..PLANES {
-                weights[plane] = tables[plane].look_up(&indices, c);
+            let mut weights = [_mm512_setzero_si512(); BYTES];
+            for byte in 0..BYTES {
+                weights[byte] = tables[byte].look_up(&indices, c);
             }
             for t in 0..N {
                 // SAFETY: a line stands for 16 of the block's columns, and x has them all.
                 let four = unsafe { x[t].add(number * LANE + 4 * c).cast::<i32>().read_unaligned() };
-                for plane in 0..PLANES {
-                    let sum = &mut sums[t][plane][c % CHAINS];
-                    *sum = _mm512_dpbusd_epi32(*sum, _mm512_set1_epi32(four), weights[plane]);
+                for byte in 0..BYTES {
+                    let sum = &mut sums[t][byte][c % CHAINS];
+                    *sum = _mm512_dpbusd_epi32(*sum, _mm512_set1_epi32(four), weights[byte]);
                 }
             }
         }
     }
-    let mut out = [[[0; PANEL]; PLANES]; N];
+    let mut out = [[[0; PANEL]; BYTES]; N];
     for t in 0..N {
-        for plane in 0..PLANES {
-            let mut sum = sums[t][plane][0];
+        for byte in 0..BYTES {
+            let mut sum = sums[t][byte][0];
             for chain in 1..CHAINS {
-                sum = _mm512_add_epi32(sum, sums[t][plane][chain]);
+                sum = _mm512_add_epi32(sum, sums[t][byte][chain]);
             }
             // SAFETY: 16 sums are 64 bytes.
-            unsafe { _mm512_storeu_si512(out[t][plane].as_mut_ptr().cast(), sum) };
+            unsafe { _mm512_storeu_si512(out[t][byte].as_mut_ptr().cast(), sum) };
         }
     }
     out
 }
 
-/// Looks up high bytes of the columns of a block of 2 bits from column `first` on, four a line; those behind the block's
-/// are zeros. Rows stand in the order of [`crate::gemm::codebook::panels`].
+/// Looks up the high bytes of a block of 2 bits from column `first`, four columns a line; zeros after the last column.
+/// Rows are in the order of [`crate::gemm::codebook::panels`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(in crate::gemm::codebook) fn look_up(block: &Block, first: usize, lines: &mut [Line]) {
     let (order, table) = (Order::new(true), Table::new(block, 0));

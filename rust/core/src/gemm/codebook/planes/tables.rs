@@ -1,8 +1,8 @@
-//! A token as tables of partial sums.
+//! The tables of a token: sums of its activations.
 //!
-//! Four activations have 16 partial sums, one for each choice among them. A lane of a line of codes holds in each half of
-//! a byte a choice among the columns k, 4 + k, 8 + k and 12 + k, so a token has a table for each lane. Activations of 8
-//! bits have two, of their low and of their high halves: then a sum is at most 60 and a byte holds four of them.
+//! Four activations have 16 sums, one for each subset of them. A lane of a line of codes holds in each half of a byte a
+//! subset of the columns k, 4 + k, 8 + k and 12 + k, so a token has a table for each lane. Activations of 8 bits have
+//! two, of their low and of their high halves: then a sum is at most 60, and a byte holds the sum of four of them.
 
 use crate::formats::codebook::BLOCK_UNIT;
 use crate::formats::codebook::bits::LANE;
@@ -10,23 +10,23 @@ use crate::formats::codebook::bits::LANE;
 /// The tables and sums of a token.
 #[derive(Default)]
 pub struct Tables {
-    /// For each 16 columns, for each pair of lanes (0 and 1, 2 and 3), for each part of an activation 2 tables of 16.
+    /// For each 16 columns, for each pair of lanes (0 and 1, 2 and 3), for each half of an activation 2 tables of 16.
     pub bytes: Vec<[u8; 2 * LANE]>,
     /// The sums of the activations of each [`BLOCK_UNIT`] of columns.
     pub totals: Vec<u32>,
 }
 
-/// How many parts an activation of so many bits has.
-pub(in crate::gemm::codebook) const fn parts(activation_bits: u8) -> usize {
+/// The number of halves of a byte, with tables of their own, of an activation.
+pub(in crate::gemm::codebook) const fn halves(activation_bits: u8) -> usize {
     if activation_bits == 8 { 2 } else { 1 }
 }
 
 impl Tables {
-    /// The tables of a token's codes, a multiple of 16, of 4 or 8 bits. The processor must have AVX2.
+    /// The tables of a token's codes of 4 or 8 bits, a multiple of 16 of them. The processor must have AVX2.
     pub fn new(codes: &[u8], activation_bits: u8) -> Tables {
         let totals = codes.chunks(BLOCK_UNIT);
         let totals = totals.map(|codes| codes.iter().map(|&code| u32::from(code)).sum());
-        let mut bytes = vec![[0; 2 * LANE]; codes.len() / LANE * 2 * parts(activation_bits)];
+        let mut bytes = vec![[0; 2 * LANE]; codes.len() / LANE * 2 * halves(activation_bits)];
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the caller's promise.
         unsafe {
@@ -48,7 +48,7 @@ mod x86 {
 
     use super::LANE;
 
-    /// Bytes of column 4c + k, 2 lanes from `k`, in the places of a table that choose it; others become zeros.
+    /// The shuffle of column 4c + k, for lanes `k` and k + 1, into the table entries whose subset has it; others get zeros.
     const fn choices(k: usize, c: usize) -> [u8; 2 * LANE] {
         let mut places = [0x80; 2 * LANE];
         let mut i = 0;
@@ -66,16 +66,16 @@ mod x86 {
         [choices(2, 0), choices(2, 1), choices(2, 2), choices(2, 3)],
     ];
 
-    /// Fills the tables of a token whose activations have `PARTS` halves.
+    /// Fills the tables of a token whose activations have `HALVES` halves.
     #[target_feature(enable = "avx2")]
-    pub fn fill<const PARTS: usize>(codes: &[u8], out: &mut [[u8; 2 * LANE]]) {
+    pub fn fill<const HALVES: usize>(codes: &[u8], out: &mut [[u8; 2 * LANE]]) {
         let half = _mm256_set1_epi8(15);
         let lines = codes.as_chunks::<LANE>().0.iter();
-        for (codes, out) in lines.zip(out.chunks_exact_mut(2 * PARTS)) {
+        for (codes, out) in lines.zip(out.chunks_exact_mut(2 * HALVES)) {
             // SAFETY: the array has the 16 bytes.
             let codes = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(codes.as_ptr().cast()) });
-            for part in 0..PARTS {
-                let part_codes = match part {
+            for which in 0..HALVES {
+                let half_codes = match which {
                     0 => _mm256_and_si256(codes, half),
                     _ => _mm256_and_si256(_mm256_srli_epi16::<4>(codes), half),
                 };
@@ -84,9 +84,9 @@ mod x86 {
                     for choices in choices {
                         // SAFETY: the array has the 32 bytes.
                         let places = unsafe { _mm256_loadu_si256(choices.as_ptr().cast()) };
-                        sums = _mm256_add_epi8(sums, _mm256_shuffle_epi8(part_codes, places));
+                        sums = _mm256_add_epi8(sums, _mm256_shuffle_epi8(half_codes, places));
                     }
-                    let out = &mut out[pair * PARTS + part];
+                    let out = &mut out[pair * HALVES + which];
                     // SAFETY: the array has the 32 bytes.
                     unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), sums) };
                 }

@@ -6,7 +6,7 @@ use crate::formats::codebook::tests::Case;
 use crate::gemm::hadamard::rotate;
 use crate::gemm::panel::tests::{backends, hold, hold_panels, numbers, product, tasks};
 
-/// (experts, rows, columns), columns of a codebook.
+/// Experts, rows and columns; the columns of a block.
 const SHAPES: [([usize; 3], usize); 7] = [
     ([3, 5, 130], 128),
     ([2, 40, 256], 1024),
@@ -66,19 +66,19 @@ fn products_are_within_their_bound_on_every_backend() {
 }
 
 #[test]
-fn turned_tensors_turn_their_activations() {
+fn rotated_tensors_rotate_their_activations() {
     for bits in 2..=4 {
         let case = Case::new(bits, [1, 21, 192], 128);
         let plain = case.blob();
-        let turned = Case { hadamard: 64, ..case }.blob();
-        let (plain, turned) = (View::parse(&plain).unwrap(), View::parse(&turned).unwrap());
+        let rotated = Case { hadamard: 64, ..case }.blob();
+        let (plain, rotated) = (View::parse(&plain).unwrap(), View::parse(&rotated).unwrap());
         let x = numbers(20 * 192, 9);
         let mut first = x.clone();
         rotate(Isa::Scalar, &mut first, 64);
         for backend in backends() {
             let product =
                 |view, x: &[f32]| product(Rounded::new(view, backend), x, &tasks(&[20]), backend, 1);
-            assert_eq!(product(turned, &x), product(plain, &first), "{backend:?} {bits}");
+            assert_eq!(product(rotated, &x), product(plain, &first), "{backend:?} {bits}");
         }
     }
 }

@@ -1,12 +1,13 @@
-//! Registers of two rows: AVX2.
+//! The integer kernels' operations on registers of two rows: AVX2.
 
 use std::arch::x86_64::*;
 
 use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
 
+/// The vector instructions of AVX2.
 pub(in crate::gemm::codebook) struct Avx2;
 
-// SAFETY (all blocks): the trait's contract is the intrinsics'.
+// SAFETY (all blocks): the trait's contract implies that of the intrinsics.
 impl Lanes for Avx2 {
     const HALVES: usize = 2;
     const WIDEST: usize = 2;
@@ -99,7 +100,7 @@ impl Lanes for Avx2 {
     unsafe fn dot(sums: __m256i, weights: __m256i, [low, high]: [__m256i; 2]) -> __m256i {
         // SAFETY: see above.
         unsafe {
-            // Two products are at most 2 * 15 * 128 in magnitude, far from saturation at 32767.
+            // The sum of two products is at most 2 * 15 * 128 in magnitude, far from saturation at 32767.
             let low = _mm256_madd_epi16(_mm256_maddubs_epi16(low, weights), _mm256_set1_epi16(1));
             let high = _mm256_madd_epi16(_mm256_maddubs_epi16(high, weights), _mm256_set1_epi16(16));
             _mm256_add_epi32(sums, _mm256_add_epi32(low, high))

@@ -1,13 +1,14 @@
-//! Registers of four rows: AVX-512 with VNNI.
+//! The integer kernels' operations on registers of four rows: AVX-512 with VNNI.
 
 use std::arch::x86_64::*;
 
 use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
 use crate::gemm::codebook::planes::lines;
 
+/// The vector instructions of AVX-512.
 pub(in crate::gemm::codebook) struct Avx512;
 
-// SAFETY (all blocks): the trait's contract is the intrinsics'.
+// SAFETY (all blocks): the trait's contract implies that of the intrinsics.
 impl Lanes for Avx512 {
     const HALVES: usize = 1;
     const WIDEST: usize = 4;

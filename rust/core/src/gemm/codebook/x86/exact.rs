@@ -1,4 +1,4 @@
-//! Floating point: codes widened to lanes permute a row's 16 values.
+//! The exact mode with AVX-512: codes, widened to lanes, permute a row's 16 values.
 
 use std::arch::x86_64::*;
 
@@ -11,13 +11,13 @@ use crate::gemm::codebook::planes::lines::{column_shifts, row_words};
 use crate::gemm::codebook::portable::{tree_sum, value_table};
 use crate::gemm::codebook::tokens::Prepared;
 
-/// Adds the products of a block, whose first column is `first`, to `out` for the tokens of `list`.
+/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(super) fn exact<const BITS: u8>(
     block: &Block,
     first: usize,
     prepared: &Prepared,
-    list: &[usize],
+    tokens: &[usize],
     words: &mut Vec<[u32; PANEL]>,
     out: &mut Rows,
 ) {
@@ -34,7 +34,7 @@ pub(super) fn exact<const BITS: u8>(
         ($rows:literal, $tokens:literal) => {{
             let mut x = [std::ptr::null(); $tokens];
             for t in 0..$tokens {
-                x[t] = prepared.values(list[done + t])[columns.clone()].as_ptr();
+                x[t] = prepared.values(tokens[done + t])[columns.clone()].as_ptr();
             }
             // SAFETY: the slices have the block's columns.
             let products = unsafe { products::<BITS, $rows, $tokens>(block, words, &tables, x) };
@@ -44,8 +44,8 @@ pub(super) fn exact<const BITS: u8>(
             done += $tokens;
         }};
     }
-    while done < list.len() {
-        match list.len() - done {
+    while done < tokens.len() {
+        match tokens.len() - done {
             1 => tile!(8, 1),
             2 | 3 => tile!(4, 2),
             4..8 => tile!(4, 4),
@@ -54,7 +54,7 @@ pub(super) fn exact<const BITS: u8>(
     }
 }
 
-/// The products of 16 rows with `N` tokens, `ROWS` rows at a time. `words` are the block's codes, of 2 bits.
+/// The products of 16 rows with `N` tokens, `ROWS` rows at a time. `words` are the codes of a block of 2 bits.
 ///
 /// # Safety
 /// Each of `x` points to as many values as `block` has columns.
@@ -75,8 +75,8 @@ unsafe fn products<const BITS: u8, const ROWS: usize, const N: usize>(
         // SAFETY: the caller's promise.
         let sums = unsafe {
             match BITS {
-                2 => word_values::<ROWS, N>(words, first, table, x),
-                _ => row_values::<BITS, ROWS, N>(block.registers(), first, table, x),
+                2 => word_sums::<ROWS, N>(words, first, table, x),
+                _ => row_sums::<BITS, ROWS, N>(block.registers(), first, table, x),
             }
         };
         for r in 0..ROWS {
@@ -91,13 +91,13 @@ unsafe fn products<const BITS: u8, const ROWS: usize, const N: usize>(
     out
 }
 
-/// The partial sums of `ROWS` rows, from row `first` on, for `N` tokens.
+/// The partial sums of `ROWS` rows from row `first` for `N` tokens, for codes of 3 or 4 bits.
 ///
 /// # Safety
 /// Each of `x` points to as many values as `registers` have columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-unsafe fn row_values<const BITS: u8, const ROWS: usize, const N: usize>(
+unsafe fn row_sums<const BITS: u8, const ROWS: usize, const N: usize>(
     registers: &[[u8; REGISTER]],
     first: usize,
     table: [__m512; ROWS],
@@ -131,13 +131,13 @@ unsafe fn row_values<const BITS: u8, const ROWS: usize, const N: usize>(
     sums
 }
 
-/// As [`row_values`], of codes of 2 bits in words of 16 columns.
+/// The partial sums of `ROWS` rows from row `first` for `N` tokens, for codes of 2 bits in words of 16 columns.
 ///
 /// # Safety
 /// Each of `x` points to as many values as `words` have columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-unsafe fn word_values<const ROWS: usize, const N: usize>(
+unsafe fn word_sums<const ROWS: usize, const N: usize>(
     words: &[[u32; PANEL]],
     first: usize,
     table: [__m512; ROWS],
@@ -159,8 +159,8 @@ unsafe fn word_values<const ROWS: usize, const N: usize>(
     sums
 }
 
-/// Indices of a group from widened registers; permutations look at the low four bits, and tables of fewer entries are
-/// repeated, so bits above a code do no harm.
+/// The indices of a group from widened registers. Permutations read the low four bits, and tables of fewer entries are
+/// repeated, so the bits above a code have no effect.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn wide_index<const BITS: u8>([a, b, c]: [__m512i; 3], group: usize) -> __m512i {

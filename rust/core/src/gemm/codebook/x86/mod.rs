@@ -1,7 +1,7 @@
 //! Kernels for x86-64.
 //!
-//! Integer modes: [`super::kernel`] over registers of four or two rows, of 2 bits [`super::planes`]. Exact mode, AVX-512: 16 codes of a row are
-//! widened to lanes and permute the row's 16 values. Exact mode, AVX2: the portable kernel with permutations for look-ups.
+//! Integer modes: [`super::kernel`] over registers of four or two rows, and [`super::planes`] for 2 bits. Exact mode:
+//! [`exact`] with AVX-512; with AVX2 the portable kernel, which looks up values by permutations.
 //!
 //! Loops index arrays on purpose: a closure that an iterator or `array::map` calls is compiled outside the function that
 //! enables the instructions, and each intrinsic in it becomes a call (measured: ten times slower).
@@ -27,7 +27,7 @@ pub(super) use avx2::Avx2;
 pub(super) use avx512::Avx512;
 pub(super) use quantize::quantize;
 
-/// Permutations of AVX2.
+/// A [`Lookup`] by permutations of AVX2.
 struct Permutations;
 
 impl Lookup for Permutations {
@@ -52,13 +52,13 @@ impl Lookup for Permutations {
     }
 }
 
-/// Adds the products of a block, whose first column is `first`, to `out`, with AVX2, which must be available.
+/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`, by AVX2, which must be available.
 pub(super) fn avx2(
     block: &Block,
     precision: Precision,
     first: usize,
     prepared: &Prepared,
-    list: &[usize],
+    tokens: &[usize],
     buffers: &mut portable::Buffers,
     out: &mut Rows,
 ) {
@@ -67,78 +67,78 @@ pub(super) fn avx2(
         block: &Block,
         first: usize,
         prepared: &Prepared,
-        list: &[usize],
+        tokens: &[usize],
         buffers: &mut portable::Buffers,
         out: &mut Rows,
     ) {
-        portable::exact::<Permutations>(block, first, prepared, list, buffers, out);
+        portable::exact::<Permutations>(block, first, prepared, tokens, buffers, out);
     }
     #[target_feature(enable = "avx2,fma")]
     fn integer(
         block: &Block,
-        planes: usize,
+        centroid_bytes: usize,
         first: usize,
         prepared: &Prepared,
-        list: &[usize],
+        tokens: &[usize],
         pieces: &mut Pieces,
         out: &mut Rows,
     ) {
         // SAFETY: the function has the features of the lanes.
-        unsafe { kernel::compute::<Avx2>(block, planes, first, prepared, list, pieces, out) }
+        unsafe { kernel::compute::<Avx2>(block, centroid_bytes, first, prepared, tokens, pieces, out) }
     }
+    let pieces = &mut buffers.pieces;
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs AVX2 and FMA.
     unsafe {
         match precision {
-            Precision::Exact => exact(block, first, prepared, list, buffers, out),
-            Precision::Int16 { .. } => integer(block, 2, first, prepared, list, &mut buffers.pieces, out),
-            Precision::Int8 { .. } => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
+            Precision::Exact => exact(block, first, prepared, tokens, buffers, out),
+            Precision::Int16 { .. } => integer(block, 2, first, prepared, tokens, pieces, out),
+            Precision::Int8 { .. } => integer(block, 1, first, prepared, tokens, pieces, out),
         }
     }
 }
 
-/// The same with AVX-512, which must be available.
+/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`. AVX-512 must be available.
 pub(super) fn avx512(
     block: &Block,
     precision: Precision,
     first: usize,
     prepared: &Prepared,
-    list: &[usize],
+    tokens: &[usize],
     buffers: &mut portable::Buffers,
     out: &mut Rows,
 ) {
-    let many = list.len() >= pieces::FEWEST;
+    let many = tokens.len() >= pieces::FEWEST;
+    let (words, pieces) = (&mut buffers.words, &mut buffers.pieces);
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn integer(
         block: &Block,
-        planes: usize,
+        centroid_bytes: usize,
         first: usize,
         prepared: &Prepared,
-        list: &[usize],
+        tokens: &[usize],
         pieces: &mut Pieces,
         out: &mut Rows,
     ) {
         // SAFETY: the function has the features of the lanes.
-        unsafe { kernel::compute::<Avx512>(block, planes, first, prepared, list, pieces, out) }
+        unsafe { kernel::compute::<Avx512>(block, centroid_bytes, first, prepared, tokens, pieces, out) }
     }
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-    fn lines<const PLANES: usize>(block: &Block, first: usize, pieces: &mut Pieces, out: &mut Rows) {
+    fn lines<const BYTES: usize>(block: &Block, first: usize, pieces: &mut Pieces, out: &mut Rows) {
         // SAFETY: the function has the features of the lanes; it is called for blocks of 2 bits.
-        unsafe { pieces::multiply::<Avx512, 2, PLANES>(block, first, pieces, out) }
+        unsafe { pieces::multiply::<Avx512, 2, BYTES>(block, first, pieces, out) }
     }
     // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs every feature that these enable.
     unsafe {
         match (precision, block.bits()) {
-            (Precision::Exact, 2) => exact::exact::<2>(block, first, prepared, list, &mut buffers.words, out),
-            (Precision::Exact, 3) => exact::exact::<3>(block, first, prepared, list, &mut buffers.words, out),
-            (Precision::Exact, _) => exact::exact::<4>(block, first, prepared, list, &mut buffers.words, out),
-            (Precision::Int16 { .. }, 2) if many => lines::<2>(block, first, &mut buffers.pieces, out),
-            (Precision::Int8 { .. }, 2) if many => lines::<1>(block, first, &mut buffers.pieces, out),
-            (Precision::Int16 { .. }, 2) => shuffles::multiply::<2>(block, first, prepared, list, out),
-            (Precision::Int8 { .. }, 2) => shuffles::multiply::<1>(block, first, prepared, list, out),
-            (Precision::Int16 { .. }, _) => {
-                integer(block, 2, first, prepared, list, &mut buffers.pieces, out)
-            }
-            (Precision::Int8 { .. }, _) => integer(block, 1, first, prepared, list, &mut buffers.pieces, out),
+            (Precision::Exact, 2) => exact::exact::<2>(block, first, prepared, tokens, words, out),
+            (Precision::Exact, 3) => exact::exact::<3>(block, first, prepared, tokens, words, out),
+            (Precision::Exact, _) => exact::exact::<4>(block, first, prepared, tokens, words, out),
+            (Precision::Int16 { .. }, 2) if many => lines::<2>(block, first, pieces, out),
+            (Precision::Int8 { .. }, 2) if many => lines::<1>(block, first, pieces, out),
+            (Precision::Int16 { .. }, 2) => shuffles::multiply::<2>(block, first, prepared, tokens, out),
+            (Precision::Int8 { .. }, 2) => shuffles::multiply::<1>(block, first, prepared, tokens, out),
+            (Precision::Int16 { .. }, _) => integer(block, 2, first, prepared, tokens, pieces, out),
+            (Precision::Int8 { .. }, _) => integer(block, 1, first, prepared, tokens, pieces, out),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Rounding a token's activations.
+//! Quantizing a token's activations with AVX-512.
 
 use std::arch::x86_64::*;
 
@@ -37,7 +37,7 @@ pub(in crate::gemm::codebook) fn quantize(x: &[f32], bits: u8, codes: &mut [u8])
     (grid.step, grid.zero)
 }
 
-/// Up to 16 values, zeros behind them.
+/// Loads up to 16 values, followed by zeros.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_part(values: &[f32]) -> __m512 {
