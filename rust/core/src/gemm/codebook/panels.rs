@@ -17,8 +17,7 @@ use super::x86::Avx512;
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
 use crate::formats::codebook::{Block, View};
 use crate::gemm::panel::{Element, LANES, Line, Section, Source, Square, Tile, TokenForm};
-use crate::types::Activations;
-use crate::types::Shape;
+use crate::types::{Activations, Shape};
 
 /// The least number of tokens of an expert for which panels are faster, measured on 14336 x 4096 on a busy host: 12 take
 /// 3.7 ms by panels and 3.3 by [`super::pieces`], 16 take 4.06 and 4.18.
@@ -73,7 +72,7 @@ impl Source for Panels<'_> {
 
     fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
         let (codes, scale) = self.form.quantized(*x, token);
-        tile.units[lane] = scale;
+        tile.scales[lane] = scale;
         for (codes, line) in codes
             .chunks(CHUNK)
             .zip(tile.lines[lane..].iter_mut().step_by(LANES))
@@ -187,7 +186,7 @@ unsafe fn finish(block: &Block, tile: &Tile, sums: &Square<u32>, out: &mut Squar
     };
     let scales = _mm512_mul_ps(scales, _mm512_set1_ps(256.0));
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    for (token, &(step, zero)) in tile.units.iter().enumerate() {
+    for (token, &(step, zero)) in tile.scales.iter().enumerate() {
         // SAFETY: a row has 64 bytes, aligned.
         unsafe {
             let sum = _mm512_permutexvar_epi32(order, _mm512_load_si512(sums.0[token].as_ptr().cast()));

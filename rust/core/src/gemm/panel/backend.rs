@@ -1,27 +1,27 @@
-//! What multiplies a panel by tiles of tokens.
+//! The backends that multiply a panel by tiles of tokens.
 
 use super::{LANES, Line, Square};
 use crate::simd::{self, Isa};
 
-/// The products that a processor has.
+/// The instructions that multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Backend {
-    /// Matrix registers: AMX.
+    /// AMX registers.
     Matrix,
-    /// AVX-512 with dot products of bf16.
+    /// Dot products of bf16 of AVX-512.
     Avx512,
-    /// Vectors of f32 that AVX2 expands bf16 to.
+    /// Products of f32 of AVX2, to which bf16 is expanded.
     Avx2,
-    /// Loops over f32.
+    /// Portable loops over f32.
     Portable,
-    /// Loops that do what matrix registers do.
+    /// Portable loops that compute as AMX registers do.
     #[cfg(test)]
     Emulated,
 }
 
 impl Backend {
-    /// The products of bf16 on a set that the processor runs. `None` on AVX-512 without bf16, whose products of f32 or of
-    /// bytes straight from the codes are faster than any of bf16.
+    /// The backend for bf16 with an instruction set that the processor runs. `None` for AVX-512 without bf16: there, kernels
+    /// that multiply f32 or bytes without panels are faster.
     pub fn of_floats(isa: Isa) -> Option<Backend> {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -34,9 +34,9 @@ impl Backend {
         }
     }
 
-    /// As [`Backend::of_floats`], for a format whose exact mode has integer dot products: `None`, too, where these are the
-    /// faster ones. So they are on AVX2 that has them, and on AVX-512 of Intel, which starts twice as many of them as dot
-    /// products of bf16: 256 tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 by panels.
+    /// [`Backend::of_floats`] for a format whose exact mode has integer dot products; `None` also where those are faster:
+    /// with AVX2 that has them, and with AVX-512 on Intel, which starts twice as many of them as dot products of bf16 (256
+    /// tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 by panels).
     pub fn of_bf16(isa: Isa) -> Option<Backend> {
         let integers = match isa {
             #[cfg(target_arch = "x86_64")]
@@ -47,7 +47,7 @@ impl Backend {
         if integers { None } else { Backend::of_floats(isa) }
     }
 
-    /// Whether sums may stay where they are from one product to the next, in registers.
+    /// Whether sums may stay in registers from one product to the next.
     pub fn keeps_sums(self) -> bool {
         match self {
             Backend::Matrix => true,
@@ -57,7 +57,7 @@ impl Backend {
         }
     }
 
-    /// The set of its vectors.
+    /// The vector instructions that decode its panels.
     pub fn vectors(self) -> Isa {
         match self {
             Backend::Matrix | Backend::Avx512 => Isa::Avx512,
@@ -71,41 +71,39 @@ impl Backend {
     }
 }
 
-/// Where sums start.
+/// The sums that a product starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Start {
-    /// At zero.
+    /// Zeros.
     Zero,
-    /// At what is stored.
+    /// The stored sums.
     Stored,
-    /// Where the product before ended, of the same blocks and tile: only of a backend that keeps them.
+    /// The sums of the previous product, of the same blocks and tile, in registers ([`Backend::keeps_sums`]).
     Kept,
 }
 
-/// One or two blocks by a tile, over the chunks of a step.
+/// A product of one or two blocks and a tile, over some chunks of a step.
 pub(super) struct Product<'a> {
     /// The lines of the tile.
     pub tokens: &'a [Line],
-    /// How many tokens there are, at most 16.
+    /// The number of tokens, at most 16.
     pub count: usize,
-    /// The first block's lines, the second's `block_lines` behind.
+    /// The lines of the first block; those of the second start `block_lines` after them.
     pub panel: &'a [Line],
     pub block_lines: usize,
-    /// Blocks, 1 or 2.
+    /// The number of blocks, 1 or 2.
     pub blocks: usize,
     pub chunks: usize,
-    /// What the products are added to.
     pub start: Start,
-    /// Whether `sums` are wanted: always, but where the next product starts from [`Start::Kept`].
+    /// Whether to store `sums`: not needed where the next product starts from [`Start::Kept`].
     pub store: bool,
-    /// The sums of the blocks.
+    /// The sums of the blocks, `block_sums` squares apart.
     pub sums: &'a mut [Square<u32>],
-    /// Squares from a block's sums to the next block's.
     pub block_sums: usize,
 }
 
 impl Product<'_> {
-    /// Stops the program where the lengths do not fit: kernels rely on them.
+    /// Panics if the lengths do not fit: kernels rely on them.
     pub fn check(&self) {
         let lines = self.chunks * LANES;
         assert!(self.chunks > 0 && (1..=2).contains(&self.blocks) && (1..=LANES).contains(&self.count));
@@ -149,8 +147,8 @@ pub(super) fn values(word: u32) -> [f32; 2] {
     [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
 }
 
-/// Products of bf16, one after the other. A product of two bf16 numbers is exact, so that fusing it with the addition
-/// changes nothing.
+/// Computes a product of bf16 in portable Rust. Products of two bf16 numbers are exact in f32, so that sums are the same
+/// with and without fused additions.
 pub(super) fn multiply_portable(product: &mut Product) {
     let (blocks, count) = (product.blocks, product.count);
     for (block, token) in (0..blocks).flat_map(|b| (0..count).map(move |t| (b, t))) {
@@ -174,7 +172,7 @@ pub(super) fn multiply_portable(product: &mut Product) {
     }
 }
 
-/// What matrix registers compute, whole tiles at a time.
+/// Computes a product as AMX registers do, for all 16 tokens of the tile.
 #[cfg(test)]
 pub(super) fn multiply_emulated(element: super::Element, product: &mut Product) {
     let (blocks, count, chunks) = (product.blocks, LANES, product.chunks);

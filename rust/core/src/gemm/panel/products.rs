@@ -1,4 +1,4 @@
-//! Products of a job by panels.
+//! The kernel of [`crate::gemm::layer`] that multiplies by panels.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::{Backend, Source, TokenForm};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Shared, Work, Worker, direct};
 use crate::types::Activations;
 
-/// The products of a job by a source's panels.
+/// The products of a job by the panels of a source, with a backend that the processor has.
 pub(crate) fn products<'s, S: Source + 's>(
     source: S,
     backend: Backend,
@@ -29,6 +29,7 @@ struct Tiles {
     experts: Vec<usize>,
 }
 
+/// The prepared activations of jobs.
 static TILES: Cache<TokenForm, Tiles> = Cache::new();
 
 impl<S: Source> Kernel for Panels<S> {

@@ -1,24 +1,23 @@
-//! Activations rounded to bf16, in lines.
+//! Rounding activations to bf16, into lines.
 
 use super::{LANES, Line, Tile, pair};
 use crate::gemm::hadamard;
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// Writes token `token` of `x`, of `columns` values rounded to bf16, into lane `lane` of a tile. Of a tensor whose
-/// products turn activations ([`hadamard`]), `turned` columns at a time are turned first. `isa` must have been found
-/// available.
+/// Writes token `token` of `x`, of `columns` values rounded to bf16, into lane `lane` of a tile. Activations are rotated
+/// first if `width`, that of the Hadamard rotation ([`hadamard`]), is more than 1. `isa` must have been found available.
 pub(crate) fn round_token(
     isa: Isa,
     x: &Activations,
-    (token, columns, turned): (usize, usize, usize),
+    (token, columns, width): (usize, usize, usize),
     lane: usize,
     tile: &mut Tile,
 ) {
     let mut values = vec![0.0; columns];
     x.widen(token * columns, &mut values);
-    if turned > 1 {
-        hadamard::rotate(isa, &mut values, turned);
+    if width > 1 {
+        hadamard::rotate(isa, &mut values, width);
     }
     round(isa, &values, &mut tile.lines[lane..]);
 }
@@ -33,7 +32,7 @@ pub(super) fn round(isa: Isa, x: &[f32], lines: &mut [Line]) {
     }
 }
 
-/// As [`round`].
+/// Writes values into lines as [`round`] does, on any processor.
 #[inline(always)]
 fn round_portable(x: &[f32], lines: &mut [Line]) {
     for (x, line) in x.chunks(2 * LANES).zip(lines.iter_mut().step_by(LANES)) {
@@ -45,7 +44,7 @@ fn round_portable(x: &[f32], lines: &mut [Line]) {
     }
 }
 
-/// As [`round_portable`], whose loops the compiler makes vectors of.
+/// [`round_portable`], compiled to vectors of AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn round_avx2(x: &[f32], lines: &mut [Line]) {

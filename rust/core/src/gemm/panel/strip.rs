@@ -1,4 +1,4 @@
-//! A thread's work: some rows by all tokens of a task.
+//! The work of a thread: the products of some rows with all tokens of a task.
 
 use std::ops::Range;
 
@@ -9,55 +9,55 @@ use crate::gemm::layer::Worker;
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::tiles::{self, Configured};
 
-/// Chunks of a piece: two panels of two blocks, one being decoded and one being multiplied, are 32 KB.
-pub(super) const PIECE: usize = 8;
-/// The same for one tile, whose sums stay in matrix registers: the fewer, the better decoding and products overlap.
-const SHORT: usize = 4;
-/// Chunks of a block that are decoded between two tiles.
+/// The chunks of a step: two panels of two blocks, one being decoded and one being multiplied, are 32 KB.
+const STEP: usize = 8;
+/// The chunks of a step where sums stay in AMX registers: with fewer chunks decoding and products overlap better.
+const SHORT_STEP: usize = 4;
+/// The chunks of a block that are decoded between two tiles.
 const SLICE: usize = 4;
-/// Blocks of a strip of few tokens, which stay in the second-level cache.
+/// The blocks of a strip of few tokens, which stay in the second-level cache.
 const LOW: usize = 2;
-/// Blocks of a strip of many tokens: so many products for each read of a token from beyond that cache.
+/// The blocks of a strip of many tokens: the products of each read of a token from beyond that cache.
 const HIGH: usize = 16;
-/// Bytes of tokens that count as few.
+/// The most bytes of few tokens.
 const FEW: usize = 1 << 20;
-/// Tiles that share a decoded panel: their sums stay in the second-level cache.
+/// The most tiles that share a decoded panel: their sums stay in the second-level cache.
 const SHARE: usize = 32;
 
 /// A thread's buffers.
 pub(super) struct Thread<'a, S: Source> {
     source: &'a S,
     tokens: &'a Tokens,
-    /// For each task of the tokens, its expert.
+    /// The expert of each task.
     experts: &'a [usize],
     backend: Backend,
     panel: Vec<Line>,
-    /// The sums of sections that go on from piece to piece, [blocks, tiles].
+    /// The sums of sections that are longer than a step, [blocks, tiles].
     sums: Vec<Square<u32>>,
     /// The sums of two sections of a tile, each of 2 blocks.
     scratch: [[Square<u32>; 2]; 2],
     outputs: Vec<Square<f32>>,
-    /// The strip's blocks.
+    /// The state of the strip's blocks.
     open: Vec<S::Open>,
 }
 
-/// Some blocks of an expert by some tiles of a task.
+/// Some blocks of an expert that are multiplied by some tiles of a task.
 struct Strip<'a> {
-    /// Among the blocks of all experts.
+    /// The blocks, counted through all experts.
     blocks: Range<usize>,
     tiles: &'a [&'a Tile],
-    /// Chunks of a piece.
-    piece: usize,
-    /// There is one tile and no more than two blocks, whose sums stay in matrix registers from step to step.
+    /// The chunks of a step.
+    step_chunks: usize,
+    /// Whether there is one tile and at most two blocks, whose sums stay in AMX registers from step to step.
     kept: bool,
 }
 
 impl Strip<'_> {
-    /// A strip's way: a piece of columns after the other, two blocks (or one) at a time.
+    /// The steps of the strip, in ascending order of columns, then of blocks.
     fn steps(&self, chunks: usize) -> impl Iterator<Item = Step> + use<> {
-        let (size, blocks) = (self.piece, self.blocks.len());
-        let pieces = (0..chunks).step_by(size);
-        let steps = pieces.flat_map(move |first| (0..blocks).step_by(2).map(move |block| (first, block)));
+        let (size, blocks) = (self.step_chunks, self.blocks.len());
+        let starts = (0..chunks).step_by(size);
+        let steps = starts.flat_map(move |first| (0..blocks).step_by(2).map(move |block| (first, block)));
         steps.enumerate().map(move |(i, (first, block))| Step {
             chunks: first..(first + size).min(chunks),
             blocks: block..(block + 2).min(blocks),
@@ -66,28 +66,28 @@ impl Strip<'_> {
     }
 }
 
-/// Two blocks of a strip, or one, over a piece of columns.
+/// Two blocks of a strip, or one, over some chunks.
 struct Step {
     chunks: Range<usize>,
     blocks: Range<usize>,
-    /// Where its panel is, in lines.
+    /// The first line of its panel.
     panel: usize,
 }
 
 impl Step {
-    /// The parts that are decoded one by one.
+    /// The number of slices, each of which is decoded by one call.
     fn slices(&self) -> usize {
         self.blocks.len() * self.chunks.len().div_ceil(SLICE)
     }
 }
 
-/// Chunks of a step that are of one section.
-struct Part {
+/// The chunks of a step that belong to one section.
+struct SectionChunks {
     chunks: Range<usize>,
-    /// They are its first ones.
-    fresh: bool,
-    /// They are its last ones.
-    whole: bool,
+    /// Whether they are the section's first ones.
+    first: bool,
+    /// Whether they are the section's last ones.
+    last: bool,
 }
 
 impl<'a, S: Source> Thread<'a, S> {
@@ -122,10 +122,10 @@ impl<S: Source> Worker for Thread<'_, S> {
                 let strip = Strip {
                     blocks: first + start / LANES..first + end.div_ceil(LANES),
                     tiles,
-                    piece: if kept { SHORT } else { PIECE },
+                    step_chunks: if kept { SHORT_STEP } else { STEP },
                     kept,
                 };
-                self.run(&strip, &registers);
+                self.compute(&strip, &registers);
                 self.write(&strip, start - rows.start..end - rows.start, rows.len(), out);
             }
         }
@@ -133,15 +133,15 @@ impl<S: Source> Worker for Thread<'_, S> {
 }
 
 impl<S: Source> Thread<'_, S> {
-    fn run(&mut self, strip: &Strip, registers: &Registers) {
+    fn compute(&mut self, strip: &Strip, registers: &Registers) {
         let (blocks, tiles) = (strip.blocks.len(), strip.tiles.len());
         self.open
             .resize_with(blocks.max(self.open.len()), S::Open::default);
         for (block, open) in strip.blocks.clone().zip(&mut self.open) {
             self.source.open(block, open);
         }
-        self.panel.resize(4 * strip.piece * LANES, Line::ZERO);
-        if self.goes_on(strip) {
+        self.panel.resize(4 * strip.step_chunks * LANES, Line::ZERO);
+        if self.has_long_sections(strip) {
             self.sums.resize(blocks * tiles, Square([[0; LANES]; LANES]));
         }
         self.outputs.clear();
@@ -154,8 +154,8 @@ impl<S: Source> Thread<'_, S> {
         self.step(strip, before.as_ref(), None, registers);
     }
 
-    /// Multiplies a step by all tiles, and decodes the next one in between: matrix registers and vectors work at the same
-    /// time, as far as a processor looks ahead.
+    /// Multiplies a step by all tiles, and decodes the next one between tiles: the processor executes both at a time, as
+    /// far as it looks ahead.
     fn step(&mut self, strip: &Strip, step: Option<&Step>, next: Option<&Step>, registers: &Registers) {
         let tiles = strip.tiles.len();
         let (mut decoded, slices) = (0, next.map_or(0, Step::slices));
@@ -172,50 +172,51 @@ impl<S: Source> Thread<'_, S> {
 
     /// Decodes a slice of a step.
     fn decode(&mut self, strip: &Strip, step: &Step, slice: usize) {
-        let (index, part) = (slice % step.blocks.len(), slice / step.blocks.len());
-        let first = step.chunks.start + part * SLICE;
+        let (index, offset) = (slice % step.blocks.len(), slice / step.blocks.len() * SLICE);
+        let first = step.chunks.start + offset;
         let chunks = first..(first + SLICE).min(step.chunks.end);
-        let line = (index * step.chunks.len() + part * SLICE) * LANES;
+        let line = (index * step.chunks.len() + offset) * LANES;
         let to = &mut self.panel[step.panel + line..][..chunks.len() * LANES];
         let block = step.blocks.start + index;
         let open = &mut self.open[block];
         self.source.decode(strip.blocks.start + block, open, chunks, to);
     }
 
-    /// Whether sections go on from step to step.
-    fn goes_on(&self, strip: &Strip) -> bool {
-        !strip.piece.is_multiple_of(self.tokens.form.section) && self.tokens.chunks() > strip.piece
+    /// Whether a section may extend over several steps.
+    fn has_long_sections(&self, strip: &Strip) -> bool {
+        !strip.step_chunks.is_multiple_of(self.tokens.form.section)
+            && self.tokens.chunks() > strip.step_chunks
     }
 
-    /// Multiplies a step by a tile, section by section. A section is finished when the products of the next one are under
-    /// way.
+    /// Multiplies a step by a tile, section by section. A section is finished after the products of the next one have
+    /// started, so that the processor executes both at a time; their sums alternate between two buffers.
     fn tile(&mut self, strip: &Strip, step: &Step, tile: usize, registers: &Registers) {
         let (length, chunks) = (self.tokens.form.section, self.tokens.chunks());
         let mut waiting = None;
         let mut start = step.chunks.start;
-        for turn in 0.. {
+        for index in 0.. {
             if start == step.chunks.end {
                 break;
             }
             let section = start / length;
             let whole = ((section + 1) * length).min(chunks);
             let end = whole.min(step.chunks.end);
-            let part = Part {
+            let part = SectionChunks {
                 chunks: start..end,
-                fresh: start.is_multiple_of(length),
-                whole: end == whole,
+                first: start.is_multiple_of(length),
+                last: end == whole,
             };
-            self.product(strip, (step, tile), part, turn % 2, registers);
+            self.product(strip, (step, tile), part, index % 2, registers);
             if let Some(section) = waiting.take() {
-                self.finish(strip, (step, tile), section, (turn + 1) % 2);
+                self.finish(strip, (step, tile), section, (index + 1) % 2);
             }
             if end == whole {
                 waiting = Some(section);
             }
             start = end;
-            let last = start == step.chunks.end || self.goes_on(strip);
+            let last = start == step.chunks.end || self.has_long_sections(strip);
             if let Some(section) = waiting.take_if(|_| last) {
-                self.finish(strip, (step, tile), section, turn % 2);
+                self.finish(strip, (step, tile), section, index % 2);
             }
         }
     }
@@ -225,14 +226,14 @@ impl<S: Source> Thread<'_, S> {
         &mut self,
         strip: &Strip,
         (step, tile): (&Step, usize),
-        part: Part,
-        turn: usize,
+        part: SectionChunks,
+        buffer: usize,
         registers: &Registers,
     ) {
         let tiles = strip.tiles.len();
-        let (sums, block_sums) = match self.goes_on(strip) {
+        let (sums, block_sums) = match self.has_long_sections(strip) {
             true => (&mut self.sums[step.blocks.start * tiles + tile..], tiles),
-            false => (&mut self.scratch[turn][..], 1),
+            false => (&mut self.scratch[buffer][..], 1),
         };
         let Tile { lines, count, .. } = strip.tiles[tile];
         let block_lines = step.chunks.len() * LANES;
@@ -246,12 +247,12 @@ impl<S: Source> Thread<'_, S> {
             chunks: part.chunks.len(),
             sums,
             block_sums,
-            start: match (part.fresh, strip.kept) {
+            start: match (part.first, strip.kept) {
                 (true, _) => Start::Zero,
                 (false, true) => Start::Kept,
                 (false, false) => Start::Stored,
             },
-            store: part.whole || !strip.kept,
+            store: part.last || !strip.kept,
         };
         product.check();
         let element = self.tokens.form.element;
@@ -267,9 +268,9 @@ impl<S: Source> Thread<'_, S> {
     }
 
     /// Turns the sums of a section into outputs.
-    fn finish(&mut self, strip: &Strip, (step, tile): (&Step, usize), section: usize, turn: usize) {
+    fn finish(&mut self, strip: &Strip, (step, tile): (&Step, usize), section: usize, buffer: usize) {
         let tiles = strip.tiles.len();
-        let long = self.goes_on(strip);
+        let long = self.has_long_sections(strip);
         for (index, block) in step.blocks.clone().enumerate() {
             let at = Section {
                 block: strip.blocks.start + block,
@@ -277,14 +278,14 @@ impl<S: Source> Thread<'_, S> {
             };
             let sums = match long {
                 true => &self.sums[block * tiles + tile],
-                false => &self.scratch[turn][index],
+                false => &self.scratch[buffer][index],
             };
             let out = &mut self.outputs[block * tiles + tile];
             self.source.finish(&at, strip.tiles[tile], sums, out);
         }
     }
 
-    /// Puts a strip's outputs at `rows` of `out`, tokens x `width`.
+    /// Copies a strip's outputs to `rows` of `out`, tokens x `width`.
     fn write(&self, strip: &Strip, rows: Range<usize>, width: usize, out: &mut [f32]) {
         let tiles = strip.tiles.len();
         for (i, square) in self.outputs.iter().enumerate() {
@@ -299,7 +300,7 @@ impl<S: Source> Thread<'_, S> {
     }
 }
 
-/// The matrix registers, where the backend multiplies by them.
+/// The AMX registers of a thread, configured if the backend multiplies by them.
 struct Registers {
     #[cfg(target_arch = "x86_64")]
     configured: Option<Configured>,
@@ -314,7 +315,7 @@ impl Registers {
         }
     }
 
-    /// Multiplies whole tiles. The product has been checked.
+    /// Computes a product, which has been checked, for all 16 tokens of its tile.
     #[cfg(target_arch = "x86_64")]
     fn multiply(&self, element: super::Element, product: Product) {
         let Some(configured) = &self.configured else {
@@ -338,7 +339,7 @@ impl Registers {
             Start::Kept => tiles::Sums::Kept,
             Start::Stored => tiles::Sums::Stored,
         };
-        // SAFETY: `check` has compared the lengths, and the registers are configured.
+        // SAFETY: `Product::check` has compared the lengths, and the registers are configured.
         unsafe { configured.accumulate(element, product.blocks, (sums, product.store), places) }
     }
 }

@@ -8,7 +8,7 @@ use crate::gemm::layer::{self, Job, Products, Projection, Task};
 use crate::pool;
 use crate::simd::Isa;
 
-/// Weights as they are, [experts, rows, columns].
+/// A source of unpacked weights, [experts, rows, columns].
 struct Plain {
     shape: Shape,
     weights: Vec<bf16>,
@@ -103,7 +103,7 @@ impl Source for &Plain {
     }
 }
 
-/// A source and what multiplies it.
+/// A source and its backend.
 struct By<S>(S, Backend);
 
 impl<S: Source + Clone> Projection for By<S> {
@@ -131,7 +131,7 @@ pub(crate) fn backends() -> Vec<Backend> {
     found.chain([Backend::Emulated]).collect()
 }
 
-/// Tasks of experts with so many tokens each.
+/// The tasks of experts with the given numbers of tokens.
 pub(crate) fn tasks(counts: &[usize]) -> Vec<Task> {
     let mut end = 0;
     let mut tasks = Vec::new();
@@ -147,7 +147,7 @@ pub(crate) fn tasks(counts: &[usize]) -> Vec<Task> {
     tasks
 }
 
-/// Products of a source, tokens x rows.
+/// The products of a source, tokens x rows.
 pub(crate) fn product<S: Source + Clone>(
     source: S,
     x: &[f32],
@@ -165,8 +165,8 @@ pub(crate) fn product<S: Source + Clone>(
     y
 }
 
-/// Checks each output against f64, within the module's bound: `weights` gives the rounded weights of an expert's row.
-pub(crate) fn hold(
+/// Asserts that outputs are within the module's bound of products in f64; `weights` gives an expert's rounded row.
+pub(crate) fn assert_bounds(
     shape: Shape,
     weights: impl Fn(usize, usize) -> Vec<bf16>,
     x: &[f32],
@@ -194,8 +194,8 @@ pub(crate) fn hold(
     }
 }
 
-/// Checks that panels hold rows' weights, `weights` as in [`hold`]; `row` gives the row of a word.
-pub(crate) fn hold_panels<S: Source>(
+/// Asserts that panels assert_bounds `weights`, as in [`assert_bounds`]; `row` gives the row of a word.
+pub(crate) fn assert_panels<S: Source>(
     source: S,
     weights: impl Fn(usize, usize) -> Vec<bf16>,
     row: impl Fn(usize) -> usize,
@@ -244,7 +244,7 @@ fn products_are_within_their_bound_on_every_backend() {
             for backend in backends() {
                 let y = product(&weights, &x, &tasks, backend, 2);
                 let row = |expert, row| weights.row(expert, row);
-                hold(weights.shape, row, &x, &tasks, &y, &format!("{backend:?}"));
+                assert_bounds(weights.shape, row, &x, &tasks, &y, &format!("{backend:?}"));
                 if matches!(backend, Backend::Avx2 | Backend::Emulated) {
                     assert_eq!(
                         y, reference,
@@ -312,7 +312,7 @@ fn what_is_no_number_stays_with_its_token() {
     }
 }
 
-/// Bytes that add up over sections of some chunks; an output is the total of the sums times their sections' numbers.
+/// A source of bytes with sections of some chunks; an output is the total of the sums times their sections' numbers.
 #[derive(Clone, Copy)]
 struct Bytes(Shape, usize);
 
@@ -347,7 +347,7 @@ impl Source for Bytes {
             let word = &mut tile.lines[column / 64 * LANES + lane].0[column % 64 / 4];
             *word |= u32::from(self.x(token, column)) << (8 * (column % 4));
         }
-        tile.units[lane] = (1.0, 1);
+        tile.scales[lane] = (1.0, 1);
     }
 
     fn open(&self, _: usize, _: &mut ()) {}
@@ -363,7 +363,7 @@ impl Source for Bytes {
 
     fn finish(&self, section: &Section, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
         for (token, (out, sums)) in out.0.iter_mut().zip(&sums.0).enumerate() {
-            let (step, zero) = tile.units[token];
+            let (step, zero) = tile.scales[token];
             let factor = step * (section.section as i32 + zero) as f32;
             let terms = out.iter_mut().zip(sums);
             terms.for_each(|(out, &sum)| *out += sum as i32 as f32 * factor);

@@ -1,4 +1,4 @@
-//! Activations in lines: tiles of 16 tokens, chunk by chunk.
+//! Prepared activations: tiles of 16 tokens.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -6,26 +6,27 @@ use std::sync::OnceLock;
 use super::{LANES, Line, TokenForm};
 use crate::gemm::layer::Task;
 
-/// Sixteen tokens; those that do not exist are zeros.
+/// The lines of up to sixteen tokens, followed by zeros for missing ones.
 pub(crate) struct Tile {
-    /// [chunks, 16 tokens].
+    /// The lines, [chunks, 16 tokens].
     pub lines: Vec<Line>,
-    /// Of each token, what a unit of its integers is worth and which of them is zero, where it is quantized.
-    pub units: [(f32, i32); LANES],
-    /// How many tokens there are.
+    /// The step and the zero point of each token, where tokens are quantized to integers.
+    pub scales: [(f32, i32); LANES],
+    /// The number of tokens.
     pub count: usize,
 }
 
-/// The tokens of some tasks.
+/// The tiles of a job.
 pub(super) struct Tokens {
     pub form: TokenForm,
-    /// Tiles, and which places of the job they hold.
+    /// The tiles, with the places of the job that they hold.
     tiles: Vec<(Range<usize>, OnceLock<Tile>)>,
+    /// The tiles of each task.
     of_task: Vec<Range<usize>>,
 }
 
 impl Tokens {
-    /// Tiles to be made, of the tasks' places.
+    /// Empty tiles for the places of tasks.
     pub fn new(tasks: &[Task], form: TokenForm) -> Tokens {
         let (mut tiles, mut of_task) = (Vec::new(), Vec::new());
         for Task { places, .. } in tasks {
@@ -37,23 +38,23 @@ impl Tokens {
         Tokens { form, tiles, of_task }
     }
 
-    /// Chunks of a token.
+    /// The number of chunks of a token.
     pub fn chunks(&self) -> usize {
         self.form.columns.div_ceil(self.form.element.columns())
     }
 
-    /// How many tiles there are to be made.
+    /// The number of tiles.
     pub fn len(&self) -> usize {
         self.tiles.len()
     }
 
-    /// Makes a tile; `fill` writes the token at a place of the job into a lane of it.
+    /// Makes a tile; `fill(place, lane, tile)` writes the token at a place of the job into a lane.
     pub fn make(&self, tile: usize, fill: impl Fn(usize, usize, &mut Tile)) {
         let (places, slot) = &self.tiles[tile];
         slot.get_or_init(|| {
             let mut tile = Tile {
                 lines: vec![Line::ZERO; self.chunks() * LANES],
-                units: [(0.0, 0); LANES],
+                scales: [(0.0, 0); LANES],
                 count: places.len(),
             };
             let lanes = places.clone().enumerate();

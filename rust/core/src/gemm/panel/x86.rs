@@ -1,4 +1,4 @@
-//! Products of bf16 by vectors: AVX-512 with bf16, and AVX2.
+//! Products of bf16 by vector instructions: AVX-512 with bf16, and AVX2.
 
 #![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
 
@@ -7,11 +7,10 @@ use std::arch::x86_64::*;
 use super::backend::{Backend, Product, Start};
 use super::{LANES, Line};
 
-/// Multiplies by a backend that the processor has. The product has been checked.
+/// Computes a product, which has been checked, with a vector backend that the processor has.
 pub(super) fn multiply(backend: Backend, product: &mut Product) {
     let mut token = 0;
     while token < product.count {
-        // As many as the kernels have accumulators for.
         let left = product.count - token;
         // SAFETY: `Backend::of_floats` has found the set, and the tokens exist.
         token += unsafe {

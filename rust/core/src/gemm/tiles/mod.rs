@@ -1,14 +1,14 @@
-//! Matrix registers of x86-64 (AMX): whether the process may use them, and the instructions on them.
+//! AMX registers of x86-64: whether the process may use them, and the instructions on them.
 //!
-//! Compilers do not know these registers: nothing but the assembly here touches them, and they hold nothing between two
-//! calls that a kernel relies on. Linux hands them out on request ([`available`] asks once, for the whole process); a
-//! thread configures them for the shapes of its products and releases them when it is done ([`Configured`]).
+//! Compilers do not use these registers: only the assembly here does. Linux permits their use on request ([`available`]
+//! asks once, for the whole process); a thread configures them for the shapes of its products and releases them when it is
+//! done ([`Configured`]).
 //!
 //! Two uses, each with its own configuration:
-//! * [`Configured::multiply`], one C for each call: C = A B of bytes into 32-bit integers, where A is 16 x k bytes (signed)
-//!   and B k / 4 rows of 16 words of four bytes (unsigned) each. Registers: 0 is C, 1 is A, 2 is B.
-//! * [`Configured::accumulate`], up to four C at once, so that four products share four loads: a load takes half as long as
-//!   a product. Registers: 0 to 3 are C, 4 and 5 are A, 6 and 7 are B, all of them 16 x 64 bytes.
+//! * [`Configured::multiply`]: C = A B of bytes into 32-bit integers, where A is 16 x k bytes (signed) and B k / 4 rows of
+//!   16 words of four bytes (unsigned) each. Registers: 0 is C, 1 is A, 2 is B.
+//! * [`Configured::accumulate`]: one or two C, which share the loads of A. Registers: 0 and 1 are C, 2 is A, 3 is B, all
+//!   of them 16 x 64 bytes.
 
 mod square;
 
@@ -18,16 +18,16 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 pub use square::{Element, Square, Sums};
 
-/// Rows of a register, and words of a row.
+/// The rows of a register, and the words of a row.
 pub const ROWS: usize = 16;
 
-/// Whether processor and operating system let this process use registers of bytes. The first call asks for them.
+/// Whether processor and operating system let this process use AMX. The first call asks the operating system.
 pub fn available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| has_instructions() && is_saved() && permitted())
 }
 
-/// CPUID leaf 7: AMX-BF16 is bit 22, AMX-TILE bit 24, AMX-INT8 bit 25 of EDX. No processor has the last two alone.
+/// Whether CPUID leaf 7 lists AMX-BF16 (bit 22 of EDX), AMX-TILE (24) and AMX-INT8 (25). All processors with AMX do.
 fn has_instructions() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
     let all = 1 << 22 | 1 << 24 | 1 << 25;
@@ -45,7 +45,7 @@ fn is_saved() -> bool {
     low >> 17 & 3 == 3
 }
 
-/// Asks Linux for the registers: `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`.
+/// Requests the registers of Linux by `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     let mut status: isize = 158;
@@ -62,7 +62,7 @@ fn permitted() -> bool {
     false
 }
 
-/// The layout that `ldtilecfg` reads.
+/// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -82,11 +82,11 @@ impl Configuration {
     };
 }
 
-/// The registers of this thread, configured for a depth; released when dropped.
+/// The configured registers of this thread, which are released when this is dropped.
 pub struct Configured(std::marker::PhantomData<*const ()>);
 
 impl Configured {
-    /// Configures them for A of 16 x `depth` bytes; `depth` is 16, 32 or 64. `None` without [`available`].
+    /// Configures registers for A of 16 x `depth` bytes; `depth` is 16, 32 or 64. `None` if AMX is not [`available`].
     pub fn new(depth: usize) -> Option<Configured> {
         if !available() {
             return None;
@@ -98,7 +98,7 @@ impl Configured {
         Some(Configured::load(&shape))
     }
 
-    /// Configures all eight for 16 x 64 bytes. `None` without [`available`].
+    /// Configures all eight registers for 16 x 64 bytes. `None` if AMX is not [`available`].
     pub fn whole() -> Option<Configured> {
         if !available() {
             return None;
@@ -109,17 +109,17 @@ impl Configured {
         Some(Configured::load(&shape))
     }
 
-    /// `available` has the instruction and the permission; the shape is valid for palette 1.
+    /// Loads a configuration, which must be valid for palette 1; AMX must be [`available`].
     fn load(shape: &Configuration) -> Configured {
-        // Compilers have moved the stores behind the instruction, or dropped them: it is no access that they know of.
+        // Compilers moved the stores of the shape after the instruction, or dropped them, for they do not see its load.
         compiler_fence(Ordering::SeqCst);
         // SAFETY: the caller has asked `available`, and both shapes are valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) std::ptr::from_ref(shape), options(nostack)) };
         Configured(std::marker::PhantomData)
     }
 
-    /// c = the sum of `count` products: of the depth's bytes of A every `stride` bytes from `a` on, and of B every
-    /// 16 x `depth` bytes from `b` on.
+    /// Stores the sum of `count` products at `c`: of A, 16 x `depth` bytes every `stride` bytes from `a`, and of B every
+    /// 16 x `depth` bytes from `b`.
     ///
     /// # Safety
     /// `depth` is the configured one. `a` is valid for reads of `(count - 1) * stride + 16 * depth` bytes and `b` of
@@ -134,7 +134,7 @@ impl Configured {
         count: usize,
         c: *mut i32,
     ) {
-        // SAFETY: the caller's; registers of integers and memory are all that changes.
+        // SAFETY: the caller's; besides AMX registers only integer registers and memory at `c` change.
         unsafe {
             asm!(
                 "tilezero tmm0",

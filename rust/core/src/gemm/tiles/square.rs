@@ -1,16 +1,16 @@
-//! Products of a register of tokens by up to two of rows, summed over many columns.
+//! Products of one AMX register of tokens with up to two registers of rows, summed over many columns.
 //!
-//! Four registers are all that they use, on purpose. Measured on virtual cores of a Xeon (model 207), from the first-level
-//! cache: while a core is in one state, every form takes 7.0 ns a product, the time of the instruction itself. In another,
-//! which varies with what else runs on the host, squares of two by two, which name all eight registers, take 31 ns,
-//! in six registers 18.5; a register by two in five 16.5, in four 14.3. That is as if two threads of a core shared the
-//! registers behind those that programs name and about nine were left to each.
+//! They use four registers only, on purpose. Measured on virtual cores of a Xeon (model 207), from the first-level cache:
+//! in one state of a core all variants take 7.0 ns a product, the time of the instruction itself. In another state, which
+//! depends on what else runs on the host, two by two registers take 31 ns a product with all eight registers and 18.5 with
+//! six, one by two 16.5 with five and 14.3 with four: as if two threads of a core shared its physical registers and about
+//! nine were left to each.
 
 use std::arch::asm;
 
 use super::Configured;
 
-/// What registers of 16 rows x 64 bytes hold and how they multiply.
+/// The type of the numbers in registers of 16 rows x 64 bytes, and of their products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Element {
     /// bf16 by bf16, 32 columns, into f32; numbers below 2^-126 count as zero.
@@ -19,36 +19,36 @@ pub enum Element {
     Byte,
 }
 
-/// Where sums start.
+/// The sums that products are added to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sums {
-    /// At zero.
+    /// Zeros.
     Zero,
-    /// At what is stored.
+    /// The stored sums.
     Stored,
-    /// At what the registers hold since the call before, of the same shape.
+    /// The sums in the registers after the previous call, of the same shape.
     Kept,
 }
 
-/// A register of A (16 tokens) by registers of B (16 rows each), and where their sums are.
+/// The operands of a product: registers of A (16 tokens) and of B (16 rows each), and where their sums are.
 #[derive(Debug, Clone, Copy)]
 pub struct Square {
-    /// Registers of A, one after the other along the columns.
+    /// The registers of A, one after the other along the columns.
     pub a: *const u8,
-    /// Registers of B, one after the other along the columns.
+    /// The registers of the first 16 rows of B, one after the other along the columns.
     pub b: *const u8,
-    /// Bytes from a register of the first rows to that of the next ones.
+    /// The bytes from `b` to the registers of the next 16 rows.
     pub b_next: usize,
-    /// Sums of the first rows, 16 x 16 words.
+    /// The sums of the first 16 rows, 16 x 16 words.
     pub c: *mut u8,
-    /// Bytes to the sums of the next rows.
+    /// The bytes from `c` to the sums of the next 16 rows.
     pub c_next: usize,
-    /// Registers along the columns, at least 1.
+    /// The number of registers along the columns, at least 1.
     pub count: usize,
 }
 
-/// Runs lines for each of `count` registers, the places moving on by one.
-macro_rules! walk {
+/// A loop over `count` registers along the columns, of the given lines of assembly.
+macro_rules! along_columns {
     ($square:expr, $($line:expr),* $(,)?) => {{
         let square: Square = $square;
         asm!(
@@ -69,10 +69,10 @@ macro_rules! walk {
     }};
 }
 
-/// The loop of one instruction, by two registers of rows or one.
+/// The loop of one product instruction, for two registers of rows or one.
 macro_rules! products {
     ($product:literal, 2, $square:expr) => {
-        walk!(
+        along_columns!(
             $square,
             "tileloadd tmm2, [{a} + {row}]",
             "tileloadd tmm3, [{b} + {row}]",
@@ -82,7 +82,7 @@ macro_rules! products {
         )
     };
     ($product:literal, 1, $square:expr) => {
-        walk!(
+        along_columns!(
             $square,
             "tileloadd tmm2, [{a} + {row}]",
             "tileloadd tmm3, [{b} + {row}]",
@@ -92,12 +92,12 @@ macro_rules! products {
 }
 
 impl Configured {
-    /// Adds the products of `square`, of 1 or 2 registers of rows, to sums, and stores them at c if `store`; otherwise they
-    /// are kept for the next call.
+    /// Adds the products of `square`, of 1 or 2 registers of rows, to `sums`, and stores them at c if `store`; otherwise
+    /// they stay in registers for the next call.
     ///
     /// # Safety
-    /// The registers are configured by [`Configured::whole`], and all places are valid for `count` registers, those of the
-    /// second rows only where they take part.
+    /// The registers are configured by [`Configured::whole`], and all pointers are valid for `count` registers, those of
+    /// the second 16 rows only if `rows` is 2.
     #[inline(always)]
     pub unsafe fn accumulate(
         &self,
@@ -107,7 +107,7 @@ impl Configured {
         square: Square,
     ) {
         debug_assert!(square.count > 0);
-        // SAFETY: the caller's; from one assembly to the next nothing else uses the registers.
+        // SAFETY: the caller's; nothing else uses the registers between these blocks of assembly.
         unsafe {
             begin(rows, sums, &square);
             match (element, rows) {
@@ -124,10 +124,10 @@ impl Configured {
     }
 }
 
-/// Fills the registers of sums.
+/// Zeroes or loads the registers of sums, or keeps them.
 ///
 /// # Safety
-/// As [`Configured::accumulate`].
+/// The contract of [`Configured::accumulate`].
 #[inline(always)]
 unsafe fn begin(rows: usize, sums: Sums, square: &Square) {
     let at = square.c.wrapping_add(square.c_next);
@@ -149,7 +149,7 @@ unsafe fn begin(rows: usize, sums: Sums, square: &Square) {
 /// Stores the registers of sums.
 ///
 /// # Safety
-/// As [`Configured::accumulate`].
+/// The contract of [`Configured::accumulate`].
 #[inline(always)]
 unsafe fn end(rows: usize, square: &Square) {
     let at = square.c.wrapping_add(square.c_next);
@@ -173,7 +173,7 @@ mod tests {
     /// Bytes of a register.
     const REGISTER: usize = 1024;
 
-    /// What element (m, n) of the sums grows by, for bytes of registers A and B.
+    /// The increase of element (m, n) of the sums by registers of A and B.
     fn expected(element: Element, a: &[u8], b: &[u8], m: usize, n: usize) -> f64 {
         let mut sum = 0.0;
         for (k, word) in (0..COUNT).flat_map(|k| (0..16).map(move |word| (k, word))) {
@@ -192,7 +192,7 @@ mod tests {
         sum
     }
 
-    /// Small whole numbers, so that sums are exact.
+    /// The bytes of small whole numbers, so that sums are exact.
     fn numbers(element: Element, seed: usize) -> Vec<u8> {
         let values = (0..2 * COUNT * REGISTER).map(|i| (i * 7919 + seed) % 251);
         match element {

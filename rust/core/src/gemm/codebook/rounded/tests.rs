@@ -4,7 +4,7 @@ use super::*;
 use crate::formats::codebook::HEADER_BYTES;
 use crate::formats::codebook::tests::Case;
 use crate::gemm::hadamard::rotate;
-use crate::gemm::panel::tests::{backends, hold, hold_panels, numbers, product, tasks};
+use crate::gemm::panel::tests::{assert_bounds, assert_panels, backends, numbers, product, tasks};
 
 /// Experts, rows and columns; the columns of a block.
 const SHAPES: [([usize; 3], usize); 7] = [
@@ -42,7 +42,7 @@ fn panels_hold_the_rounded_weights_on_every_set() {
         for backend in backends() {
             let what = format!("{backend:?} {} bits, {:?}", case.bits, case.shape);
             let weights = |expert, row| weights(&view, expert, row);
-            hold_panels(Rounded::new(view, backend), weights, order, &what);
+            assert_panels(Rounded::new(view, backend), weights, order, &what);
         }
     }
 }
@@ -59,7 +59,7 @@ fn products_are_within_their_bound_on_every_backend() {
         for backend in backends() {
             let y = product(Rounded::new(view, backend), x, &tasks, backend, 2);
             let what = format!("{backend:?} {} bits, {:?}", case.bits, case.shape);
-            hold(case.shape, |e, row| weights(&view, e, row), x, &tasks, &y, &what);
+            assert_bounds(case.shape, |e, row| weights(&view, e, row), x, &tasks, &y, &what);
             assert_eq!(y, product(Rounded::new(view, backend), x, &tasks, backend, 1));
         }
     }

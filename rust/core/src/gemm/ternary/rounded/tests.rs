@@ -1,6 +1,6 @@
 use super::*;
 use crate::formats::ternary::{Code, encode};
-use crate::gemm::panel::tests::{backends, hold, hold_panels, numbers, product, tasks};
+use crate::gemm::panel::tests::{assert_bounds, assert_panels, backends, numbers, product, tasks};
 use crate::pool;
 
 /// A packed tensor and its rounded weights.
@@ -75,7 +75,7 @@ fn panels_hold_the_rounded_weights() {
         let view = TernaryView::parse(&sample.blob).unwrap();
         let source = Rounded::new(view, Backend::Portable);
         let what = format!("{code:?} {:?}", sample.shape);
-        hold_panels(source, |e, row| sample.row(e, row), |word| word, &what);
+        assert_panels(source, |e, row| sample.row(e, row), |word| word, &what);
     }
 }
 
@@ -90,7 +90,7 @@ fn products_are_within_their_bound_on_every_backend() {
             let product =
                 |threads| product(Rounded::new(view.clone(), backend), &x, &tasks, backend, threads);
             let (y, what) = (product(2), format!("{backend:?} {code:?} {:?}", sample.shape));
-            hold(sample.shape, |e, row| sample.row(e, row), &x, &tasks, &y, &what);
+            assert_bounds(sample.shape, |e, row| sample.row(e, row), &x, &tasks, &y, &what);
             assert_eq!(y, product(1));
         }
     }
