@@ -1,33 +1,33 @@
-//! Rows as lists of their non-zero weights: the form that every code decodes to and that many tokens share.
+//! Rows as lists of their non-zero weights, to which all codes are decoded for many tokens.
 //!
-//! A row is decoded once and its list is run over each block of tokens. An item is `2 * position`, plus one for
-//! symbol 2. Whatever the codes are, positions stay below [`reach`], and tiles hold zeros from the last column to there.
+//! A row is decoded once, and its list is multiplied by each token block. An item is `2 * position`, plus one for symbol 2.
+//! Whatever the codes are, positions are below [`position_bound`], up to which tiles hold zeros after the last column.
 
 use crate::formats::ternary::{Row, TernaryView};
 
 use super::table::{ListTable, longest_word};
 
-/// A position that no item of a list of a row of `view` reaches.
-pub(super) fn reach(view: &TernaryView) -> usize {
+/// A bound of the positions of all items of the rows of `view`, whatever their bytes are.
+pub(super) fn position_bound(view: &TernaryView) -> usize {
     view.columns() + longest_word(view)
 }
 
 /// The non-zero weights of a row.
 #[derive(Default)]
 pub(super) struct List {
-    /// Places for items; those behind the count are unused.
+    /// The buffer of items, of which the first `count` are used.
     items: Vec<u32>,
     count: usize,
     swapped: bool,
 }
 
 impl List {
-    /// The items.
+    /// The items in order.
     pub fn items(&self) -> &[u32] {
         &self.items[..self.count]
     }
 
-    /// The levels of items by their lowest bit.
+    /// The level of items whose lowest bit is 0, and of those whose lowest bit is 1.
     pub fn levels(&self, (negative, positive): (f32, f32)) -> [f32; 2] {
         match self.swapped {
             false => [negative, positive],
@@ -72,7 +72,7 @@ impl List {
         }
     }
 
-    /// Room for `most` items: a slice, since writes through the vector make the compiler read its header every time.
+    /// A buffer of `most` items: a slice, because writes to the vector make the compiler reload its header every time.
     fn room(&mut self, most: usize) -> &mut [u32] {
         if self.items.len() < most {
             self.items.resize(most, 0);
@@ -80,12 +80,12 @@ impl List {
         &mut self.items[..most]
     }
 
-    /// Takes words of two slots. No branch depends on a code: both slots are written, and the next word's overwrite
-    /// those that hold nothing.
+    /// Decodes words of two slots. No branch depends on a code: both slots are written, and unused ones are overwritten by
+    /// the next word's.
     #[inline(always)]
     fn fill_two(&mut self, indices: impl ExactSizeIterator<Item = usize>, table: &[u64], columns: usize) {
         let items = self.room(2 * indices.len() + 2);
-        // The position in both halves.
+        // A position, as twice its number, in both halves.
         const BOTH: u64 = 2 | 2 << 32;
         let end = columns as u64 * BOTH;
         let (mut count, mut at) = (0, 0);
@@ -99,7 +99,7 @@ impl List {
         self.count = count;
     }
 
-    /// Takes words of three slots.
+    /// Decodes words of three slots.
     #[inline(always)]
     fn fill_three(&mut self, indices: impl ExactSizeIterator<Item = usize>, table: &[u32], columns: usize) {
         let items = self.room(3 * indices.len() + 3);

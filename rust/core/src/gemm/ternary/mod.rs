@@ -1,13 +1,13 @@
-//! Products by ternary-coded weights, for one token or many: decoded on the fly, never stored.
+//! Products by ternary weights, for one token or many: rows are decoded while they are multiplied.
 //!
-//! # How a product is cut
-//! The units of work of [`super::layer`] are whole row groups (64 rows), of which a kernel takes a few at a time
-//! ([`unit`]). A row's sum is computed by one unit from start to end, in an order that its codes fix, so results do not
-//! depend on the number of threads.
+//! # How a product is divided
+//! The units of work of [`super::layer`] are whole row groups (64 rows), of which a kernel computes a few at a time
+//! ([`unit`]). One unit computes a row's sum from start to end, in an order that its codes fix, so results do not depend
+//! on the number of threads.
 //!
 //! # What a row costs
-//! Weights that are zero cost nothing, so the work is proportional to the codes. At a density of 0.115 weights come at
-//! 12.6 a byte: 16 * 10^9 weights/s read 1.3 GB/s, far below what memory gives, and every kernel is bound by its loads
+//! Weights that are zero cost nothing, so the work is proportional to the codes. At a density of 0.115 a byte holds 12.6
+//! weights: 16 * 10^9 weights/s read 1.3 GB/s, far less than memory delivers, and every kernel is bound by its loads
 //! from the first-level cache and by instructions a code. The modules of the kernels give their counts.
 //!
 //! Measured on one core of a Zen 4 at 3.7 GHz, P(0) = 0.885, cold weights, 10^9 weights/s on 6144x2080 / 2080x6144 /
@@ -29,7 +29,7 @@
 //!
 //! # Safety on damaged tensors
 //! [`TernaryView::parse`] proves that a row's codes lie in the payload and nothing more. Look-up tables are total, a
-//! word moves the position on by at most 255 weights, positions are bounded by the row's width once in a few codes,
+//! word advances the position by at most 255 weights, positions are bounded by the row's width once in a few codes,
 //! and activations are followed by as many zeros as those codes can reach. Damaged codes give wrong numbers only.
 
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // Tables and tiles of the vector kernels.
@@ -58,11 +58,11 @@ pub enum Kernel {
     Scalar,
     /// AVX2.
     Avx2,
-    /// AVX2; for one token, tables are looked up ahead of their use.
+    /// AVX2; for one token, table entries are loaded some codes before they are used.
     Avx2Ahead,
     /// AVX-512.
     Avx512,
-    /// AVX-512; for one token, tables are looked up ahead of their use.
+    /// AVX-512; for one token, table entries are loaded some codes before they are used.
     Avx512Ahead,
 }
 
@@ -99,7 +99,7 @@ impl Kernel {
 
 /// The kernel that an instruction set runs on this processor: the same one every time.
 ///
-/// Processors of AMD look tables up ahead, others do not: the module `x86::walk` gives the measurements. The
+/// Processors of AMD load table entries ahead, others do not: the module `x86::walk` gives the measurements. The
 /// results are the same bit for bit.
 pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
     match (isa, is_amd()) {

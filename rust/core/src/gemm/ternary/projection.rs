@@ -1,4 +1,4 @@
-//! Ternary tensors as [`crate::gemm::layer`] multiplies them.
+//! Ternary tensors as projections of [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,24 +19,24 @@ use crate::gemm::require_mode;
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
 
-/// The modes that ternary tensors have.
+/// The compute modes of ternary tensors.
 pub const MODES: [Mode; 3] = [Mode::Auto, Mode::Exact, Mode::Bf16];
 
-/// A ternary tensor with a kernel.
+/// A ternary tensor with a kernel, ready for products.
 #[derive(Debug, Clone)]
 pub struct Ternary<'a> {
     view: TernaryView<'a>,
     kernel: Kernel,
-    /// What multiplies experts with many tokens by panels of bf16.
+    /// The backend that multiplies experts with many tokens by panels of bf16.
     panels: Option<Backend>,
 }
 
 impl<'a> Ternary<'a> {
-    /// Products by the kernel of an instruction set; the modes auto and bf16 are exact but for many tokens where panels
+    /// Products by the kernel of an instruction set. The modes auto and bf16 are exact except for many tokens where panels
     /// are faster ([`rounded`]).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): there is no such mode, or the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) if the mode is none of [`MODES`] or the processor lacks the instructions.
     pub fn new(view: TernaryView<'a>, mode: Mode, isa: Isa) -> Result<Ternary<'a>> {
         require_mode(mode, &MODES, "a ternary tensor")?;
         let exact = Ternary::with_kernel(kernel_for(view.code(), isa.require()?), view)?;
@@ -47,7 +47,7 @@ impl<'a> Ternary<'a> {
     /// Exact products by a kernel of the caller's choice, for tests and benchmarks.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): the processor does not run the kernel.
+    /// [`Error::InvalidArgument`](crate::Error) if the processor lacks the kernel's instruction set.
     pub fn with_kernel(kernel: Kernel, view: TernaryView<'a>) -> Result<Ternary<'a>> {
         kernel.isa().require()?;
         Ok(Ternary {
@@ -57,7 +57,7 @@ impl<'a> Ternary<'a> {
         })
     }
 
-    /// What its tiles depend on, besides the tokens.
+    /// The form of its tiles.
     fn form(&self) -> Form {
         Form {
             kernel: self.kernel,
@@ -100,7 +100,7 @@ impl Projection for Ternary<'_> {
     }
 }
 
-/// What a tile depends on, besides the tokens.
+/// How tiles are made: tensors with equal forms share those of the same tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Form {
     kernel: Kernel,
@@ -109,7 +109,7 @@ struct Form {
     columns: usize,
 }
 
-/// A tile of each task of a job.
+/// The prepared activations of jobs: a tile for each task.
 static TILES: Cache<Form, Slots<Tile>> = Cache::new();
 
 impl layer::Kernel for Ternary<'_> {
@@ -178,7 +178,7 @@ fn compute(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
     x86::rows(unit, variant, out);
 }
 
-/// Computes a unit into `out` (rows x tokens). No other kernel passes the check of its instruction set here.
+/// Computes a unit into `out` (rows x tokens). The kernel is scalar, since this processor has no other instruction set.
 #[cfg(not(target_arch = "x86_64"))]
 fn compute(_kernel: Kernel, unit: &Unit, out: &mut [f32]) {
     scalar::rows(unit, out);

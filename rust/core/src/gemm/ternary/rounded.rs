@@ -1,12 +1,10 @@
-//! Ternary weights as [`crate::gemm::panel`] multiplies them in bf16, for many tokens.
+//! Panels of bf16 ([`crate::gemm::panel`]) of ternary weights, for many tokens.
 //!
-//! Rows are entropy coded one by one, so a block of 16 rows is decoded when it is opened, once a strip, to lists of its
-//! non-zero weights ([`List`]). Chunks begin as zeros, and the next items of each row's list are put into them: the work
-//! is in proportion to the codes. Levels are rounded to bf16, most tensors' are stored in it.
+//! Rows are entropy coded, so a block of 16 rows is decoded as a whole when it is opened, once a strip, to lists of its
+//! non-zero weights ([`List`]). Chunks are filled with zeros and then with the next items of each row's list: the work
+//! is proportional to the codes. Levels are rounded to bf16, in which most tensors store them.
 //!
-//! Whatever the codes are, an item is written only to a line that exists, and one that is behind the columns ends a row.
-//!
-//! Where and from how many tokens on panels are faster: [`backend`], [`FEWEST`].
+//! Whatever the codes are, an item is written only to a line that exists, and the first one after the columns ends a row.
 
 use std::ops::Range;
 
@@ -19,21 +17,21 @@ use crate::gemm::panel::{
 use crate::simd::Isa;
 use crate::types::{Activations, Shape};
 
-/// Columns of a chunk.
+/// The columns of a chunk.
 const CHUNK: usize = 2 * LANES;
 
-/// The tokens of an expert from which on panels are faster on AMX, measured on two busy cores of a Xeon: 64 tokens by
-/// 14336 x 4096 take 32 ms by lists and 35 by panels, 256 take 104 and 61.
+/// The least number of tokens of an expert for which panels are faster with AMX, measured on two busy cores of a Xeon: 64
+/// tokens by 14336 x 4096 take 32 ms by lists and 35 by panels, 256 take 104 and 61.
 pub(super) const FEWEST: usize = 96;
 
-/// What multiplies panels faster than lists, which leave zeros out: matrix registers alone. Vectors are slower at any number
-/// of tokens: on two busy cores of a Zen 3 16, 64 and 256 tokens by 14336 x 4096 take 41, 132 and 303 ms by lists, and 149,
-/// 369 and 902 by panels.
+/// The backend whose panels are faster than lists, which skip zeros: AMX only. Vectors are slower for any number of tokens:
+/// on two busy cores of a Zen 3 16, 64 and 256 tokens by 14336 x 4096 take 41, 132 and 303 ms by lists, and 149, 369 and
+/// 902 by panels.
 pub(super) fn backend(isa: Isa) -> Option<Backend> {
     Backend::of_floats(isa).filter(|&backend| backend == Backend::Matrix)
 }
 
-/// A tensor, and how its tokens are rounded.
+/// A tensor that is decoded into panels, and the vector instructions that round its tokens.
 #[derive(Clone)]
 pub(super) struct Rounded<'a> {
     view: TernaryView<'a>,
@@ -41,24 +39,24 @@ pub(super) struct Rounded<'a> {
 }
 
 impl<'a> Rounded<'a> {
-    /// The panels that a backend, which was found available, multiplies.
+    /// Panels for a backend, which must have been found available.
     pub fn new(view: TernaryView<'a>, backend: Backend) -> Self {
         let isa = backend.vectors();
         Rounded { view, isa }
     }
 }
 
-/// The rows of a block.
+/// The decoded rows of an open block.
 #[derive(Default)]
 pub(super) struct Rows([Listed; LANES]);
 
-/// A row, and how far it has been put into panels.
+/// The list of a row, and how much of it has been written to panels.
 #[derive(Default)]
 struct Listed {
     list: List,
-    /// Its next item.
+    /// The index of the next item.
     next: usize,
-    /// What an item's lowest two bits add to a word: the level of the lowest bit, in the half that the other says.
+    /// The word of an item by its lowest two bits: the level of the lowest bit, in the half that the other one selects.
     words: [u32; 4],
 }
 
@@ -70,11 +68,11 @@ impl Listed {
         self.words = [one, two, one << 16, two << 16];
     }
 
-    /// Puts items of columns below `end` into word `word` of lines, the first of which is line `first` of the block.
-    fn put(&mut self, word: usize, first: usize, end: usize, lines: &mut [Line]) {
+    /// Writes items of columns below `end` to word `word` of lines, the first of which is line `first` of the block.
+    fn write(&mut self, word: usize, first: usize, end: usize, lines: &mut [Line]) {
         let items = self.list.items();
         let mut next = self.next;
-        // An item is twice its column and a level's number.
+        // An item is twice its column, plus the number of its level.
         while let Some(&item) = items.get(next).filter(|&&item| item < 2 * end as u32) {
             if let Some(line) = lines.get_mut((item as usize / 4).wrapping_sub(first)) {
                 line.0[word] |= self.words[item as usize % 4];
@@ -127,7 +125,7 @@ impl Source for Rounded<'_> {
         to.fill(Line::ZERO);
         let end = (chunks.end * CHUNK).min(self.view.columns());
         for (word, row) in open.0.iter_mut().enumerate() {
-            row.put(word, chunks.start * LANES, end, to);
+            row.write(word, chunks.start * LANES, end, to);
         }
     }
 

@@ -1,10 +1,10 @@
 //! Portable kernels.
 //!
-//! One token: codes are walked, every slot of a word is one product, those without a weight by zero. More tokens: every
-//! row becomes a list, which picks and multiplies activations, 16 tokens at a time at most.
+//! One token: every slot of a code's word is one product, with zero for unused slots. More tokens: every row is decoded
+//! to a list, whose items select and multiply activations, of at most 16 tokens at a time.
 
 use super::lists::List;
-use super::tile::Block;
+use super::tile::TokenBlock;
 use super::unit::Unit;
 use crate::formats::ternary::Row;
 use crate::formats::ternary::fsv8::Lut;
@@ -30,13 +30,13 @@ pub(super) fn rows(unit: &Unit, out: &mut [f32]) {
                 1 => out[0] = single(items, values, levels),
                 4 => add::<4>(items, values, levels, out),
                 8 => add::<8>(items, values, levels, out),
-                _ => add_in_parts(items, values, levels, block, out),
+                _ => add_wide(items, values, levels, block, out),
             }
         }
     }
 }
 
-/// The output of a row for one token, without a list.
+/// The output of an FSV8 row for one token, without a list.
 fn walk(unit: &Unit, row: Row, (negative, positive): (f32, f32)) -> f32 {
     let Row::Fsv8 {
         codes,
@@ -61,7 +61,7 @@ fn walk(unit: &Unit, row: Row, (negative, positive): (f32, f32)) -> f32 {
     }
 }
 
-/// `values` reaches a word of `lut` behind the columns.
+/// The output of a row's codes for one token; `values` has zeros for one word of `lut` after the last column.
 #[inline(always)]
 fn walk_codes<const SLOTS: usize, const BITS: usize, const CLASS: usize>(
     codes: &[u8],
@@ -84,7 +84,7 @@ fn walk_codes<const SLOTS: usize, const BITS: usize, const CLASS: usize>(
     sums.iter().sum()
 }
 
-/// The output of a row for one token. Four partial sums hide the latency of additions.
+/// The output of a row for one token from its list. Four partial sums hide the latency of additions.
 fn single(items: &[u32], values: &[f32], levels: [f32; 2]) -> f32 {
     let product = |item: u32| levels[(item & 1) as usize] * values[(item >> 1) as usize];
     let mut sums = [0.0f32; 4];
@@ -100,7 +100,7 @@ fn single(items: &[u32], values: &[f32], levels: [f32; 2]) -> f32 {
     (sums[0] + sums[1]) + (sums[2] + sums[3])
 }
 
-/// The outputs of a row for a block of LANES tokens.
+/// The outputs of a row for a token block of LANES lanes.
 #[inline(always)]
 fn add<const LANES: usize>(items: &[u32], values: &[f32], levels: [f32; 2], out: &mut [f32]) {
     let (values, _) = values.as_chunks::<LANES>();
@@ -114,8 +114,8 @@ fn add<const LANES: usize>(items: &[u32], values: &[f32], levels: [f32; 2], out:
     out.copy_from_slice(&sums[..out.len()]);
 }
 
-/// Blocks too wide for registers: 16 tokens at a time.
-fn add_in_parts(items: &[u32], values: &[f32], levels: [f32; 2], block: &Block, out: &mut [f32]) {
+/// The outputs of a row for a token block that is too wide for registers: 16 tokens at a time.
+fn add_wide(items: &[u32], values: &[f32], levels: [f32; 2], block: &TokenBlock, out: &mut [f32]) {
     for (part, out) in out.chunks_mut(16).enumerate() {
         let mut sums = [0.0f32; 16];
         for &item in items {

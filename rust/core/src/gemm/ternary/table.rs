@@ -1,25 +1,25 @@
-//! Decoding tables in the forms that the vector kernels want, derived from the codec's tables at first use.
+//! Decoding tables of the kernels, derived from the format's tables ([`Lut`]) at first use.
 //!
 //! # For one token ([`StepTable`])
 //! The tile holds three floats a position: `0, 0, x` (see [`super::tile`]). The two floats at `3 p + 2` are (x_p, 0), at
 //! `3 p + 1` they are (0, x_p) and at `3 p` (0, 0), so that one load and one addition put x_p into the sum of the
-//! negative weights, of the positive ones, or nowhere. An entry holds these places relative to the word's first
-//! position, and how far the word moves the tile's pointer:
+//! negative weights, of the positive ones, or nowhere. An entry holds these offsets relative to the word's first
+//! position, and by how much the word advances the pointer into the tile:
 //!
 //! ```text
-//! two slots:   place 1 :8 | place 2 :8 | bytes to the next word :16
-//! three slots: place 1 :8 | place 2 :8 | place 3 :8 | length in weights :8
+//! two slots:   offset 1 :8 | offset 2 :8 | bytes to the next word :16
+//! three slots: offset 1 :8 | offset 2 :8 | offset 3 :8 | length in weights :8
 //! ```
 //!
 //! # For 2 to 32 tokens ([`BlockTable`])
-//! Places are byte offsets of a position's values in a tile of L lanes, types select the level from (0, symbol 1,
-//! symbol 2). An unused slot of type 0 repeats the place of slot 1, which is in the cache.
+//! Offsets are those of a position's values, in bytes, in a tile of L lanes; types select the level from (0, symbol 1,
+//! symbol 2). An unused slot of type 0 repeats the offset of slot 1, which is in the cache.
 //!
 //! ```text
-//! place 1 :16 | place 2 :16
+//! offset 1 :16 | offset 2 :16
 //! type 1 :8 | type 2 :8 | bytes to the next word :16
 //! ```
-
+//!
 //! # For lists ([`ListTable`])
 //! A slot is an item of [`super::lists`]: twice the position in the word, plus one for symbol 2.
 //!
@@ -34,18 +34,18 @@ use crate::formats::ternary::fsv8::dictionary::COUNT;
 use crate::formats::ternary::fsv8::{Lut, lut};
 use crate::formats::ternary::{Code, TernaryView, dict16};
 
-/// Floats that the tile of one token holds for each position.
+/// The floats of each position in the tile of one token.
 pub(super) const STEP: usize = 3;
 
-/// The longest word of any table in weights.
+/// A bound of the length of all words, in weights.
 const MAX_LENGTH: usize = 255;
 
-/// A table for one token; indexed as [`Lut`], or by the code of dict16.
+/// A table for one token, with the indices of [`Lut`] or the codes of dict16.
 #[derive(Debug)]
 pub(super) struct StepTable {
     pub entries: Vec<u32>,
     pub three_slots: bool,
-    /// 2 or 3; 0 for dict16.
+    /// The class bits of the index, 2 or 3; 0 for dict16.
     pub class_bits: u32,
 }
 
@@ -80,33 +80,33 @@ impl StepTable {
 
 fn step_entry(entry: u32, three_slots: bool) -> u32 {
     let length = entry >> 24;
-    let places =
+    let offsets =
         lut::nonzeros(entry, three_slots)
             .enumerate()
-            .fold(0, |places, (slot, (position, symbol))| {
-                let place = STEP * position + STEP - usize::from(symbol);
+            .fold(0, |offsets, (slot, (position, symbol))| {
+                let offset = STEP * position + STEP - usize::from(symbol);
                 assert!(
-                    place < 256,
-                    "a word's last non-zero is too far for an 8-bit place"
+                    offset < 256,
+                    "a word's last non-zero is too far for an 8-bit offset"
                 );
-                places | (place as u32) << (8 * slot)
+                offsets | (offset as u32) << (8 * slot)
             });
     match three_slots {
-        true => places | length << 24,
-        false => places | (length * STEP as u32 * 4) << 16,
+        true => offsets | length << 24,
+        false => offsets | (length * STEP as u32 * 4) << 16,
     }
 }
 
 /// A two-slot table for a block of tokens.
 #[derive(Debug)]
 pub(super) struct BlockTable {
-    /// Two words, which take fewer instructions to take apart than one of 64 bits.
+    /// The entries as two words, whose fields take fewer instructions to extract than those of one 64-bit word.
     pub entries: Vec<[u32; 2]>,
     pub class_bits: u32,
 }
 
 impl BlockTable {
-    /// Numbers of lanes that tables exist for.
+    /// The numbers of lanes for which there are tables.
     const LANES: [usize; 4] = [4, 8, 16, 32];
 
     /// The table of an embedded FSV8 dictionary for blocks of `lanes` tokens, if its words have two slots.
@@ -163,7 +163,7 @@ impl ListTable {
         TABLE.get_or_init(|| ListTable::Three(dict16::sparse().iter().map(|&e| three_items(e)).collect(), 0))
     }
 
-    /// 2 or 3; 0 for dict16.
+    /// The class bits of the index, 2 or 3; 0 for dict16.
     pub fn class_bits(&self) -> u32 {
         match self {
             ListTable::Two(_, bits) | ListTable::Three(_, bits) => *bits,
@@ -171,7 +171,7 @@ impl ListTable {
     }
 }
 
-/// The items of an entry, those without a weight zero, and how many there are.
+/// The items of an entry, with zeros for unused ones, and their number.
 fn items(entry: u32, three_slots: bool) -> ([u32; 3], u32) {
     let (mut items, mut count) = ([0; 3], 0);
     for (position, symbol) in lut::nonzeros(entry, three_slots) {
@@ -191,7 +191,7 @@ fn three_items(entry: u32) -> u32 {
     first | second << 7 | third << 14 | count << 21 | entry >> 24 << 24
 }
 
-/// The longest word in weights that the codes of a tensor may stand for, valid or not; raw bytes count as words of 4.
+/// The most weights that a code of a tensor may stand for, valid or not; raw bytes count as words of 4.
 pub(super) fn longest_word(view: &TernaryView) -> usize {
     let longest = match view.code() {
         Code::Fsv8 => {
@@ -211,13 +211,13 @@ pub(super) fn longest_word(view: &TernaryView) -> usize {
 mod tests {
     use super::*;
 
-    /// What an entry of a step table adds: (negative, positive) sums of positions' marks.
-    fn replay(places: &[u32], length: usize) -> Vec<u8> {
+    /// The symbols that the offsets of an entry of a step table stand for.
+    fn replay(offsets: &[u32], length: usize) -> Vec<u8> {
         let mut string = vec![0; length];
-        for &place in places.iter().filter(|&&place| place != 0) {
+        for &offset in offsets.iter().filter(|&&offset| offset != 0) {
             let (position, symbol) = (
-                (place as usize - 1) / STEP,
-                STEP - (place as usize - 1) % STEP - 1,
+                (offset as usize - 1) / STEP,
+                STEP - (offset as usize - 1) % STEP - 1,
             );
             string[position] = symbol as u8;
         }
@@ -231,12 +231,12 @@ mod tests {
     }
 
     #[test]
-    fn step_tables_say_the_same_as_the_tables_of_the_codec() {
+    fn step_tables_equal_the_tables_of_the_format() {
         for id in 0..COUNT {
             let (lut, table) = (Lut::embedded(id), StepTable::fsv8(id));
             assert_eq!(lut.entries.len(), table.entries.len());
             for (&expected, &entry) in lut.entries.iter().zip(&table.entries) {
-                let (places, length) = match table.three_slots {
+                let (offsets, length) = match table.three_slots {
                     true => (
                         vec![entry & 255, entry >> 8 & 255, entry >> 16 & 255],
                         entry >> 24,
@@ -244,7 +244,7 @@ mod tests {
                     false => (vec![entry & 255, entry >> 8 & 255], (entry >> 16) / 12),
                 };
                 assert_eq!(
-                    replay(&places, length as usize),
+                    replay(&offsets, length as usize),
                     symbols(expected, lut.three_slots)
                 );
             }
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn list_tables_say_the_same_as_the_tables_of_the_codec() {
+    fn list_tables_equal_the_tables_of_the_format() {
         let check = |expected: u32, three_slots, items: &[u32], length| {
             let mut string = vec![0; length as usize];
             items
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn block_tables_say_the_same_as_the_tables_of_the_codec() {
+    fn block_tables_equal_the_tables_of_the_format() {
         for id in 0..COUNT {
             for lanes in BlockTable::LANES {
                 let lut = Lut::embedded(id);
@@ -298,12 +298,13 @@ mod tests {
                     assert!(lut.three_slots);
                     continue;
                 };
-                for (&expected, &[places, rest]) in lut.entries.iter().zip(&table.entries) {
+                for (&expected, &[offsets, rest]) in lut.entries.iter().zip(&table.entries) {
                     let bytes = 4 * lanes as u32;
                     let mut string = vec![0; ((rest >> 16) / bytes) as usize];
-                    for (place, symbol) in [(places & 0xffff, rest & 255), (places >> 16, rest >> 8 & 255)] {
+                    for (offset, symbol) in [(offsets & 0xffff, rest & 255), (offsets >> 16, rest >> 8 & 255)]
+                    {
                         if symbol != 0 {
-                            string[(place / bytes) as usize] = symbol as u8;
+                            string[(offset / bytes) as usize] = symbol as u8;
                         }
                     }
                     assert_eq!(string, symbols(expected, false));

@@ -12,7 +12,7 @@ fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
 }
 
-/// A small generator of the tests' own, so that a failure names its seed.
+/// A small generator of random numbers, so that a failure names its seed.
 struct Random(u64);
 
 impl Random {
@@ -271,7 +271,7 @@ fn results_do_not_depend_on_threads_or_on_grouping() {
     }
 }
 
-/// Which order loads are written in may depend on the processor; what one token gives may not.
+/// The order of loads depends on the processor; outputs of one token must not.
 #[test]
 fn all_vector_kernels_give_one_token_the_same_bits() {
     for code in Code::ALL {
@@ -327,7 +327,6 @@ fn every_instruction_set_names_a_kernel_that_it_runs() {
     }
 }
 
-/// The sample of the test above round-trips, so that the tests of products test what they say.
 #[test]
 fn samples_hold_what_they_say() {
     let shape = matrix(80, 403);
@@ -353,7 +352,7 @@ fn samples_hold_what_they_say() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Damage anywhere after the header: parsing refuses it, or every kernel survives it.
+    /// Damage anywhere after the header is refused by parsing, or every kernel gives some numbers.
     #[test]
     fn damaged_tensors_give_numbers_and_no_faults(
         seed in any::<u64>(),

@@ -1,34 +1,34 @@
-//! Activations as the kernels read them: f32, transposed so that a position's values for a block of tokens are
-//! neighbours, followed by the zeros that decoding may touch after the last column.
+//! Prepared activations: f32, transposed so that a position's values for a block of tokens are neighbours, followed by
+//! the zeros that decoding may read after the last column.
 //!
-//! One token for the kernels that walk is special: three floats a position, `0, 0, x`, so that every pair of floats
-//! is nothing, (x, 0) or (0, x); [`super::table`] says what for.
+//! For one token the vector kernels read *steps*, three floats a position: `0, 0, x`, so that two neighbouring floats are
+//! (0, 0), (x, 0) or (0, x), as [`super::table`] explains.
 
 use super::Kernel;
 use super::table::{STEP, longest_word};
 use crate::formats::ternary::{Code, TernaryView};
 use crate::types::Activations;
 
-/// The most tokens of a block: with more, wide rows' values outgrow the second-level cache (6,144 columns of 64 lanes
-/// are 1.5 MB, and 64 tokens take twice the time).
+/// The most lanes of a token block: with more, the values of wide rows outgrow the second-level cache (6,144 columns of 64
+/// lanes are 1.5 MB, and 64 tokens take twice the time).
 const MAX_LANES: usize = 32;
 
-/// The most tokens that are decoded on the fly, as one block.
+/// The most tokens, as one block, for which codes are multiplied without a list.
 const MAX_ON_THE_FLY: usize = 32;
 
-/// Codes between two looks at the position when a block of tokens is decoded on the fly.
+/// The codes between two checks of the position when codes are multiplied by a token block.
 pub(super) const BLOCK_ROUND: usize = 8;
 
-/// Codes between two looks at the position when one token is.
+/// The codes between two checks of the position when codes are multiplied by one token.
 const STEP_ROUND: usize = 16;
 
-/// Alignment of a tile in bytes: a cache line, so that blocks of 16 tokens never straddle two.
+/// The alignment of a tile in bytes: a cache line, so that the values of 16 tokens never straddle two.
 const ALIGNMENT: usize = 64;
 
 /// A block of tokens: `lanes` values at each position, of which the first `tokens` are used.
 #[derive(Debug, Clone, Copy)]
-pub struct Block {
-    /// The first of the block's tokens, counted in the tile.
+pub struct TokenBlock {
+    /// The first token of the block, counted in the tile.
     pub token: usize,
     pub tokens: usize,
     pub lanes: usize,
@@ -38,19 +38,19 @@ pub struct Block {
 /// The activations of one expert's tokens.
 pub struct Tile {
     data: Vec<f32>,
-    /// The tile starts here in `data`, at a multiple of [`ALIGNMENT`].
+    /// Where the tile starts in `data`: at a multiple of [`ALIGNMENT`].
     offset: usize,
     columns: usize,
     positions: usize,
     longest_word: usize,
     tokens: usize,
-    /// Whether this is one token as steps.
+    /// Whether the tile holds one token as steps.
     steps: bool,
-    blocks: Vec<Block>,
+    blocks: Vec<TokenBlock>,
 }
 
 impl Tile {
-    /// Brings tokens of `x` into the layout that `kernel` wants.
+    /// Copies tokens of `x` into the layout that `kernel` reads.
     pub fn new(kernel: Kernel, view: &TernaryView, x: Activations, list: &[usize]) -> Tile {
         let (columns, longest_word, tokens) = (view.columns(), longest_word(view), list.len());
         let steps = tokens == 1 && kernel != Kernel::Scalar;
@@ -58,12 +58,12 @@ impl Tile {
         let words = match (steps, on_the_fly) {
             (true, _) => STEP_ROUND + 1,
             (_, true) => BLOCK_ROUND + 1,
-            // The lists and the portable walk look at the position after every word.
+            // Lists and the portable kernel check the position after every word.
             _ => 1,
         };
         let positions = columns + words * longest_word + 1;
         let blocks = match steps {
-            true => vec![Block::new(0, 1, STEP, 0)],
+            true => vec![TokenBlock::new(0, 1, STEP, 0)],
             false => blocks(tokens, positions),
         };
         let size = blocks.last().map_or(0, |b| b.start + b.lanes * positions);
@@ -88,7 +88,7 @@ impl Tile {
     fn fill(&mut self, i: usize, x: Activations, list: &[usize]) {
         let block = self.blocks[i];
         let columns = self.columns;
-        // In a step the activation comes last.
+        // The activation is the last float of a step.
         let shift = if self.steps { STEP - 1 } else { 0 };
         let mut row = vec![0.0; columns];
         let out = &mut self.data[self.offset + block.start..][..block.lanes * self.positions];
@@ -105,14 +105,14 @@ impl Tile {
         self.tokens
     }
 
-    /// The blocks of tokens, in order.
-    pub fn blocks(&self) -> &[Block] {
+    /// The token blocks in order.
+    pub fn blocks(&self) -> &[TokenBlock] {
         &self.blocks
     }
 
     /// The values of a block: positions x lanes.
     #[inline(always)]
-    pub fn values(&self, block: &Block) -> &[f32] {
+    pub fn values(&self, block: &TokenBlock) -> &[f32] {
         &self.data[self.offset + block.start..][..block.lanes * self.positions]
     }
 
@@ -121,30 +121,30 @@ impl Tile {
         self.steps
     }
 
-    /// The values of a block that reaches `words` words behind the columns.
+    /// The values of a block, which has zeros for `words` words after the last column.
     ///
     /// # Panics
-    /// If it does not reach so far.
+    /// If it has fewer zeros.
     #[inline(always)]
-    pub fn reached_values(&self, block: &Block, words: usize) -> &[f32] {
+    pub fn padded_values(&self, block: &TokenBlock, words: usize) -> &[f32] {
         assert!(self.positions > self.columns + words * self.longest_word);
         self.values(block)
     }
 
-    /// The steps of one token, which reach `words` words and one position behind the columns.
+    /// The steps of one token, with zeros for `words` words and one position after the last column.
     ///
     /// # Panics
-    /// If the tile holds something else or does not reach so far.
+    /// If the tile does not hold steps or has fewer zeros.
     #[inline(always)]
-    pub fn reached_steps(&self, words: usize) -> &[f32] {
+    pub fn padded_steps(&self, words: usize) -> &[f32] {
         assert!(self.steps);
-        self.reached_values(&self.blocks[0], words)
+        self.padded_values(&self.blocks[0], words)
     }
 }
 
-impl Block {
-    fn new(token: usize, tokens: usize, lanes: usize, start: usize) -> Block {
-        Block {
+impl TokenBlock {
+    fn new(token: usize, tokens: usize, lanes: usize, start: usize) -> TokenBlock {
+        TokenBlock {
             token,
             tokens,
             lanes,
@@ -153,10 +153,10 @@ impl Block {
     }
 }
 
-/// Cuts tokens into blocks whose numbers of lanes are powers of two; one token alone is a block of one lane.
-fn blocks(tokens: usize, positions: usize) -> Vec<Block> {
+/// Divides tokens into blocks whose numbers of lanes are powers of two; a single token is a block of one lane.
+fn blocks(tokens: usize, positions: usize) -> Vec<TokenBlock> {
     if tokens == 1 {
-        return vec![Block::new(0, 1, 1, 0)];
+        return vec![TokenBlock::new(0, 1, 1, 0)];
     }
     let (mut blocks, mut token, mut start) = (Vec::new(), 0, 0);
     while token < tokens {
@@ -167,7 +167,7 @@ fn blocks(tokens: usize, positions: usize) -> Vec<Block> {
             _ => MAX_LANES,
         };
         let taken = lanes.min(tokens - token);
-        blocks.push(Block::new(token, taken, lanes, start));
+        blocks.push(TokenBlock::new(token, taken, lanes, start));
         token += taken;
         start += lanes * positions;
     }

@@ -1,4 +1,4 @@
-//! What a kernel computes at a time: some row groups of an expert by its tokens.
+//! The products that a kernel computes at a time: some row groups of an expert by its tokens.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ pub(super) struct Unit<'a> {
 }
 
 impl Unit<'_> {
-    /// The unit's rows.
+    /// The rows of the unit, counted in the expert.
     pub fn rows(&self) -> Range<usize> {
         self.groups.start * GROUP_ROWS..(self.groups.end * GROUP_ROWS).min(self.view.rows())
     }
@@ -27,12 +27,12 @@ impl Unit<'_> {
     }
 }
 
-/// The most row groups of a unit; what a unit knows about its rows stays in the cache.
+/// The most row groups of a unit, whose list of rows stays in the cache.
 const MOST_GROUPS: usize = 8;
-/// Tokens by row groups of a unit: so many outputs of 64 rows stay in the first-level cache.
+/// The most row groups of a unit times tokens: their outputs, of 64 rows each, stay in the first-level cache.
 const MOST_OUTPUTS: usize = 64;
 
-/// Row groups of a unit for so many tokens.
+/// The number of row groups of a unit.
 pub(super) fn unit_groups(tokens: usize) -> usize {
     (MOST_OUTPUTS / tokens.max(1)).clamp(1, MOST_GROUPS)
 }

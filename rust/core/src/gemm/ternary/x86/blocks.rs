@@ -1,16 +1,16 @@
-//! Two to 32 tokens, decoded on the fly: every slot of a word is one product-and-add for each vector of tokens.
+//! Two to 32 tokens without lists: every slot of a word is one multiply-add for each vector of tokens.
 //!
-//! A code costs a load of it and of its predecessor, a shift, two loads of an entry's halves, seven instructions that take
-//! them apart, and for each slot a level and as many products as there are vectors. Slots without a non-zero (about a
-//! quarter) multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, so that
-//! chains of products of latency 4 do not bind. Loads do: with 16 tokens nine of 256 bits a code, 6.3 cycles on Zen 4.
+//! A code takes a load of it and of the code before it, a shift, two loads of an entry's halves, seven instructions that
+//! extract their fields, and for each slot a level and a product for each vector. Slots without a non-zero (about a
+//! quarter) multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, so that the
+//! latency 4 of dependent products is no bound. Loads are: with 16 tokens nine of 256 bits a code, 6.3 cycles on Zen 4.
 
 use std::arch::x86_64::*;
 
 use super::super::table::BlockTable;
 use super::super::tile::BLOCK_ROUND;
 use super::super::unit::Unit;
-use super::Place;
+use super::UnitRow;
 use super::vector::Vector;
 
 /// Writes the outputs of a row for the only block of tokens.
@@ -18,14 +18,14 @@ use super::vector::Vector;
 /// # Safety
 /// The processor has AVX-512 F, AVX2, FMA and BMI2.
 #[target_feature(enable = "avx512f,avx2,fma,bmi1,bmi2")]
-pub(super) unsafe fn row_avx512(unit: &Unit, place: &Place, table: &BlockTable, out: &mut [f32]) {
+pub(super) unsafe fn row_avx512(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
     // SAFETY: the features are the caller's.
     unsafe {
         match unit.tile.blocks()[0].lanes {
-            4 => row::<__m128, 1>(unit, place, table, out),
-            8 => row::<__m256, 1>(unit, place, table, out),
-            16 => row::<__m512, 1>(unit, place, table, out),
-            _ => row::<__m512, 2>(unit, place, table, out),
+            4 => fill::<__m128, 1>(unit, row, table, out),
+            8 => fill::<__m256, 1>(unit, row, table, out),
+            16 => fill::<__m512, 1>(unit, row, table, out),
+            _ => fill::<__m512, 2>(unit, row, table, out),
         }
     }
 }
@@ -35,35 +35,37 @@ pub(super) unsafe fn row_avx512(unit: &Unit, place: &Place, table: &BlockTable, 
 /// # Safety
 /// The processor has AVX2, FMA and BMI2.
 #[target_feature(enable = "avx2,fma,bmi1,bmi2")]
-pub(super) unsafe fn row_avx2(unit: &Unit, place: &Place, table: &BlockTable, out: &mut [f32]) {
+pub(super) unsafe fn row_avx2(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
     // SAFETY: the features are the caller's.
     unsafe {
         match unit.tile.blocks()[0].lanes {
-            4 => row::<__m128, 1>(unit, place, table, out),
-            8 => row::<__m256, 1>(unit, place, table, out),
-            16 => row::<__m256, 2>(unit, place, table, out),
-            _ => row::<__m256, 4>(unit, place, table, out),
+            4 => fill::<__m128, 1>(unit, row, table, out),
+            8 => fill::<__m256, 1>(unit, row, table, out),
+            16 => fill::<__m256, 2>(unit, row, table, out),
+            _ => fill::<__m256, 4>(unit, row, table, out),
         }
     }
 }
 
+/// Writes the outputs of a row for the only block of tokens.
+///
 /// # Safety
-/// The features of `V`.
+/// The processor has the features of `V`.
 #[inline(always)]
-unsafe fn row<V: Vector, const N: usize>(unit: &Unit, place: &Place, table: &BlockTable, out: &mut [f32]) {
-    let (negative, positive) = place.levels(unit);
-    let levels = match place.swapped {
+unsafe fn fill<V: Vector, const N: usize>(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
+    let (negative, positive) = row.levels(unit);
+    let levels = match row.swapped {
         false => [0.0, negative, positive, 0.0],
         true => [0.0, positive, negative, 0.0],
     };
     let block = &unit.tile.blocks()[0];
-    let codes = place.bytes as usize;
+    let codes = row.bytes as usize;
     assert!(block.lanes == N * V::LANES && codes > 0);
-    let payload = &unit.view.padded_payload()[place.start..];
+    let payload = &unit.view.padded_payload()[row.start..];
     assert!(payload.len() >= codes + BLOCK_ROUND);
-    let values = unit.tile.reached_values(block, BLOCK_ROUND + 1);
-    // SAFETY: whole rounds after the first code read fewer than BLOCK_ROUND bytes behind the row, which the payload
-    // has; `values` reaches as far behind the columns as a round and the first code go.
+    let values = unit.tile.padded_values(block, BLOCK_ROUND + 1);
+    // SAFETY: whole rounds after the first code read fewer than BLOCK_ROUND bytes after the row, which the payload has;
+    // `values` has positions after the columns for the words of a round and of the first code.
     let sums: [V; N] = unsafe {
         match table.class_bits {
             2 => sum::<V, N, 2>(
@@ -95,7 +97,7 @@ unsafe fn row<V: Vector, const N: usize>(unit: &Unit, place: &Place, table: &Blo
 /// The outputs of a row of `n` codes (at least one) at `codes`.
 ///
 /// # Safety
-/// `codes` is readable for n + BLOCK_ROUND bytes. `table` has 256 << CLASS entries, whose places lie in their words and
+/// `codes` is readable for n + BLOCK_ROUND bytes. `table` has 256 << CLASS entries, whose offsets lie in their words and
 /// whose words are at most L weights long. `values` holds `columns + (BLOCK_ROUND + 1) * L` positions of N vectors.
 #[inline(always)]
 unsafe fn sum<V: Vector, const N: usize, const CLASS: usize>(
@@ -111,15 +113,15 @@ unsafe fn sum<V: Vector, const N: usize, const CLASS: usize>(
     // round begins, so that the round's words stay within the positions promised; types are below 4.
     unsafe {
         let (mut even, mut odd) = ([[V::zero(); N]; 2], [[V::zero(); N]; 2]);
-        // Volatile, so that the halves are loaded apart: as one word they cost four instructions more to take apart.
+        // Volatile, so that the halves are loaded apart: extracting fields from one word takes four instructions more.
         let entry = |k: usize| {
             let halves = entries.as_ptr().add(k).cast::<u32>();
             [halves.read_volatile(), halves.add(1).read_volatile()]
         };
         let end = values.as_ptr().add(columns * N * V::LANES);
         let mut at = values.as_ptr();
-        let step = |[places, rest]: [u32; 2], sums: &mut [[V; N]; 2], at: &mut *const f32| {
-            let slots = [(places & 0xffff, rest & 0xff), (places >> 16, rest >> 8 & 0xff)];
+        let step = |[offsets, rest]: [u32; 2], sums: &mut [[V; N]; 2], at: &mut *const f32| {
+            let slots = [(offsets & 0xffff, rest & 0xff), (offsets >> 16, rest >> 8 & 0xff)];
             for (slot, sums) in slots.into_iter().zip(sums) {
                 let x = at.byte_add(slot.0 as usize);
                 let level = V::splat(*levels.as_ptr().add(slot.1 as usize));
@@ -134,7 +136,7 @@ unsafe fn sum<V: Vector, const N: usize, const CLASS: usize>(
         for _ in 0..(n - 1).div_ceil(BLOCK_ROUND) {
             at = at.min(end);
             for k in (0..BLOCK_ROUND).step_by(2) {
-                // The code before in the low byte, the code in the high byte.
+                // A pair is the previous code in the low byte and the code in the high byte.
                 let index = |k| (super::pair(from.add(k)) >> (8 - CLASS)) as usize;
                 step(entry(index(k)), &mut even, &mut at);
                 step(entry(index(k + 1)), &mut odd, &mut at);

@@ -1,8 +1,8 @@
-//! Products of lists and blocks of 4 to 32 tokens.
+//! Products of lists and token blocks of 4 to 32 lanes.
 //!
-//! A non-zero weight costs one load of its item, one of its level, and one product for each vector of tokens, straight
-//! from memory. Two sets of accumulators take turns, so that chains of products of latency 4 do not bind with few
-//! vectors. Bound: one 512-bit or two 256-bit loads a cycle on Zen 4, two of either on Intel.
+//! A non-zero weight takes one load of its item, one of its level, and one product for each vector of tokens, with a
+//! memory operand. Two sets of accumulators alternate, so that the latency 4 of dependent products is no bound with few
+//! vectors. The bound is one 512-bit or two 256-bit loads a cycle on Zen 4, two of either on Intel.
 
 use std::arch::x86_64::*;
 
@@ -23,10 +23,10 @@ pub(super) unsafe fn block_avx512(
     // SAFETY: as the caller promises; the vectors of a call are as wide as `lanes`.
     unsafe {
         match lanes {
-            4 => part::<__m128, 1, 4>(items, values, levels, out),
-            8 => part::<__m256, 1, 8>(items, values, levels, out),
-            16 => part::<__m512, 1, 16>(items, values, levels, out),
-            32 => part::<__m512, 2, 32>(items, values, levels, out),
+            4 => vectors::<__m128, 1, 4>(items, values, levels, out),
+            8 => vectors::<__m256, 1, 8>(items, values, levels, out),
+            16 => vectors::<__m512, 1, 16>(items, values, levels, out),
+            32 => vectors::<__m512, 2, 32>(items, values, levels, out),
             _ => unreachable!("tiles have blocks of 4 to 32 lanes"),
         }
     }
@@ -47,21 +47,21 @@ pub(super) unsafe fn block_avx2(
     // SAFETY: as the caller promises; the vectors of a call are as wide as `lanes`.
     unsafe {
         match lanes {
-            4 => part::<__m128, 1, 4>(items, values, levels, out),
-            8 => part::<__m256, 1, 8>(items, values, levels, out),
-            16 => part::<__m256, 2, 16>(items, values, levels, out),
-            32 => part::<__m256, 4, 32>(items, values, levels, out),
+            4 => vectors::<__m128, 1, 4>(items, values, levels, out),
+            8 => vectors::<__m256, 1, 8>(items, values, levels, out),
+            16 => vectors::<__m256, 2, 16>(items, values, levels, out),
+            32 => vectors::<__m256, 4, 32>(items, values, levels, out),
             _ => unreachable!("tiles have blocks of 4 to 32 lanes"),
         }
     }
 }
 
-/// The outputs of N vectors of tokens.
+/// Writes the outputs of a row for N vectors of tokens.
 ///
 /// # Safety
 /// N vectors can be read at `values[STRIDE * position]` for every position of `items`; `V`'s features.
 #[inline(always)]
-unsafe fn part<V: Vector, const N: usize, const STRIDE: usize>(
+unsafe fn vectors<V: Vector, const N: usize, const STRIDE: usize>(
     items: &[u32],
     values: &[f32],
     levels: [f32; 2],

@@ -1,4 +1,4 @@
-//! The vectors that the kernels for several tokens are written over: 4, 8 and 16 single-precision lanes.
+//! The vectors of the kernels for several tokens: 4, 8 and 16 single-precision lanes.
 
 use std::arch::x86_64::*;
 
@@ -10,13 +10,13 @@ use std::arch::x86_64::*;
 pub(super) trait Vector: Copy {
     /// The number of floats.
     const LANES: usize;
-    /// Zeros.
+    /// Zeros in all lanes.
     unsafe fn zero() -> Self;
     /// A float in all lanes.
     unsafe fn splat(value: f32) -> Self;
-    /// `LANES` floats from memory.
+    /// Loads `LANES` floats.
     unsafe fn load(from: *const f32) -> Self;
-    /// To memory.
+    /// Stores `LANES` floats.
     unsafe fn store(self, to: *mut f32);
     /// `self + other`.
     unsafe fn add(self, other: Self) -> Self;
@@ -26,7 +26,7 @@ pub(super) trait Vector: Copy {
 
 macro_rules! vector {
     ($type:ty, $lanes:literal, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident) => {
-        // SAFETY (all blocks): the trait's contract is the intrinsics'.
+        // SAFETY (all blocks): the trait's contract implies that of the intrinsics.
         impl Vector for $type {
             const LANES: usize = $lanes;
             #[inline(always)]

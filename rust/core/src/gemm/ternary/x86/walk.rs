@@ -1,64 +1,63 @@
-//! One token: codes are walked one after the other, and every non-zero is one load-and-add of a pair of floats.
+//! One token: codes are decoded one after the other, and every non-zero is one load-and-add of a pair of floats.
 //!
 //! ```text
 //! pair    = the code and the one before       movzx            1 load
 //! index   = pair >> (8 - class bits)          shr
 //! entry   = table[index]                      mov              1 load
-//! sums_a += tile[at + place 1 ..]             movzx, vaddps    1 load
-//! sums_b += tile[at + place 2 ..]             movzx, vaddps    1 load
+//! sums_a += tile[at + offset 1 ..]            movzx, vaddps    1 load
+//! sums_b += tile[at + offset 2 ..]            movzx, vaddps    1 load
 //! at     += bytes of the word                 shr, add
 //! ```
 //!
-//! Nine instructions and four loads for 12.6 weights at a density of 0.115; lane 0 of the sums collects what symbol 1
-//! weighs, lane 1 what symbol 2 does, lanes 2 and 3 rubbish ([`super::super::table`] draws the tile). The only chain
-//! is the addition to `at`. Independent instructions of this mix would take 1.6 cycles a code on Zen 4; what binds is
-//! how many the schedulers can keep waiting for three dependent loads: the loop takes 2.7 cycles, 2.3 with `ahead`.
+//! Nine instructions and four loads for 12.6 weights at a density of 0.115. Lane 0 of the sums is the sum of activations
+//! with symbol 1, lane 1 that with symbol 2; lanes 2 and 3 are unused ([`super::super::table`] describes the tile). The
+//! only chain is the addition to `at`. Independent instructions of this mix would take 1.6 cycles a code on Zen 4; the
+//! loop takes 2.7 cycles, 2.3 with `ahead`, because the schedulers fill up with instructions that wait for three dependent
+//! loads.
 //!
-//! `ahead` looks entries up three codes before they are used and loads pairs two codes before that, so that fewer
-//! instructions wait: 8 to 13% faster on Zen 4 in the loop, 3 to 6% in whole products, 8% slower on Sapphire Rapids.
-//! The sums are the same bit for bit.
+//! `ahead` loads entries three codes before they are used and pairs two codes before that, so that fewer instructions
+//! wait: 8 to 13% faster on Zen 4 in the loop, 3 to 6% in whole products, 8% slower on Sapphire Rapids. The sums are the
+//! same bit for bit.
 //!
 //! The alternative is AVX-512 gathers: 64 codes a round, entries and activations gathered, positions by a prefix sum of
-//! the lengths. Loops of both kinds compared, 10^9 weights/s at 2080 / 6144 / 768 columns: gathers 9.4 / 10.1 / 8.3 and
-//! walk 16.0 / 10.7 / 17.0 on Zen 4; gathers 13.4 / 14.7 / 11.8 and walk 16.4 / 12.2 / 15.5 on Sapphire Rapids. So there
-//! is no kernel of gathers; wide rows, where they win over a plain walk, are walked in turns:
-//!
-//! a tile of 12 bytes a column outgrows the first-level cache at some 2,500 columns. Wider rows are walked 128 codes at
-//! a time in turns with their neighbours, which are at about the same column: 10.7 become 15 to 16 at 6,144 columns on
-//! Zen 4.
+//! the lengths. Both loops, in 10^9 weights/s at 2080 / 6144 / 768 columns: gathers 9.4 / 10.1 / 8.3 and this one
+//! 16.0 / 10.7 / 17.0 on Zen 4; gathers 13.4 / 14.7 / 11.8 and this one 16.4 / 12.2 / 15.5 on Sapphire Rapids. So no
+//! kernel uses gathers. Wide rows, for which gathers would be faster, are interleaved instead: a tile of 12 bytes a
+//! column outgrows the first-level cache at some 2,500 columns, so 64 wider rows advance by 128 codes each in rotation,
+//! all at about the same column: 10.7 become 15 to 16 at 6,144 columns on Zen 4.
 
 use std::arch::x86_64::*;
 
 use super::super::lists::List;
 use super::super::table::{STEP, StepTable};
 use super::super::unit::Unit;
-use super::{OTHERS, Parts, Place};
+use super::{OTHERS, RowsByDictionary, UnitRow};
 use crate::formats::ternary::Code;
 
-/// Codes between two looks at the position; tiles reach as many words (and the first one) behind the columns.
+/// The codes between two checks of the position; tiles have zeros for their words, and the first one, after the columns.
 pub(in super::super) const ROUND: usize = 16;
 
-/// Pairs read before their turn with `ahead`.
+/// The codes by which pairs are loaded ahead with `ahead`.
 const AHEAD: usize = 5;
 
-/// Bytes that may be read behind a row: a round's codes less one and the pairs ahead, two bytes each for dict16.
+/// The bytes that may be read after a row: a round's codes less one and the pairs ahead, two bytes each for dict16.
 const SLACK: usize = 2 * (ROUND + AHEAD);
 
-/// Rows wider than this are walked in turns.
+/// Rows with more columns are interleaved.
 const WIDE: usize = 2560;
 
-/// Rounds of a turn.
+/// The rounds by which an interleaved row advances at a time.
 const TURN: usize = 8;
 
-/// Rows that take turns: as many as a group has, whose state fits the first-level cache.
+/// The rows that are interleaved: those of a group, whose state fits the first-level cache.
 const TOGETHER: usize = 64;
 
-/// A row on its way.
+/// The state of a row that is being multiplied.
 #[derive(Clone, Copy)]
 struct Walk {
-    /// The next pair.
+    /// The next pair of codes.
     pairs: *const u8,
-    /// The tile at the next word's first position.
+    /// The tile at the first position of the next word.
     at: *const f32,
     sums: __m128,
 }
@@ -69,13 +68,13 @@ struct Walk {
 /// The processor has AVX2, FMA, BMI1 and BMI2.
 #[target_feature(enable = "avx2,fma,bmi1,bmi2")]
 pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
-    let parts = Parts::new(unit);
+    let sorted = RowsByDictionary::new(unit);
     for i in 0..=OTHERS {
-        let places = parts.part(i);
+        let rows = sorted.with_dictionary(i);
         let table = match (i, unit.view.code()) {
-            _ if places.is_empty() => continue,
+            _ if rows.is_empty() => continue,
             (OTHERS, Code::Fsv8) => {
-                raw(unit, places, out);
+                raw(unit, rows, out);
                 continue;
             }
             (_, Code::Fsv8) => StepTable::fsv8(usize::from(unit.view.dictionaries()[i])),
@@ -84,69 +83,65 @@ pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
         // SAFETY: the features are the caller's; the constants say what the table holds.
         unsafe {
             match (table.class_bits, table.three_slots, ahead) {
-                (0, _, _) => walk_all::<0, 3, false>(unit, places, table, out),
-                (2, false, true) => walk_all::<2, 2, true>(unit, places, table, out),
-                (2, false, false) => walk_all::<2, 2, false>(unit, places, table, out),
-                (2, true, _) => walk_all::<2, 3, false>(unit, places, table, out),
-                (_, false, true) => walk_all::<3, 2, true>(unit, places, table, out),
-                (_, false, false) => walk_all::<3, 2, false>(unit, places, table, out),
-                (_, true, _) => walk_all::<3, 3, false>(unit, places, table, out),
+                (0, _, _) => walk_all::<0, 3, false>(unit, rows, table, out),
+                (2, false, true) => walk_all::<2, 2, true>(unit, rows, table, out),
+                (2, false, false) => walk_all::<2, 2, false>(unit, rows, table, out),
+                (2, true, _) => walk_all::<2, 3, false>(unit, rows, table, out),
+                (_, false, true) => walk_all::<3, 2, true>(unit, rows, table, out),
+                (_, false, false) => walk_all::<3, 2, false>(unit, rows, table, out),
+                (_, true, _) => walk_all::<3, 3, false>(unit, rows, table, out),
             }
         }
     }
 }
 
-/// Raw and empty rows: too rare to be worth more than their lists.
-fn raw(unit: &Unit, places: &[Place], out: &mut [f32]) {
-    let tile = unit.tile.reached_steps(1);
+/// Computes raw and empty rows by their lists: they are too rare for a kernel of their own.
+fn raw(unit: &Unit, rows: &[UnitRow], out: &mut [f32]) {
+    let tile = unit.tile.padded_steps(1);
     let mut list = List::default();
-    for place in places {
-        list.fill(unit.view, place.codes(unit));
-        let levels = list.levels(place.levels(unit));
+    for row in rows {
+        list.fill(unit.view, row.codes(unit));
+        let levels = list.levels(row.levels(unit));
         let product = |&item: &u32| {
             let position = (item >> 1) as usize;
             levels[(item & 1) as usize] * tile[STEP * position + STEP - 1]
         };
-        out[usize::from(place.row)] = list.items().iter().map(product).sum();
+        out[usize::from(row.number)] = list.items().iter().map(product).sum();
     }
 }
 
-/// Walks rows of one table.
+/// Computes rows of one table.
 ///
 /// # Safety
 /// The table has CLASS class bits (0: dict16) and SLOTS slots; the features of [`rows`].
 #[inline(always)]
 unsafe fn walk_all<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool>(
     unit: &Unit,
-    places: &[Place],
+    rows: &[UnitRow],
     table: &StepTable,
     out: &mut [f32],
 ) {
-    let tile = unit.tile.reached_steps(ROUND + 1);
+    let tile = unit.tile.padded_steps(ROUND + 1);
     let walker = Walker::<CLASS, SLOTS, LOOK_AHEAD> {
         table: &table.entries[..if CLASS == 0 { 1 << 16 } else { 256 << CLASS }],
         end: tile[STEP * unit.view.columns()..].as_ptr(),
     };
     if unit.view.columns() <= WIDE {
-        for place in places {
-            // SAFETY: the tile reaches ROUND + 1 words behind the columns; `start` checks the row's bytes.
+        for row in rows {
+            // SAFETY: the tile has ROUND + 1 words after the columns; `start` checks the row's bytes.
             unsafe {
-                let (mut walk, rounds) = walker.start(unit, place, tile);
+                let (mut walk, rounds) = walker.start(unit, row, tile);
                 walker.rounds(&mut walk, rounds);
-                out[usize::from(place.row)] = output(unit, place, walk.sums);
+                out[usize::from(row.number)] = output(unit, row, walk.sums);
             }
         }
         return;
     }
     let mut walks: Vec<(Walk, usize)> = Vec::with_capacity(TOGETHER);
-    for places in places.chunks(TOGETHER) {
+    for rows in rows.chunks(TOGETHER) {
         walks.clear();
         // SAFETY: as above.
-        walks.extend(
-            places
-                .iter()
-                .map(|place| unsafe { walker.start(unit, place, tile) }),
-        );
+        walks.extend(rows.iter().map(|row| unsafe { walker.start(unit, row, tile) }));
         while walks.iter().any(|&(_, rounds)| rounds > 0) {
             for (walk, rounds) in &mut walks {
                 let turn = TURN.min(*rounds);
@@ -155,20 +150,20 @@ unsafe fn walk_all<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: boo
                 *rounds -= turn;
             }
         }
-        for ((walk, _), place) in walks.iter().zip(places) {
-            out[usize::from(place.row)] = output(unit, place, walk.sums);
+        for ((walk, _), row) in walks.iter().zip(rows) {
+            out[usize::from(row.number)] = output(unit, row, walk.sums);
         }
     }
 }
 
 /// The output of a row whose sums are complete.
 #[inline(always)]
-fn output(unit: &Unit, place: &Place, row_sums: __m128) -> f32 {
+fn output(unit: &Unit, row: &UnitRow, row_sums: __m128) -> f32 {
     let mut sums = [0.0f32; 4];
     // SAFETY: the array holds four floats.
     unsafe { _mm_storeu_ps(sums.as_mut_ptr(), row_sums) };
-    let (negative, positive) = place.levels(unit);
-    match place.swapped {
+    let (negative, positive) = row.levels(unit);
+    match row.swapped {
         false => negative * sums[0] + positive * sums[1],
         true => positive * sums[0] + negative * sums[1],
     }
@@ -177,24 +172,24 @@ fn output(unit: &Unit, place: &Place, row_sums: __m128) -> f32 {
 /// The inner loops for one table.
 struct Walker<'a, const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> {
     table: &'a [u32],
-    /// The tile behind the last column.
+    /// The tile after the last column.
     end: *const f32,
 }
 
 impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, CLASS, SLOTS, LOOK_AHEAD> {
-    /// Bytes of a code.
+    /// The bytes of a code.
     const BYTES: usize = if CLASS == 0 { 2 } else { 1 };
 
-    /// Begins a row, and says how many rounds it takes. The first FSV8 code is taken here, since whatever byte is
-    /// before it counts as 0.
+    /// Starts a row; returns its state and number of rounds. The first FSV8 code is decoded here, because the byte before
+    /// it counts as 0.
     ///
     /// # Safety
-    /// `tile` reaches one word behind the columns; the features of [`rows`].
+    /// `tile` has one word after the columns; the features of [`rows`].
     #[inline(always)]
-    unsafe fn start(&self, unit: &Unit, place: &Place, tile: &[f32]) -> (Walk, usize) {
-        let bytes = place.bytes as usize;
-        let payload = &unit.view.padded_payload()[place.start..];
-        // The bytes that `rounds` reads: parsed tensors have 64 behind the last row.
+    unsafe fn start(&self, unit: &Unit, row: &UnitRow, tile: &[f32]) -> (Walk, usize) {
+        let bytes = row.bytes as usize;
+        let payload = &unit.view.padded_payload()[row.start..];
+        // The bytes that `rounds` reads: parsed tensors have 64 after the last row.
         assert!(payload.len() >= bytes + SLACK);
         let taken = usize::from(CLASS > 0);
         let rounds = (bytes / Self::BYTES - taken).div_ceil(ROUND);
@@ -219,7 +214,7 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
         (walk, rounds)
     }
 
-    /// The index of the `k`-th code from `pairs` on.
+    /// The pair of the `k`-th code from `pairs`.
     ///
     /// # Safety
     /// The two bytes can be read.
@@ -229,26 +224,26 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
         unsafe { super::pair(pairs.add(k * Self::BYTES)) }
     }
 
-    /// The entry of a pair.
+    /// The table entry of a pair.
     #[inline(always)]
     fn entry(&self, pair: u32) -> u32 {
         let index = if CLASS == 0 { pair } else { pair >> (8 - CLASS) };
-        // Volatile to stay where it is written, ahead of its use.
-        // SAFETY: 16 bits, less 8 - CLASS, are below the table's length.
+        // Volatile, so that the compiler does not move the load to its use.
+        // SAFETY: a pair has 16 bits, so the index has 8 + CLASS (16 for dict16) and is below the table's length.
         unsafe { self.table.as_ptr().add(index as usize).read_volatile() }
     }
 
-    /// Takes a word.
+    /// Adds a word to the sums and advances `at`.
     ///
     /// # Safety
-    /// The tile reaches from `at` over the longest word and one position more.
+    /// The tile has the longest word and one position more from `at`.
     #[inline(always)]
     unsafe fn step(entry: u32, at: &mut *const f32, sums: &mut [__m128; SLOTS]) {
-        // SAFETY: places are of positions in the word, whose four floats end in the position behind it.
+        // SAFETY: offsets are of positions in the word, whose four floats end in the position after it.
         unsafe {
             for (slot, sum) in sums.iter_mut().enumerate() {
-                let place = entry >> (8 * slot) & 255;
-                *sum = _mm_add_ps(*sum, _mm_loadu_ps(at.add(place as usize)));
+                let offset = entry >> (8 * slot) & 255;
+                *sum = _mm_add_ps(*sum, _mm_loadu_ps(at.add(offset as usize)));
             }
             *at = match SLOTS {
                 2 => at.byte_add((entry >> 16) as usize),
@@ -265,11 +260,11 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
             .unwrap()
     }
 
-    /// Takes `count` rounds of a row.
+    /// Computes `count` rounds of a row.
     ///
     /// # Safety
-    /// `count` is at most the rounds that `walk` has left of those that [`Walker::start`] said, and the tile reaches ROUND + 1 words behind
-    /// the columns: the position is brought back to the last column before each round.
+    /// `count` is at most the rounds that are left of those that [`Walker::start`] returned, and the tile has ROUND + 1
+    /// words after the columns: the position is limited to the last column before each round.
     #[inline(always)]
     unsafe fn rounds(&self, walk: &mut Walk, count: usize) {
         // SAFETY: as above; SSE is part of x86-64.
@@ -309,7 +304,7 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     }
 }
 
-/// Asks for the codes 1 KB further on: 2 to 5% with cold weights.
+/// Prefetches the codes 1 KB ahead: 2 to 5% faster with cold weights.
 #[inline(always)]
 fn prefetch(pairs: *const u8) {
     // SAFETY: a prefetch does not fault, wherever it points.
