@@ -1,20 +1,20 @@
-//! Codes and centroids refined on the error of a matrix's outputs (CodeQuant, section 3.2), a problem a row.
+//! Codes and centroids of each row refined on the error of a matrix's outputs (CodeQuant, section 3.2).
 //!
-//! With t the weights that a row should have, q its clustered ones and H the second moments of its inputs, the output
-//! error is `(q - t) H (q - t)^T`. Two steps lower it in turn, and neither can raise it but by rounding:
+//! With t the target weights of a row, q its clustered ones and H the second moments of its inputs, the output error is
+//! `(q - t) H (q - t)^T`. Two steps that lower it alternate; except for rounding, neither can raise it:
 //!
-//! * *assignments*, with fixed centroids. Either column by column, each weight going to the centroid that is best given
-//!   all others ([`Assignment::Coordinate`]); or by the diagonal of H alone, each weight going to the centroid nearest to
-//!   a point that the caller computed ([`Assignment::Diagonal`], the paper's equation 8, which may raise the error).
-//! * *centroids*, with fixed assignments: the error is quadratic in the K centroids of a block, so their best values
-//!   solve a K x K system. The systems of a row's blocks are solved one after the other.
+//! * *assignments*, with fixed centroids. Either coordinate descent, which assigns each column's weight to the centroid
+//!   that is best given all others ([`Assignment::Coordinate`]); or by the diagonal of H alone, each weight to the centroid
+//!   nearest to a point of the caller's ([`Assignment::Diagonal`], the paper's equation 8, which may raise the error).
+//! * *centroids*, with fixed assignments: the error is quadratic in the K centroids of a column block, so their best
+//!   values solve a K x K system. The systems of a row's blocks are solved one after the other.
 //!
-//! Where the factors of H are given, the first assignment passes each column's rounding error on to the columns behind
-//! it, as GPTQ does: a far better start for the walk by single columns than the nearest centroids.
+//! If factors of H are given, the first assignment compensates each column's rounding error in the columns after it, as
+//! GPTQ does: a far better start of coordinate descent than the nearest centroids.
 //!
-//! Rows are taken in batches, so that a row of H is read once for all of them. Costs a row and step about 3 C^2 sums.
+//! Rows are refined in batches, so that a row of H is read once for all of them. A row and step take about 3 C^2 additions.
 //!
-//! Invariants: every row ends with the best codes and centroids that it went through, the given ones included, so its
+//! Invariants: every row ends with the best codes and centroids that were found, the given ones included, so its
 //! objective never rises; centroids ascend; a cluster without weights keeps its centroid; a result does not depend on the
 //! number of threads. Hessians are trusted to be symmetric and finite; others give a poor answer, not NaN centroids.
 
@@ -28,51 +28,50 @@ use crate::solvers::kmeans::MAX_CLUSTERS;
 use crate::{Error, Result};
 use rows::Batch;
 
-/// Rows that share the reading of a Hessian.
+/// The rows of a batch, which read a Hessian together.
 const BATCH: usize = 8;
 
 /// How weights are assigned to centroids.
 #[derive(Debug, Clone, Copy)]
 pub enum Assignment<'a> {
-    /// Column by column, given all others. E x C x C unit upper triangular factors of the Hessians for the first step,
-    /// or nothing.
+    /// Coordinate descent; with E x C x C unit upper triangular factors of the Hessians for the first step, or empty.
     Coordinate(&'a [f32]),
-    /// To the centroid nearest to a point: E x R x C.
+    /// To the centroid nearest to a point; with E x R x C points.
     Diagonal(&'a [f32]),
 }
 
-/// What is to be approximated.
+/// The targets of the clustered weights, and the settings of the search.
 #[derive(Debug, Clone, Copy)]
 pub struct Problem<'a> {
-    /// E x R x C values.
+    /// The target weights, E x R x C.
     pub targets: &'a [f32],
-    /// E x C x C.
+    /// The second moments of the inputs, E x C x C.
     pub hessians: &'a [f32],
-    /// See [`Assignment`].
+    /// How weights are assigned to centroids.
     pub assignment: Assignment<'a>,
-    /// E, R and C.
+    /// The experts E, rows R and columns C.
     pub shape: [usize; 3],
     /// Columns that share a codebook; the last block of a row may be shorter.
     pub block: usize,
-    /// K, 1 to [`MAX_CLUSTERS`].
+    /// The number K of centroids of a codebook, 1 to [`MAX_CLUSTERS`].
     pub clusters: usize,
-    /// How often both are improved.
+    /// The number of iterations, each an assignment and an update of the centroids.
     pub steps: usize,
 }
 
-/// Where the search starts, and what it finds.
+/// The codes and centroids from which the search starts, replaced by the best that it finds.
 #[derive(Debug)]
 pub struct State<'a> {
-    /// E x R x C, below K.
+    /// The codes, E x R x C, below K.
     pub codes: &'a mut [u8],
-    /// E x R x B x K, ascending in each codebook.
+    /// The centroids, E x R x B x K, ascending in each codebook.
     pub centroids: &'a mut [f32],
-    /// E x R x (steps + 1): the least objective so far, before the first step and after each.
+    /// The least objective before the first step and up to each step, E x R x (steps + 1).
     pub objectives: &'a mut [f64],
 }
 
 impl Problem<'_> {
-    /// Blocks of a row.
+    /// The number of column blocks.
     fn blocks(&self) -> usize {
         self.shape[2].div_ceil(self.block)
     }
@@ -108,10 +107,10 @@ impl Problem<'_> {
     }
 }
 
-/// Refines every row.
+/// Refines the codes and centroids of every row.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: sizes do not match, a code is no cluster's, or the processor lacks `isa`.
+/// [`Error::InvalidArgument`] if sizes do not match, a code is not below K, or the processor lacks `isa`.
 pub fn refine(problem: Problem, state: State, isa: Isa, pool: &ThreadPool) -> Result<()> {
     problem.check(&state)?;
     let isa = isa.require()?;

@@ -1,20 +1,20 @@
-//! The search of a batch of rows that share a Hessian.
+//! The refinement of a batch of rows that share a Hessian.
 
 use super::{Assignment, Problem, State};
 use crate::simd::Isa;
 use crate::solvers::kmeans::MAX_CLUSTERS;
 
-/// Added to the diagonal of a system of centroids, relative to its largest element: clusters without weights, or whose
-/// columns no input excites, stay where they are.
+/// The ridge that is added to the diagonal of a system of centroids, relative to its largest element. With it the
+/// centroids of clusters without weights, or with weights of inputs that are zero, do not move.
 const RIDGE: f64 = 1e-7;
 
-/// Rows of one expert. All slices begin at the first of them.
+/// Consecutive rows of one expert. All slices of rows begin at the first of them.
 pub(super) struct Batch<'a> {
     targets: &'a [f32],
     hessian: &'a [f32],
-    /// The factor of the Hessian, or nothing.
+    /// The factor of the Hessian, or empty.
     factor: &'a [f32],
-    /// Points of the diagonal assignment, or nothing.
+    /// The points of the diagonal assignment, or empty.
     points: &'a [f32],
     columns: usize,
     block: usize,
@@ -24,7 +24,7 @@ pub(super) struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// The rows of `expert` from `row` on that `state` has room for; sizes have been checked.
+    /// The batch of the rows of `expert` from `row`, as many as `state` has; sizes have been checked.
     pub fn new(problem: &Problem<'a>, expert: usize, row: usize, state: State<'a>) -> Batch<'a> {
         let [_, rows, columns] = problem.shape;
         let square = expert * columns * columns..(expert + 1) * columns * columns;
@@ -49,7 +49,7 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Refines a batch with `isa`, which must be available: only the width of vectors depends on it, no result.
+/// Refines a batch with `isa`, which must be available and has no effect on results.
 pub(super) fn refine(batch: Batch, isa: Isa) {
     match isa {
         // SAFETY: the caller checked that the processor runs the set.
@@ -77,28 +77,28 @@ fn refine_avx2(batch: Batch) {
 struct Search<'a> {
     batch: Batch<'a>,
     rows: usize,
-    /// Current codes and centroids; the batch's state holds the best.
+    /// The current codes and centroids; the batch's state holds the best.
     codes: Vec<u8>,
     centroids: Vec<f32>,
-    /// q - t and its product with the Hessian, rows x C.
-    strayed: Vec<f32>,
+    /// The errors q - t and their product with the Hessian, rows x C.
+    errors: Vec<f32>,
     gradient: Vec<f32>,
-    /// For each row and cluster the sum of the Hessian's rows of its columns, rows x K x C.
+    /// For each row and cluster the sum of the Hessian's rows of the cluster's columns, rows x K x C.
     sums: Vec<f32>,
 }
 
-/// `sum += factor * values`; multiplied and added in two roundings on every instruction set.
+/// Adds `factor * values` to `sum`, rounding product and sum separately on every instruction set.
 #[inline(always)]
 fn add(sum: &mut [f32], factor: f32, values: &[f32]) {
     sum.iter_mut().zip(values).for_each(|(s, v)| *s += factor * v);
 }
 
-/// The nearest of ascending centroids, the lower one of two equally near; a repeated one gives its first.
+/// The nearest of ascending centroids, the lower one of two equally near, the first of equal ones.
 #[inline(always)]
 fn nearest(value: f32, centroids: &[f32]) -> usize {
     let mut best = 0;
     for (k, pair) in centroids.windows(2).enumerate() {
-        // A repeated centroid is never stepped on; one behind it is reached from the last different one.
+        // Repeated centroids are skipped: larger ones are compared with the first of the equal ones.
         if pair[1] > centroids[best] && value - centroids[best] > pair[1] - value {
             best = k + 1;
         }
@@ -115,7 +115,7 @@ impl<'a> Search<'a> {
             rows,
             codes: batch.state.codes.to_vec(),
             centroids: batch.state.centroids.to_vec(),
-            strayed: vec![0.0; size],
+            errors: vec![0.0; size],
             gradient: vec![0.0; size],
             sums: vec![0.0; size * batch.clusters],
             batch,
@@ -133,7 +133,7 @@ impl<'a> Search<'a> {
             if !self.batch.points.is_empty() {
                 self.assign_points();
             } else if step == 1 && !self.batch.factor.is_empty() {
-                self.assign_feeding_back();
+                self.assign_with_feedback();
             } else {
                 self.assign_columns();
             }
@@ -144,7 +144,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The codebook of a row's column.
+    /// The range of the codebook of a row's column among all centroids.
     #[inline(always)]
     fn book(&self, row: usize, column: usize) -> std::ops::Range<usize> {
         let blocks = self.batch.columns.div_ceil(self.batch.block);
@@ -152,7 +152,7 @@ impl<'a> Search<'a> {
         first..first + self.batch.clusters
     }
 
-    /// How far the weights are from the targets, and the gradient.
+    /// Computes the errors of the weights and the gradient.
     #[inline(always)]
     fn measure(&mut self) {
         let columns = self.batch.columns;
@@ -162,9 +162,9 @@ impl<'a> Search<'a> {
             for row in 0..self.rows {
                 let at = row * columns + column;
                 let book = self.book(row, column);
-                let strayed = self.centroids[book][usize::from(self.codes[at])] - self.batch.targets[at];
-                self.strayed[at] = strayed;
-                add(&mut self.gradient[row * columns..][..columns], strayed, hessian);
+                let error = self.centroids[book][usize::from(self.codes[at])] - self.batch.targets[at];
+                self.errors[at] = error;
+                add(&mut self.gradient[row * columns..][..columns], error, hessian);
             }
         }
     }
@@ -172,7 +172,7 @@ impl<'a> Search<'a> {
     #[inline(always)]
     fn objective(&self, row: usize) -> f64 {
         let range = row * self.batch.columns..(row + 1) * self.batch.columns;
-        let pairs = self.strayed[range.clone()].iter().zip(&self.gradient[range]);
+        let pairs = self.errors[range.clone()].iter().zip(&self.gradient[range]);
         pairs.map(|(&d, &g)| f64::from(d) * f64::from(g)).sum()
     }
 
@@ -184,11 +184,11 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Rounds column by column, each column's error moving the targets of those behind it.
+    /// Assigns column by column, compensating each column's error in the targets of the columns after it.
     #[inline(always)]
-    fn assign_feeding_back(&mut self) {
+    fn assign_with_feedback(&mut self) {
         let columns = self.batch.columns;
-        // Holds what the columns before moved a target by.
+        // Here it holds the compensation of the targets.
         self.gradient.fill(0.0);
         for column in 0..columns {
             let factor = &self.batch.factor[column * columns..][column + 1..columns];
@@ -204,7 +204,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Moves each weight to the centroid that is best given all others.
+    /// Assigns each weight to the centroid that is best given all others, column by column.
     #[inline(always)]
     fn assign_columns(&mut self) {
         let columns = self.batch.columns;
@@ -229,7 +229,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Solves for the centroids of each block in turn.
+    /// Moves the centroids of all column blocks to their best values, one block after the other.
     #[inline(always)]
     fn move_centroids(&mut self) {
         let (columns, clusters) = (self.batch.columns, self.batch.clusters);
@@ -267,7 +267,7 @@ impl<'a> Search<'a> {
         };
         let book = self.book(row, block.start);
         for (cluster, &by) in moves.iter().enumerate().take(clusters) {
-            // What f32 makes of the move, so that the gradient stays that of the centroids.
+            // The gradient is updated by the move as rounded to f32, so that it stays that of the centroids.
             let centroid = &mut self.centroids[book.start + cluster];
             let old = *centroid;
             *centroid = (f64::from(old) + by) as f32;
@@ -281,7 +281,7 @@ impl<'a> Search<'a> {
         self.sort(row, book, block);
     }
 
-    /// Lets the centroids of a codebook ascend again.
+    /// Sorts the centroids of a codebook, and changes codes accordingly.
     #[inline(always)]
     fn sort(&mut self, row: usize, book: std::ops::Range<usize>, block: std::ops::Range<usize>) {
         let centroids = &mut self.centroids[book];
@@ -303,7 +303,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Writes rows that are better than any before to the state.
+    /// Copies rows that are better than all before to the state.
     #[inline(always)]
     fn keep_best(&mut self, step: usize) {
         let (columns, width) = (self.batch.columns, self.batch.steps + 1);
@@ -314,7 +314,7 @@ impl<'a> Search<'a> {
             let objectives = &mut state.objectives[row * width..][..width];
             let before = objectives[step - 1];
             objectives[step] = before;
-            // Not true of NaN.
+            // False for NaN.
             if found < before {
                 objectives[step] = found;
                 let (codes, centroids) = (row * columns, row * books);
@@ -338,7 +338,7 @@ fn solve_system(
     for i in 0..clusters {
         for j in 0..=i {
             let known: f64 = (0..j).map(|k| lower[i][k] * lower[j][k]).sum();
-            // The sums of either triangle differ by rounding.
+            // The two triangles differ by rounding.
             let value = (system[i][j] + system[j][i]) / 2.0 - known;
             if i == j {
                 let pivot = value + RIDGE * largest;

@@ -75,7 +75,7 @@ impl Case {
     fn naive(&self, at: usize) -> f64 {
         let [_, rows, columns] = self.shape;
         let blocks = columns.div_ceil(self.block);
-        let strayed: Vec<f64> = (0..columns)
+        let errors: Vec<f64> = (0..columns)
             .map(|c| {
                 let book = &self.centroids[(at * blocks + c / self.block) * self.clusters..];
                 let code = usize::from(self.codes[at * columns + c]);
@@ -85,9 +85,9 @@ impl Case {
         let hessian = &self.hessians[at / rows * columns * columns..];
         let product = |i: usize| -> f64 {
             let line = &hessian[i * columns..][..columns];
-            line.iter().zip(&strayed).map(|(&h, d)| f64::from(h) * d).sum()
+            line.iter().zip(&errors).map(|(&h, d)| f64::from(h) * d).sum()
         };
-        (0..columns).map(|i| strayed[i] * product(i)).sum()
+        (0..columns).map(|i| errors[i] * product(i)).sum()
     }
 }
 

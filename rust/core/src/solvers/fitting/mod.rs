@@ -2,17 +2,17 @@
 //!
 //! A weight is stored as `scale * code + offset`, with parameters for each row and group of columns. With codes fixed, the
 //! best parameters are a regression of the weights on the codes; with parameters fixed, the best codes are the nearest.
-//! Both alternate, from the best of a few grids or from given parameters, and the best turn of each group is kept. The
-//! torch solver in python/moepack/solvers/least_squares.py is the same algorithm on any device, and the reference that
-//! the tests compare errors with.
+//! Both steps alternate, from the best of a few grids or from given parameters, and the best parameters of each group are
+//! kept. The torch solver in python/moepack/solvers/least_squares.py is the same algorithm on any device, and the
+//! reference that the tests compare errors with.
 //!
-//! Where a matrix is to be approximated by codes *and* a compensator UV, the caller hands in UV: the target is the
-//! weights less UV, and what the codes leave of the weights takes the place of UV. So a round of that alternation reads
-//! and writes each weight once.
+//! If a matrix is approximated by codes *and* a compensator UV, the caller passes UV: the target is the weights less UV,
+//! and the weights less the dequantized codes replace UV. So an iteration of that alternation reads and writes each
+//! weight once.
 //!
 //! Invariants: a group's result depends on its own weights and start only, neither on its neighbours nor on the number
-//! of threads or the instruction set (no products are fused, and each group is summed in the order of its columns); codes are the nearest ones for the
-//! parameters as they are stored; any weights, also NaN, give some codes and no panic.
+//! of threads or the instruction set (no products are fused, and groups are summed in the order of columns); codes are the
+//! nearest ones for the parameters as they are stored; any weights, also NaN, give some codes and no panic.
 
 mod tile;
 
@@ -32,51 +32,51 @@ pub enum Storage {
     Bf16,
 }
 
-/// Which grids are asked for, and how long they are searched.
+/// The kind of grids, and the length of the search for them.
 #[derive(Debug, Clone, Copy)]
 pub struct Grid {
     /// Bits of a code, 1 to 8.
     pub bits: u32,
-    /// Columns that share parameters, at least 1; at least the columns means one group a row.
+    /// Columns that share parameters, at least 1; with the columns of a row or more, a row is one group.
     pub group_size: usize,
-    /// No offset of their own: `offset = -2^(bits - 1) * scale`, and scales of either sign.
+    /// Whether `offset = -2^(bits - 1) * scale`, with scales of either sign, instead of a free offset.
     pub symmetric: bool,
     /// The type in which scales and offsets are stored.
     pub storage: Storage,
-    /// Most regressions.
+    /// The most regressions of a group.
     pub iterations: usize,
 }
 
 impl Grid {
-    /// Groups of a row.
+    /// The number of groups of a row.
     pub fn groups(&self, columns: usize) -> usize {
         columns.div_ceil(self.group_size.max(1))
     }
 }
 
-/// What is to be stored.
+/// The weights to be quantized.
 #[derive(Debug)]
 pub struct Problem<'a> {
-    /// R x C.
+    /// The weights, R x C.
     pub weights: &'a [f32],
-    /// C.
+    /// The number of columns C.
     pub columns: usize,
     /// Scales and offsets to start from instead of a search, each R x G.
     pub start: Option<(&'a [f32], &'a [f32])>,
-    /// R x C, what something else adds to the codes' values; becomes the weights less the codes' values.
+    /// The values of a compensator, R x C, which are replaced by the weights less the dequantized codes.
     pub compensation: Option<&'a mut [f32]>,
 }
 
-/// Where the answer goes.
+/// The outputs of [`fit`].
 #[derive(Debug)]
 pub struct Solution<'a> {
-    /// R x C.
+    /// The codes, R x C.
     pub codes: &'a mut [u8],
-    /// R x G, as stored.
+    /// The scales as stored, R x G.
     pub scales: &'a mut [f32],
-    /// Likewise; of symmetric grids `-2^(bits - 1)` times the scale.
+    /// The offsets as stored, R x G; `-2^(bits - 1)` times the scale in symmetric grids.
     pub offsets: &'a mut [f32],
-    /// R: squared norms of the weights less the codes' values.
+    /// The squared norms of the rows' weights less the dequantized codes, R.
     pub squares: &'a mut [f64],
 }
 
@@ -116,7 +116,7 @@ fn check(problem: &Problem, grid: &Grid, solution: &Solution) -> Result<()> {
     Ok(())
 }
 
-/// A block of at most [`LANES`] rows with everything that belongs to them.
+/// The inputs and outputs of at most [`LANES`] rows.
 struct Block<'a> {
     weights: &'a [f32],
     start: Option<(&'a [f32], &'a [f32])>,
@@ -124,10 +124,10 @@ struct Block<'a> {
     solution: Solution<'a>,
 }
 
-/// Fits every group of every row.
+/// Quantizes every group of every row.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: sizes do not match, or the processor lacks the instruction set.
+/// [`Error::InvalidArgument`] if sizes do not match or the processor lacks the instruction set.
 pub fn fit(problem: Problem, grid: Grid, solution: Solution, isa: Isa, pool: &ThreadPool) -> Result<()> {
     check(&problem, &grid, &solution)?;
     let isa = isa.require()?;
@@ -145,11 +145,11 @@ pub fn fit(problem: Problem, grid: Grid, solution: Solution, isa: Isa, pool: &Th
     Ok(())
 }
 
-/// Cuts everything into blocks of rows.
+/// Divides inputs and outputs into blocks of rows.
 fn cut<'a>(columns: usize, groups: usize, problem: Problem<'a>, solution: Solution<'a>) -> Vec<Block<'a>> {
     let (wide, narrow) = (LANES * columns, LANES * groups);
     let mut compensation = problem.compensation.map(|all| all.chunks_mut(wide));
-    let parts = problem
+    let blocks = problem
         .weights
         .chunks(wide)
         .zip(solution.codes.chunks_mut(wide))
@@ -160,7 +160,7 @@ fn cut<'a>(columns: usize, groups: usize, problem: Problem<'a>, solution: Soluti
                 .zip(solution.offsets.chunks_mut(narrow)),
         )
         .zip(solution.squares.chunks_mut(LANES));
-    parts
+    blocks
         .enumerate()
         .map(|(i, (((weights, codes), (scales, offsets)), squares))| {
             let own = i * narrow..i * narrow + scales.len();
@@ -179,7 +179,7 @@ fn cut<'a>(columns: usize, groups: usize, problem: Problem<'a>, solution: Soluti
         .collect()
 }
 
-/// Fits the groups of a block one after the other, each row in a lane.
+/// Quantizes the groups of a block one after the other, each row in a lane.
 fn fit_block(isa: Isa, tile: &mut Tile, mut block: Block, columns: usize, grid: &Grid) {
     let groups = grid.groups(columns);
     let rows = block.solution.squares.len();

@@ -1,4 +1,4 @@
-//! Against a plain f64 solver, and against itself on every instruction set.
+//! Comparisons with a plain solver in f64, and between instruction sets.
 
 use proptest::prelude::*;
 
@@ -91,7 +91,7 @@ fn value(answer: &Answer, grid: Grid, columns: usize, at: usize) -> f32 {
     }
 }
 
-/// The error of regressions in f64 alternated with rounding, from the range of the group.
+/// The error of a solver in f64 that alternates regressions and rounding, from the range of the group.
 fn naive(x: &[f32], top: f64) -> f64 {
     let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
     let low = x.iter().copied().fold(f64::INFINITY, f64::min);
@@ -154,7 +154,7 @@ fn residuals_and_squares_are_those_of_the_stored_values() {
             }
             assert!((square - sum).abs() <= 1e-5 * sum);
         }
-        // What is fitted are the weights less their compensation.
+        // The weights less their compensation are quantized.
         let target: Vec<f32> = x.iter().zip(&compensation).map(|(x, c)| x - c).collect();
         let alone = plain(&target, columns, grid);
         assert_eq!((found.codes, found.scales), (alone.codes, alone.scales));

@@ -1,10 +1,10 @@
-//! One group of each of 16 rows at a time, a row in a lane: everything that a group has one of is a vector, and no sum
-//! crosses lanes. The loops are written once over arrays; compiled for an instruction set, an array is a register or two.
+//! One group of each of 16 rows at a time, a row in a lane: a number of a group is a lane of a vector, and no sum crosses
+//! lanes. The loops are written once over arrays; compiled for an instruction set, an array is a register or two.
 
 use super::{Grid, Storage};
 use crate::simd::Isa;
 
-/// Rows that are worked on together.
+/// The rows that are quantized together.
 pub const LANES: usize = 16;
 
 /// A number for each row.
@@ -12,14 +12,14 @@ pub type Lanes = [f32; LANES];
 
 const ZERO: Lanes = [0.0; LANES];
 
-/// Scales and offsets of a group of each row.
+/// The scale and the offset of a group of each row.
 #[derive(Debug, Clone, Copy)]
 pub struct Parameters {
     pub scales: Lanes,
     pub offsets: Lanes,
 }
 
-/// Shares of a group's range to start from, those of least_squares.py.
+/// The shares of a group's range that initial grids cover, as in least_squares.py.
 fn shares(bits: u32) -> &'static [f32] {
     match bits {
         1 => &[0.6, 0.5, 0.4],
@@ -29,10 +29,10 @@ fn shares(bits: u32) -> &'static [f32] {
     }
 }
 
-/// Shifts of the offset to start from, in steps.
+/// The shifts of the offsets of initial grids, in steps.
 const PHASES: [f32; 3] = [0.0, -0.3, 0.3];
 
-/// The columns of a group, each with its 16 rows, and their codes and values once they are known.
+/// The columns of a group of 16 rows, and their codes and values after [`solve`].
 #[derive(Debug, Default)]
 pub struct Tile {
     x: Vec<Lanes>,
@@ -41,7 +41,7 @@ pub struct Tile {
 }
 
 impl Tile {
-    /// Takes the columns `span` of all rows, less what compensates them; rows that are not there are zeros.
+    /// Loads the columns `span` of all rows, less `minus`; missing rows are zeros.
     pub fn load(
         &mut self,
         weights: &[f32],
@@ -65,7 +65,7 @@ impl Tile {
         }
     }
 
-    /// Writes the codes of a row and, where it is asked for, what they leave of the weights; returns its square.
+    /// Stores the codes of a row and the residual, the weights less their values; returns the residual's squared norm.
     pub fn store(&self, row: usize, weights: &[f32], codes: &mut [u8], residual: Option<&mut [f32]>) -> f64 {
         for (code, lanes) in codes.iter_mut().zip(&self.codes) {
             *code = lanes[row] as u8;
@@ -89,7 +89,7 @@ impl Tile {
     }
 }
 
-/// What codes say about the parameters: sums over a group, codes measured from the middle of the grid.
+/// The sums over a group that a regression needs, with codes counted from the middle of the grid.
 struct Sums {
     error: Lanes,
     first: Lanes,
@@ -97,18 +97,18 @@ struct Sums {
     cross: Lanes,
 }
 
-/// What a group is fitted with besides its weights.
+/// The weights of a group, the grid, and what depends on these alone.
 struct Solver<'a> {
     x: &'a [Lanes],
     grid: &'a Grid,
     top: f32,
     middle: f32,
     mean: Lanes,
-    /// Sum of the weights less their rounded mean.
+    /// The sum of the weights less their rounded mean.
     rest: Lanes,
 }
 
-/// The best parameters, with the codes and values of the tile set for them.
+/// Finds the best parameters, and sets the codes and values of the tile.
 pub fn solve(isa: Isa, tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Parameters {
     match isa {
         // SAFETY: `isa.require()` in the parent module proved that the processor runs the set.
@@ -144,7 +144,7 @@ fn solve_lanes(tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Param
     for _ in 0..grid.iterations {
         current = solver.regress(&current, &sums);
         sums = solver.evaluate(&current);
-        // A row whose error did not fall has ended, whatever the others do.
+        // A row ends when its error does not fall, so that it does not depend on the others.
         let mut any = false;
         for l in 0..LANES {
             open[l] &= sums.error[l] < least[l];
@@ -181,21 +181,21 @@ fn each(mut of: impl FnMut(usize) -> f32) -> Lanes {
     out
 }
 
-/// To the nearest integer, ties to even, for 0 <= x < 2^22.
+/// Rounds to the nearest integer, ties to even, for 0 <= x < 2^22.
 #[inline(always)]
 fn round(x: f32) -> f32 {
     const SHIFT: f32 = 12_582_912.0; // 1.5 * 2^23: sums with it are integers
     (x + SHIFT) - SHIFT
 }
 
-/// Into a range; NaN becomes its lower end.
+/// Limits a number to a range; NaN becomes its lower end.
 #[inline(always)]
 fn clamp(x: f32, low: f32, high: f32) -> f32 {
     let x = if x > low { x } else { low };
     if x < high { x } else { high }
 }
 
-/// The nearest value of the stored type, ties to even, its largest finite one where there is none.
+/// Rounds to the nearest finite value of the stored type, ties to even.
 #[inline(always)]
 pub fn stored(x: f32, storage: Storage) -> f32 {
     match storage {
@@ -203,7 +203,7 @@ pub fn stored(x: f32, storage: Storage) -> f32 {
             let x = clamp(x, -65504.0, 65504.0);
             let bits = x.to_bits();
             let normal = f32::from_bits((bits + 0x0FFF + ((bits >> 13) & 1)) & !0x1FFF);
-            // Below 2^-14 the steps of float16 are 2^-24, those of float32 from a half to one.
+            // Below 2^-14 float16 has steps of 2^-24, as float32 has between a half and one.
             let small = (x + 0.75) - 0.75;
             if x.abs() < 6.103_515_6e-5 { small } else { normal }
         }
@@ -223,7 +223,7 @@ impl<'a> Solver<'a> {
             sum = each(|l| sum[l] + x[l]);
         }
         let count = x.len() as f32;
-        // A symmetric grid is no regression around a mean.
+        // The regression of a symmetric grid has no offset, hence no mean.
         let mean = each(|l| if grid.symmetric { 0.0 } else { sum[l] / count });
         for x in x {
             rest = each(|l| rest[l] + (x[l] - mean[l]));
@@ -239,7 +239,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// What x is multiplied by and what is added to give a code before rounding; a scale of zero gives one code.
+    /// The factor and the summand that turn x into a code before rounding; a scale of zero gives a single code.
     #[inline(always)]
     fn line(&self, p: &Parameters) -> (Lanes, Lanes) {
         let single = if self.grid.symmetric { self.middle } else { 0.0 };
@@ -283,7 +283,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// Parameters from the codes of others. Equal codes say nothing about the scale: it stays.
+    /// The best parameters for the codes that `p` gives, from their sums. If all codes are equal, the scale is kept.
     #[inline(always)]
     fn regress(&self, p: &Parameters, sums: &Sums) -> Parameters {
         let (count, symmetric, storage) = (self.x.len() as f32, self.grid.symmetric, self.grid.storage);
@@ -302,7 +302,7 @@ impl<'a> Solver<'a> {
         Parameters { scales, offsets }
     }
 
-    /// The best of the range narrowed and shifted, or, on symmetric grids, of either sign.
+    /// The best initial grid of each row: a share of the range, shifted, or in symmetric grids of either sign.
     #[inline(always)]
     fn search(&self) -> (Parameters, Sums) {
         let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
@@ -346,7 +346,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// With no shift the upper end of the range stays where it is although the offset was rounded.
+    /// The grid of a share of the range. Without shift its upper end is not moved by the rounding of the offset.
     #[inline(always)]
     fn shifted(&self, low: &Lanes, high: &Lanes, share: f32, phase: f32) -> Parameters {
         let storage = self.grid.storage;
@@ -361,7 +361,7 @@ impl<'a> Solver<'a> {
         Parameters { scales, offsets }
     }
 
-    /// Takes over the rows that parameters improve.
+    /// Replaces the best parameters of the rows whose error is less with `parameters`.
     #[inline(always)]
     fn offer(&self, parameters: Parameters, best: &mut Option<(Parameters, Sums)>) {
         let sums = self.evaluate(&parameters);
@@ -383,7 +383,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// The nearest codes, and the values that a reader sees.
+    /// Computes the nearest codes, and the values as a reader dequantizes them.
     #[inline(always)]
     fn assign(&self, p: &Parameters, codes: &mut [Lanes], values: &mut [Lanes]) {
         let (inverse, shift) = self.line(p);

@@ -1,13 +1,13 @@
-//! Exact one-dimensional weighted k-means, a problem a row.
+//! Exact one-dimensional weighted k-means of each row.
 //!
 //! In one dimension an optimal cluster is an interval of the sorted values, so the optimum is a shortest path: with
 //! D(k, j) the least error of the first j values in k clusters, `D(k, j) = min over i of D(k - 1, i) + error(i..j)`. The
 //! best i does not fall as j grows (the error of an interval satisfies the quadrangle inequality), so a row of D takes
-//! O(n log n) by halving: the middle j first, then each half between the bounds that it found. The error of an interval
-//! comes from prefix sums of w, w x and w x^2 in f64, x measured from the weighted mean.
+//! O(n log n) by divide and conquer: the middle j first, whose best i bounds those of both halves. The error of an
+//! interval is computed from prefix sums of w, w x and w x^2 in f64, with x relative to the weighted mean.
 //!
-//! Equal values are merged first. Rows that were bf16 have few distinct values (some 1,000 in 4,096), which is most of
-//! the speed.
+//! Equal values are merged first. Rows that were bf16 have few distinct values (some 1,000 in 4,096), which gives most
+//! of the speed.
 //!
 //! Invariants: centroids ascend; a code is that of the nearest centroid, the lower one of two equally near; the result
 //! does not depend on the number of threads. The partition is optimal up to the rounding of the prefix sums: 2^-53 of
@@ -21,30 +21,30 @@ use rayon::prelude::*;
 use crate::{Error, Result};
 use row::Scratch;
 
-/// Most clusters of a row: codes have at most 4 bits.
+/// The most clusters of a row: codes have at most 4 bits.
 pub const MAX_CLUSTERS: usize = 16;
 
-/// Rows in their values and their importance.
+/// The values of rows, with weights, and the number of clusters.
 #[derive(Debug, Clone, Copy)]
 pub struct Problem<'a> {
-    /// R x C finite values.
+    /// The values, R x C, finite.
     pub values: &'a [f32],
-    /// G x C finite weights, none negative, of which each row of R / G successive ones uses the same C; empty: all 1.
+    /// The weights of values, G x C, finite and not negative; R / G consecutive rows share C of them. All are 1 if empty.
     pub weights: &'a [f32],
-    /// C.
+    /// The number of columns C.
     pub columns: usize,
-    /// K, 1 to [`MAX_CLUSTERS`].
+    /// The number of clusters K, 1 to [`MAX_CLUSTERS`].
     pub clusters: usize,
 }
 
-/// Where the answer goes.
+/// The outputs of [`kmeans`].
 #[derive(Debug)]
 pub struct Solution<'a> {
-    /// R x K, ascending. A row with fewer distinct values repeats the last one.
+    /// The centroids, R x K, ascending. A row with fewer distinct values repeats the last one.
     pub centroids: &'a mut [f32],
-    /// R x C, below K.
+    /// The codes, R x C, below K.
     pub codes: &'a mut [u8],
-    /// R weighted sums of squared errors, before the centroids are rounded to f32.
+    /// The weighted sums of squared errors of rows, R, before the centroids are rounded to f32.
     pub errors: &'a mut [f64],
 }
 
@@ -98,11 +98,11 @@ impl Problem<'_> {
 
 /// Clusters every row.
 ///
-/// Values of weight zero take part in no mean; they get the code of the nearest centroid. A row all of whose weights are
+/// Values of weight zero have no influence on centroids; they get the code of the nearest one. A row whose weights are all
 /// zero is clustered as if they were equal.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: sizes do not match, or a value or weight is NaN or infinite, or a weight negative.
+/// [`Error::InvalidArgument`] if sizes do not match, a value or weight is NaN or infinite, or a weight is negative.
 pub fn kmeans(problem: Problem, solution: Solution, pool: &ThreadPool) -> Result<()> {
     let rows = problem.rows()?;
     let Problem {

@@ -1,6 +1,6 @@
-//! One row: sort and merge, shortest path, nearest centroids.
+//! The clustering of one row: sorting and merging, the shortest path, the nearest centroids.
 
-/// Buffers that a thread keeps from row to row.
+/// A thread's buffers, reused for every row.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     order: Vec<(f32, f32)>,
@@ -8,7 +8,7 @@ pub(super) struct Scratch {
     sums: Vec<Sums>,
     previous: Vec<f64>,
     current: Vec<f64>,
-    /// For each number of clusters, where the last one starts, by end.
+    /// For each number of clusters less one, and each end of the last cluster, where that cluster starts.
     starts: Vec<Vec<u32>>,
 }
 
@@ -21,7 +21,7 @@ struct Sums {
 }
 
 impl Scratch {
-    /// Finds the centroids of a row; returns the error.
+    /// Computes the centroids of a row; returns the error.
     pub fn solve(&mut self, values: &[f32], weights: &[f32], centroids: &mut [f32]) -> f64 {
         let mean = self.gather(values, weights);
         let count = self.points.len();
@@ -38,7 +38,7 @@ impl Scratch {
         error
     }
 
-    /// Sorts the values that count and merges equal ones into `points`; returns their weighted mean.
+    /// Sorts the values of positive weight and merges equal ones into `points`; returns their weighted mean.
     fn gather(&mut self, values: &[f32], weights: &[f32]) -> f64 {
         self.order.clear();
         if weights.iter().any(|&w| w > 0.0) {
@@ -68,7 +68,7 @@ impl Scratch {
         sums.first / sums.weight
     }
 
-    /// Turns the weights of the points into prefix sums around `mean`.
+    /// Replaces the weights of the points by prefix sums around `mean`.
     fn sum(&mut self, mean: f64) {
         let mut total = Sums::default();
         for (sums, point) in self.sums[1..].iter_mut().zip(&self.points) {
@@ -94,21 +94,21 @@ impl Scratch {
         self.current.clear();
         self.current.resize(count + 1, 0.0);
         for k in 1..clusters {
-            let mut layer = Layer {
+            let mut row = Row {
                 sums: &self.sums,
                 previous: &self.previous,
                 current: &mut self.current,
                 starts: &mut self.starts[k],
             };
-            // Of the last row of D only the whole is asked for.
+            // Only the last element of the last row of D is needed.
             let first = if k + 1 == clusters { count } else { k + 1 };
-            layer.fill(first, count, k, count - 1);
+            row.fill(first, count, k, count - 1);
             std::mem::swap(&mut self.previous, &mut self.current);
         }
         self.previous[count]
     }
 
-    /// Reads the path backwards into centroids.
+    /// Follows the path backwards and computes the centroids.
     fn means(&self, mean: f64, centroids: &mut [f32]) {
         let mut end = self.points.len();
         for k in (0..centroids.len()).rev() {
@@ -135,16 +135,16 @@ fn error(sums: &[Sums], start: usize, end: usize) -> f64 {
     }
 }
 
-/// One more cluster: a row of D from the one before.
-struct Layer<'a> {
+/// A row of D that is computed from the one for one cluster less.
+struct Row<'a> {
     sums: &'a [Sums],
     previous: &'a [f64],
     current: &'a mut [f64],
     starts: &'a mut [u32],
 }
 
-impl Layer<'_> {
-    /// Fills the ends `first..=last`, whose last clusters start in `low..=high`.
+impl Row<'_> {
+    /// Computes the elements `first..=last`, whose last clusters start in `low..=high`.
     fn fill(&mut self, first: usize, last: usize, low: usize, high: usize) {
         let middle = first + (last - first) / 2;
         let (mut least, mut best) = (f64::INFINITY, low);
@@ -165,11 +165,11 @@ impl Layer<'_> {
     }
 }
 
-/// Codes of the nearest of ascending centroids, the lower one of two equally near.
+/// Computes codes, those of the nearest of ascending centroids, the lower one of two equally near.
 pub(super) fn assign(values: &[f32], centroids: &[f32], codes: &mut [u8]) {
     let mut bounds = [f64::INFINITY; super::MAX_CLUSTERS];
     for (bound, pair) in bounds.iter_mut().zip(centroids.windows(2)) {
-        // A repeated centroid is never reached.
+        // The bound of a repeated centroid stays infinite: no value gets its code.
         if pair[0] < pair[1] {
             *bound = (f64::from(pair[0]) + f64::from(pair[1])) / 2.0;
         }
