@@ -6,9 +6,9 @@
 //! of A and its high bit is bit 6 of C; the low two bits of group 7 are bits 6-7 of B and its high bit is bit 7 of C.
 //!
 //! 2 bits: *lines* of 16 rows and 16 columns, in two bit planes. Byte r of lane k belongs to row r; bit c of its low half
-//! is the low bit of the code of column 4c + k, bit c of its high half the high bit. So a half is an index into a table of
-//! the sums of four activations, which kernels for AVX2 use, and those for AVX-512 turn a line into centroids by a
-//! permutation of its bytes and shifts.
+//! is the low bit of the code of column 4c + k, bit c of its high half the high bit. So for the kernels of AVX2 a half is
+//! an index into a table of the sums of four activations; for those of AVX-512 a permutation of a line's bytes and a shift
+//! give the indices of centroids.
 
 /// The bytes of a lane, and the columns of a group.
 pub const LANE: usize = 16;

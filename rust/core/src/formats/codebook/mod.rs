@@ -19,7 +19,7 @@
 //! 16*K i8   high bytes of the rows' centroids          16 i32  for each row the sum of high over the block's columns
 //! 16*K i8   low bytes (if 11 is 0)                     16 i32  the same sum of whole centroids (if 11 is 0)
 //! 16 f32    scales                                     for each step of columns the codes of its rows
-//! a step    32 (4 bits), 128 (3) or 64 (2) columns in 256, 768 or 256 bytes, see [`bits`]
+//! a step    32 (4 bits), 128 (3) or 64 (2) columns in 256, 768 or 256 bytes, see `bits`
 //! ```
 //!
 //! Sizes of parameters and steps are multiples of 64. The sums correct for the zero-point of unsigned activations. Rows

@@ -21,7 +21,7 @@ pub(super) struct Counts {
 struct Flags {
     nonzero: u64,
     negative: u64,
-    /// All are -1, 0 or 1.
+    /// Whether all codes are -1, 0 or 1.
     valid: bool,
 }
 

@@ -131,7 +131,7 @@ impl<'a> TernaryView<'a> {
     /// them read outside `data`, because every access is checked against its length.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if their number differs.
+    /// [`Error::InvalidArgument`] if the number of bytes differs.
     pub fn again(data: &'a [u8], metadata: &Metadata) -> Result<TernaryView<'a>> {
         let Metadata { header, layout } = metadata.clone();
         if data.len() != layout.total {

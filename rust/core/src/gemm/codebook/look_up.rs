@@ -34,10 +34,10 @@ impl<const BYTES: usize> Tables<BYTES> {
 /// The codes of a group of 16 columns as bytes, from a quad's registers of a step.
 ///
 /// # Safety
-/// The processor runs the set of `V`; `at` is good for the loads of a quad's registers.
+/// The processor runs the set of `V`; `at` is valid for loads of a quad's registers.
 #[inline(always)]
 pub(super) unsafe fn indices<V: Lanes, const BITS: u8>(at: *const u8, group: usize) -> V::Int {
-    // SAFETY: a quad of 3 bits has three registers, of others one.
+    // SAFETY: a quad has three registers of 3-bit codes, one of others; the loads are of these.
     unsafe {
         match (BITS, group) {
             (3, 6 | 7) => {

@@ -2,8 +2,8 @@
 //! cache, and multiplied from there by all tokens, over any [`Lanes`].
 //!
 //! Zen 4 starts one dot product of 64 bytes a cycle, on two pipes, one of which byte shuffles and shifts need too; so
-//! looking codes up again for every four tokens, as [`super::kernel`] does, costs a quarter of its products. Here the
-//! first tokens are multiplied while codes are looked up, and all others by loads alone: 24 products for ten loads.
+//! looking codes up again for every four tokens, as [`super::kernel`] does, takes the time of a quarter of its products.
+//! Here the first tokens are multiplied while codes are looked up, all others by loads alone: 24 products for ten loads.
 //!
 //! While a piece is multiplied, the next one is prefetched into the second-level cache. Sums are exact, so that outputs
 //! have the same bits as those of [`super::kernel`].

@@ -30,7 +30,7 @@ const AHEAD: usize = 96;
 /// The least number of tokens of an expert for which panels are faster.
 ///
 /// AVX2, 14336 x 4096 of 4 bits on two busy cores of a Zen 3, milliseconds of exact products and by panels: 1 token 80
-/// and 20, 4 tokens 120 and 21, 16 tokens 426 and 72, 64 tokens 1880 and 271. Others are those of group-wise integers.
+/// and 20, 4 tokens 120 and 21, 16 tokens 426 and 72, 64 tokens 1880 and 271. AMX and AVX-512: as for group-wise integers.
 pub(super) fn fewest(backend: Backend) -> usize {
     match backend {
         Backend::Matrix => 5,

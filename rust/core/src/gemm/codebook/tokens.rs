@@ -95,7 +95,7 @@ impl Form {
 #[derive(Clone, Copy)]
 pub struct Token<'a> {
     pub codes: &'a [u8],
-    /// Step and zero.
+    /// The step and the zero point.
     pub scale: (f32, i32),
 }
 

@@ -21,7 +21,7 @@
 //! A factor that is rounded to bf16 is off by at most 2^-8 of itself. Products add up in f32: with u = 2^-24, n columns
 //! in a section and S the sum of |w x| over the rounded factors, a section's sum is off by at most n u S. Instruction
 //! sets differ in how they round it, and those with products of bf16 take numbers below 2^-126 for zero. NaN and infinity
-//! stay with their token.
+//! affect only the outputs of their token.
 
 mod backend;
 mod products;

@@ -194,7 +194,7 @@ pub(crate) fn assert_bounds(
     }
 }
 
-/// Asserts that panels assert_bounds `weights`, as in [`assert_bounds`]; `row` gives the row of a word.
+/// Asserts that panels hold `weights`, as in [`assert_bounds`]; `row` gives the row of a word.
 pub(crate) fn assert_panels<S: Source>(
     source: S,
     weights: impl Fn(usize, usize) -> Vec<bf16>,
@@ -258,7 +258,7 @@ fn products_are_within_their_bound_on_every_backend() {
 
 #[test]
 fn neither_threads_nor_other_tokens_change_a_result() {
-    // So wide that a strip of a share of the tokens is high.
+    // The tokens have more than `FEW` bytes, so that strips have `HIGH` blocks.
     let (rows, columns) = (150, 1100);
     let weights = Plain::new(1, rows, columns);
     let x = numbers(1100 * columns, 8);
@@ -375,7 +375,7 @@ impl Source for Bytes {
 fn bytes_add_up_section_by_section() {
     let (rows, columns) = (40, 1500);
     let pool = pool::current().unwrap();
-    // One tile and several; sections that divide a piece, that do not, and longer than one.
+    // One tile and several; sections that divide a step, that do not, and that are longer.
     for (count, section) in [13, 37]
         .into_iter()
         .flat_map(|n| [1, 2, 6, 8, 20, 24].map(|s| (n, s)))

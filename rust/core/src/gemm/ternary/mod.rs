@@ -24,8 +24,8 @@
 //! Sums are of f32. With m non-zeros in a row, u = 2^-24 and S = sum of |w_i x_i|, the error of an output is at most
 //! (m + 3) u S / (1 - (m + 3) u), whatever the kernel: some add activations and multiply by the levels (n, p) at the
 //! end, some multiply each activation. Activations must be finite: a NaN or an infinity makes outputs
-//! of its token unspecified (some kernels skip zero weights, others multiply by them). The tests hold every kernel
-//! against decoded weights in f64 with this bound.
+//! of its token unspecified (some kernels skip zero weights, others multiply by them). Tests check this bound for every
+//! kernel against decoded weights in f64.
 //!
 //! # Safety on damaged tensors
 //! [`TernaryView::parse`] proves that a row's codes lie in the payload and nothing more. Look-up tables are total, a

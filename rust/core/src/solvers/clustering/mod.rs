@@ -12,7 +12,7 @@
 //! If factors of H are given, the first assignment compensates each column's rounding error in the columns after it, as
 //! GPTQ does: a far better start of coordinate descent than the nearest centroids.
 //!
-//! Rows are refined in batches, so that a row of H is read once for all of them. A row and step take about 3 C^2 additions.
+//! Rows are refined in batches, so that a row of H is read once for all of them. A step takes some 3 C^2 multiply-adds a row.
 //!
 //! Invariants: every row ends with the best codes and centroids that were found, the given ones included, so its
 //! objective never rises; centroids ascend; a cluster without weights keeps its centroid; a result does not depend on the

@@ -52,7 +52,7 @@ fn naive(pairs: &[(f64, f64)], clusters: usize, cuts: &mut Vec<usize>) -> f64 {
     least
 }
 
-/// The error of what was answered, from its codes and centroids.
+/// The error of a solution, from its codes and centroids.
 fn answered(values: &[f32], weights: &[f32], centroids: &[f32], codes: &[u8]) -> f64 {
     let error = |(v, c): (&f32, &u8)| (f64::from(*v) - f64::from(centroids[usize::from(*c)])).powi(2);
     let errors = values.iter().zip(codes).map(error);

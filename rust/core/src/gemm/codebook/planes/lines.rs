@@ -39,7 +39,7 @@ const fn gather(transposed: bool) -> Bytes {
     Bytes(bytes)
 }
 
-/// The row of a word.
+/// The row of word `word`.
 const fn row(transposed: bool, word: usize) -> usize {
     if transposed { word % 4 * 4 + word / 4 } else { word }
 }

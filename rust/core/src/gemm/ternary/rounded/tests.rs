@@ -113,7 +113,7 @@ fn what_is_no_number_stays_with_its_token() {
     }
 }
 
-/// Codes that no encoder writes: of every byte, and one after the other.
+/// Codes that no encoder writes: payloads of a single byte, and of changing ones.
 #[test]
 fn damaged_codes_give_numbers_and_nothing_else() {
     for (code, mut sample) in samples() {

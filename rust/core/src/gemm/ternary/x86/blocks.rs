@@ -2,8 +2,8 @@
 //!
 //! A code takes a load of it and of the code before it, a shift, two loads of an entry's halves, seven instructions that
 //! extract their fields, and for each slot a level and a product for each vector. Slots without a non-zero (about a
-//! quarter) multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, so that the
-//! latency 4 of dependent products is no bound. Loads are: with 16 tokens nine of 256 bits a code, 6.3 cycles on Zen 4.
+//! quarter) multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, which hides
+//! the latency 4 of products. The bound is the loads: with 16 tokens nine of 256 bits a code, 6.3 cycles on Zen 4.
 
 use std::arch::x86_64::*;
 

@@ -39,7 +39,7 @@ unsafe fn pair(at: *const u8) -> u32 {
 pub(super) enum Variant {
     /// AVX2, FMA, BMI1 and BMI2.
     Avx2 { ahead: bool },
-    /// AVX-512 as well.
+    /// AVX-512, and the instructions of [`Variant::Avx2`].
     Avx512 { ahead: bool },
 }
 

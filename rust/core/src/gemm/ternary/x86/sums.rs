@@ -1,8 +1,8 @@
 //! Products of lists and token blocks of 4 to 32 lanes.
 //!
 //! A non-zero weight takes one load of its item, one of its level, and one product for each vector of tokens, with a
-//! memory operand. Two sets of accumulators alternate, so that the latency 4 of dependent products is no bound with few
-//! vectors. The bound is one 512-bit or two 256-bit loads a cycle on Zen 4, two of either on Intel.
+//! memory operand. Two sets of accumulators alternate, which hides the latency 4 of products if there are few vectors.
+//! The bound is one 512-bit or two 256-bit loads a cycle on Zen 4, two of either on Intel.
 
 use std::arch::x86_64::*;
 

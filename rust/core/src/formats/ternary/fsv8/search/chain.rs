@@ -6,7 +6,7 @@
 use super::Source;
 use super::tree::Tree;
 
-/// The long-run weights a code, and the relative value of every state.
+/// The average number of weights of a code in the long run, and the relative value of every state.
 pub(super) fn solve(trees: &[Tree]) -> (f64, Vec<f64>) {
     // The unknowns: g (h_0 is 0), then h_1, h_2, ...
     let rows = trees.iter().enumerate().map(|(state, tree)| {

@@ -5,8 +5,8 @@
 //! iteration: it improves the tree of each state for fixed relative values of the states, in weights and against state
 //! 0, then solves for the relative values of the improved trees (`chain`).
 //!
-//! Every class holds a fixed number of codes, and a greedy tree fills some classes too early. Penalties on the leaves of
-//! each class, found by a random search, correct the greedy choice.
+//! Every class holds a fixed number of codes, and a greedy tree fills it too early or too late. Penalties on the leaves
+//! of each class, found by a random search, correct the greedy choice.
 
 mod chain;
 mod splits;
@@ -23,16 +23,16 @@ const MAX_LENGTH: u8 = 120;
 /// The iterations, each of which improves all trees and then their relative values.
 const ROUNDS: usize = 6;
 
-/// What to search for.
+/// The goal of a search: the source, the limits of words, and the effort.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Goal {
     /// Share of zeros in thousandths, 1 to 999.
     pub p0_thousandths: u16,
     /// Share of symbol 1 among the non-zeros in thousandths, 500 to 999.
     pub share_thousandths: u16,
-    /// Most non-zeros of a word: 2 or 3. Three pay below p0 = 0.81.
+    /// Most non-zeros of a word: 2 or 3. Three are better below p0 = 0.81.
     pub max_nonzeros: u8,
-    /// Random steps for each tree in each round. The embedded dictionaries are reached with 60.
+    /// Random steps for each tree in each round. A search with 60 finds the embedded dictionaries.
     pub effort: usize,
     /// The seed of the random numbers.
     pub seed: u64,
