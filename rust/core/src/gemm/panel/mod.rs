@@ -124,6 +124,17 @@ pub(crate) trait Source: Send + Sync {
     /// [`Source::decode`] would prepare anew, or all of the block where it cannot be decoded from anywhere.
     fn open(&self, block: usize, open: &mut Self::Open);
 
+    /// Blocks that are best opened together: a strip has whole numbers of them, but at the end of an expert's rows.
+    fn together(&self) -> usize {
+        1
+    }
+
+    /// Opens the blocks of a strip, as [`Source::open`] does one.
+    fn open_strip(&self, blocks: Range<usize>, open: &mut [Self::Open]) {
+        let pairs = blocks.zip(open);
+        pairs.for_each(|(block, open)| self.open(block, open));
+    }
+
     /// Decodes chunks of an open block into 16 lines each. Calls go through a block's chunks in ascending order, each
     /// chunk once. Columns behind the last are zeros, or any finite number, for activations are zero there.
     fn decode(&self, block: usize, open: &mut Self::Open, chunks: Range<usize>, to: &mut [Line]);
