@@ -79,19 +79,18 @@ impl<'a, T: Code> Source<'a, T> {
         self.layout.shape.experts * self.layout.streams()
     }
 
-    /// The codes of some rows of all experts' rows.
-    fn rows(&self, rows: std::ops::Range<usize>) -> &'a [T] {
-        let columns = self.layout.shape.columns;
-        &self.codes[rows.start * columns..rows.end * columns]
+    /// The first row, among all experts' rows, of a row block of a stream, whose number among all streams is given.
+    fn first_row(&self, stream: usize, block: usize) -> usize {
+        let (expert, stream) = (stream / self.layout.streams(), stream % self.layout.streams());
+        expert * self.layout.shape.rows + (stream * self.layout.blocks + block) * BLOCK_ROWS
     }
 
-    /// The codes of a row block of a stream, whose number among all experts' streams is given.
+    /// The codes of a row block of a stream.
     fn block(&self, stream: usize, block: usize) -> &'a [T] {
-        let (expert, stream) = (stream / self.layout.streams(), stream % self.layout.streams());
-        let first = expert * self.layout.shape.rows + (stream * self.layout.blocks + block) * BLOCK_ROWS;
-        match self.layout.rows_of(stream, block) {
+        let columns = self.layout.shape.columns;
+        match self.layout.rows_of(stream % self.layout.streams(), block) {
             0 => &[],
-            rows => self.rows(first..first + rows),
+            rows => &self.codes[self.first_row(stream, block) * columns..][..rows * columns],
         }
     }
 
@@ -153,7 +152,12 @@ impl<'a, T: Code> Source<'a, T> {
                     let none = row.iter_mut().enumerate().filter(|(_, symbol)| **symbol == NONE);
                     for (column, symbol) in none {
                         let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
-                        exceptions.push((place as u32, difference(codes[column].into(), usual)?));
+                        let code = codes[column].into();
+                        if !(-LARGEST..=LARGEST).contains(&code) {
+                            let row = self.first_row(stream, block) + number;
+                            return invalid(format!("code {code} in row {row} of all experts' is too large"));
+                        }
+                        exceptions.push((place as u32, code - usual));
                         *symbol = favourite;
                     }
                 }
@@ -164,14 +168,6 @@ impl<'a, T: Code> Source<'a, T> {
         }
         exceptions.sort_unstable();
         Ok(exceptions)
-    }
-}
-
-/// What an exception adds to the code that is decoded.
-fn difference(code: i32, decoded: i32) -> Result<i32> {
-    match (-LARGEST..=LARGEST).contains(&code) {
-        true => Ok(code - decoded),
-        false => invalid(format!("the code {code} is too large")),
     }
 }
 

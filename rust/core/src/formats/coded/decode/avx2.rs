@@ -87,6 +87,7 @@ unsafe fn run<const N: usize, const BANKS: usize, const WIDE: bool>(
     registers: usize,
     out: &mut [Register],
 ) {
+    let chains: &mut [Chain; N] = chains.try_into().expect("the caller gives N chains");
     let mut high = [[_mm256_setzero_si256(); 2]; N];
     let (mut low, mut active) = (high, high);
     for (i, half) in (0..N).flat_map(|i| [(i, 0), (i, 1)]) {

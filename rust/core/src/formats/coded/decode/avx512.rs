@@ -9,7 +9,7 @@ use crate::formats::coded::{LANES, QUAD};
 
 /// Positions of the low bytes of the words of two vectors whose words come from interleaving low and high halves of each
 /// 16 bytes: byte i of a lane of 16 is word i of the first vector's lane for i < 8, otherwise word i - 8 of the second's.
-const LOW: Register = {
+pub(super) const LOW: Register = {
     let mut positions = [0; LANES];
     let mut i = 0;
     while i < LANES {
@@ -62,6 +62,7 @@ unsafe fn run<const N: usize, const WIDE: bool>(
     registers: usize,
     out: &mut [Register],
 ) {
+    let chains: &mut [Chain; N] = chains.try_into().expect("the caller gives N chains");
     let mut high = [_mm512_setzero_si512(); N];
     let mut low = high;
     for i in 0..N {

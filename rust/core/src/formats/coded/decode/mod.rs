@@ -7,6 +7,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod scalar;
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests;
 
 use std::ops::Range;
 
