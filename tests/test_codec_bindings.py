@@ -117,7 +117,7 @@ def test_wrong_operands_are_value_or_type_errors() -> None:
 
 
 def test_every_format_has_a_kernel() -> None:
-    assert set(_core.kernels()) == {"fsv8", "dict16", "groupwise", "codebook"}
+    assert set(_core.kernels()) == {"fsv8", "dict16", "groupwise", "codebook", "coded"}
 
 
 def test_wrong_arguments_are_value_or_type_errors() -> None:

@@ -14,9 +14,9 @@ use crate::{Error, Result};
 pub enum Isa {
     /// Portable Rust.
     Scalar,
-    /// x86-64 with AVX2, FMA, F16C, BMI1 and BMI2.
+    /// x86-64 with AVX2, FMA, F16C, BMI1, BMI2 and POPCNT.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI and VNNI (Ice Lake, Zen 4 and later).
+    /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
     /// [`Isa::Avx512`], and AMX tiles of bytes that the operating system lets the process use (Sapphire Rapids and later).
     Amx,
@@ -62,6 +62,7 @@ impl Isa {
                     && is_x86_feature_detected!("f16c")
                     && is_x86_feature_detected!("bmi1")
                     && is_x86_feature_detected!("bmi2")
+                    && is_x86_feature_detected!("popcnt")
             }
             Isa::Avx512 => {
                 Isa::Avx2.available()
@@ -70,6 +71,7 @@ impl Isa {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
                     && is_x86_feature_detected!("avx512vbmi")
+                    && is_x86_feature_detected!("avx512vbmi2")
                     && is_x86_feature_detected!("avx512vnni")
             }
             Isa::Amx => Isa::Avx512.available() && crate::gemm::tiles::available(),

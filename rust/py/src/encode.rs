@@ -3,14 +3,16 @@
 use moepack_core::formats::compensated::chunk::Width;
 use moepack_core::formats::compensated::{self, Factor};
 use moepack_core::formats::groupwise::{self, ParameterType, Spec, View};
-use moepack_core::formats::{codebook, coded_groupwise, ternary};
+use moepack_core::formats::{codebook, coded, coded_groupwise, ternary};
 use moepack_core::types::Shape;
-use moepack_core::{Result, bits, pool};
+use moepack_core::{Result, bits, pool, simd};
 use numpy::PyUntypedArrayMethods;
-use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArray3, PyReadonlyArray4};
+use numpy::{
+    IntoPyArray, PyArray1, PyArray3, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArray3, PyReadonlyArray4,
+};
 use pyo3::prelude::*;
 
-use crate::arrays::{counts, lengths, optional, values};
+use crate::arrays::{counts, filled, lengths, optional, values};
 use crate::error::{invalid, raise};
 
 type Bytes<'py> = PyResult<Bound<'py, PyArray1<u8>>>;
@@ -158,6 +160,86 @@ pub fn encode_codebook<'py>(
         scales: values(&scales, "scales")?,
     };
     packed(py, || codebook::encode(content, &*pool::current()?))
+}
+
+/// Integers of any width.
+#[derive(FromPyObject)]
+pub enum Integers<'py> {
+    #[pyo3(transparent)]
+    Bytes(PyReadonlyArray3<'py, i8>),
+    #[pyo3(transparent)]
+    Shorts(PyReadonlyArray3<'py, i16>),
+    #[pyo3(transparent)]
+    Words(PyReadonlyArray3<'py, i32>),
+}
+
+/// Entropy codes integers.
+#[pyfunction]
+#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None))]
+pub fn encode_coded<'py>(
+    py: Python<'py>,
+    codes: Integers<'py>,
+    scales: PyReadonlyArray2<'py, f32>,
+    ndim: u8,
+    stream_rows: Option<usize>,
+) -> Bytes<'py> {
+    match &codes {
+        Integers::Bytes(codes) => encode_integers(py, codes, &scales, ndim, stream_rows),
+        Integers::Shorts(codes) => encode_integers(py, codes, &scales, ndim, stream_rows),
+        Integers::Words(codes) => encode_integers(py, codes, &scales, ndim, stream_rows),
+    }
+}
+
+fn encode_integers<'py, T: coded::Code + numpy::Element>(
+    py: Python<'py>,
+    codes: &PyReadonlyArray3<'py, T>,
+    scales: &PyReadonlyArray2<'py, f32>,
+    ndim: u8,
+    stream_rows: Option<usize>,
+) -> Bytes<'py> {
+    let shape = shape(codes, ndim);
+    if ![[1, 1], [shape.experts, shape.rows]]
+        .iter()
+        .any(|wanted| scales.shape() == wanted)
+    {
+        return invalid(format!(
+            "scales have shape {:?} instead of [{}, {}] or [1, 1]",
+            scales.shape(),
+            shape.experts,
+            shape.rows
+        ));
+    }
+    let (codes, scales) = (values(codes, "codes")?, values(scales, "scales")?);
+    packed(py, || {
+        coded::encode(codes, scales, shape, stream_rows, &*pool::current()?)
+    })
+}
+
+/// The codes of a coded tensor.
+#[pyfunction]
+pub fn decode_coded<'py>(
+    py: Python<'py>,
+    data: PyReadonlyArray1<'py, u8>,
+) -> PyResult<Bound<'py, PyArray3<i32>>> {
+    let data = values(&data, "data")?;
+    let coded = coded::Coded::parse(data).map_err(raise)?;
+    let Shape {
+        experts,
+        rows,
+        columns,
+        ..
+    } = coded.layout().shape();
+    filled(py, [experts, rows, columns], |out| {
+        let put = |_, codes: &[i32], out: &mut [i32]| {
+            out.copy_from_slice(codes);
+            Ok(())
+        };
+        py.detach(|| {
+            let isa = simd::active()?;
+            coded.view(data)?.decode_rows(isa, out, &*pool::current()?, put)
+        })
+        .map_err(raise)
+    })
 }
 
 /// The rows of one factor: codes [T, n] and scales [T, ceil(n / 64)], or values [T, n].

@@ -25,7 +25,8 @@ mod _core {
     use super::dense::DenseMatrix;
     #[pymodule_export]
     use super::encode::{
-        code_groupwise, encode_codebook, encode_groupwise, encode_ternary, expand_groupwise,
+        code_groupwise, decode_coded, encode_codebook, encode_coded, encode_groupwise, encode_ternary,
+        expand_groupwise,
     };
     #[pymodule_export]
     use super::encode::{encode_compensated, pack_int3, unpack_int3};

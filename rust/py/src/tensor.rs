@@ -138,9 +138,9 @@ impl PackedTensor {
         Ok(details)
     }
 
-    /// The codes [experts, rows, columns]: int8 of ternary tensors, uint8 of others.
+    /// The codes [experts, rows, columns]: int8 of ternary and coded tensors, uint8 of others.
     ///
-    /// Raises CorruptionError that says where.
+    /// Raises CorruptionError that says where, ValueError if a byte does not hold a code.
     fn decode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let codes: Bound<'py, PyArray3<u8>> = filled(py, self.dimensions(), |out| {
             self.reading(py, |tensor, data, pool| tensor.decode(data, out, pool))
@@ -177,7 +177,8 @@ impl PackedTensor {
     ///     name: "levels" [experts, rows, 2], negative and positive, of ternary tensors; "scales" and, unless they are
     ///         symmetric, "offsets" [experts, rows, groups] of group-wise ones; beside these "ranks" [experts] and, with
     ///         T for the sum of the ranks, "right" [T, columns] and "left" [T, rows] of compensated ones; "scales"
-    ///         [experts, rows, blocks] and "centroids" [experts, rows, blocks, 2^bits] of codebooks.
+    ///         [experts, rows, blocks] and "centroids" [experts, rows, blocks, 2^bits] of codebooks; "scales"
+    ///         [experts, rows] or [1, 1] of coded ones.
     ///
     /// Raises ValueError: the tensor has no such parameters.
     fn parameters<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {

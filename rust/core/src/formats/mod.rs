@@ -1,6 +1,7 @@
 //! The packed formats, one room each: how a tensor lies in bytes, how it is packed, opened and checked.
 
 pub mod codebook;
+pub mod coded;
 pub mod coded_groupwise;
 pub mod compensated;
 pub mod groupwise;

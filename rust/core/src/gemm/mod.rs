@@ -4,6 +4,7 @@
 //! set; [`matmul`] and [`matmul_grouped`] multiply by any of them.
 
 pub mod codebook;
+pub mod coded;
 pub mod compensated;
 pub mod dense;
 pub mod groupwise;

@@ -11,6 +11,7 @@
 //! other bytes give an error, wrong numbers or a panic, never an access outside of them.
 
 mod codebook;
+mod coded;
 mod coded_groupwise;
 mod compensated;
 mod details;

@@ -3,16 +3,17 @@
 use std::sync::RwLock;
 
 use super::{Format, MAGIC_BYTES, Tensor};
-use super::{codebook, coded_groupwise, compensated, groupwise, ternary};
+use super::{codebook, coded, coded_groupwise, compensated, groupwise, ternary};
 use crate::{Error, Result};
 
 /// The formats of this crate.
-static FORMATS: [&dyn Format; 5] = [
+static FORMATS: [&dyn Format; 6] = [
     &ternary::Ternary,
     &groupwise::Groupwise,
     &coded_groupwise::CodedGroupwise,
     &codebook::Codebook,
     &compensated::Compensated,
+    &coded::CodedIntegers,
 ];
 
 /// Formats that others have registered.

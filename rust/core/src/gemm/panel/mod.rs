@@ -123,6 +123,17 @@ pub(crate) trait Source: Send + Sync {
     /// [`Source::decode`] needs, or decodes all of a block that cannot be decoded from any column.
     fn open(&self, block: usize, open: &mut Self::Open);
 
+    /// The number of blocks that are best opened together: a strip has a multiple of it, but at the end of an expert's rows.
+    fn together(&self) -> usize {
+        1
+    }
+
+    /// Opens the blocks of a strip, each as [`Source::open`] does.
+    fn open_strip(&self, blocks: Range<usize>, open: &mut [Self::Open]) {
+        let pairs = blocks.zip(open);
+        pairs.for_each(|(block, open)| self.open(block, open));
+    }
+
     /// Decodes chunks of an open block into 16 lines each. A block's chunks are decoded in ascending order, each once.
     /// Columns after the last are zeros, or any finite numbers, because activations are zero there.
     fn decode(&self, block: usize, open: &mut Self::Open, chunks: Range<usize>, to: &mut [Line]);

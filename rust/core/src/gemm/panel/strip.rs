@@ -113,9 +113,11 @@ impl<S: Source> Worker for Thread<'_, S> {
         let first = self.experts[task] * blocks;
         let registers = Registers::new(self.backend);
         for (share, tiles) in tiles.chunks(SHARE).enumerate() {
-            let kept = self.backend.keeps_sums() && tiles.len() == 1;
+            let together = self.source.together();
+            let kept = self.backend.keeps_sums() && tiles.len() == 1 && together <= LOW;
             let bytes = tiles.len() * self.tokens.chunks() * LANES * size_of::<Line>();
             let height = if kept || bytes <= FEW { LOW } else { HIGH };
+            let height = height.next_multiple_of(together);
             let out = &mut out[share * SHARE * LANES * rows.len()..];
             for start in rows.clone().step_by(height * LANES) {
                 let end = (start + height * LANES).min(rows.end);
@@ -137,9 +139,8 @@ impl<S: Source> Thread<'_, S> {
         let (blocks, tiles) = (strip.blocks.len(), strip.tiles.len());
         self.open
             .resize_with(blocks.max(self.open.len()), S::Open::default);
-        for (block, open) in strip.blocks.clone().zip(&mut self.open) {
-            self.source.open(block, open);
-        }
+        self.source
+            .open_strip(strip.blocks.clone(), &mut self.open[..blocks]);
         self.panel.resize(4 * strip.step_chunks * LANES, Line::ZERO);
         if self.has_long_sections(strip) {
             self.sums.resize(blocks * tiles, Square([[0; LANES]; LANES]));

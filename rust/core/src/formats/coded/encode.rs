@@ -1,0 +1,339 @@
+//! Writing a tensor.
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::decode::Register;
+use super::fit::{self, Frequencies, Histogram, INTEGERS};
+use super::layout::STATE_BYTES;
+use super::table::{SLOTS, Table};
+use super::{BLOCK_ROWS, LANES, Layout, QUAD, invalid};
+use crate::Result;
+use crate::types::Shape;
+
+/// Streams that tables are fitted to, at most.
+const SAMPLE: usize = 1024;
+/// Codes of a larger magnitude are refused.
+const LARGEST: i32 = 1 << 30;
+/// What no symbol is.
+const NONE: u8 = u8::MAX;
+
+/// The type of the codes that are given.
+pub trait Code: Copy + Send + Sync + Into<i32> {}
+
+impl Code for i8 {}
+impl Code for i16 {}
+impl Code for i32 {}
+
+/// Encodes `codes`, E x R x C, none beyond 2^30 in magnitude. `scales` are E x R, or one for the whole tensor, and finite;
+/// they are stored in bf16 if it holds all of them exactly, otherwise in f32. Streams code 16 or 64 rows, by default what
+/// suits the columns.
+///
+/// # Errors
+/// [`Error::InvalidArgument`](crate::Error): a size, code or scale is out of range; the message names the row.
+pub fn encode<T: Code>(
+    codes: &[T],
+    scales: &[f32],
+    shape: Shape,
+    stream_rows: Option<usize>,
+    pool: &ThreadPool,
+) -> Result<Vec<u8>> {
+    let mut layout = Layout::new(shape, stream_rows)?;
+    let counted =
+        shape.weights() == Some(codes.len()) && (scales.len() == 1 || shape.all_rows() == Some(scales.len()));
+    if !counted {
+        let (codes, scales) = (codes.len(), scales.len());
+        return invalid(format!("{codes} codes and {scales} scales for {shape:?}"));
+    }
+    if let Some(row) = scales.iter().position(|scale| !scale.is_finite()) {
+        return invalid(format!("scale {} of row {row} is not finite", scales[row]));
+    }
+    layout.row_scales = scales.len() != 1;
+    layout.wide_scales = scales
+        .iter()
+        .any(|&scale| half::bf16::from_f32(scale).to_f32() != scale);
+    let source = Source { codes, layout };
+    pool.install(|| {
+        let tables = source.tables();
+        let streams = source.encode_all(&tables)?;
+        Ok(assemble(layout, scales, &tables, &streams))
+    })
+}
+
+/// An encoded stream.
+struct Stream {
+    /// States and renormalization bytes.
+    bytes: Vec<u8>,
+    table: usize,
+    /// Places, ascending, and differences.
+    exceptions: Vec<(u32, i32)>,
+}
+
+struct Source<'a, T> {
+    codes: &'a [T],
+    layout: Layout,
+}
+
+impl<'a, T: Code> Source<'a, T> {
+    fn streams(&self) -> usize {
+        self.layout.shape.experts * self.layout.streams()
+    }
+
+    /// The first row, among all experts' rows, of a row block of a stream, whose number among all streams is given.
+    fn first_row(&self, stream: usize, block: usize) -> usize {
+        let (expert, stream) = (stream / self.layout.streams(), stream % self.layout.streams());
+        expert * self.layout.shape.rows + (stream * self.layout.blocks + block) * BLOCK_ROWS
+    }
+
+    /// The codes of a row block of a stream.
+    fn block(&self, stream: usize, block: usize) -> &'a [T] {
+        let columns = self.layout.shape.columns;
+        match self.layout.rows_of(stream % self.layout.streams(), block) {
+            0 => &[],
+            rows => &self.codes[self.first_row(stream, block) * columns..][..rows * columns],
+        }
+    }
+
+    fn histogram(&self, stream: usize) -> Histogram {
+        Histogram::new((0..self.layout.blocks).map(|block| self.block(stream, block)))
+    }
+
+    /// Tables fitted to streams that are spread evenly over the tensor.
+    fn tables(&self) -> Vec<Frequencies> {
+        let streams = self.streams();
+        let count = streams.min(SAMPLE);
+        let sample = (0..count)
+            .into_par_iter()
+            .map(|i| self.histogram(i * streams / count));
+        let sample: Vec<_> = sample.collect();
+        fit::tables(&sample, streams as f64 / count.max(1) as f64)
+    }
+
+    fn encode_all(&self, tables: &[Frequencies]) -> Result<Vec<Stream>> {
+        let coders: Option<Vec<Coder>> = tables.iter().map(|table| table.table().map(Coder::new)).collect();
+        let Some(coders) = coders else {
+            return invalid("no table fits");
+        };
+        let costs: Vec<_> = tables.iter().map(Frequencies::costs).collect();
+        let encoded = (0..self.streams())
+            .into_par_iter()
+            .map_init(Buffers::default, |buffers, stream| {
+                let table = match costs.len() {
+                    1 => 0,
+                    _ => fit::cheapest(&self.histogram(stream), &costs).0,
+                };
+                let exceptions = self.symbols(stream, &coders[table], buffers)?;
+                let rows = |block| self.layout.rows_of(stream % self.layout.streams(), block);
+                let bytes =
+                    coders[table].encode(&mut buffers.bytes, &buffers.symbols, self.layout.blocks, rows);
+                Ok(Stream {
+                    bytes,
+                    table,
+                    exceptions,
+                })
+            });
+        encoded.collect()
+    }
+
+    /// Writes the symbols of a stream in the order of decoding; returns its exceptions.
+    fn symbols(&self, stream: usize, coder: &Coder, buffers: &mut Buffers) -> Result<Vec<(u32, i32)>> {
+        let (quads, columns) = (self.layout.quads(), self.layout.shape.columns);
+        let favourite = coder.table.favourite();
+        let usual = i32::from(coder.table.lowest()) + i32::from(favourite);
+        let Buffers { symbols, row, .. } = buffers;
+        symbols.clear();
+        symbols.resize(self.layout.blocks * quads, Register([favourite; LANES]));
+        row.clear();
+        row.resize(quads * QUAD, favourite);
+        let mut exceptions = Vec::new();
+        for (block, registers) in symbols.chunks_exact_mut(quads).enumerate() {
+            for (number, codes) in self.block(stream, block).chunks_exact(columns).enumerate() {
+                if coder.look_up(codes, row) {
+                    let none = row.iter_mut().enumerate().filter(|(_, symbol)| **symbol == NONE);
+                    for (column, symbol) in none {
+                        let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
+                        let code = codes[column].into();
+                        if !(-LARGEST..=LARGEST).contains(&code) {
+                            let row = self.first_row(stream, block) + number;
+                            return invalid(format!("code {code} in row {row} of all experts' is too large"));
+                        }
+                        exceptions.push((place as u32, code - usual));
+                        *symbol = favourite;
+                    }
+                }
+                for (symbols, register) in row.as_chunks::<QUAD>().0.iter().zip(&mut *registers) {
+                    register.0.as_chunks_mut::<QUAD>().0[number] = *symbols;
+                }
+            }
+        }
+        exceptions.sort_unstable();
+        Ok(exceptions)
+    }
+}
+
+/// What a thread keeps from stream to stream.
+#[derive(Default)]
+struct Buffers {
+    symbols: Vec<Register>,
+    /// The symbols of a row.
+    row: Vec<u8>,
+    bytes: Vec<u8>,
+}
+
+/// A table as encoding needs it.
+struct Coder {
+    table: Table,
+    /// The symbol of each integer from -128 on, or [`NONE`], which follows for all others.
+    symbols: [u8; INTEGERS + 1],
+    steps: [Step; LANES],
+}
+
+/// How a state takes up a symbol.
+#[derive(Clone, Copy, Default)]
+struct Step {
+    /// 2^24 / frequency, rounded up: the quotient of a state below 2^16 by a frequency below 2^8 is exact, for the error
+    /// of the product is below 2^16 * 2^8.
+    reciprocal: u32,
+    /// The state gives off a byte first if it is as large.
+    limit: u32,
+    /// What each slot of the quotient adds to the state: 256 less the frequency.
+    rise: u32,
+    start: u32,
+}
+
+impl Coder {
+    fn new(table: Table) -> Coder {
+        let mut coder = Coder {
+            symbols: [NONE; INTEGERS + 1],
+            steps: [Step::default(); LANES],
+            table,
+        };
+        for (i, symbol) in coder.symbols[..INTEGERS].iter_mut().enumerate() {
+            *symbol = coder.table.symbol(i as i32 - 128).unwrap_or(NONE);
+        }
+        for (symbol, step) in coder.steps.iter_mut().enumerate() {
+            let frequency = u32::from(coder.table.frequencies[symbol]);
+            *step = Step {
+                reciprocal: (1u32 << 24).div_ceil(frequency.max(1)),
+                limit: frequency << 8,
+                rise: SLOTS as u32 - frequency,
+                start: coder.table.starts[symbol].into(),
+            };
+        }
+        coder
+    }
+
+    /// Looks up the symbols of codes; returns whether there are codes without one, whose symbol is none of the table.
+    fn look_up<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
+        let mut highest = 0;
+        for (&code, symbol) in codes.iter().zip(symbols) {
+            let index = code.into().wrapping_add(128) as u32 as usize;
+            *symbol = self.symbols[index.min(INTEGERS)];
+            highest = highest.max(*symbol);
+        }
+        highest == NONE
+    }
+
+    /// Encodes symbols from the last to the first; lanes of rows that do not exist stay at zero.
+    fn encode(
+        &self,
+        buffer: &mut Vec<u8>,
+        symbols: &[Register],
+        blocks: usize,
+        rows: impl Fn(usize) -> usize,
+    ) -> Vec<u8> {
+        buffer.resize(symbols.len() * LANES, 0);
+        let mut at = buffer.len();
+        let mut states = [0u32; LANES];
+        let registers = symbols.len() / blocks;
+        for (block, symbols) in symbols.chunks_exact(registers).enumerate().rev() {
+            let lanes = rows(block) * QUAD;
+            states[..lanes]
+                .iter_mut()
+                .filter(|state| **state == 0)
+                .for_each(|state| *state = 256);
+            for register in symbols.iter().rev() {
+                for (state, &symbol) in states[..lanes].iter_mut().zip(&register.0).rev() {
+                    let step = &self.steps[usize::from(symbol) % LANES];
+                    let full = *state >= step.limit;
+                    buffer[at - 1] = *state as u8;
+                    at -= usize::from(full);
+                    let kept = *state >> (8 * u32::from(full));
+                    let quotient = ((u64::from(kept) * u64::from(step.reciprocal)) >> 24) as u32;
+                    *state = kept + quotient * step.rise + step.start;
+                }
+            }
+        }
+        let mut bytes = Vec::with_capacity(STATE_BYTES + buffer.len() - at);
+        bytes.extend(states.map(|state| (state >> 8) as u8));
+        bytes.extend(states.map(|state| state as u8));
+        bytes.extend(&buffer[at..]);
+        bytes
+    }
+}
+
+/// Puts everything into its place.
+fn assemble(mut layout: Layout, scales: &[f32], tables: &[Frequencies], streams: &[Stream]) -> Vec<u8> {
+    layout.tables = tables.len();
+    layout.symbols = tables.iter().map(|table| table.counts.len()).max().unwrap_or(2);
+    layout.payload = streams.iter().map(|stream| stream.bytes.len()).sum();
+    layout.exceptions = streams.iter().map(|stream| stream.exceptions.len()).sum();
+    let long = |stream: &Stream| {
+        stream.bytes.len() - STATE_BYTES > usize::from(u16::MAX)
+            || stream.exceptions.len() > usize::from(u8::MAX)
+    };
+    let large = |&(_, difference): &(u32, i32)| i8::try_from(difference).is_err();
+    layout.entry = if streams.iter().any(long) { 8 } else { 4 };
+    layout.exception = if streams.iter().flat_map(|stream| &stream.exceptions).any(large) {
+        8
+    } else {
+        4
+    };
+    let (Some(total), Some(sections)) = (layout.total(), layout.sections()) else {
+        unreachable!("what is in memory can be counted");
+    };
+    let mut out = vec![0; total];
+    layout.write(&mut out);
+    let rows = out[sections[0].clone()].chunks_exact_mut(1 + layout.symbols);
+    for (row, table) in rows.zip(tables) {
+        row[0] = table.lowest as u8;
+        row[1..=table.counts.len()].copy_from_slice(&table.counts);
+    }
+    write_scales(&layout, scales, &mut out[sections[1].clone()]);
+    let entries = out[sections[2].clone()].chunks_exact_mut(layout.entry);
+    for (entry, stream) in entries.zip(streams) {
+        let (length, table) = ((stream.bytes.len() - STATE_BYTES) as u64, stream.table as u64);
+        let exceptions = stream.exceptions.len() as u64;
+        let word = match layout.entry {
+            4 => length | table << 16 | exceptions << 24,
+            _ => length | table << 32 | exceptions << 40,
+        };
+        entry.copy_from_slice(&word.to_le_bytes()[..layout.entry]);
+    }
+    let all = streams.iter().flat_map(|stream| &stream.exceptions);
+    for (bytes, &(place, difference)) in out[sections[3].clone()]
+        .chunks_exact_mut(layout.exception)
+        .zip(all)
+    {
+        let (difference, place) = (difference.to_le_bytes(), place.to_le_bytes());
+        let width = if layout.exception == 4 { 1 } else { 4 };
+        bytes[..width].copy_from_slice(&difference[..width]);
+        bytes[width..].copy_from_slice(&place[..layout.exception - width]);
+    }
+    let mut payload = &mut out[sections[4].clone()];
+    for stream in streams {
+        let (bytes, behind) = payload.split_at_mut(stream.bytes.len());
+        bytes.copy_from_slice(&stream.bytes);
+        payload = behind;
+    }
+    out
+}
+
+fn write_scales(layout: &Layout, scales: &[f32], out: &mut [u8]) {
+    for (i, &scale) in scales.iter().enumerate() {
+        match layout.wide_scales {
+            true => out[4 * i..4 * i + 4].copy_from_slice(&scale.to_le_bytes()),
+            false => out[2 * i..2 * i + 2].copy_from_slice(&half::bf16::from_f32(scale).to_le_bytes()),
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Fitting tables to a tensor: how often each integer occurs, stream by stream, and which streams share a table.
+
+use rayon::prelude::*;
+
+use super::table::{SLOTS, Table};
+use super::{LANES, layout::MAX_TABLES};
+
+/// About what an exception takes, in bits, beside the symbol in its place.
+const EXCEPTION_BITS: f64 = 32.0;
+/// An integer that occurs less often has no slots; each share is tried, and the cheapest is taken.
+const RAREST: [f64; 5] = [
+    1.0 / 12000.0,
+    1.0 / 6000.0,
+    1.0 / 3000.0,
+    1.0 / 1500.0,
+    1.0 / 750.0,
+];
+/// Integers of signed bytes.
+pub(super) const INTEGERS: usize = 256;
+/// Rounds of giving each stream its best table and fitting tables to their streams.
+const ROUNDS: usize = 3;
+/// Twice as many tables must save such a share of the bits.
+const WORTHWHILE: f64 = 0.0005;
+
+/// How often each integer from -128 to 127 occurs.
+#[derive(Debug, Clone)]
+pub(super) struct Histogram {
+    counts: Box<[u32; INTEGERS]>,
+}
+
+impl Histogram {
+    /// Counts integers; others do not matter, for every table makes exceptions of them.
+    pub fn new<T: Copy + Into<i32>>(runs: impl Iterator<Item = impl AsRef<[T]>>) -> Histogram {
+        // Neighbours have counts of their own: to count the same integer again takes as long as to store and load.
+        let mut counts = [[0u32; INTEGERS + 1]; 4];
+        for run in runs {
+            for codes in run.as_ref().chunks(4) {
+                for (counts, &code) in counts.iter_mut().zip(codes) {
+                    counts[(code.into().wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
+                }
+            }
+        }
+        let [first, second, third, fourth] = counts;
+        let sum = |i: usize| first[i] + second[i] + third[i] + fourth[i];
+        Histogram {
+            counts: Box::new(std::array::from_fn(sum)),
+        }
+    }
+
+    fn sum<'a>(all: impl Iterator<Item = &'a Histogram>) -> [f64; INTEGERS] {
+        let mut sums = [0.0; INTEGERS];
+        for histogram in all {
+            let pairs = sums.iter_mut().zip(histogram.counts.iter());
+            pairs.for_each(|(sum, &count)| *sum += f64::from(count));
+        }
+        sums
+    }
+}
+
+/// The lowest integer of a table and its frequencies, as they are stored.
+#[derive(Debug, Clone)]
+pub(super) struct Frequencies {
+    pub lowest: i8,
+    pub counts: Vec<u8>,
+}
+
+impl Frequencies {
+    /// The table.
+    pub fn table(&self) -> Option<Table> {
+        Table::new(self.lowest, &self.counts)
+    }
+
+    /// What each integer takes in bits.
+    pub fn costs(&self) -> [f32; INTEGERS] {
+        let bits = |frequency: u8| (SLOTS as f64 / f64::from(frequency)).log2();
+        let most = self.counts.iter().copied().max().unwrap_or(1);
+        let mut costs = [(bits(most) + EXCEPTION_BITS) as f32; INTEGERS];
+        let first = (i32::from(self.lowest) + 128) as usize;
+        for (cost, &frequency) in costs[first..].iter_mut().zip(&self.counts) {
+            if frequency > 0 {
+                *cost = bits(frequency) as f32;
+            }
+        }
+        costs
+    }
+}
+
+/// The number of the cheapest of some tables, and what a stream takes by it in bits.
+pub(super) fn cheapest(histogram: &Histogram, costs: &[[f32; INTEGERS]]) -> (usize, f64) {
+    let costs = costs.iter().map(|costs| cost(histogram, costs));
+    let better = |best: (usize, f64), next: (usize, f64)| if next.1 < best.1 { next } else { best };
+    costs.enumerate().fold((0, f64::INFINITY), better)
+}
+
+fn cost(histogram: &Histogram, costs: &[f32; INTEGERS]) -> f64 {
+    let mut sums = [0f32; 8];
+    for (counts, costs) in histogram.counts.chunks_exact(8).zip(costs.chunks_exact(8)) {
+        for i in 0..8 {
+            sums[i] += counts[i] as f32 * costs[i];
+        }
+    }
+    sums.iter().map(|&sum| f64::from(sum)).sum()
+}
+
+/// Tables for streams of which some, with `weight` streams for each, were counted: as many as pay for themselves.
+pub(super) fn tables(sample: &[Histogram], weight: f64) -> Vec<Frequencies> {
+    let mut best = vec![fitted(&Histogram::sum(sample.iter()))];
+    let costs = best[0].costs();
+    let length = |histogram: &Histogram| cost(histogram, &costs);
+    let mut order: Vec<(f64, usize)> = sample.iter().map(length).zip(0..).collect();
+    order.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    let mut least = order.iter().map(|(bits, _)| bits * weight).sum::<f64>();
+    let mut groups = 2;
+    while groups <= MAX_TABLES && groups <= sample.len() {
+        let (found, bits) = clustered(sample, &order, groups);
+        let stored: usize = found.iter().map(|table| 8 * (1 + table.counts.len())).sum();
+        let bits = bits * weight + stored as f64;
+        if bits > least * (1.0 - WORTHWHILE) {
+            break;
+        }
+        (best, least) = (found, bits);
+        groups *= 2;
+    }
+    best
+}
+
+/// Tables of so many groups of streams, which start as neighbours in the given order, and the bits of all streams.
+fn clustered(sample: &[Histogram], order: &[(f64, usize)], groups: usize) -> (Vec<Frequencies>, f64) {
+    let mut group_of = vec![0; sample.len()];
+    for (place, &(_, stream)) in order.iter().enumerate() {
+        group_of[stream] = place * groups / order.len();
+    }
+    let (mut tables, mut bits) = (Vec::new(), 0.0);
+    for _ in 0..ROUNDS {
+        let members = |group: usize| {
+            let of_group = sample.iter().zip(&group_of).filter(move |(_, of)| **of == group);
+            of_group.map(|(histogram, _)| histogram)
+        };
+        let found = (0..groups).into_par_iter().map(|group| {
+            let any = members(group).next().is_some();
+            any.then(|| fitted(&Histogram::sum(members(group))))
+        });
+        tables = found
+            .collect::<Vec<_>>()
+            .into_iter()
+            .flatten()
+            .collect::<Vec<_>>();
+        let costs: Vec<_> = tables.iter().map(Frequencies::costs).collect();
+        let chosen: Vec<_> = sample.par_iter().map(|stream| cheapest(stream, &costs)).collect();
+        group_of = chosen.iter().map(|&(group, _)| group).collect();
+        bits = chosen.iter().map(|&(_, bits)| bits).sum();
+    }
+    (tables, bits)
+}
+
+/// The cheapest frequencies for counts of integers.
+fn fitted(counts: &[f64; INTEGERS]) -> Frequencies {
+    let first = heaviest(counts);
+    let window = &counts[first..first + LANES];
+    let total = counts.iter().sum::<f64>().max(1.0);
+    let tries = RAREST.map(|share| {
+        let frequencies = shared_out(window, total * share);
+        let found = Frequencies {
+            lowest: (first as i32 - 128) as i8,
+            counts: frequencies,
+        };
+        let pairs = counts.iter().zip(found.costs());
+        (
+            pairs.map(|(count, cost)| count * f64::from(cost)).sum::<f64>(),
+            found,
+        )
+    });
+    let best = tries.into_iter().min_by(|a, b| a.0.total_cmp(&b.0));
+    best.map_or_else(|| unreachable!("there are tries"), |(_, found)| trimmed(found))
+}
+
+/// The start of the 64 neighbouring integers that occur most often together, as near to the middle as may be.
+fn heaviest(counts: &[f64; INTEGERS]) -> usize {
+    let starts = (0..=INTEGERS - LANES).map(|start| {
+        let middle = INTEGERS / 2;
+        let off = (start + LANES / 2).abs_diff(middle);
+        (counts[start..start + LANES].iter().sum::<f64>(), off, start)
+    });
+    let best = starts.min_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    best.map_or(0, |(_, _, start)| start)
+}
+
+/// 256 slots for integers that occur so often: one at least for each that occurs more often than `rarest`, then one after
+/// the other where it saves most. At least two integers get some.
+fn shared_out(counts: &[f64], rarest: f64) -> Vec<u8> {
+    let total = counts.iter().sum::<f64>().max(1.0);
+    let mut slots: Vec<u8> = counts
+        .iter()
+        .map(|&count| match count > rarest {
+            true => (count / total * SLOTS as f64).round().clamp(1.0, 255.0) as u8,
+            false => 0,
+        })
+        .collect();
+    let middle = counts.len() / 2;
+    let first = slots.iter().position(|&slots| slots > 0).unwrap_or(middle);
+    if slots.iter().filter(|&&slots| slots > 0).count() < 2 {
+        slots[first] = slots[first].max(1);
+        slots[if first > 0 { first - 1 } else { 1 }] = 1;
+    }
+    let gain = |count: f64, slots: u8, more: f64| count * ((f64::from(slots) + more) / f64::from(slots)).ln();
+    loop {
+        let sum: usize = slots.iter().map(|&slots| usize::from(slots)).sum();
+        let candidates = counts.iter().zip(&slots).enumerate();
+        let best = match sum.cmp(&SLOTS) {
+            std::cmp::Ordering::Equal => return slots,
+            std::cmp::Ordering::Less => candidates
+                .filter(|(_, (_, slots))| (1..255).contains(*slots))
+                .map(|(i, (&count, &slots))| (gain(count, slots, 1.0), i))
+                .max_by(|a, b| a.0.total_cmp(&b.0)),
+            std::cmp::Ordering::Greater => candidates
+                .filter(|(_, (_, slots))| **slots > 1)
+                .map(|(i, (&count, &slots))| (gain(count, slots, -1.0), i))
+                .max_by(|a, b| a.0.total_cmp(&b.0)),
+        };
+        let Some((_, i)) = best else { return slots };
+        slots[i] = if sum < SLOTS { slots[i] + 1 } else { slots[i] - 1 };
+    }
+}
+
+/// The same without integers of no slots at both ends.
+fn trimmed(found: Frequencies) -> Frequencies {
+    let Frequencies { lowest, counts } = found;
+    let first = counts.iter().position(|&slots| slots > 0).unwrap_or(0);
+    let last = counts.iter().rposition(|&slots| slots > 0).unwrap_or(0);
+    Frequencies {
+        lowest: lowest.wrapping_add(first as i8),
+        counts: counts[first..=last].to_vec(),
+    }
+}

@@ -1,0 +1,256 @@
+//! The header, and where everything lies.
+
+use std::ops::Range;
+
+use super::{BLOCK_ROWS, LANES, MAGIC, MAX_COLUMNS, QUAD, VERSION, corrupt, invalid};
+use crate::limits::MAX_ROWS;
+use crate::types::Shape;
+use crate::{Error, Result};
+
+/// The length of the header in bytes.
+pub(super) const HEADER_BYTES: usize = 64;
+/// Where sections start at multiples.
+pub(super) const ALIGNMENT: usize = 64;
+/// Bytes of a stream's states.
+pub(super) const STATE_BYTES: usize = 2 * LANES;
+/// Most tables.
+pub(super) const MAX_TABLES: usize = 64;
+/// Most columns of which a stream codes four row blocks: states take 48 bits a row more than they carry where it codes
+/// one, and 12 where it codes four, 0.3% of 2,048 columns of 2 bits.
+const NARROW: usize = 2048;
+
+/// What the header says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    pub(super) shape: Shape,
+    /// Row blocks of a stream, 1 or 4.
+    pub(super) blocks: usize,
+    /// Whether each row has a scale.
+    pub(super) row_scales: bool,
+    /// Whether scales are f32, otherwise bf16.
+    pub(super) wide_scales: bool,
+    pub(super) tables: usize,
+    /// Symbols of a table.
+    pub(super) symbols: usize,
+    pub(super) payload: usize,
+    pub(super) exceptions: usize,
+    /// Bytes of an index entry, 4 or 8.
+    pub(super) entry: usize,
+    /// Bytes of an exception, 4 or 8.
+    pub(super) exception: usize,
+}
+
+impl Layout {
+    /// The layout of a tensor whose content is not known yet: streams of a number of rows, by default what suits the
+    /// columns.
+    pub(super) fn new(shape: Shape, stream_rows: Option<usize>) -> Result<Layout> {
+        let blocks = match stream_rows {
+            None if shape.columns <= NARROW => 4,
+            None | Some(16) => 1,
+            Some(64) => 4,
+            Some(rows) => return invalid(format!("streams have 16 or 64 rows, not {rows}")),
+        };
+        let layout = Layout {
+            shape,
+            blocks,
+            row_scales: false,
+            wide_scales: false,
+            tables: 1,
+            symbols: 2,
+            payload: 0,
+            exceptions: 0,
+            entry: 4,
+            exception: 4,
+        };
+        match layout.is_valid() {
+            true => Ok(layout),
+            false => invalid(format!("{shape:?} is no shape")),
+        }
+    }
+
+    /// Experts, rows, columns and ndim.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Rows of a stream, 16 or 64.
+    pub fn stream_rows(&self) -> usize {
+        self.blocks * BLOCK_ROWS
+    }
+
+    /// Row blocks of a stream, 1 or 4.
+    pub fn stream_blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Streams of an expert.
+    pub fn streams(&self) -> usize {
+        match self.shape.columns {
+            0 => 0,
+            _ => self.shape.rows.div_ceil(self.stream_rows()),
+        }
+    }
+
+    /// Registers of a row block.
+    pub fn quads(&self) -> usize {
+        self.shape.columns.div_ceil(QUAD)
+    }
+
+    /// Rows of a row block of a stream of an expert, at most 16; none behind the last.
+    pub fn rows_of(&self, stream: usize, block: usize) -> usize {
+        let first = (stream * self.blocks + block) * BLOCK_ROWS;
+        self.shape.rows.saturating_sub(first).min(BLOCK_ROWS)
+    }
+
+    /// Symbols that the lanes of rows of a stream decode.
+    pub(super) fn symbols_of(&self, stream: usize) -> usize {
+        let rows = (0..self.blocks).map(|block| self.rows_of(stream, block));
+        rows.sum::<usize>() * self.quads() * QUAD
+    }
+
+    /// Whether each row has a scale; otherwise the tensor has one.
+    pub fn has_row_scales(&self) -> bool {
+        self.row_scales
+    }
+
+    /// The name that torch and NumPy use for the type of the scales.
+    pub fn scale_type(&self) -> &'static str {
+        if self.wide_scales { "float32" } else { "bfloat16" }
+    }
+
+    /// Tables.
+    pub fn tables(&self) -> usize {
+        self.tables
+    }
+
+    /// Codes that differ from what their streams decode to.
+    pub fn exceptions(&self) -> usize {
+        self.exceptions
+    }
+
+    /// Scales that are stored.
+    pub(super) fn scales(&self) -> usize {
+        match self.row_scales {
+            true => self.shape.experts * self.shape.rows,
+            false => 1,
+        }
+    }
+
+    /// Where the sections lie: tables, scales, index, exceptions, payload. `None` if there are more bytes than can be
+    /// counted.
+    pub(super) fn sections(&self) -> Option<[Range<usize>; 5]> {
+        let scales = match self.row_scales {
+            true => self.shape.all_rows()?,
+            false => 1,
+        };
+        let lengths = [
+            self.tables.checked_mul(1 + self.symbols)?,
+            scales.checked_mul(if self.wide_scales { 4 } else { 2 })?,
+            self.shape
+                .experts
+                .checked_mul(self.streams())?
+                .checked_mul(self.entry)?,
+            self.exceptions.checked_mul(self.exception)?,
+            self.payload,
+        ];
+        let mut at = HEADER_BYTES;
+        let mut sections = [const { 0..0 }; 5];
+        for (section, length) in sections.iter_mut().zip(lengths) {
+            let end = at.checked_add(length)?;
+            *section = at..end;
+            at = end.checked_next_multiple_of(ALIGNMENT)?;
+        }
+        Some(sections)
+    }
+
+    /// The size of the tensor in bytes, with the zeros behind the payload.
+    pub(super) fn total(&self) -> Option<usize> {
+        let [.., payload] = self.sections()?;
+        payload
+            .end
+            .checked_add(LANES)?
+            .checked_next_multiple_of(ALIGNMENT)
+    }
+
+    fn is_valid(&self) -> bool {
+        let Shape {
+            experts,
+            rows,
+            columns,
+            ..
+        } = self.shape;
+        let most = MAX_ROWS as usize;
+        self.shape.has_valid_ndim() && experts.max(rows) <= most && columns <= MAX_COLUMNS
+    }
+
+    pub(super) fn read(data: &[u8]) -> Result<Layout> {
+        let Some(header) = data.get(..HEADER_BYTES) else {
+            let message = format!("coded tensor: {} bytes hold no header", data.len());
+            return Err(Error::InsufficientData(message));
+        };
+        if header[..8] != MAGIC {
+            return corrupt("wrong magic");
+        }
+        let version = u16::from_le_bytes([header[8], header[9]]);
+        if version != VERSION {
+            return corrupt(format!("version {version}; this library reads {VERSION}"));
+        }
+        let size = |at: usize| {
+            let word = header[at..at + 8].try_into().map_or(u64::MAX, u64::from_le_bytes);
+            usize::try_from(word).unwrap_or(usize::MAX)
+        };
+        let layout = Layout {
+            shape: Shape {
+                experts: size(16),
+                rows: size(24),
+                columns: size(32),
+                ndim: header[10],
+            },
+            blocks: header[11].into(),
+            row_scales: header[12] == 1,
+            wide_scales: header[13] == 1,
+            tables: header[14].into(),
+            symbols: header[15].into(),
+            payload: size(40),
+            exceptions: size(48),
+            entry: header[56].into(),
+            exception: header[57].into(),
+        };
+        let known = matches!(layout.blocks, 1 | 4)
+            && (1..=MAX_TABLES).contains(&layout.tables)
+            && (2..=64).contains(&layout.symbols)
+            && [layout.entry, layout.exception]
+                .iter()
+                .all(|width| matches!(width, 4 | 8))
+            && header[12..14].iter().all(|&flag| flag <= 1)
+            && header[58..].iter().all(|&byte| byte == 0);
+        match known && layout.is_valid() {
+            true => Ok(layout),
+            false => corrupt(format!("{layout:?} is no layout")),
+        }
+    }
+
+    pub(super) fn write(&self, out: &mut [u8]) {
+        out[..8].copy_from_slice(&MAGIC);
+        out[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        out[10..16].copy_from_slice(&[
+            self.shape.ndim,
+            self.blocks as u8,
+            self.row_scales.into(),
+            self.wide_scales.into(),
+            self.tables as u8,
+            self.symbols as u8,
+        ]);
+        let Shape {
+            experts,
+            rows,
+            columns,
+            ..
+        } = self.shape;
+        let sizes = [experts, rows, columns, self.payload, self.exceptions];
+        for (field, size) in out[16..56].chunks_exact_mut(8).zip(sizes) {
+            field.copy_from_slice(&(size as u64).to_le_bytes());
+        }
+        out[56..58].copy_from_slice(&[self.entry as u8, self.exception as u8]);
+    }
+}

@@ -1,0 +1,79 @@
+//! Integers at any rate: entropy-coded codes, each worth a step of its row or of the tensor.
+//!
+//! A weight is `scale * code`. Codes of one step for a whole tensor, rounded with their length in mind, lose less at the
+//! same bytes than any fixed width, if they are stored at their entropy; and this code decodes about as fast as memory
+//! gives. It is interleaved rANS whose whole state lives in bytes: 64 *lanes*, each a state x of two bytes, x = 256 high +
+//! low. A *table* shares 256 slots out to at most 64 symbols, neighbouring integers from `lowest` on: symbol s has
+//! `frequency[s]` slots from `start[s]` on. A lane decodes by
+//!
+//! ```text
+//! s = symbol of the slot `low`         x = frequency[s] * high + (low - start[s])
+//! if x < 256: x = 256 x + next byte of the stream (all lanes in turn, the lowest first)
+//! ```
+//!
+//! Lane 4 (row mod 16) + column mod 4 decodes a weight of a *row block* (16 rows), so that a *register* of 64 symbols is
+//! 16 rows by a *quad* of columns: an operand of `vpdpbusd` whose other operand is one broadcast word of activations. A
+//! *stream* is the states of all lanes and the bytes that follow: it codes one row block, or, of narrow rows, four, one
+//! after the other. Streams start at known places and are decoded alone.
+//!
+//! ```text
+//!  0 8s magic "MOEPRANS"       14 u8 tables T, at most 64        40 u64 bytes of the payload
+//!  8 u16 version 1             15 u8 symbols K of a table, 2-64  48 u64 exceptions
+//! 10 u8 ndim 2 or 3            16 u64 experts E                  56 u8 bytes of an index entry, 4 or 8
+//! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
+//!       stream, 1 or 4         32 u64 columns C                  58 6 zeros
+//! 12 u8 a scale a row 0 or 1
+//! 13 u8 type of scales: 0 bf16, 1 f32
+//! tables     T times: the lowest code, i8, and K frequencies, u8, which add up to 256
+//! scales     one, or E x R
+//! index      an entry a stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
+//! exceptions what a code is above its symbol's integer (8 bits, or 32, signed), below the weight's place in the stream
+//! payload    a stream: 64 high bytes, 64 low bytes, renormalization bytes
+//! ```
+//!
+//! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload, so that
+//! a decoder may read whole vectors.
+//!
+//! Invariants of [`Coded`]: frequencies of each table add up to 256, so any byte is the slot of a symbol; streams lie in
+//! the payload, and each has a table; a tensor has at most 1,424 weights for each of its bytes. Decoders bound their place in a stream after every register, so whatever its bytes
+//! are, they read no further than 64 bytes behind its end, and all instruction sets decode the same. [`CodedView::verify`]
+//! decodes everything: a stream must end with its last byte and with all states at 256.
+
+mod decode;
+mod encode;
+mod fit;
+mod layout;
+mod table;
+#[cfg(test)]
+pub(crate) mod tests;
+mod verify;
+mod view;
+
+pub use decode::{Chain, Register, decode, side_by_side};
+pub use encode::{Code, encode};
+pub use layout::Layout;
+pub use table::Table;
+pub use view::{Coded, CodedView, Exception};
+
+use crate::{Error, Result};
+
+/// The first eight bytes.
+pub const MAGIC: [u8; 8] = *b"MOEPRANS";
+/// The version that this library writes, and the only one so far.
+pub const VERSION: u16 = 1;
+/// Rows of a row block.
+pub const BLOCK_ROWS: usize = 16;
+/// Columns of a register.
+pub const QUAD: usize = 4;
+/// Lanes of a stream, symbols of a register, readable bytes behind the payload.
+pub const LANES: usize = BLOCK_ROWS * QUAD;
+/// Most columns: places in a stream have 24 bits, and sums of bytes by bytes over a row 32.
+pub const MAX_COLUMNS: usize = 1 << 18;
+
+fn corrupt<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::Corruption(format!("coded tensor: {what}")))
+}
+
+fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::InvalidArgument(format!("coded tensor: {what}")))
+}

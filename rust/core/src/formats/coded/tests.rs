@@ -1,0 +1,324 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::pool;
+use crate::simd::Isa;
+use crate::types::Shape;
+
+/// Bytes in the order of a linear congruential generator, by which all of these tests are repeatable.
+pub(crate) struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u32 {
+        self.0 = self
+            .0
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        (self.0 >> 33) as u32
+    }
+
+    /// About Gaussian, with so large a deviation.
+    pub fn normal(&mut self, deviation: f32) -> f32 {
+        let sum: f32 = (0..12).map(|_| self.next() as f32 / (1u64 << 31) as f32).sum();
+        (sum - 6.0) * deviation
+    }
+}
+
+pub(crate) fn matrix(rows: usize, columns: usize) -> Shape {
+    Shape {
+        experts: 1,
+        rows,
+        columns,
+        ndim: 2,
+    }
+}
+
+/// Codes whose deviation grows from row to row, up to `deviation`.
+pub(crate) fn gaussian(shape: Shape, deviation: f32, seed: u64) -> Vec<i32> {
+    let mut random = Random(seed);
+    let rows = shape.experts * shape.rows;
+    let share = |row: usize| (0.3 + 0.7 * row as f32 / rows as f32) * deviation;
+    let codes = (0..rows * shape.columns).map(|i| random.normal(share(i / shape.columns)).round() as i32);
+    codes.collect()
+}
+
+pub(crate) fn encoded(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
+    encode(codes, &[0.5], shape, stream_rows, &pool::current().unwrap()).unwrap()
+}
+
+fn isas() -> impl Iterator<Item = Isa> {
+    [Isa::Scalar, Isa::Avx2, Isa::Avx512]
+        .into_iter()
+        .filter(|isa| isa.available())
+}
+
+fn decoded(view: &CodedView, isa: Isa) -> Vec<i32> {
+    let mut codes = vec![0; view.layout().shape().weights().unwrap()];
+    let put = |_, row: &[i32], out: &mut [i32]| {
+        out.copy_from_slice(row);
+        Ok(())
+    };
+    let pool = pool::current().unwrap();
+    view.decode_rows(isa, &mut codes, &pool, put).unwrap();
+    codes
+}
+
+/// Encodes, checks and decodes on every instruction set.
+fn round_trip(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
+    let data = encoded(codes, shape, stream_rows);
+    let coded = Coded::parse(&data).unwrap();
+    let view = coded.view(&data).unwrap();
+    for isa in isas() {
+        view.verify(isa, &pool::current().unwrap()).unwrap();
+        assert!(decoded(&view, isa) == codes, "{shape:?} on {}", isa.name());
+    }
+    data
+}
+
+#[test]
+fn all_shapes_come_back() {
+    for (experts, rows, columns) in [
+        (1, 1, 1),
+        (1, 15, 3),
+        (3, 16, 4),
+        (2, 17, 130),
+        (1, 64, 7),
+        (2, 100, 65),
+        (3, 79, 256),
+    ] {
+        let shape = Shape {
+            experts,
+            rows,
+            columns,
+            ndim: 3,
+        };
+        for (stream_rows, deviation) in [(None, 1.0), (Some(16), 3.0), (Some(64), 0.2)] {
+            round_trip(&gaussian(shape, deviation, 1), shape, stream_rows);
+        }
+    }
+}
+
+#[test]
+fn empty_tensors_come_back() {
+    for (experts, rows, columns) in [(0, 3, 4), (2, 0, 4), (2, 3, 0)] {
+        let shape = Shape {
+            experts,
+            rows,
+            columns,
+            ndim: 3,
+        };
+        let data = encoded(&[], shape, None);
+        assert_eq!(Coded::parse(&data).unwrap().layout().shape(), shape);
+        round_trip(&[], shape, None);
+    }
+}
+
+#[test]
+fn any_spread_comes_back() {
+    let shape = matrix(40, 300);
+    for deviation in [0.0, 0.01, 0.1, 0.4, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0, 3000.0, 1e8] {
+        round_trip(&gaussian(shape, deviation, 7), shape, Some(16));
+    }
+    round_trip(&vec![17; 40 * 300], shape, None);
+    round_trip(&vec![-1_000_000; 40 * 300], shape, None);
+    let mut one = vec![0; 40 * 300];
+    one[7777] = 1 << 30;
+    round_trip(&one, shape, None);
+    let shifted: Vec<i32> = gaussian(shape, 9.0, 3).iter().map(|code| code + 90).collect();
+    round_trip(&shifted, shape, None);
+}
+
+#[test]
+fn types_of_codes_give_the_same_bytes() {
+    let (shape, pool) = (matrix(33, 70), pool::current().unwrap());
+    let codes = gaussian(shape, 2.0, 5);
+    let short: Vec<i16> = codes.iter().map(|&code| code as i16).collect();
+    let byte: Vec<i8> = codes.iter().map(|&code| code as i8).collect();
+    let data = encoded(&codes, shape, None);
+    assert!(encode(&short, &[0.5], shape, None, &pool).unwrap() == data);
+    assert!(encode(&byte, &[0.5], shape, None, &pool).unwrap() == data);
+}
+
+#[test]
+fn scales_come_back_in_the_narrowest_type() {
+    let (shape, pool) = (
+        Shape {
+            experts: 2,
+            rows: 5,
+            columns: 8,
+            ndim: 3,
+        },
+        pool::current().unwrap(),
+    );
+    let codes = gaussian(shape, 1.0, 5);
+    for (scales, name) in [(vec![0.5, -3.0], "bfloat16"), (vec![0.1, 7.0], "float32")] {
+        let rows: Vec<f32> = scales.iter().cycle().take(10).copied().collect();
+        for given in [&scales[..1], &rows] {
+            let data = encode(&codes, given, shape, None, &pool).unwrap();
+            let coded = Coded::parse(&data).unwrap();
+            let view = coded.view(&data).unwrap();
+            let found: Vec<f32> = (0..10).map(|row| view.scale(row)).collect();
+            let wanted: Vec<f32> = (0..10).map(|row| given[row % given.len()]).collect();
+            assert_eq!((found, coded.layout().scale_type()), (wanted, name));
+        }
+    }
+}
+
+#[test]
+fn arguments_out_of_range_are_refused() {
+    let pool = pool::current().unwrap();
+    let refused = |codes: &[i32], scales: &[f32], shape, rows| {
+        let error = encode(codes, scales, shape, rows, &pool).unwrap_err();
+        assert!(matches!(error, crate::Error::InvalidArgument(_)), "{error}");
+    };
+    refused(&[1; 5], &[1.0], matrix(2, 3), None);
+    refused(&[1; 6], &[1.0; 3], matrix(2, 3), None);
+    refused(&[1; 6], &[f32::NAN], matrix(2, 3), None);
+    refused(&[1; 6], &[1.0], matrix(2, 3), Some(32));
+    refused(&[i32::MIN; 6], &[1.0], matrix(2, 3), None);
+    refused(&[], &[1.0], matrix(0, MAX_COLUMNS + 1), None);
+}
+
+#[test]
+fn sizes_are_near_the_entropy() {
+    for (columns, deviation, most) in [
+        (2048, 1.0, 1.016),
+        (256, 1.0, 1.04),
+        (4096, 2.0, 1.016),
+        (4096, 4.0, 1.02),
+    ] {
+        let shape = matrix(1024, columns);
+        let mut random = Random(3);
+        let codes: Vec<i32> = (0..1024 * columns)
+            .map(|_| random.normal(deviation).round() as i32)
+            .collect();
+        let bits = 8.0 * encoded(&codes, shape, None).len() as f64 / codes.len() as f64;
+        let mut counts = std::collections::BTreeMap::<i32, f64>::new();
+        codes
+            .iter()
+            .for_each(|&code| *counts.entry(code).or_default() += 1.0);
+        let shares = counts.values().map(|count| count / codes.len() as f64);
+        let entropy: f64 = shares.map(|share| -share * share.log2()).sum();
+        assert!(
+            bits < entropy * most,
+            "{columns} columns: {bits:.4} bits, entropy {entropy:.4}"
+        );
+    }
+}
+
+#[test]
+fn rows_of_different_spread_get_tables_of_their_own() {
+    let shape = matrix(256, 1024);
+    let data = encoded(&gaussian(shape, 3.0, 1), shape, Some(16));
+    assert!(Coded::parse(&data).unwrap().layout().tables() > 1);
+}
+
+/// Damaged bytes that parse decode to the same symbols on all sets, whatever they are.
+fn read_damaged(data: &[u8]) -> bool {
+    let Ok(coded) = Coded::parse(data) else {
+        return false;
+    };
+    let view = coded.view(data).unwrap();
+    let wanted = decoded(&view, Isa::Scalar);
+    let pool = pool::current().unwrap();
+    let verified = view.verify(Isa::Scalar, &pool).is_ok();
+    for isa in isas() {
+        assert!(decoded(&view, isa) == wanted && view.verify(isa, &pool).is_ok() == verified);
+    }
+    verified
+}
+
+#[test]
+fn damaged_bytes_are_found_or_harmless() {
+    let shape = Shape {
+        experts: 2,
+        rows: 37,
+        columns: 90,
+        ndim: 3,
+    };
+    let mut codes = gaussian(shape, 2.0, 9);
+    codes[100] = 99;
+    let mut random = Random(1);
+    for stream_rows in [16, 64] {
+        let data = encoded(&codes, shape, Some(stream_rows));
+        let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
+        let (mut flips, mut found) = (0, 0);
+        for _ in 0..600 {
+            let mut bad = data.clone();
+            let place = random.next() as usize % bad.len();
+            bad[place] ^= 1 << (random.next() % 8);
+            let whole = read_damaged(&bad);
+            if payload.contains(&place) {
+                (flips, found) = (flips + 1, found + usize::from(!whole));
+            }
+        }
+        assert!(found * 100 >= flips * 95, "{found} of {flips}");
+        for end in 0..data.len() {
+            assert!(Coded::parse(&data[..end]).is_err());
+        }
+        let mut longer = data.clone();
+        longer.extend([0; 64]);
+        assert!(Coded::parse(&longer).is_err());
+    }
+}
+
+#[test]
+fn hostile_headers_are_refused() {
+    let shape = matrix(20, 40);
+    let data = encoded(&gaussian(shape, 1.0, 9), shape, None);
+    for (at, value) in [
+        (8, 2u64),
+        (10, 4),
+        (11, 2),
+        (12, 2),
+        (13, 2),
+        (14, 0),
+        (14, 65),
+        (15, 1),
+        (15, 65),
+        (16, u64::MAX),
+        (24, u64::MAX),
+        (24, 1 << 40),
+        (32, 1 << 18),
+        (32, u64::MAX),
+        (40, 0),
+        (40, u64::MAX - 4),
+        (48, 1),
+        (48, u64::MAX),
+        (56, 3),
+        (57, 16),
+        (60, 1),
+    ] {
+        let mut bad = data.clone();
+        let width = if (16..56).contains(&at) { 8 } else { 1 };
+        bad[at..at + width].copy_from_slice(&value.to_le_bytes()[..width]);
+        assert!(Coded::parse(&bad).is_err(), "{value} at {at}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_codes_come_back(
+        rows in 1usize..70,
+        columns in 1usize..40,
+        stream_rows in prop_oneof![Just(16usize), Just(64)],
+        spread in 1i32..2000,
+        seed: u64,
+    ) {
+        let shape = matrix(rows, columns);
+        let mut random = Random(seed);
+        let code = |random: &mut Random| (random.next() as i32 % spread) * i32::from(random.next() > u32::MAX / 6);
+        let codes: Vec<i32> = (0..rows * columns).map(|_| code(&mut random)).collect();
+        round_trip(&codes, shape, Some(stream_rows));
+    }
+
+    #[test]
+    fn random_payloads_decode_the_same_on_all_sets(seed: u64, rows in 1usize..70, columns in 1usize..70) {
+        let shape = matrix(rows, columns);
+        let mut data = encoded(&gaussian(shape, 1.5, seed), shape, None);
+        let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
+        let mut random = Random(seed);
+        data[payload].fill_with(|| random.next() as u8);
+        read_damaged(&data);
+    }
+}

@@ -1,0 +1,79 @@
+//! The full check of a tensor: everything that parsing leaves alone.
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::decode::{Register, decode};
+use super::{BLOCK_ROWS, CodedView, LANES, corrupt};
+use crate::Result;
+use crate::simd::Isa;
+
+impl CodedView<'_> {
+    /// Checks that scales are finite, that exceptions ascend, belong to weights and change them, and, by decoding
+    /// everything, that each stream ends with its last byte and each lane in the state in which encoding started.
+    ///
+    /// # Errors
+    /// [`Error::Corruption`](crate::Error) that names expert and row.
+    pub fn verify(&self, isa: Isa, pool: &ThreadPool) -> Result<()> {
+        let layout = self.layout();
+        let scales = (0..layout.scales()).find(|&row| !self.scale(row).is_finite());
+        if let Some(row) = scales {
+            return corrupt(format!("scale {} of row {row} of all experts'", self.scale(row)));
+        }
+        let streams = layout.streams();
+        let check = |number: usize| {
+            let (expert, stream) = (number / streams, number % streams);
+            let checked = self.check_exceptions(number, stream);
+            let checked = checked.and_then(|()| self.check_stream(isa, number, stream));
+            checked.or_else(|what| {
+                corrupt(format!(
+                    "expert {expert}, rows from {}: {what}",
+                    stream * layout.stream_rows()
+                ))
+            })
+        };
+        let numbers = 0..layout.shape().experts * streams;
+        pool.install(|| numbers.into_par_iter().try_for_each(check))
+    }
+
+    fn check_exceptions(&self, number: usize, stream: usize) -> std::result::Result<(), String> {
+        let mut least = 0;
+        for exception in self.exceptions(number) {
+            let place = exception.place;
+            if place < least || exception.difference == 0 || self.locate(stream, place).is_none() {
+                return Err(format!("the exception at {place} is out of place"));
+            }
+            least = place + 1;
+        }
+        Ok(())
+    }
+
+    fn check_stream(&self, isa: Isa, number: usize, stream: usize) -> std::result::Result<(), String> {
+        let layout = self.layout();
+        let mut chain = self.chain(number);
+        let mut rows = layout.rows_of(stream, 0);
+        if !chain.is_silent(rows..BLOCK_ROWS) {
+            return Err("lanes of no rows have states".into());
+        }
+        let mut registers = [Register::ZERO; LANES];
+        for block in 0..layout.blocks {
+            chain.set_rows(rows);
+            for first in (0..layout.quads()).step_by(LANES) {
+                let count = LANES.min(layout.quads() - first);
+                decode(isa, std::slice::from_mut(&mut chain), count, &mut registers);
+            }
+            let next = match block + 1 < layout.blocks {
+                true => layout.rows_of(stream, block + 1),
+                false => 0,
+            };
+            if !chain.is_initial(next..rows) {
+                return Err("a lane does not end in the first state".into());
+            }
+            rows = next;
+        }
+        match chain.is_read() {
+            true => Ok(()),
+            false => Err("the stream does not end with its last byte".into()),
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! Reading a tensor in place.
+
+use std::ops::Range;
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::decode::{Chain, Register, decode};
+use super::layout::{ALIGNMENT, Layout, STATE_BYTES};
+use super::table::Table;
+use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid};
+use crate::simd::Isa;
+use crate::{Error, Result};
+
+/// Symbols that a byte can hold: one of 255 slots takes 1/177 of a bit.
+const MOST_WEIGHTS: usize = 8 * 178;
+
+/// What opening a tensor finds: everything but scales, exceptions and streams.
+#[derive(Debug, Clone)]
+pub struct Coded {
+    pub(super) layout: Layout,
+    pub(super) tables: Vec<Table>,
+    /// All streams, and their end.
+    pub(super) starts: Vec<Start>,
+    sections: [Range<usize>; 5],
+    total: usize,
+}
+
+/// Where a stream starts.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Start {
+    /// Its first byte in the tensor.
+    pub at: usize,
+    /// Its first exception.
+    pub exception: usize,
+    pub table: usize,
+}
+
+/// A code that is not what its stream decodes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exception {
+    /// The number of the weight among those of the stream, in the order of decoding.
+    pub place: usize,
+    /// What to add to the decoded code.
+    pub difference: i32,
+}
+
+impl Coded {
+    /// Checks header, tables, index and padding.
+    ///
+    /// # Errors
+    /// [`Error::Corruption`] or `InsufficientData`: the bytes are no such tensor.
+    pub fn parse(data: &[u8]) -> Result<Coded> {
+        let layout = Layout::read(data)?;
+        let (Some(sections), Some(total)) = (layout.sections(), layout.total()) else {
+            return corrupt(format!("{layout:?} is no layout"));
+        };
+        if data.len() < total {
+            let message = format!("coded tensor: {} bytes instead of {total}", data.len());
+            return Err(Error::InsufficientData(message));
+        }
+        let ends = sections.each_ref().map(|section| section.end);
+        let padding = ends.map(|end| end..end.next_multiple_of(ALIGNMENT).min(data.len()));
+        let mut unused = padding.into_iter().chain(std::iter::once(ends[4]..data.len()));
+        if data.len() > total || unused.any(|range| data[range].iter().any(|&byte| byte != 0)) {
+            return corrupt("bytes that belong to nothing");
+        }
+        let tables = data[sections[0].clone()].chunks_exact(1 + layout.symbols);
+        let tables = tables.map(|table| Table::new(table[0] as i8, &table[1..]));
+        let Some(tables) = tables.collect::<Option<Vec<_>>>() else {
+            return corrupt("frequencies do not add up, or stand for more than a signed byte");
+        };
+        let starts = starts(&layout, &data[sections[2].clone()], sections[4].start)?;
+        Ok(Coded {
+            layout,
+            tables,
+            starts,
+            sections,
+            total,
+        })
+    }
+
+    /// What the header says.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The size of the tensor in bytes.
+    pub fn total_bytes(&self) -> usize {
+        self.total
+    }
+
+    /// The size in bits of a weight, everything counted; 0 of a tensor without weights.
+    pub fn bits_per_weight(&self) -> f64 {
+        match self.layout.shape.weights() {
+            None | Some(0) => 0.0,
+            Some(weights) => 8.0 * self.total as f64 / weights as f64,
+        }
+    }
+
+    /// The tensor over its bytes; `data` must be what was parsed, or at least as long.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: it is shorter.
+    pub fn view<'a>(&'a self, data: &'a [u8]) -> Result<CodedView<'a>> {
+        match data.len() < self.total {
+            true => invalid("the data are not those that were parsed"),
+            false => Ok(CodedView {
+                coded: self,
+                data: &data[..self.total],
+            }),
+        }
+    }
+}
+
+/// Where all streams start, and where they end: at the end of the payload and of the exceptions.
+fn starts(layout: &Layout, index: &[u8], payload: usize) -> Result<Vec<Start>> {
+    let mut starts = Vec::with_capacity(index.len() / layout.entry + 1);
+    let (mut at, mut exception) = (payload, 0);
+    for entry in index.chunks_exact(layout.entry) {
+        let [length, table, exceptions] = split_entry(entry);
+        let number = starts.len();
+        if table >= layout.tables {
+            return corrupt(format!("stream {number} has no table"));
+        }
+        if layout.symbols_of(number % layout.streams()) > MOST_WEIGHTS * (length + LANES) {
+            return corrupt(format!("stream {number}: {length} bytes cannot hold its codes"));
+        }
+        starts.push(Start { at, exception, table });
+        at += STATE_BYTES + length;
+        exception += exceptions;
+    }
+    starts.push(Start {
+        at,
+        exception,
+        table: 0,
+    });
+    match at - payload == layout.payload && exception == layout.exceptions {
+        true => Ok(starts),
+        false => corrupt("the index contradicts the header"),
+    }
+}
+
+/// The renormalization bytes, the table and the exceptions of an index entry.
+fn split_entry(entry: &[u8]) -> [usize; 3] {
+    let mut word = [0; 8];
+    word[..entry.len()].copy_from_slice(entry);
+    let word = u64::from_le_bytes(word) as usize;
+    match entry.len() {
+        4 => [word & 0xffff, word >> 16 & 0xff, word >> 24],
+        _ => [word & 0xffff_ffff, word >> 32 & 0xff, word >> 40],
+    }
+}
+
+/// A tensor that can be decoded.
+#[derive(Debug, Clone, Copy)]
+pub struct CodedView<'a> {
+    coded: &'a Coded,
+    data: &'a [u8],
+}
+
+impl<'a> CodedView<'a> {
+    /// What the header says.
+    pub fn layout(&self) -> Layout {
+        self.coded.layout
+    }
+
+    /// The bytes of some of all experts' streams.
+    pub fn memory(&self, streams: Range<usize>) -> &'a [u8] {
+        let starts = &self.coded.starts;
+        &self.data[starts[streams.start].at..starts[streams.end].at]
+    }
+
+    /// A decoder at the start of a stream of all experts' streams.
+    pub fn chain(&self, stream: usize) -> Chain<'a> {
+        let [start, next] = [stream, stream + 1].map(|stream| self.coded.starts[stream]);
+        Chain::new(
+            &self.coded.tables[start.table],
+            &self.data[start.at..],
+            next.at - start.at,
+        )
+    }
+
+    /// The exceptions of a stream of all experts' streams. Places and differences are unchecked.
+    pub fn exceptions(&self, stream: usize) -> impl Iterator<Item = Exception> + use<'a> {
+        let width = self.coded.layout.exception;
+        let [first, next] = [stream, stream + 1].map(|stream| self.coded.starts[stream].exception);
+        let section = &self.data[self.coded.sections[3].clone()];
+        section[first * width..next * width]
+            .chunks_exact(width)
+            .map(move |bytes| {
+                let (difference, place) = bytes.split_at(if width == 4 { 1 } else { 4 });
+                let word = |bytes: &[u8]| {
+                    let mut word = [0; 4];
+                    word[..bytes.len()].copy_from_slice(bytes);
+                    u32::from_le_bytes(word)
+                };
+                let difference = match width {
+                    4 => i32::from(difference[0] as i8),
+                    _ => word(difference) as i32,
+                };
+                Exception {
+                    place: word(place) as usize,
+                    difference,
+                }
+            })
+    }
+
+    /// The row of an expert and the column of a place in one of its streams, if there is such a weight.
+    #[inline]
+    pub fn locate(&self, stream: usize, place: usize) -> Option<(usize, usize)> {
+        let layout = &self.coded.layout;
+        let (register, lane) = (place / LANES, place % LANES);
+        let (block, quad) = (register / layout.quads(), register % layout.quads());
+        let row = (stream * layout.blocks + block) * BLOCK_ROWS + lane / QUAD;
+        let column = quad * QUAD + lane % QUAD;
+        (block < layout.blocks && row < layout.shape.rows && column < layout.shape.columns)
+            .then_some((row, column))
+    }
+
+    /// The scale of a row of all experts' rows.
+    #[inline]
+    pub fn scale(&self, row: usize) -> f32 {
+        let layout = &self.coded.layout;
+        let scales = &self.data[self.coded.sections[1].clone()];
+        let index = if layout.row_scales { row } else { 0 };
+        match layout.wide_scales {
+            true => f32::from_le_bytes(scales.as_chunks().0[index]),
+            false => half::bf16::from_le_bytes(scales.as_chunks().0[index]).to_f32(),
+        }
+    }
+
+    /// Decodes everything: `put` makes of the codes of each row of all experts' rows, whose number it gets, what belongs
+    /// into its part of `out`, which has a place for each weight.
+    ///
+    /// # Errors
+    /// That of `put`. [`Error::InvalidArgument`]: `out` has another length.
+    pub fn decode_rows<T: Send>(
+        &self,
+        isa: Isa,
+        out: &mut [T],
+        pool: &ThreadPool,
+        put: impl Fn(usize, &[i32], &mut [T]) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let (layout, shape) = (self.coded.layout, self.coded.layout.shape);
+        if shape.weights() != Some(out.len()) {
+            return invalid(format!("{} places for the weights of {shape:?}", out.len()));
+        }
+        let columns = shape.columns.max(1);
+        let experts = out.par_chunks_mut((shape.rows * columns).max(1)).enumerate();
+        let streams = experts.flat_map(|(expert, out)| {
+            let streams = out.par_chunks_mut(layout.stream_rows() * columns).enumerate();
+            streams.map(move |(stream, out)| (expert, stream, out))
+        });
+        pool.install(|| {
+            streams.try_for_each(|(expert, stream, out)| {
+                let first = expert * shape.rows + stream * layout.stream_rows();
+                let mut rows = out.chunks_exact_mut(columns).enumerate();
+                self.decode_stream(isa, expert, stream, |codes| match rows.next() {
+                    Some((row, out)) => put(first + row, codes, out),
+                    None => Ok(()),
+                })
+            })
+        })
+    }
+
+    /// Decodes a stream of an expert: `put` gets the codes of each of its rows that exists, [C], in order.
+    pub(super) fn decode_stream(
+        &self,
+        isa: Isa,
+        expert: usize,
+        stream: usize,
+        mut put: impl FnMut(&[i32]) -> Result<()>,
+    ) -> Result<()> {
+        let (layout, columns) = (&self.coded.layout, self.coded.layout.shape.columns);
+        let number = expert * layout.streams() + stream;
+        let mut chain = self.chain(number);
+        let mut registers = vec![Register::ZERO; layout.quads()];
+        let mut exceptions = self.exceptions(number).peekable();
+        let mut codes = vec![0; BLOCK_ROWS * columns];
+        for block in 0..layout.blocks {
+            let rows = layout.rows_of(stream, block);
+            chain.set_rows(rows);
+            decode(
+                isa,
+                std::slice::from_mut(&mut chain),
+                layout.quads(),
+                &mut registers,
+            );
+            for (row, codes) in codes.chunks_exact_mut(columns).enumerate() {
+                for (column, code) in codes.iter_mut().enumerate() {
+                    let symbol = registers[column / QUAD].0[row * QUAD + column % QUAD];
+                    *code = i32::from(chain.table().lowest()) + i32::from(symbol);
+                }
+            }
+            let end = (block + 1) * layout.quads() * LANES;
+            while let Some(exception) = exceptions.next_if(|exception| exception.place < end) {
+                let found = self.locate(stream, exception.place);
+                let first = (stream * layout.blocks + block) * BLOCK_ROWS;
+                if let Some((row, column)) = found.filter(|(row, _)| *row >= first) {
+                    let code = &mut codes[(row - first) * columns + column];
+                    *code = code.wrapping_add(exception.difference);
+                }
+            }
+            codes.chunks_exact(columns).take(rows).try_for_each(&mut put)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,205 @@
+//! Coded weights as [`crate::gemm::panel`] multiplies them in bf16: experts with many tokens.
+//!
+//! Streams are decoded from their start, so a strip's blocks are decoded when it is opened. Panels hold codes, which bf16
+//! holds exactly up to 256, and sums are scaled at the end.
+
+use std::ops::Range;
+
+use crate::formats::coded::{
+    BLOCK_ROWS, Chain, CodedView, Exception, LANES, QUAD, Register, decode, side_by_side,
+};
+use crate::gemm::panel::{
+    Backend, Element, Line, Section, Source, Square, Tile, TokenForm, bf16, pair, round_token,
+};
+use crate::simd::{Isa, vectorized};
+use crate::types::{Activations, Shape};
+
+/// Registers of a chunk of columns, each of which becomes two lines.
+const CHUNK: usize = 8;
+/// Registers that are decoded at a time.
+const PIECE: usize = 32;
+
+/// The tokens of an expert from which on panels are faster.
+pub(super) fn fewest(backend: Backend) -> usize {
+    match backend {
+        Backend::Matrix => 5,
+        Backend::Avx512 => 10,
+        Backend::Avx2 => 16,
+        _ => 2,
+    }
+}
+
+/// A tensor, and how its panels are made.
+pub(super) struct Panels<'a> {
+    view: CodedView<'a>,
+    /// The set that decodes it.
+    isa: Isa,
+}
+
+/// A row block.
+#[derive(Default)]
+pub(super) struct Block {
+    /// Its codes, signed bytes, and zeros up to a whole chunk.
+    codes: Vec<Register>,
+    /// Its exceptions, whose places are counted from its first weight.
+    exceptions: Vec<Exception>,
+}
+
+impl<'a> Panels<'a> {
+    /// The panels that a backend, which was found available, multiplies.
+    pub fn new(view: CodedView<'a>, backend: Backend) -> Self {
+        Panels {
+            view,
+            isa: backend.vectors(),
+        }
+    }
+
+    /// Row blocks of an expert.
+    fn blocks(&self) -> usize {
+        self.shape().rows.div_ceil(BLOCK_ROWS)
+    }
+
+    /// Decodes the row blocks of some streams of an expert into those of `open`, whose first is block `first` of the
+    /// expert.
+    fn open_streams(&self, expert: usize, streams: Range<usize>, first: usize, open: &mut [Block]) {
+        let layout = self.view.layout();
+        let number = |stream: usize| expert * layout.streams() + stream;
+        let mut chains: Vec<Chain> = streams
+            .clone()
+            .map(|stream| self.view.chain(number(stream)))
+            .collect();
+        let mut registers = vec![Register::ZERO; PIECE * chains.len()];
+        for block in 0..layout.stream_blocks() {
+            for (chain, stream) in chains.iter_mut().zip(streams.clone()) {
+                chain.set_rows(layout.rows_of(stream, block));
+            }
+            let blocks = streams
+                .clone()
+                .map(|stream| stream * layout.stream_blocks() + block);
+            for at in (0..layout.quads()).step_by(PIECE) {
+                let count = PIECE.min(layout.quads() - at);
+                decode(self.isa, &mut chains, count, &mut registers);
+                let decoded = registers.chunks_exact(count).zip(&chains);
+                for ((registers, chain), block) in decoded.zip(blocks.clone()) {
+                    if let Some(open) = block.checked_sub(first).and_then(|block| open.get_mut(block)) {
+                        let codes = &mut open.codes[at..at + count];
+                        codes.copy_from_slice(registers);
+                        super::products::shift(self.isa, codes, chain.table().lowest());
+                    }
+                }
+            }
+        }
+        for stream in streams {
+            for exception in self.view.exceptions(number(stream)) {
+                let size = layout.quads() * LANES;
+                let block = stream * layout.stream_blocks() + exception.place / size;
+                let found = self
+                    .view
+                    .locate(stream, exception.place)
+                    .and(block.checked_sub(first));
+                if let Some(open) = found.and_then(|block| open.get_mut(block)) {
+                    let place = exception.place % size;
+                    open.exceptions.push(Exception { place, ..exception });
+                }
+            }
+        }
+    }
+}
+
+impl Source for Panels<'_> {
+    type Open = Block;
+
+    fn shape(&self) -> Shape {
+        self.view.layout().shape()
+    }
+
+    fn form(&self) -> TokenForm {
+        let columns = self.shape().columns;
+        TokenForm {
+            element: Element::Bf16,
+            columns,
+            section: columns.div_ceil(CHUNK * QUAD).max(1),
+            variant: 0,
+        }
+    }
+
+    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+        round_token(self.isa, x, (token, self.shape().columns, 1), lane, tile);
+    }
+
+    fn together(&self) -> usize {
+        self.view.layout().stream_blocks()
+    }
+
+    fn open(&self, block: usize, open: &mut Block) {
+        self.open_strip(block..block + 1, std::slice::from_mut(open));
+    }
+
+    fn open_strip(&self, blocks: Range<usize>, open: &mut [Block]) {
+        let (layout, all) = (self.view.layout(), self.blocks());
+        let (expert, first) = (blocks.start / all, blocks.start % all);
+        for open in &mut *open {
+            open.codes.clear();
+            open.codes
+                .resize(layout.quads().next_multiple_of(CHUNK), Register::ZERO);
+            open.exceptions.clear();
+        }
+        let height = layout.stream_blocks();
+        let streams = match layout.streams() {
+            0 => 0..0,
+            _ => first / height..(first + blocks.len()).div_ceil(height),
+        };
+        for start in streams.clone().step_by(side_by_side(self.isa)) {
+            let end = (start + side_by_side(self.isa)).min(streams.end);
+            self.open_streams(expert, start..end, first, open);
+        }
+    }
+
+    fn decode(&self, _: usize, open: &mut Block, chunks: Range<usize>, to: &mut [Line]) {
+        let registers = chunks.start * CHUNK..chunks.end * CHUNK;
+        lines(self.isa, &open.codes[registers.clone()], to);
+        let places = registers.start * LANES..registers.end * LANES;
+        let start = open
+            .exceptions
+            .partition_point(|exception| exception.place < places.start);
+        let exceptions = open.exceptions[start..].iter();
+        for exception in exceptions.take_while(|exception| exception.place < places.end) {
+            let (register, lane) = (exception.place / LANES, exception.place % LANES);
+            let code = i32::from(open.codes[register].0[lane] as i8).wrapping_add(exception.difference);
+            let line = 2 * (register - registers.start) + lane % QUAD / 2;
+            let (word, shift) = (&mut to[line].0[lane / QUAD], 16 * (lane % 2));
+            *word = *word & !(0xffff << shift) | bf16(code as f32) << shift;
+        }
+    }
+
+    fn finish(&self, section: &Section, _: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+        let (blocks, rows) = (self.blocks(), self.shape().rows);
+        let first = section.block % blocks * BLOCK_ROWS;
+        let expert = section.block / blocks;
+        let scales: [f32; BLOCK_ROWS] = std::array::from_fn(|row| match first + row < rows {
+            true => self.view.scale(expert * rows + first + row),
+            false => 0.0,
+        });
+        *out = sums.floats();
+        for out in &mut out.0 {
+            out.iter_mut().zip(scales).for_each(|(out, scale)| *out *= scale);
+        }
+    }
+}
+
+vectorized! {
+    /// Writes two lines for each register of codes: of each row its columns 0 and 1, then 2 and 3.
+    fn lines(codes: &[Register], to: &mut [Line]) = lines_portable;
+}
+
+#[inline(always)]
+fn lines_portable(codes: &[Register], to: &mut [Line]) {
+    for (codes, lines) in codes.iter().zip(to.as_chunks_mut::<2>().0) {
+        let quads = codes.0.as_chunks::<QUAD>().0;
+        for (row, quad) in quads.iter().enumerate() {
+            let values = quad.map(|code| f32::from(code as i8));
+            lines[0].0[row] = pair(values[0], values[1]);
+            lines[1].0[row] = pair(values[2], values[3]);
+        }
+    }
+}

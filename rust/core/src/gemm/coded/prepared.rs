@@ -1,0 +1,56 @@
+//! Activations as products read them: padded to whole quads, and as bytes where the mode says so.
+
+use super::{PIECE, Precision};
+use crate::formats::coded::QUAD;
+use crate::types::Activations;
+
+/// Columns of a piece.
+const COLUMNS: usize = PIECE * QUAD;
+/// The largest activation of a piece that counts as zero.
+const TINY: f32 = 1.0 / (1u128 << 100) as f32;
+
+/// A token.
+pub struct Token {
+    /// The activations, or what the bytes stand for.
+    pub values: Vec<f32>,
+    /// The bytes; none of exact products.
+    pub bytes: Vec<i8>,
+    /// Of each piece the worth of a byte's unit, and the sum of its bytes.
+    pub units: Vec<(f32, i32)>,
+}
+
+impl Token {
+    /// Token `token` of `x`, of so many columns.
+    pub(super) fn new(precision: Precision, x: &Activations, token: usize, columns: usize) -> Token {
+        let padded = columns.next_multiple_of(QUAD);
+        let mut values = vec![0.0; padded];
+        x.widen(token * columns, &mut values[..columns]);
+        let (mut bytes, mut units) = (Vec::new(), Vec::new());
+        if precision == Precision::Int8 {
+            bytes.resize(padded, 0);
+            let pieces = values.chunks_mut(COLUMNS).zip(bytes.chunks_mut(COLUMNS));
+            units.extend(pieces.map(|(values, bytes)| round(values, bytes)));
+        }
+        Token { values, bytes, units }
+    }
+}
+
+/// Rounds a piece to bytes, and to what they stand for; returns the worth of a unit, and the sum of the bytes.
+fn round(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) {
+    let largest = values
+        .iter()
+        .fold(0.0, |largest: f32, value| largest.max(value.abs()));
+    let finite = values.iter().map(|value| value * 0.0).sum::<f32>() == 0.0;
+    let unit = match finite {
+        true if largest < TINY => 0.0,
+        true => largest / 127.0,
+        false => f32::NAN,
+    };
+    let inverse = if unit > 0.0 { 127.0 / largest } else { 0.0 };
+    for (value, byte) in values.iter_mut().zip(&mut *bytes) {
+        // What is not finite becomes zero, and the unit is NaN.
+        *byte = (*value * inverse).round_ties_even() as i8;
+        *value = unit * f32::from(*byte);
+    }
+    (unit, bytes.iter().map(|&byte| i32::from(byte)).sum())
+}

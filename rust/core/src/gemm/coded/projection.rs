@@ -1,0 +1,269 @@
+//! Coded tensors as [`crate::gemm::layer`] multiplies them.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::panels::{self, Panels};
+use super::prepared::Token;
+use super::{MODES, PIECE, Precision, products};
+use crate::Result;
+use crate::formats::coded::{BLOCK_ROWS, Chain, CodedView, LANES, QUAD, Register, decode, side_by_side};
+use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
+use crate::gemm::panel::{self, Backend};
+use crate::gemm::require_mode;
+use crate::simd::Isa;
+use crate::types::{Activations, Mode, Shape};
+
+/// Tokens that share what is decoded, at most: their sums stay in caches.
+const TOKENS: usize = 16;
+
+/// A coded tensor with a mode and an instruction set.
+#[derive(Debug, Clone, Copy)]
+pub struct Coded<'a> {
+    view: CodedView<'a>,
+    precision: Precision,
+    isa: Isa,
+    /// What multiplies experts with many tokens by panels.
+    panels: Option<Backend>,
+}
+
+impl<'a> Coded<'a> {
+    /// Products in `mode` with `isa`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): there is no such mode ([`MODES`]), or the processor lacks the set.
+    pub fn new(view: CodedView<'a>, mode: Mode, isa: Isa) -> Result<Coded<'a>> {
+        require_mode(mode, &MODES, "a coded tensor")?;
+        Ok(Coded {
+            view,
+            precision: if mode == Mode::Int8 {
+                Precision::Int8
+            } else {
+                Precision::Exact
+            },
+            isa: isa.require()?,
+            panels: match mode {
+                Mode::Auto | Mode::Bf16 => Backend::of_floats(isa),
+                _ => None,
+            },
+        })
+    }
+}
+
+impl Projection for Coded<'_> {
+    fn shape(&self) -> Shape {
+        self.view.layout().shape()
+    }
+
+    fn row_bytes(&self) -> usize {
+        let Shape { experts, rows, .. } = self.shape();
+        let streams = experts * self.view.layout().streams();
+        self.view.memory(0..streams).len() / (experts * rows).max(1)
+    }
+
+    fn memory(&self, expert: usize, rows: Range<usize>) -> &[u8] {
+        let (layout, first) = (self.view.layout(), expert * self.view.layout().streams());
+        match layout.streams() {
+            0 => &[],
+            _ => {
+                let height = layout.stream_rows();
+                self.view
+                    .memory(first + rows.start / height..first + rows.end.div_ceil(height))
+            }
+        }
+    }
+
+    fn granule(&self) -> usize {
+        self.view.layout().stream_rows()
+    }
+
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        let few = |few: &Arc<Job>| direct(self, few);
+        let Some(backend) = self.panels else {
+            return few(job);
+        };
+        let many = |many: &Arc<Job>| panel::products(Panels::new(self.view, backend), backend, many);
+        by_tokens(job, panels::fewest(backend), many, few)
+    }
+}
+
+/// The tokens of a job, by precision and columns.
+static TOKENS_OF: Cache<(Precision, usize), Slots<Token>> = Cache::new();
+
+/// What a thread keeps from unit to unit.
+#[derive(Default)]
+pub struct Buffers<'w> {
+    chains: Vec<Chain<'w>>,
+    registers: Vec<Register>,
+    /// For each chain and token, of a row block: of exact products of lanes, otherwise of rows.
+    sums: Vec<[f32; LANES]>,
+}
+
+impl Kernel for Coded<'_> {
+    type Prepared = Slots<Token>;
+    type Scratch<'w>
+        = Buffers<'w>
+    where
+        Self: 'w;
+
+    fn prepared(&self, job: &Arc<Job>) -> Shared<Slots<Token>> {
+        let key = (self.precision, self.shape().columns);
+        TOKENS_OF.get(job, key, |_| Slots::new(job.tokens))
+    }
+
+    fn stages(&self, prepared: &Slots<Token>) -> [usize; 2] {
+        [prepared.len(), 0]
+    }
+
+    fn prepare(&self, _: &Job, prepared: &Slots<Token>, _: usize, unit: usize, x: Activations) {
+        prepared.fill(unit, || {
+            Token::new(self.precision, &x, unit, self.shape().columns)
+        });
+    }
+
+    fn multiply<'w>(
+        &'w self,
+        work: Work<'w, Slots<Token>>,
+        buffers: &mut Buffers<'w>,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) {
+        let height = self.view.layout().stream_rows();
+        let streams = match self.view.layout().streams() {
+            0 => 0..0,
+            _ => rows.start / height..rows.end.div_ceil(height),
+        };
+        out.fill(0.0);
+        let tokens: Vec<&Token> = work
+            .tokens()
+            .iter()
+            .map(|&token| work.prepared.get(token))
+            .collect();
+        let outputs = out.chunks_mut(TOKENS * rows.len().max(1));
+        for (tokens, out) in tokens.chunks(TOKENS).zip(outputs) {
+            let mut part = Part {
+                tokens,
+                rows: rows.clone(),
+                out,
+            };
+            for first in streams.clone().step_by(side_by_side(self.isa)) {
+                let streams = first..(first + side_by_side(self.isa)).min(streams.end);
+                self.streams(work.expert(), streams.clone(), buffers, &mut part);
+                self.finish(work.expert(), streams, &mut part);
+            }
+        }
+    }
+}
+
+/// Some tokens by some rows of an expert.
+struct Part<'a> {
+    tokens: &'a [&'a Token],
+    rows: Range<usize>,
+    /// [tokens, rows].
+    out: &'a mut [f32],
+}
+
+impl Part<'_> {
+    /// The outputs of a token from a row of the expert on.
+    fn from(&mut self, token: usize, row: usize) -> &mut [f32] {
+        &mut self.out[token * self.rows.len()..][row - self.rows.start..self.rows.len()]
+    }
+}
+
+impl<'a> Coded<'a> {
+    /// Multiplies what streams hold, without scales.
+    fn streams<'w>(&self, expert: usize, streams: Range<usize>, buffers: &mut Buffers<'w>, part: &mut Part)
+    where
+        'a: 'w,
+    {
+        let layout = self.view.layout();
+        let Buffers {
+            chains,
+            registers,
+            sums,
+        } = buffers;
+        chains.clear();
+        let numbers = streams.clone().map(|stream| expert * layout.streams() + stream);
+        chains.extend(numbers.map(|number| self.view.chain(number)));
+        registers.resize(chains.len() * PIECE, Register::ZERO);
+        for block in 0..layout.stream_blocks() {
+            for (chain, stream) in chains.iter_mut().zip(streams.clone()) {
+                chain.set_rows(layout.rows_of(stream, block));
+            }
+            sums.clear();
+            sums.resize(chains.len() * part.tokens.len(), [0.0; LANES]);
+            for first in (0..layout.quads()).step_by(PIECE) {
+                let count = PIECE.min(layout.quads() - first);
+                decode(self.isa, chains, count, registers);
+                let pieces = chains.iter().zip(registers.chunks_exact_mut(count));
+                for ((chain, registers), sums) in pieces.zip(sums.chunks_exact_mut(part.tokens.len())) {
+                    self.piece(first, chain.table().lowest(), registers, part.tokens, sums);
+                }
+            }
+            for (stream, sums) in streams.clone().zip(sums.chunks_exact(part.tokens.len())) {
+                let row = (stream * layout.stream_blocks() + block) * BLOCK_ROWS;
+                for (token, sums) in sums
+                    .iter()
+                    .enumerate()
+                    .filter(|_| layout.rows_of(stream, block) > 0)
+                {
+                    let values = match self.precision {
+                        Precision::Exact => products::of_rows(sums),
+                        Precision::Int8 => std::array::from_fn(|row| sums[row]),
+                    };
+                    let out = part.from(token, row);
+                    let count = out.len().min(BLOCK_ROWS);
+                    out[..count].copy_from_slice(&values[..count]);
+                }
+            }
+        }
+    }
+
+    /// Adds the products of a piece, whose first register is given, to the sums of all tokens.
+    #[inline]
+    fn piece(
+        &self,
+        first: usize,
+        lowest: i8,
+        registers: &mut [Register],
+        tokens: &[&Token],
+        sums: &mut [[f32; LANES]],
+    ) {
+        if self.precision == Precision::Exact {
+            products::shift(self.isa, registers, lowest);
+        }
+        for (token, sums) in tokens.iter().zip(sums) {
+            match self.precision {
+                Precision::Exact => products::exact(self.isa, registers, &token.values[QUAD * first..], sums),
+                Precision::Int8 => {
+                    let (unit, sum) = token.units[first / PIECE];
+                    let products = products::bytes(self.isa, registers, &token.bytes[QUAD * first..]);
+                    for (sums, product) in sums.iter_mut().zip(products) {
+                        *sums += unit * (product + sum * i32::from(lowest)) as f32;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds exceptions, then scales.
+    fn finish(&self, expert: usize, streams: Range<usize>, part: &mut Part) {
+        let layout = self.view.layout();
+        for stream in streams.clone() {
+            for exception in self.view.exceptions(expert * layout.streams() + stream) {
+                if let Some((row, column)) = self.view.locate(stream, exception.place) {
+                    for (token, x) in part.tokens.iter().enumerate() {
+                        part.from(token, row)[0] += exception.difference as f32 * x.values[column];
+                    }
+                }
+            }
+        }
+        let height = layout.stream_rows();
+        let rows = streams.start * height..(streams.end * height).min(part.rows.end);
+        for token in 0..part.tokens.len() {
+            for (row, out) in rows.clone().zip(part.from(token, rows.start)) {
+                *out *= self.view.scale(expert * layout.shape().rows + row);
+            }
+        }
+    }
+}

@@ -1,0 +1,218 @@
+use super::*;
+use crate::formats::coded::tests::{Random, gaussian};
+use crate::formats::coded::{self as format, encode};
+use crate::gemm::{matmul, matmul_grouped};
+use crate::pool;
+use crate::simd::Isa;
+use crate::types::Shape;
+
+/// A tensor, its codes, and its scales.
+struct Case {
+    shape: Shape,
+    data: Vec<u8>,
+    codes: Vec<i32>,
+    scales: Vec<f32>,
+}
+
+impl Case {
+    fn new(shape: Shape, stream_rows: usize, deviation: f32) -> Case {
+        let mut codes = gaussian(shape, deviation, 11);
+        if let Some(code) = codes.get_mut(shape.columns + 1) {
+            *code = -1234;
+        }
+        let scales: Vec<f32> = (0..shape.experts * shape.rows)
+            .map(|row| 0.1 + row as f32 / 7.0)
+            .collect();
+        let data = encode(
+            &codes,
+            &scales,
+            shape,
+            Some(stream_rows),
+            &pool::current().unwrap(),
+        )
+        .unwrap();
+        Case {
+            shape,
+            data,
+            codes,
+            scales,
+        }
+    }
+
+    /// The product of a row by a token, and what errors are measured by.
+    fn product(&self, row: usize, x: &[f32]) -> [f64; 2] {
+        let codes = &self.codes[row * self.shape.columns..][..self.shape.columns];
+        let terms = codes
+            .iter()
+            .zip(x)
+            .map(|(&code, &x)| f64::from(code) * f64::from(x));
+        let sums = terms.fold([0.0, 0.0], |[sum, size], term| [sum + term, size + term.abs()]);
+        sums.map(|sum| sum * f64::from(self.scales[row]))
+    }
+
+    /// Products with so many tokens, checked against a bound; returns them.
+    fn check(&self, mode: Mode, isa: Isa, x: &[f32], offsets: &[usize]) -> Vec<u32> {
+        let Shape {
+            experts,
+            rows,
+            columns,
+            ..
+        } = self.shape;
+        let parsed = format::Coded::parse(&self.data).unwrap();
+        let weights = Coded::new(parsed.view(&self.data).unwrap(), mode, isa).unwrap();
+        let mut y = vec![f32::NAN; offsets[experts] * rows];
+        matmul_grouped(&weights, x, offsets, &mut y, &pool::current().unwrap()).unwrap();
+        let precision = if mode == Mode::Int8 {
+            Precision::Int8
+        } else {
+            Precision::Exact
+        };
+        for (expert, token) in (0..experts).flat_map(|e| (offsets[e]..offsets[e + 1]).map(move |t| (e, t))) {
+            let seen = prepared::Token::new(precision, &x.into(), token, columns).values;
+            for row in 0..rows {
+                let [wanted, size] = self.product(expert * rows + row, &seen);
+                let panels = matches!(mode, Mode::Auto | Mode::Bf16);
+                let steps = (columns as f64 / 4.0 + 9.0) * 0.5f64.powi(24)
+                    + if panels { 0.5f64.powi(7) } else { 0.0 };
+                let found = f64::from(y[token * rows + row]);
+                assert!(
+                    (found - wanted).abs() <= steps * size,
+                    "{mode:?} on {}, {:?}: row {row} of token {token} is {found} instead of {wanted}",
+                    isa.name(),
+                    self.shape
+                );
+            }
+        }
+        y.into_iter().map(f32::to_bits).collect()
+    }
+}
+
+fn tokens(count: usize, columns: usize) -> Vec<f32> {
+    let mut random = Random(5);
+    (0..count * columns).map(|_| random.normal(1.0)).collect()
+}
+
+fn isas() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.available())
+}
+
+#[test]
+fn products_are_those_of_the_codes() {
+    let shapes = [(1, 1, 1), (1, 16, 128), (2, 100, 130), (3, 33, 259), (1, 70, 515)];
+    for (experts, rows, columns) in shapes {
+        let shape = Shape {
+            experts,
+            rows,
+            columns,
+            ndim: 3,
+        };
+        for (stream_rows, deviation) in [(16, 0.3), (64, 1.5), (16, 12.0), (64, 30.0)] {
+            let case = Case::new(shape, stream_rows, deviation);
+            for count in [1, 3, 19] {
+                let mut offsets = vec![0, count];
+                offsets.resize(experts + 1, count + 2);
+                let x = tokens(offsets[experts], columns);
+                for (mode, isa) in MODES
+                    .into_iter()
+                    .flat_map(|mode| isas().map(move |isa| (mode, isa)))
+                {
+                    let found = case.check(mode, isa, &x, &offsets);
+                    if mode == Mode::Int8 {
+                        assert!(found == case.check(mode, Isa::Scalar, &x, &offsets));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_token_gets_the_same_alone_and_among_others() {
+    let shape = Shape {
+        experts: 1,
+        rows: 150,
+        columns: 300,
+        ndim: 2,
+    };
+    let case = Case::new(shape, 16, 2.0);
+    let x = tokens(40, 300);
+    for (mode, isa) in [Mode::Exact, Mode::Int8]
+        .into_iter()
+        .flat_map(|mode| isas().map(move |isa| (mode, isa)))
+    {
+        let all = case.check(mode, isa, &x, &[0, 40]);
+        for token in [0, 17, 39] {
+            let alone = case.check(mode, isa, &x[token * 300..][..300], &[0, 1]);
+            assert!(alone == all[token * 150..][..150]);
+        }
+    }
+}
+
+#[test]
+fn what_is_not_finite_stays_with_its_token() {
+    let shape = Shape {
+        experts: 1,
+        rows: 40,
+        columns: 200,
+        ndim: 2,
+    };
+    let case = Case::new(shape, 64, 2.0);
+    let parsed = format::Coded::parse(&case.data).unwrap();
+    for (mode, isa) in MODES
+        .into_iter()
+        .flat_map(|mode| isas().map(move |isa| (mode, isa)))
+    {
+        let weights = Coded::new(parsed.view(&case.data).unwrap(), mode, isa).unwrap();
+        for count in [2, 20] {
+            let mut x = tokens(count, 200);
+            x[3] = f32::NAN;
+            let mut y = vec![0.0; count * 40];
+            matmul(&weights, 0, &x[..], count, &mut y, &pool::current().unwrap()).unwrap();
+            assert!(y[..40].iter().all(|y| y.is_nan()) && y[40..].iter().all(|y| y.is_finite()));
+        }
+    }
+}
+
+#[test]
+fn empty_tensors_give_zeros() {
+    for (experts, rows, columns) in [(1, 5, 0), (1, 0, 5)] {
+        let shape = Shape {
+            experts,
+            rows,
+            columns,
+            ndim: 3,
+        };
+        let case = Case::new(shape, 16, 1.0);
+        for mode in MODES {
+            let parsed = format::Coded::parse(&case.data).unwrap();
+            let weights = Coded::new(parsed.view(&case.data).unwrap(), mode, Isa::Scalar).unwrap();
+            let mut y = vec![1.0; 9 * rows];
+            matmul(
+                &weights,
+                0,
+                &vec![1.0; 9 * columns][..],
+                9,
+                &mut y,
+                &pool::current().unwrap(),
+            )
+            .unwrap();
+            assert!(y.iter().all(|&y| y == 0.0));
+        }
+    }
+}
+
+#[test]
+fn other_modes_are_refused() {
+    let case = Case::new(
+        Shape {
+            experts: 1,
+            rows: 5,
+            columns: 5,
+            ndim: 2,
+        },
+        16,
+        1.0,
+    );
+    let parsed = format::Coded::parse(&case.data).unwrap();
+    assert!(Coded::new(parsed.view(&case.data).unwrap(), Mode::Int16, Isa::Scalar).is_err());
+}

@@ -1,0 +1,119 @@
+//! The products of a piece by AVX2 and AVX-512: registers are converted or multiplied as they are.
+
+use std::arch::x86_64::*;
+
+use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD, Register};
+
+/// See [`super::products::exact`].
+///
+/// # Safety
+/// The processor has AVX2 and FMA; there are four activations a register.
+#[target_feature(enable = "avx2,fma")]
+pub(super) unsafe fn exact_avx2(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
+    const PARTS: usize = LANES / 8;
+    let mut parts = [_mm256_setzero_ps(); PARTS];
+    for (i, part) in parts.iter_mut().enumerate() {
+        // SAFETY: there are 64 sums.
+        *part = unsafe { _mm256_loadu_ps(sums.as_ptr().add(8 * i)) };
+    }
+    for (quad, codes) in codes.iter().enumerate() {
+        // SAFETY: the caller's activations; a register has 64 bytes.
+        unsafe {
+            let x = _mm_loadu_ps(x.as_ptr().add(QUAD * quad));
+            let x = _mm256_set_m128(x, x);
+            for (i, part) in parts.iter_mut().enumerate() {
+                let bytes = _mm_loadl_epi64(codes.0.as_ptr().add(8 * i).cast());
+                *part = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), x, *part);
+            }
+        }
+    }
+    for (i, &part) in parts.iter().enumerate() {
+        // SAFETY: there are 64 sums.
+        unsafe { _mm256_storeu_ps(sums.as_mut_ptr().add(8 * i), part) }
+    }
+}
+
+/// See [`super::products::exact`]; even and odd registers have sums of their own, so that fewer additions wait.
+///
+/// # Safety
+/// The processor has AVX-512 F; there are four activations a register.
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn exact_avx512(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
+    const PARTS: usize = LANES / 16;
+    let mut parts = [[_mm512_setzero_ps(); PARTS]; 2];
+    for (i, part) in parts[0].iter_mut().enumerate() {
+        // SAFETY: there are 64 sums.
+        *part = unsafe { _mm512_loadu_ps(sums.as_ptr().add(16 * i)) };
+    }
+    for (quad, codes) in codes.iter().enumerate() {
+        // SAFETY: the caller's activations; a register has 64 bytes.
+        unsafe {
+            let x = _mm512_broadcast_f32x4(_mm_loadu_ps(x.as_ptr().add(QUAD * quad)));
+            for (i, part) in parts[quad % 2].iter_mut().enumerate() {
+                let bytes = _mm_loadu_si128(codes.0.as_ptr().add(16 * i).cast());
+                *part = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), x, *part);
+            }
+        }
+    }
+    let [even, odd] = parts;
+    for (i, (even, odd)) in even.into_iter().zip(odd).enumerate() {
+        // SAFETY: there are 64 sums.
+        unsafe { _mm512_storeu_ps(sums.as_mut_ptr().add(16 * i), _mm512_add_ps(even, odd)) }
+    }
+}
+
+/// See [`super::products::bytes`]. Two products of a symbol below 64 by a byte, and two of those sums, fit 16 bits.
+///
+/// # Safety
+/// The processor has AVX2; there are four activations a register.
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn bytes_avx2(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+    let mut sums = [_mm256_setzero_si256(); 2];
+    for (pair, symbols) in symbols.chunks(2).enumerate() {
+        for (half, sum) in sums.iter_mut().enumerate() {
+            let mut words = _mm256_setzero_si256();
+            for (i, symbols) in symbols.iter().enumerate() {
+                // SAFETY: the caller's activations; half a register has 32 bytes.
+                unsafe {
+                    let x = x
+                        .as_ptr()
+                        .add(QUAD * (2 * pair + i))
+                        .cast::<i32>()
+                        .read_unaligned();
+                    let symbols = _mm256_load_si256(symbols.0.as_ptr().cast::<__m256i>().add(half));
+                    words = _mm256_add_epi16(words, _mm256_maddubs_epi16(symbols, _mm256_set1_epi32(x)));
+                }
+            }
+            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+        }
+    }
+    let mut rows = [0; BLOCK_ROWS];
+    for (half, &sum) in sums.iter().enumerate() {
+        // SAFETY: there are 16 rows.
+        unsafe { _mm256_storeu_si256(rows.as_mut_ptr().add(8 * half).cast(), sum) }
+    }
+    rows
+}
+
+/// See [`super::products::bytes`].
+///
+/// # Safety
+/// The processor has AVX-512 with VNNI; there are four activations a register.
+#[target_feature(enable = "avx512f,avx512vnni")]
+pub(super) unsafe fn bytes_avx512(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+    let mut sums = [_mm512_setzero_si512(); 4];
+    for (quad, symbols) in symbols.iter().enumerate() {
+        // SAFETY: the caller's activations; a register has 64 bytes and is aligned.
+        unsafe {
+            let x = x.as_ptr().add(QUAD * quad).cast::<i32>().read_unaligned();
+            let symbols = _mm512_load_si512(symbols.0.as_ptr().cast());
+            sums[quad % 4] = _mm512_dpbusd_epi32(sums[quad % 4], symbols, _mm512_set1_epi32(x));
+        }
+    }
+    let [first, second, third, fourth] = sums;
+    let sum = _mm512_add_epi32(_mm512_add_epi32(first, second), _mm512_add_epi32(third, fourth));
+    let mut rows = [0; BLOCK_ROWS];
+    // SAFETY: there are 16 rows.
+    unsafe { _mm512_storeu_si512(rows.as_mut_ptr().cast(), sum) }
+    rows
+}

@@ -1,0 +1,134 @@
+//! Entropy-coded integers.
+
+use rayon::ThreadPool;
+
+use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Tensor, no_parameters};
+use crate::formats::coded::{Coded, MAGIC, VERSION};
+use crate::gemm::coded as gemm;
+use crate::gemm::layer::Projection;
+use crate::types::{Mode, Shape};
+use crate::{Error, Result, simd};
+
+/// The format [`crate::formats::coded`].
+pub(super) struct CodedIntegers;
+
+impl Format for CodedIntegers {
+    fn kind(&self) -> &'static str {
+        "coded"
+    }
+
+    fn magic(&self) -> [u8; MAGIC_BYTES] {
+        MAGIC
+    }
+
+    fn version(&self) -> u16 {
+        VERSION
+    }
+
+    fn bytes(&self, _: Shape, _: &Details) -> Result<usize> {
+        Err(Error::InvalidArgument(
+            "the size of a coded tensor depends on its codes".into(),
+        ))
+    }
+
+    fn open(&self, data: &[u8]) -> Result<Box<dyn Tensor>> {
+        Ok(Box::new(Coded::parse(data)?))
+    }
+}
+
+impl Tensor for Coded {
+    fn format(&self) -> &'static dyn Format {
+        &CodedIntegers
+    }
+
+    fn name(&self) -> String {
+        format!("coded-{:.2}bit", self.bits_per_weight())
+    }
+
+    fn shape(&self) -> Shape {
+        self.layout().shape()
+    }
+
+    fn bytes(&self) -> usize {
+        self.total_bytes()
+    }
+
+    fn details(&self) -> Details {
+        let layout = self.layout();
+        Details::default()
+            .with("bits_per_weight", &*format!("{:.4}", self.bits_per_weight()))
+            .with("stream_rows", layout.stream_rows())
+            .with("tables", layout.tables())
+            .with("exceptions", layout.exceptions())
+            .with("row_scales", layout.has_row_scales())
+            .with("dtype", layout.scale_type())
+    }
+
+    fn modes(&self) -> &'static [Mode] {
+        &gemm::MODES
+    }
+
+    fn has_signed_codes(&self) -> bool {
+        true
+    }
+
+    fn verify(&self, data: &[u8], pool: &ThreadPool) -> Result<()> {
+        self.view(data)?.verify(simd::active()?, pool)
+    }
+
+    /// Writes the codes as signed bytes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there is a code that a signed byte does not hold, or `out` has another length.
+    fn decode(&self, data: &[u8], out: &mut [u8], pool: &ThreadPool) -> Result<()> {
+        let put = |row: usize, codes: &[i32], out: &mut [u8]| {
+            for (out, &code) in out.iter_mut().zip(codes) {
+                let byte = i8::try_from(code).map_err(|_| {
+                    Error::InvalidArgument(format!(
+                        "code {code} in row {row} of all experts' is no signed byte"
+                    ))
+                })?;
+                *out = byte as u8;
+            }
+            Ok(())
+        };
+        self.view(data)?.decode_rows(simd::active()?, out, pool, put)
+    }
+
+    fn dequantize(&self, data: &[u8], out: Floats, pool: &ThreadPool) -> Result<()> {
+        let (view, isa) = (self.view(data)?, simd::active()?);
+        let value = |row: usize, code: i32| view.scale(row) * code as f32;
+        match out {
+            Floats::F32(out) => view.decode_rows(isa, out, pool, |row, codes, out| {
+                let pairs = out.iter_mut().zip(codes);
+                pairs.for_each(|(out, &code)| *out = value(row, code));
+                Ok(())
+            }),
+            Floats::Bf16(out) => view.decode_rows(isa, out, pool, |row, codes, out| {
+                let pairs = out.iter_mut().zip(codes);
+                pairs.for_each(|(out, &code)| *out = half::bf16::from_f32(value(row, code)).to_bits());
+                Ok(())
+            }),
+        }
+    }
+
+    fn parameters(&self, data: &[u8], name: &str, _: &ThreadPool) -> Result<Array> {
+        let (view, Shape { experts, rows, .. }) = (self.view(data)?, self.layout().shape());
+        match (name, self.layout().has_row_scales()) {
+            ("scales", true) => {
+                let scales = (0..experts * rows).map(|row| view.scale(row));
+                Ok(Array::floats(&[experts, rows], scales.collect()))
+            }
+            ("scales", false) => Ok(Array::floats(&[1, 1], vec![view.scale(0)])),
+            _ => no_parameters(self, name, &["scales"]),
+        }
+    }
+
+    fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>> {
+        Ok(Box::new(gemm::Coded::new(
+            self.view(data)?,
+            compute.mode,
+            compute.isa,
+        )?))
+    }
+}

@@ -1,0 +1,60 @@
+//! Coded tensors that were written once are read for ever.
+
+use std::fs;
+use std::path::PathBuf;
+
+use moepack_core::formats::coded::{self, Coded};
+use moepack_core::pool;
+use moepack_core::simd::Isa;
+use serde_json::Value;
+
+fn golden(name: &str) -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/coded")).join(name)
+}
+
+fn codes(data: &[u8], isa: Isa) -> Vec<i32> {
+    let (coded, pool) = (Coded::parse(data).unwrap(), pool::current().unwrap());
+    let view = coded.view(data).unwrap();
+    view.verify(isa, &pool).unwrap();
+    let mut codes = vec![0; coded.layout().shape().weights().unwrap()];
+    let put = |_, row: &[i32], out: &mut [i32]| {
+        out.copy_from_slice(row);
+        Ok(())
+    };
+    view.decode_rows(isa, &mut codes, &pool, put).unwrap();
+    codes
+}
+
+#[test]
+fn golden_files_decode_on_every_set() {
+    let json: Value = serde_json::from_str(&fs::read_to_string(golden("cases.json")).unwrap()).unwrap();
+    let cases = json.as_array().unwrap();
+    assert!(!cases.is_empty());
+    for case in cases {
+        let name = case["name"].as_str().unwrap();
+        let data = fs::read(golden(&format!("{name}.bin"))).unwrap();
+        let list = |field: &str| case[field].as_array().unwrap().iter();
+        let wanted: Vec<i32> = list("codes").map(|code| code.as_i64().unwrap() as i32).collect();
+        let scales: Vec<f32> = list("scales")
+            .map(|scale| scale.as_f64().unwrap() as f32)
+            .collect();
+        let coded = Coded::parse(&data).unwrap();
+        let view = coded.view(&data).unwrap();
+        let (layout, shape) = (coded.layout(), coded.layout().shape());
+        let sizes = [shape.experts, shape.rows, shape.columns].map(|size| Value::from(size as u64));
+        assert_eq!(case["shape"].as_array().unwrap()[..], sizes, "{name}");
+        assert_eq!(case["ndim"], u64::from(shape.ndim), "{name}");
+        assert_eq!(case["stream_rows"], layout.stream_rows() as u64, "{name}");
+        for (row, scale) in scales.iter().enumerate() {
+            assert_eq!(view.scale(row), *scale, "{name}");
+        }
+        for isa in [Isa::Scalar, Isa::Avx2, Isa::Avx512] {
+            if isa.available() {
+                assert!(codes(&data, isa) == wanted, "{name} on {}", isa.name());
+            }
+        }
+        let rows = Some(layout.stream_rows());
+        let again = coded::encode(&wanted, &scales, shape, rows, &pool::current().unwrap()).unwrap();
+        assert!(codes(&again, Isa::Scalar) == wanted, "{name}");
+    }
+}

@@ -1,0 +1,108 @@
+"""A reader of coded tensors written from docs/format.md, section 9, and from nothing else. Slow and plain."""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK, QUAD, LANES = 16, 4, 64
+
+
+@dataclass
+class Tensor:
+    """What a tensor holds: codes [E, R, C], and scales [E, R] or [1, 1]."""
+
+    ndim: int
+    codes: NDArray[np.int64]
+    scales: NDArray[np.float32]
+
+    def weights(self) -> NDArray[np.float32]:
+        """Dequantize, the product rounded to float32."""
+        return self.codes.astype(np.float32) * self.scales[..., None]
+
+
+class Sections:
+    """Takes sections one after the other, each from the next multiple of 64."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 64
+
+    def take(self, length: int) -> bytes:
+        """The next section."""
+        end = -(-(self.at + length) // 64) * 64
+        section, padding = self.data[self.at : self.at + length], self.data[self.at + length : end]
+        assert len(section) == length and not any(padding)
+        self.at = end
+        return section
+
+
+def decode(table: tuple[int, bytes], stream: bytes, rows: list[int], registers: int) -> list[list[int]]:
+    """The integers that a stream decodes to, register by register, and the lanes of rows that do not exist."""
+    lowest, frequencies = table
+    symbols = [symbol for symbol, frequency in enumerate(frequencies) for _ in range(frequency)]
+    starts = [sum(frequencies[:symbol]) for symbol in range(len(frequencies))]
+    assert len(symbols) == 256
+    states = [256 * high + low for high, low in zip(stream[:LANES], stream[LANES : 2 * LANES], strict=True)]
+    at, out = 2 * LANES, []
+    assert not any(states[QUAD * rows[0] :])
+    for block, count in enumerate(rows):
+        for _ in range(registers):
+            register = []
+            for lane in range(QUAD * count):
+                slot = states[lane] % 256
+                symbol = symbols[slot]
+                register.append(lowest + symbol)
+                states[lane] = frequencies[symbol] * (states[lane] // 256) + slot - starts[symbol]
+                if states[lane] < 256:
+                    states[lane] = 256 * states[lane] + stream[at]
+                    at += 1
+            out.append(register)
+        following = rows[block + 1] if block + 1 < len(rows) else 0
+        assert all(state == 256 for state in states[QUAD * following : QUAD * count])
+    assert at == len(stream)
+    return out
+
+
+def read(data: bytes) -> Tensor:
+    """Read a tensor, checking everything."""
+    magic, version, ndim, blocks, row_scales, wide, count, symbols = struct.unpack_from("<8sH6B", data)
+    experts, rows, columns, payload, exceptions, entry, size = struct.unpack_from("<5Q2B", data, 16)
+    assert (magic, version) == (b"MOEPRANS", 1) and not any(data[58:64])
+    sections, quads = Sections(data), -(-columns // QUAD)
+    tables = sections.take(count * (1 + symbols))
+    parts = [tables[i : i + 1 + symbols] for i in range(0, len(tables), 1 + symbols)]
+    found = [(struct.unpack("b", part[:1])[0], part[1:]) for part in parts]
+    scales = sections.take((experts * rows if row_scales else 1) * (4 if wide else 2))
+    words = np.frombuffer(scales, np.uint32 if wide else np.uint16)
+    values = (words if wide else words.astype(np.uint32) << 16).view(np.float32)
+    streams = -(-rows // (BLOCK * blocks)) if columns else 0
+    index, listed = sections.take(experts * streams * entry), sections.take(exceptions * size)
+    stored, codes = sections.take(payload), np.zeros((experts, rows, columns), np.int64)
+    at = exception = 0
+    for number in range(experts * streams):
+        expert, stream = divmod(number, streams)
+        word = int.from_bytes(index[entry * number : entry * (number + 1)], "little")
+        length, table, several = word % 2 ** (4 * entry), word >> 4 * entry & 255, word >> 4 * entry + 8
+        first = stream * blocks * BLOCK
+        heights = [min(max(rows - first - BLOCK * block, 0), BLOCK) for block in range(blocks)]
+        end = at + 2 * LANES + length
+        registers = decode(found[table], stored[at:end], heights, quads)
+        differences = {}
+        for place in range(exception, exception + several):
+            record = int.from_bytes(listed[size * place : size * (place + 1)], "little")
+            bits = {4: 8, 8: 32}[size]
+            differences[record >> bits] = (record + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+        for number_of_register, register in enumerate(registers):
+            block, quad = divmod(number_of_register, quads)
+            for lane, code in enumerate(register):
+                row, column = first + BLOCK * block + lane // QUAD, QUAD * quad + lane % QUAD
+                if column < columns:
+                    difference = differences.pop(LANES * number_of_register + lane, 0)
+                    codes[expert, row, column] = code + difference
+        assert not differences
+        at, exception = end, exception + several
+    assert (at, exception) == (payload, exceptions)
+    end = sections.at - -(-payload // 64) * 64 + payload
+    assert not any(data[end:]) and len(data) == -(-(end + 64) // 64) * 64
+    return Tensor(ndim, codes, values.reshape((experts, rows) if row_scales else (1, 1)))
