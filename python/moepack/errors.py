@@ -13,6 +13,7 @@ __all__ = [
     "CalibrationError",
     "CheckpointError",
     "CorruptionError",
+    "DeviceError",
     "DeviceMemoryError",
     "DiskError",
     "InvalidTensorError",
@@ -79,6 +80,10 @@ class OutputExistsError(MoepackError, FileExistsError):
 
 class CalibrationError(MoepackError, ValueError):
     """The calibration text or the model's answer to it is unusable: empty, binary, out of the vocabulary, NaN."""
+
+
+class DeviceError(MoepackError):
+    """A GPU cannot do what was asked for: there is none, its driver or the GPU is too old, a kernel does not compile."""
 
 
 class DeviceMemoryError(MoepackError, MemoryError):
