@@ -117,6 +117,12 @@ class PackedTensor:
         """The modes that products have, the default first."""
     def details(self) -> dict[str, Any]:
         """Return what the format says of the tensor beside its shape, JSON values in a fixed order."""
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Return where the parts of the format lie, name -> (offset, bytes), in order, without the header.
+
+        Group-wise tensors have "blocks", codebooks "panels", ternary ones "levels", "index", "starts", "payload",
+        compensated ones "base", "ranks", "right_scales", "right", "left_scales", "left" (docs/format.md).
+        """
     def decode(self) -> NDArray[Any]:
         """Return the codes [experts, rows, columns], int8 of ternary tensors, uint8 of others; CorruptionError."""
     def dequantize(self, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:

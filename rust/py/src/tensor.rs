@@ -138,6 +138,15 @@ impl PackedTensor {
         Ok(details)
     }
 
+    /// Where the parts of the format lie: name -> (offset, bytes), in order, without the header.
+    fn sections<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let sections = PyDict::new(py);
+        for (name, place) in self.tensor.sections() {
+            sections.set_item(name, (place.start, place.len()))?;
+        }
+        Ok(sections)
+    }
+
     /// The codes [experts, rows, columns]: int8 of ternary tensors, uint8 of others.
     ///
     /// Raises CorruptionError that says where.
