@@ -9,8 +9,6 @@
 
 namespace moepack {
 
-// ---------------------------------------------------------------- decoding: device and host
-
 // (a & b) | c in one instruction.
 MOEPACK_BOTH u32 and_or(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__)
@@ -50,6 +48,19 @@ inline u16 half_bits(float value) {
 }
 #endif
 
+// The f16 bits of an integer from -2048 to 2048, in both halves of a word.
+MOEPACK_BOTH constexpr u32 half2_integer(int value) {
+    int size = value < 0 ? -value : value, exponent = 0;
+    while (size >> (exponent + 1)) ++exponent;
+    u32 bits = size == 0 ? 0 : u32(15 + exponent) << 10 | (u32(size) << 10 >> exponent & 1023);
+    return (bits | (value < 0 ? 0x8000u : 0u)) * 0x10001u;
+}
+
+// 2^-power as f16, in both halves of a word.
+MOEPACK_BOTH constexpr u32 half2_fraction(int power) {
+    return (u32(15 - power) << 10) * 0x10001u;
+}
+
 // a * b + c on two f16.
 MOEPACK_BOTH u32 half2_fma(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__)
@@ -75,8 +86,6 @@ MOEPACK_BOTH u32 half2_add(u32 a, u32 b) {
 }
 
 #if defined(__CUDACC__)
-// ---------------------------------------------------------------- conversions
-
 MOEPACK_DEVICE float half_value(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -100,8 +109,6 @@ MOEPACK_DEVICE u32 to_bf16x2(float low, float high) {
     return d;
 }
 
-// ---------------------------------------------------------------- matrix products
-
 // c += a b: a 16x16 f16 (rows lane/4 and lane/4 + 8), b 16x8 f16 (column lane/4), c 16x8 f32.
 MOEPACK_DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -118,10 +125,14 @@ MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// ---------------------------------------------------------------- memory
-
 MOEPACK_DEVICE u32 shared_address(const void* pointer) {
     return u32(__cvta_generic_to_shared(pointer));
+}
+
+MOEPACK_DEVICE Quad load_quad(const void* from) {
+    Quad q;
+    asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(from));
+    return q;
 }
 
 // What reads each byte once asks the L2 to drop it first, so that activations stay there.

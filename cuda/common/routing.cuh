@@ -4,7 +4,7 @@
 // others are ordered by expert and then by number, and cut into *tiles*: at most MOST tokens of one expert, the columns of
 // one product. The order depends on the routing alone. Without an index every slot belongs to expert 0 (a linear layer).
 //
-// Costs: n^2 comparisons of n slots, n / threads in a row: under 1 us to 128 slots, 3 us for 512.
+// Costs n / threads passes over n slots: under 1 us for 128, 3 us for 512.
 #pragma once
 #include "common/types.cuh"
 
@@ -17,27 +17,26 @@ struct Tile {
 };
 
 struct Routing {
-    u16 order[MOST_SLOTS];     // slots by expert
-    u16 expert[MOST_SLOTS];    // by position in `order`
+    u16 order[MOST_SLOTS];   // slots by expert
+    u16 expert[MOST_SLOTS];  // by position in `order`
+    u16 at[MOST_SLOTS];      // the tile of each position
     Tile tile[MOST_SLOTS];
-    int slots;                 // whose expert exists
+    int slots;  // whose expert exists
     int tiles;
 };
 
 #if defined(__CUDACC__)
-// Builds the routing of `slots` slots; all threads of the block call it, and may use it when it returns.
-template <int MOST>
-MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts) {
+// Fills `order` and `expert`: the place of a slot is the number of those that come before it.
+MOEPACK_DEVICE void sort_slots(Routing& routing, const i64* index, int slots, int experts) {
     __shared__ u16 chosen[MOST_SLOTS];
     constexpr u16 NONE = 0xffff;
-    int threads = blockDim.x;
-    for (int slot = threadIdx.x; slot < slots; slot += threads) {
+    if (threadIdx.x == 0) routing.slots = 0;
+    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
         i64 expert = index ? index[slot] : 0;
         chosen[slot] = expert >= 0 && expert < experts ? u16(expert) : NONE;
     }
-    if (threadIdx.x == 0) routing.slots = routing.tiles = 0;
     __syncthreads();
-    for (int slot = threadIdx.x; slot < slots; slot += threads) {
+    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
         u16 mine = chosen[slot];
         if (mine == NONE) continue;
         int place = 0;
@@ -48,24 +47,35 @@ MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots,
         atomicAdd(&routing.slots, 1);
     }
     __syncthreads();
-    if (threadIdx.x < WARP) {
-        int tiles = 0;
-        for (int base = 0; base < routing.slots; base += WARP) {
-            int at = base + threadIdx.x, first = at;
-            bool exists = at < routing.slots;
-            while (exists && first > 0 && routing.expert[first - 1] == routing.expert[at]) --first;
-            bool begins = exists && (at - first) % MOST == 0;
-            u32 all = __ballot_sync(~0u, begins);
-            if (begins) {
-                int end = at + 1;
-                while (end < routing.slots && end < at + MOST && routing.expert[end] == routing.expert[at]) ++end;
-                int number = tiles + __popc(all & ((1u << threadIdx.x) - 1));
-                routing.tile[number] = {routing.expert[at], u16(at), u16(end - at)};
-            }
-            tiles += __popc(all);
+}
+
+// Cuts the sorted slots into tiles; one warp does.
+template <int MOST>
+MOEPACK_DEVICE void cut_tiles(Routing& routing) {
+    int tiles = 0;
+    for (int base = 0; base < routing.slots; base += WARP) {
+        int place = base + threadIdx.x, first = place;
+        bool exists = place < routing.slots;
+        while (exists && first > 0 && routing.expert[first - 1] == routing.expert[place]) --first;
+        bool begins = exists && (place - first) % MOST == 0;
+        u32 beginnings = __ballot_sync(~0u, begins);
+        int number = tiles + __popc(beginnings & (2u << threadIdx.x) - 1) - 1;
+        if (exists) routing.at[place] = u16(number);
+        if (begins) {
+            int end = place + 1;
+            while (end < routing.slots && end < place + MOST && routing.expert[end] == routing.expert[place]) ++end;
+            routing.tile[number] = {routing.expert[place], u16(place), u16(end - place)};
         }
-        if (threadIdx.x == 0) routing.tiles = tiles;
+        tiles += __popc(beginnings);
     }
+    if (threadIdx.x == 0) routing.tiles = tiles;
+}
+
+// Builds the routing; all threads of the block call it, and may read it when it returns.
+template <int MOST>
+MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts) {
+    sort_slots(routing, index, slots, experts);
+    if (threadIdx.x < WARP) cut_tiles<MOST>(routing);
     __syncthreads();
 }
 #endif

@@ -1,0 +1,326 @@
+// The two launches of a layer of experts, for formats whose rows lie in blocks of 16 and whose columns come in chunks of
+// 128: `Layer<Format, MODE, MOST_TOKENS>::run` multiplies the tokens of all active experts.
+//
+// Launch: a persistent grid of two blocks of 8 warps an SM. Every block builds the routing (common/routing.cuh) and takes
+// a contiguous share of the *units*: a row tile (`row_blocks` blocks of 16 rows) of one tile of tokens, or, in COMBINE, a
+// row tile of all tiles, whose outputs the block alone sums. Chunks of all tiles have one number, tile * chunks + chunk.
+// Within a unit the warps split (matrix, block of 16 rows, range of chunks) among them:
+//
+//     warp = (matrix * row_blocks + row block) * parts + part
+//
+// Each warp streams its chunks through a ring of its own in shared memory (cp.async, DEPTH - 1 chunks in flight) and runs
+// ahead over ends of rounds and units, so that memory never waits for a barrier. Activations come in *rounds*: as many
+// cells (common/tokens.cuh) as fit. What the warps of a row block have summed meets in shared memory; every sum has one
+// order, which the routing and the launch determine.
+//
+// A Format gives
+//     Matrix                     what the launch says of the weights
+//     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
+//     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
+//     Lane(lane)                 constants of a lane
+//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, counted through all experts
+//     multiply<N>(lane, stage, cells, tokens, sum)                  sum[i] += chunk x cells of tokens 8 i to 8 i + 7
+// where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1: {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t),
+// (2g + 1, 2t + 1)} for lane 4 g + t.
+#pragma once
+#include "common/ptx.cuh"
+#include "common/routing.cuh"
+#include "common/tokens.cuh"
+
+namespace moepack {
+
+constexpr int WARPS = 8;
+constexpr int THREADS = WARPS * WARP;
+constexpr int BLOCK_ROWS = 16;
+
+enum class Mode {
+    gated,     // out[slot] = silu(gate x) * (up x)
+    project,   // out[slot] = matrix x
+    multiply,  // out[slot] = silu(out[slot]) * (matrix x)
+    combine,   // out[token] = sum over its slots of weight * (matrix x[slot])
+};
+
+// The arguments of a launch beside the matrices.
+struct Problem {
+    Activations x;
+    const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
+    const float* weights;  // [tokens * top_k], or null: 1
+    float* out;            // [slots, rows]; combine: [splits, tokens, rows]
+    int tokens, top_k, experts;
+    int rows, columns;     // of each matrix
+    int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
+    int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
+    int capacity;          // cells that fit
+
+    MOEPACK_DEVICE int chunks() const {
+        return ceil_div(columns, CHUNK);
+    }
+
+    MOEPACK_DEVICE int blocks() const {
+        return ceil_div(rows, BLOCK_ROWS);
+    }
+};
+
+#if defined(__CUDACC__)
+extern __shared__ __align__(128) u8 shared_memory[];
+
+// Chunks `first` to `last` of a row tile.
+struct Unit {
+    int first, last, rows;
+};
+
+// The same computation for all warps: which units a block has, and which chunks a warp multiplies in each round.
+template <Mode MODE>
+struct Schedule {
+    const Problem& problem;
+    const Routing& routing;
+
+    MOEPACK_DEVICE int row_tiles() const {
+        return ceil_div(problem.blocks(), problem.row_blocks);
+    }
+
+    MOEPACK_DEVICE int units() const {
+        return row_tiles() * (MODE == Mode::combine ? problem.splits : routing.tiles);
+    }
+
+    MOEPACK_DEVICE Unit unit(int number) const {
+        int chunks = problem.chunks();
+        if (MODE == Mode::combine) {
+            int split = number % problem.splits;
+            i64 total = i64(routing.tiles) * chunks;
+            return {int(total * split / problem.splits), int(total * (split + 1) / problem.splits), number / problem.splits};
+        }
+        int tile = number / row_tiles();
+        return {tile * chunks, (tile + 1) * chunks, number % row_tiles()};
+    }
+
+    // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.
+    MOEPACK_DEVICE int round_end(int first, int last) const {
+        int chunks = problem.chunks(), tile = first / chunks, rest = least(chunks - first % chunks, last - first);
+        int tokens = routing.tile[tile].tokens, fit = problem.capacity / tokens;
+        if (rest < chunks || fit < chunks) return first + least(rest, fit);
+        int end = first + chunks, used = tokens * chunks;
+        while (end + chunks <= last) {
+            used += routing.tile[++tile].tokens * chunks;
+            if (used > problem.capacity) break;
+            end += chunks;
+        }
+        return end;
+    }
+};
+
+// The chunks that a warp of a block multiplies, one after the other, over all rounds and units.
+template <Mode MODE>
+struct Cursor {
+    Schedule<MODE> schedule;
+    int part, parts, row_block;  // of the warp
+    int number = 0, stop = 0;    // units
+    Unit unit = {0, 0, 0};
+    int round = 0, at = 0, end = 0, tile = 0, chunk = 0;
+
+    MOEPACK_DEVICE void start(int first, int last) {
+        number = first, stop = last, unit = {0, 0, 0};
+        if (number < stop) unit = schedule.unit(number);
+        round = unit.first;
+    }
+
+    MOEPACK_DEVICE int block() const {
+        return unit.rows * schedule.problem.row_blocks + row_block;
+    }
+
+    // The warp's share of a round.
+    MOEPACK_DEVICE void enter(int first, int last) {
+        at = first + (last - first) * part / parts;
+        end = block() < schedule.problem.blocks() ? first + (last - first) * (part + 1) / parts : at;
+        tile = at / schedule.problem.chunks(), chunk = at % schedule.problem.chunks();
+    }
+
+    MOEPACK_DEVICE void advance() {
+        ++at;
+        if (++chunk == schedule.problem.chunks()) chunk = 0, ++tile;
+    }
+
+    // Finds the next share where this one is at its end; false behind the last.
+    MOEPACK_DEVICE bool find() {
+        while (at >= end) {
+            if (number >= stop) return false;
+            if (round >= unit.last) {
+                start(number + 1, stop);
+                continue;
+            }
+            int first = round;
+            round = schedule.round_end(first, unit.last);
+            enter(first, round);
+        }
+        return true;
+    }
+};
+
+template <class Format, Mode MODE, int MOST_TOKENS>
+struct Layer {
+    using Matrix = typename Format::Matrix;
+    static constexpr int MATRICES = MODE == Mode::gated ? 2 : 1;
+    static constexpr int RING = Format::DEPTH * Format::STAGE;
+    static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
+
+    const Problem& problem;
+    const Routing& routing;
+    Matrix matrix;  // this warp's
+    Schedule<MODE> schedule;
+    int lane, columns;
+    Cursor<MODE> ahead, here;  // what is copied, what is multiplied
+    u32 into = 0, from = 0;    // places in the ring
+    u64 policy;
+    u8* ring;
+    float* sums;  // [WARPS][columns][16]
+    u8* cells;
+    typename Format::Lane constants;
+    float sum[MOST_TOKENS / 8][4] = {};
+
+    MOEPACK_DEVICE Layer(const Problem& problem, const Routing& routing, const Matrix& first, const Matrix& second)
+        : problem(problem), routing(routing),
+          matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first),
+          schedule{problem, routing},
+          lane(threadIdx.x % WARP), columns(MODE == Mode::combine ? problem.tokens : least(problem.tokens, MOST_TOKENS)),
+          ahead(cursor()), here(cursor()), policy(read_once()), constants(threadIdx.x % WARP) {
+        int warp = threadIdx.x / WARP;
+        ring = shared_memory + warp * RING;
+        sums = reinterpret_cast<float*>(shared_memory + WARPS * RING);
+        cells = shared_memory + WARPS * (RING + columns * BLOCK_ROWS * 4);
+    }
+
+    MOEPACK_DEVICE Cursor<MODE> cursor() const {
+        int warp = threadIdx.x / WARP, parts = WARPS / MATRICES / problem.row_blocks;
+        return {schedule, warp % parts, parts, warp / parts % problem.row_blocks};
+    }
+
+    // Copies the activations of a round into cells: a range of tokens times a range of chunks.
+    MOEPACK_DEVICE void stage(int first, int last) {
+        const Tile &begin = routing.tile[first / problem.chunks()], &end = routing.tile[(last - 1) / problem.chunks()];
+        int chunk = first % problem.chunks(), width = least(problem.chunks() - chunk, last - first);
+        int items = (end.start + end.tokens - begin.start) * width;
+        for (int base = 0; base < items; base += THREADS / 16) {
+            int item = base + threadIdx.x / 16;
+            bool exists = item < items;
+            int place = begin.start + (exists ? item / width : 0), k = exists ? item % width : 0;
+            int slot = routing.order[place], row = MODE == Mode::combine ? slot : slot / problem.top_k;
+            Tile tile = routing.tile[routing.at[place]];
+            float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+            load_eight(problem.x, row, (chunk + k) * CHUNK + threadIdx.x % 16 * 8, value);
+            u8* to = cells + ((tile.start - begin.start) * width + tile.tokens * k) * CELL;
+            write_cell<Format>(to, place - tile.start, tile.tokens, value, weight, exists);
+        }
+    }
+
+    // Starts the copy of the next chunk, if there is one.
+    MOEPACK_DEVICE void fetch() {
+        if (ahead.find()) {
+            i64 block = i64(routing.tile[ahead.tile].expert) * problem.blocks() + ahead.block();
+            Format::fetch(matrix, block, ahead.chunk, shared_address(ring + into), lane, policy);
+            ahead.advance();
+        }
+        commit_copies();
+        into = into + Format::STAGE == RING ? 0 : into + Format::STAGE;
+    }
+
+    // Multiplies this warp's share of a round; `tile` is what `sum` belongs to, -1 for none.
+    MOEPACK_DEVICE void multiply(int first, int last, int& tile) {
+        int width = least(problem.chunks() - first % problem.chunks(), last - first);
+        int start = routing.tile[first / problem.chunks()].start, chunk = first % problem.chunks();
+        for (here.enter(first, last); here.at < here.end; here.advance()) {
+            // Without a second token there is one column, and no need to tell tiles apart.
+            if (here.tile != tile && tile >= 0 && (MODE != Mode::combine || problem.tokens > 1)) flush(tile);
+            tile = here.tile;
+            int begin = routing.tile[tile].start, tokens = routing.tile[tile].tokens;
+            const u8* cell = cells + ((begin - start) * width + tokens * (here.chunk - chunk)) * CELL;
+            wait_copies<Format::DEPTH - 2>();
+            __syncwarp();
+            fetch();
+            const u8* codes = ring + from;
+            if (MOST_TOKENS == 8 || tokens <= 8) Format::template multiply<1>(constants, codes, cell, tokens, sum);
+            else if (MOST_TOKENS == 16 || tokens <= 16) Format::template multiply<2>(constants, codes, cell, tokens, sum);
+            else Format::template multiply<MOST_TOKENS / 8>(constants, codes, cell, tokens, sum);
+            from = from + Format::STAGE == RING ? 0 : from + Format::STAGE;
+        }
+    }
+
+    // Adds `sum`, of a tile, to this warp's part of `sums`, and clears it. The four lanes of a row take turns: a token that
+    // chose an expert twice has two columns, and their order is fixed.
+    MOEPACK_DEVICE void flush(int number) {
+        const Tile& tile = routing.tile[number];
+        float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane / 4 * 2;
+        for (int turn = 0; turn < 4; ++turn) {
+#pragma unroll
+            for (int i = 0; i < MOST_TOKENS / 4; ++i) {
+                int token = i / 2 * 8 + turn * 2 + i % 2;
+                if (lane % 4 != turn || token >= tile.tokens) continue;
+                int column = MODE == Mode::combine ? routing.order[tile.start + token] / problem.top_k : token;
+                float2* to = reinterpret_cast<float2*>(mine + column * BLOCK_ROWS);
+                *to = {to->x + sum[i / 2][i % 2], to->y + sum[i / 2][2 + i % 2]};
+            }
+            __syncwarp();
+        }
+#pragma unroll
+        for (int i = 0; i < MOST_TOKENS / 2; ++i) sum[i / 4][i % 4] = 0;
+    }
+
+    // The sum over the warps of an output; `sums` is zero again.
+    MOEPACK_DEVICE float take(int warp, int column, int row) {
+        float total = 0;
+        for (int i = 0; i < here.parts; ++i) {
+            float& value = sums[((warp + i) * columns + column) * BLOCK_ROWS + row];
+            total += value;
+            value = 0;
+        }
+        return total;
+    }
+
+    MOEPACK_DEVICE void write(const Unit& unit, int split) {
+        const Tile& tile = routing.tile[unit.first / problem.chunks()];
+        int width = problem.row_blocks * BLOCK_ROWS, outputs = MODE == Mode::combine ? problem.tokens : tile.tokens;
+        for (int item = threadIdx.x; item < outputs * width; item += THREADS) {
+            int column = item / width, place = item % width, block = place / BLOCK_ROWS, row = place % BLOCK_ROWS;
+            float value = take(block * here.parts, column, row);
+            if (MODE == Mode::gated)
+                value = silu(value) * take((problem.row_blocks + block) * here.parts, column, row);
+            if (unit.rows * width + place >= problem.rows) continue;
+            int line = MODE == Mode::combine ? split * problem.tokens + column : routing.order[tile.start + column];
+            float& to = problem.out[i64(line) * problem.rows + unit.rows * width + place];
+            to = MODE == Mode::multiply ? silu(to) * value : value;
+        }
+    }
+
+    static MOEPACK_DEVICE float silu(float x) {
+        return x / (1.0f + __expf(-x));
+    }
+
+    MOEPACK_DEVICE void run() {
+        for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS; i += THREADS) sums[i] = 0;
+        int units = schedule.units(), share = units / gridDim.x, more = units % gridDim.x;
+        int first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
+        ahead.start(first, last);
+        for (int i = 0; i < Format::DEPTH - 1; ++i) fetch();
+        Unit staged = {-1, -1, 0};
+        for (here.start(first, last); here.number < last; here.start(here.number + 1, last)) {
+            int tile = -1;
+            for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
+                end = schedule.round_end(begin, here.unit.last);
+                if (begin != staged.first || end != staged.last) {
+                    __syncthreads();
+                    stage(begin, end);
+                    __syncthreads();
+                    staged = {begin, end, 0};
+                }
+                multiply(begin, end, tile);
+            }
+            if (tile >= 0) flush(tile);
+            __syncthreads();
+            write(here.unit, MODE == Mode::combine ? here.number % problem.splits : 0);
+            __syncthreads();
+        }
+        wait_copies<0>();
+    }
+};
+#endif
+
+}  // namespace moepack

@@ -1,0 +1,184 @@
+// Integers of 2, 3, 4 or 8 bits with a scale, and maybe an offset, for each group of columns (docs/format.md, section 6).
+//
+// Layout: the bytes on disk. A block of 16 rows is a run of records: parameters of a group or two, then 64-byte registers
+// of word w of each of its rows. Rows 2 g and 2 g + 1 are rows g and g + 8 of m16n8k16's operand A, so that a lane loads
+// its words of both with one 8-byte load; and columns are permuted so that these words hold the lane's own
+// (common/integers.cuh).
+//
+// Decoding: a code under the exponent of 1024 is the f16 1024 + code 2^position; one addition or multiplication and
+// addition gives the integer, exactly. Sums of a group are multiplied by its scale in f32, offsets by sums of activations.
+// So weights are exact and f32 rounds sums only. Instructions a weight of the decoding: 2 bits 1.25, 3 bits 1.38 (groups
+// of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
+//
+// Launch: common/layer.cuh. Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters are
+// f16, otherwise bf16), TOKENS (most of a tile: 8 or 32).
+//
+// Bounds: bytes of codes and parameters over the memory's rate. At 3 TB/s an SM of an H100 has 31 cycles a quarter for the
+// 8 weights a lane of a product at 3 bits in groups of 64; decoding takes 17 of its integer pipe.
+#include "common/integers.cuh"
+#include "common/layer.cuh"
+
+namespace moepack {
+
+struct Groupwise {
+    // Columns of a chunk that share parameters, groups of a chunk.
+    static constexpr int WIDTH = GROUP == 0 || GROUP > CHUNK ? CHUNK : GROUP, GROUPS = CHUNK / WIDTH;
+    static constexpr int REGISTER = 64, UNIT = 32, UNITS = CHUNK / UNIT, UNIT_BYTES = BITS * REGISTER;
+    // A record (docs/format.md): its groups, the bytes of a group's parameters and of all, and its units.
+    static constexpr int RECORD_GROUPS = GROUP != 0 && (SYMMETRIC || GROUP < UNIT) ? 2 : 1;
+    static constexpr int GROUP_BYTES = SYMMETRIC ? 32 : 64;
+    static constexpr int PARAMETERS = ceil_div(RECORD_GROUPS * GROUP_BYTES, REGISTER) * REGISTER;
+    static constexpr int RECORD_UNITS = GROUP == 0 ? 0 : RECORD_GROUPS * GROUP / UNIT;
+    static constexpr int RECORD = PARAMETERS + RECORD_UNITS * UNIT_BYTES;
+    // Whether a chunk is whole records; otherwise one group's parameters and a part of its codes.
+    static constexpr bool WHOLE = GROUP != 0 && RECORD_UNITS <= UNITS;
+
+    static constexpr int STAGE = WHOLE ? UNITS / most(RECORD_UNITS, 1) * RECORD : REGISTER + UNITS * UNIT_BYTES;
+    static constexpr int DEPTH = most(3, 4608 / STAGE);
+    static constexpr int SUMS = SYMMETRIC ? 0 : GROUPS, NOTES = ceil_div(1 + SUMS, 4) * 4;
+    static constexpr int MIDDLE = SYMMETRIC ? 1 << (BITS - 1) : 0;
+    using Decoder = Codes<BITS, BITS == 3 ? (WIDTH >= 64) : (WIDTH >= 32)>;
+
+    struct Matrix {
+        const u8* data;  // the first block
+        i64 block_bytes;
+    };
+
+    struct Lane {
+        int lane;
+        Decoder decoder;
+        MOEPACK_DEVICE explicit Lane(int lane) : lane(lane), decoder(lane, MIDDLE) {}
+    };
+
+    static MOEPACK_DEVICE constexpr Place place(int quad) {
+        constexpr int QUADS = Decoder::UNITS * 8;
+        Place place = Decoder::place(quad % QUADS);
+        return {quad / QUADS * Decoder::UNITS + place.step, place.lane, place.half};
+    }
+
+    static MOEPACK_DEVICE void fetch(const Matrix& matrix, i64 block, int chunk, u32 to, int lane, u64 policy) {
+        const u8* data = matrix.data + block * matrix.block_bytes;
+        i64 parameters = i64(chunk) * STAGE, codes = parameters + REGISTER;
+        if constexpr (!WHOLE) {
+            int unit = chunk * UNITS, record = GROUP == 0 ? 0 : unit / most(RECORD_UNITS, 1);
+            int in_record = unit - record * RECORD_UNITS;
+            codes = i64(record) * RECORD + PARAMETERS + i64(in_record) * UNIT_BYTES;
+            parameters = i64(record) * RECORD + (GROUP == 0 ? 0 : in_record * UNIT / most(GROUP, 1) * GROUP_BYTES);
+        }
+#pragma unroll
+        for (int piece = lane; piece < STAGE / 16; piece += WARP) {
+            i64 from = piece < REGISTER / 16 ? parameters + piece * 16 : codes + piece * 16 - REGISTER;
+            bool exists = from < matrix.block_bytes;
+            copy_async(to + piece * 16, data + (exists ? from : 0), exists ? 16 : 0, policy);
+        }
+    }
+
+    // Where in a stage a unit's registers, and a group's parameters, are.
+    static MOEPACK_DEVICE constexpr int unit_at(int unit) {
+        if (!WHOLE) return REGISTER + unit * UNIT_BYTES;
+        constexpr int PER = most(RECORD_UNITS, 1);
+        return unit / PER * RECORD + PARAMETERS + unit % PER * UNIT_BYTES;
+    }
+
+    static MOEPACK_DEVICE constexpr int parameters_at(int group) {
+        return WHOLE ? group / RECORD_GROUPS * RECORD + group % RECORD_GROUPS * GROUP_BYTES : 0;
+    }
+
+    // The parameters of rows 2 g and 2 g + 1.
+    static MOEPACK_DEVICE float2 parameters(const u8* at) {
+        u32 pair = *reinterpret_cast<const u32*>(at);
+        if (HALVES) return {half_value(u16(pair)), half_value(u16(pair >> 16))};
+        return {bf16_value(u16(pair)), __uint_as_float(pair & 0xffff0000)};
+    }
+
+    // out += what a group's sums of codes times activations give; `sum` is zero again.
+    template <int N>
+    static MOEPACK_DEVICE void scale(const u8* stage, int group, int lane, const float* notes, float (&sum)[N][4],
+                                     float (*out)[4]) {
+        const u8* at = stage + parameters_at(group) + lane / 4 * 4;
+        float2 scales = parameters(at);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float* first = notes + (8 * i + lane % 4 * 2) * NOTES;
+            const float* second = first + NOTES;
+            out[i][0] += scales.x * first[0] * sum[i][0], out[i][1] += scales.x * second[0] * sum[i][1];
+            out[i][2] += scales.y * first[0] * sum[i][2], out[i][3] += scales.y * second[0] * sum[i][3];
+            if constexpr (!SYMMETRIC) {
+                float2 offsets = parameters(at + 32);
+                out[i][0] += offsets.x * first[1 + group], out[i][1] += offsets.x * second[1 + group];
+                out[i][2] += offsets.y * first[1 + group], out[i][3] += offsets.y * second[1 + group];
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[i][j] = 0;
+        }
+    }
+
+    template <int N>
+    static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
+        constexpr int QUADS = Decoder::UNITS * 2;
+        const u8* x[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            x[i] = cells + least(8 * i + lane.lane / 4, tokens - 1) * STEP_BYTES + lane.lane % 4 * 16;
+        const float* notes = reinterpret_cast<const float*>(cells + tokens * VALUE_BYTES);
+        float sum[N][4] = {};
+#pragma unroll
+        for (int unit = 0; unit < UNITS; unit += Decoder::UNITS) {
+            u32 quad[2][QUADS][2];
+            decode(lane, stage + unit_at(unit), quad);
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) {
+                int step = unit + j / 2;
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    Pair b = *reinterpret_cast<const Pair*>(x[i] + step * tokens * STEP_BYTES + j % 2 * 8);
+                    multiply_add(sum[i], quad[0][j][0], quad[1][j][0], quad[0][j][1], quad[1][j][1], b.x, b.y);
+                }
+                int columns = unit * UNIT + (j + 1) * 16;
+                if (columns % WIDTH == 0) scale<N>(stage, columns / WIDTH - 1, lane.lane, notes, sum, out);
+            }
+        }
+    }
+
+    // The quads of rows 2 g and 2 g + 1.
+    static MOEPACK_DEVICE void decode(const Lane& lane, const u8* units, u32 (&quad)[2][Decoder::UNITS * 2][2]) {
+        u32 first[Decoder::WORDS], second[Decoder::WORDS];
+#pragma unroll
+        for (int i = 0; i < Decoder::WORDS; ++i) {
+            const u8* at = units + Decoder::word(lane.lane, i) * REGISTER + lane.lane / 4 * 8;
+            Pair words = *reinterpret_cast<const Pair*>(at);
+            first[i] = words.x, second[i] = words.y;
+        }
+        lane.decoder.decode(first, quad[0]);
+        lane.decoder.decode(second, quad[1]);
+    }
+};
+
+template <Mode MODE>
+MOEPACK_DEVICE void run_layer(const Problem& problem, const Groupwise::Matrix& first, const Groupwise::Matrix& second) {
+    __shared__ Routing routing;
+    build_routing<TOKENS>(routing, problem.index, problem.tokens * problem.top_k, problem.experts);
+    Layer<Groupwise, MODE, TOKENS>(problem, routing, first, second).run();
+}
+
+}  // namespace moepack
+
+using namespace moepack;
+
+#define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+
+LAUNCH gated(Problem problem, Groupwise::Matrix gate, Groupwise::Matrix up) {
+    run_layer<Mode::gated>(problem, gate, up);
+}
+
+LAUNCH project(Problem problem, Groupwise::Matrix matrix) {
+    run_layer<Mode::project>(problem, matrix, matrix);
+}
+
+LAUNCH multiply(Problem problem, Groupwise::Matrix matrix) {
+    run_layer<Mode::multiply>(problem, matrix, matrix);
+}
+
+LAUNCH combine(Problem problem, Groupwise::Matrix matrix) {
+    run_layer<Mode::combine>(problem, matrix, matrix);
+}

@@ -1,0 +1,539 @@
+// Products by ternary weights, which are read as they are packed, well below one bit a weight (docs/format.md, section 5).
+//
+// A group of LANES lanes multiplies a row. A lane decodes 8 codes at a time: table look-ups in shared memory (FSV8) or in
+// global memory (dict16), then for each non-zero weight one activation from shared memory, where they lie as float32,
+// TOKENS of a tile side by side. A side table, made once a matrix (`find_columns`), has the column of every 32nd code: 4
+// lanes share such a chunk and two shuffles give each the column of its first code, so there is no serial chain. Chunks lie
+// at multiples of 32 codes of the payload, whatever row they belong to, so that loads are aligned. Codes of the row before
+// are replaced by zeros and those of the row behind are decoded like any other: their columns are before the first or
+// behind the last, where PAD zeros are.
+//
+// Launch: one block of THREADS on each multiprocessor. `gated`: a block takes a range of (tile, row) and computes gate and
+// up of a row one after the other. `combine` (and a linear layer): a block owns rows and walks all tiles in the order of
+// the routing, so sums are deterministic without atomics. Results are within (non-zeros / 16 + 12) 2^-24 sum |level x|,
+// the level being the larger of the row's two.
+//
+// Bounds: FSV8 at 88.5 % zeros has 12.5 weights a code: 0.64 bits a weight are read, and 0.04 of columns, and 16 bytes a
+// row. A warp's look-up and its two gathers take some ten cycles of shared memory for bank conflicts, 19 instructions
+// issue in five: so 0.8 cycles of a multiprocessor for 32 weights, 12 * 10^12 weights/s on 132 of them at 1.7 GHz.
+//
+// Whatever the codes are, addresses stay within the pads: a lane's first column is clamped, lengths are bounded.
+//
+// Definitions: DICT16 0 or 1; TOKENS 1 or 4; LANES 8, 16 or 32; GLOBAL 1 if activations are too many for shared memory.
+#include "common/ptx.cuh"
+#include "common/routing.cuh"
+#include "ternary.cuh"
+
+using namespace moepack;
+
+constexpr int THREADS = 1024;
+constexpr int GROUPS = THREADS / LANES;
+constexpr u32 ALL = ~0u;
+
+struct Row {
+    u32 start;   // its first code in the payload
+    u32 length;  // codes in bits 0-27; of FSV8 the dictionary in bits 28-30 and whether it has three slots in bit 31
+    float first, second;  // levels of symbols 1 and 2
+};
+
+struct Matrix {
+    const Row* row;
+    const u16* column;  // of every 32nd code of the payload, if it is not a row's first
+    const u8* payload;
+    const u32* table;   // entries, of FSV8 TABLE_BYTES a dictionary
+    int experts, rows, columns;
+    int dictionaries;   // of FSV8; 0 of dict16
+    int pad;            // columns that codes of other rows reach
+};
+
+extern __shared__ __align__(16) u8 memory[];
+
+// ---------------------------------------------------------------- codes
+
+MOEPACK_DEVICE u32 length(const Row& row) {
+    return row.length & 0x0fffffff;
+}
+
+// A row of 2-bit symbols, four a byte, instead of codes.
+MOEPACK_DEVICE bool is_raw(const Matrix& matrix, const Row& row) {
+    return !DICT16 && length(row) == ceil_div<u32>(matrix.columns, 4);
+}
+
+// Eight codes, and the stored column of their chunk.
+struct Codes {
+#if DICT16
+    Quad words;
+#else
+    Pair words;
+    u32 previous;
+#endif
+    u32 column;
+};
+
+MOEPACK_DEVICE Codes fetch(const Matrix& matrix, const Row& row, u32 code) {
+    Codes codes = {};
+    if (code >= row.start + length(row)) return codes;
+    codes.column = matrix.column[code / CHUNK];
+#if DICT16
+    codes.words = *reinterpret_cast<const Quad*>(matrix.payload + 2 * u64(code));
+#else
+    codes.words = *reinterpret_cast<const Pair*>(matrix.payload + code);
+    // In front of the payload lie other bytes of the tensor.
+    codes.previous = matrix.payload[i64(code) - 1];
+#endif
+    return codes;
+}
+
+// The entries of a lane's codes from number `code` on; those before `start` count as code 0.
+MOEPACK_DEVICE void look_up(const Matrix& matrix, u32 table, u32 start, u32 code, Codes codes, u32 (&entry)[CODES]) {
+#if DICT16
+    u32 words[4] = {codes.words.x, codes.words.y, codes.words.z, codes.words.w};
+#pragma unroll
+    for (int i = 0; i < CODES; ++i) {
+        u32 number = words[i / 2] >> 16 * (i % 2) & 0xffff;
+        entry[i] = __ldg(matrix.table + (code + i < start ? 0 : number));
+    }
+#else
+    if (code < start) {
+        u64 keep = start - code < CODES ? ~0ull << 8 * (start - code) : 0;
+        codes.words.x &= u32(keep);
+        codes.words.y &= u32(keep >> 32);
+    }
+    moepack::look_up(memory, table, codes.words, code <= start ? 0 : codes.previous, entry);
+#endif
+}
+
+template <int SLOTS, class Sink>
+MOEPACK_DEVICE void scatter_words(const u32 (&entry)[CODES], u32 at, Sink& sink) {
+#pragma unroll
+    for (int i = 0; i < CODES; ++i) {
+        each_slot<SLOTS>(entry[i], Sink::STEP, at, [&](u32 address, u32 kind) { sink.add(address, kind); });
+        at = behind(entry[i], Sink::STEP, at);
+    }
+}
+
+template <class Sink>
+MOEPACK_DEVICE void scatter(const Row& row, const u32 (&entry)[CODES], u32 at, Sink& sink) {
+    if (DICT16 || row.length >> 31)
+        scatter_words<3>(entry, at, sink);
+    else
+        scatter_words<2>(entry, at, sink);
+}
+
+template <class Sink>
+MOEPACK_DEVICE void walk_raw(const Matrix& matrix, const Row& row, Sink& sink) {
+    for (u32 byte = threadIdx.x % LANES; byte < length(row); byte += LANES) {
+        u32 symbols = matrix.payload[row.start + byte];
+        for (int i = 0; i < 4; ++i) {
+            u32 symbol = symbols >> 2 * i & 3;
+            if (symbol == 1 || symbol == 2) sink.add(sink.address(4 * byte + i), symbol == 1 ? 3u << 30 : 1u << 30);
+        }
+    }
+}
+
+// Calls sink.add for every non-zero weight of this lane's codes, the first of which is fetched, of a row of a group of
+// LANES lanes. `table` is where the matrix's first table lies in shared memory. The warp's groups run together.
+template <class Sink>
+MOEPACK_DEVICE void walk(const Matrix& matrix, u32 table, const Row& row, Codes codes, Sink& sink) {
+    constexpr u32 STRIDE = LANES * CODES;
+    u32 lane = threadIdx.x % LANES, quarter = lane % (CHUNK / CODES);
+    u32 first = row.start / CHUNK * CHUNK, end = row.start + length(row);
+    u32 trips = length(row) == 0 || is_raw(matrix, row) ? 0 : ceil_div(end - first, STRIDE);
+    if (!DICT16) table += (row.length >> 28 & 7) * TABLE_BYTES;
+    u32 zero = DICT16 ? __ldg(matrix.table) : *reinterpret_cast<const u32*>(memory + table);
+    // Codes of the row before count as zeros, which end at column 0.
+    int column = -int(row.start - first) * int(zero >> 16 & 255);
+    bool known = lane < CHUNK / CODES;
+    if (!known) column = 0;
+    u32 code = first + lane * CODES;
+    for (u32 trip = __reduce_max_sync(ALL, trips); trip > 0; --trip) {
+        Codes next = fetch(matrix, row, code + STRIDE);
+        bool exists = code < end && trips > 0;
+        u32 entry[CODES] = {};
+        if (exists) look_up(matrix, table, row.start, code, codes, entry);
+        u32 mine = 0;
+#pragma unroll
+        for (int i = 0; i < CODES; ++i) mine = behind(entry[i], 1, mine);
+        u32 sum = mine, other = __shfl_up_sync(ALL, sum, 1, CHUNK / CODES);
+        if (quarter >= 1) sum += other;
+        other = __shfl_up_sync(ALL, sum, 2, CHUNK / CODES);
+        if (quarter >= 2) sum += other;
+        // Chunks of a round are less than 2^16 columns behind those of the round before.
+        if (!known) column += (codes.column - column) & 0xffff;
+        known = false;
+        if (exists) {
+            int at = least(most(column + int(sum - mine), -matrix.pad), matrix.columns);
+            scatter(row, entry, sink.address(at), sink);
+        }
+        codes = next;
+        code += STRIDE;
+    }
+    if (is_raw(matrix, row)) walk_raw(matrix, row, sink);
+}
+
+// ---------------------------------------------------------------- activations
+
+MOEPACK_DEVICE float value(const Activations& x, u64 at) {
+    if (x.type == Type::f32) return static_cast<const float*>(x.data)[at];
+    u16 bits = static_cast<const u16*>(x.data)[at];
+    return x.type == Type::bf16 ? bf16_value(bits) : half_value(bits);
+}
+
+// Four neighbouring values, where rows begin at multiples of four.
+MOEPACK_DEVICE void values(const Activations& x, u64 at, float (&out)[4]) {
+    if (x.type == Type::f32) {
+        float4 four = *reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at);
+        out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
+        return;
+    }
+    Pair four = *reinterpret_cast<const Pair*>(static_cast<const u16*>(x.data) + at);
+    u16 bits[4] = {u16(four.x), u16(four.x >> 16), u16(four.y), u16(four.y >> 16)};
+    for (int i = 0; i < 4; ++i) out[i] = x.type == Type::bf16 ? bf16_value(bits[i]) : half_value(bits[i]);
+}
+
+// The tokens of a tile, as a row of weights multiplies them.
+struct Tokens {
+    static constexpr int STEP = GLOBAL ? 1 : 4 * TOKENS;  // of a column
+    u32 origin;  // column 0 in shared memory
+    Activations x;
+    u64 start[TOKENS];  // the tokens' first values, where they stay in global memory
+    Levels levels;
+    float sum[TOKENS];
+
+    MOEPACK_DEVICE u32 address(int column) const {
+        return GLOBAL ? u32(column) : origin + column * STEP;
+    }
+    MOEPACK_DEVICE void add(u32 at, u32 kind) {
+        float factor = weight(kind, levels);
+        if constexpr (GLOBAL) {
+            if (at >= u32(x.columns)) return;
+            for (int i = 0; i < TOKENS; ++i) sum[i] = fmaf(factor, value(x, start[i] + at), sum[i]);
+        } else if constexpr (TOKENS == 1) {
+            sum[0] = fmaf(factor, *reinterpret_cast<const float*>(memory + at), sum[0]);
+        } else {
+            float4 four = *reinterpret_cast<const float4*>(memory + at);
+            sum[0] = fmaf(factor, four.x, sum[0]), sum[1] = fmaf(factor, four.y, sum[1]);
+            sum[2] = fmaf(factor, four.z, sum[2]), sum[3] = fmaf(factor, four.w, sum[3]);
+        }
+    }
+    // Adds up what the lanes of a group have.
+    MOEPACK_DEVICE void gather() {
+#pragma unroll
+        for (int distance = LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+            for (int i = 0; i < TOKENS; ++i) sum[i] += __shfl_xor_sync(ALL, sum[i], distance);
+    }
+};
+
+// What a launch multiplies: slot s is row s / shared of x.
+struct Launch {
+    Activations x;
+    const i64* index;  // of the slots' experts; null: expert 0
+    int slots;
+    int shared;        // slots that have the same activations
+};
+
+MOEPACK_DEVICE u32 row_of(const Launch& launch, const Routing& routing, const Tile& tile, int i) {
+    return routing.order[tile.start + i] / launch.shared;
+}
+
+// Copies a tile's activations to column 0 at `origin`, with pads on both sides; tokens that a tile lacks are zeros.
+MOEPACK_DEVICE void stage(const Launch& launch, const Routing& routing, const Tile& tile, u32 origin, int pad) {
+    float* to = reinterpret_cast<float*>(memory + origin);
+    int columns = launch.x.columns;
+    for (int i = threadIdx.x; i < pad * TOKENS; i += THREADS) to[i - pad * TOKENS] = to[columns * TOKENS + i] = 0;
+    bool aligned = columns % 4 == 0 && reinterpret_cast<u64>(launch.x.data) % 16 == 0;
+    for (int token = 0; token < TOKENS; ++token) {
+        u64 start = u64(token < tile.tokens ? row_of(launch, routing, tile, token) : 0) * columns;
+        bool exists = token < tile.tokens;
+        for (int i = threadIdx.x; aligned && i < columns / 4; i += THREADS) {
+            float four[4] = {};
+            if (exists) values(launch.x, start + 4 * i, four);
+            for (int k = 0; k < 4; ++k) to[(4 * i + k) * TOKENS + token] = four[k];
+        }
+        for (int i = threadIdx.x; !aligned && i < columns; i += THREADS)
+            to[i * TOKENS + token] = exists ? value(launch.x, start + i) : 0;
+    }
+}
+
+// Of a tile with the pad in front of it; neighbours share pads.
+MOEPACK_DEVICE u32 tile_bytes(const Matrix& matrix) {
+    return (matrix.pad + matrix.columns) * 4 * TOKENS + 15 & ~15u;
+}
+
+MOEPACK_DEVICE void copy_tables(const Matrix& matrix, u32 to) {
+    if (DICT16) return;
+    const Quad* from = reinterpret_cast<const Quad*>(matrix.table);
+    for (u32 i = threadIdx.x; i < matrix.dictionaries * TABLE_BYTES / 16; i += THREADS)
+        reinterpret_cast<Quad*>(memory + to)[i] = from[i];
+}
+
+MOEPACK_DEVICE Tokens tokens_of(const Launch& launch, const Routing& routing, const Tile& tile, u32 origin) {
+    Tokens tokens = {};
+    tokens.origin = origin;
+    if constexpr (GLOBAL) {
+        tokens.x = launch.x;
+        for (int i = 0; i < tile.tokens; ++i)
+            tokens.start[i] = u64(row_of(launch, routing, tile, i)) * launch.x.columns;
+    }
+    return tokens;
+}
+
+// ---------------------------------------------------------------- rows in turn
+
+// A row to be multiplied: of the gate (part 0) or the up projection (1), or of a tile's expert (its number).
+struct Task {
+    Row row;
+    int number, part;
+};
+
+// The rows of a group of lanes in the order of their multiplication, each in all its parts.
+struct Cursor {
+    int number, end, part, parts;
+
+    // The next row; of length 0 behind the last.
+    template <class Find>
+    MOEPACK_DEVICE Task take(Find find) {
+        Task task = {{0, 0, 0, 0}, number, part};
+        if (number < end) {
+            Quad bits = *reinterpret_cast<const Quad*>(find(part) + number);
+            task.row = {bits.x, bits.y, __uint_as_float(bits.z), __uint_as_float(bits.w)};
+        }
+        if (++part == parts) part = 0, number += GROUPS;
+        return task;
+    }
+};
+
+MOEPACK_DEVICE u32 first_code(const Row& row) {
+    return row.start / CHUNK * CHUNK + threadIdx.x % LANES * CODES;
+}
+
+// Takes a cursor's rows; while one is multiplied, the codes of the next and the place of that after it are fetched.
+// find(part): the first row of a part; matrix(part); use(task, codes).
+struct Pipeline {
+    Cursor cursor;
+    Task task, ahead;
+    Codes codes;
+
+    template <class Find, class Of>
+    MOEPACK_DEVICE void start(Cursor from, Find find, Of matrix) {
+        cursor = from;
+        task = cursor.take(find);
+        ahead = cursor.take(find);
+        codes = fetch(matrix(task.part), task.row, first_code(task.row));
+    }
+    template <class Find, class Of, class Use>
+    MOEPACK_DEVICE void run(Find find, Of matrix, Use use) {
+        while (__any_sync(ALL, task.number < cursor.end)) {
+            Task later = cursor.take(find);
+            Codes next = fetch(matrix(ahead.part), ahead.row, first_code(ahead.row));
+            use(task, codes);
+            task = ahead, ahead = later, codes = next;
+        }
+    }
+};
+
+MOEPACK_DEVICE bool leads() {
+    return threadIdx.x % LANES == 0;
+}
+
+MOEPACK_DEVICE int group() {
+    return threadIdx.x / LANES;
+}
+
+// ---------------------------------------------------------------- launches
+
+// Where the part of block `block` of some rows begins.
+MOEPACK_DEVICE u32 share(u32 rows, u32 block) {
+    return rows / gridDim.x * block + least(block, rows % gridDim.x);
+}
+
+// hidden[slot] = silu(gate x) * (up x).
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gated(const Matrix gate, const Matrix up, const Launch launch, float* hidden) {
+    __shared__ Routing routing;
+    __shared__ Matrix matrices[2];
+    if (threadIdx.x == 0) matrices[0] = gate, matrices[1] = up;
+    u32 second = gate.dictionaries * TABLE_BYTES;
+    u32 origin = second + up.dictionaries * TABLE_BYTES + gate.pad * 4 * TOKENS;
+    copy_tables(gate, 0);
+    copy_tables(up, second);
+    build_routing<TOKENS>(routing, launch.index, launch.slots, gate.experts);
+    u32 rows = routing.tiles * gate.rows, begin = share(rows, blockIdx.x), end = share(rows, blockIdx.x + 1);
+    auto of = [&](int part) -> const Matrix& { return matrices[part]; };
+    u32 staged = ~0u;
+    for (u32 at = begin; at < end;) {
+        int number = at / gate.rows, first = at % gate.rows, last = least<u32>(gate.rows, first + end - at);
+        const Tile tile = routing.tile[number];
+        auto find = [&](int part) { return matrices[part].row + u64(tile.expert) * gate.rows; };
+        Pipeline pipeline;
+        pipeline.start({first + group(), last, 0, 2}, find, of);
+        // With one token a tile, neighbouring tiles often have the same.
+        u32 token = TOKENS == 1 ? row_of(launch, routing, tile, 0) : u32(number);
+        if (!GLOBAL && token != staged) {
+            if (staged != ~0u) __syncthreads();
+            stage(launch, routing, tile, origin, gate.pad);
+            __syncthreads();
+            staged = token;
+        }
+        float gates[TOKENS];
+        pipeline.run(find, of, [&](const Task& task, const Codes& codes) {
+            Tokens tokens = tokens_of(launch, routing, tile, origin);
+            tokens.levels = levels(task.row.first, task.row.second);
+            walk(matrices[task.part], task.part ? second : 0, task.row, codes, tokens);
+            tokens.gather();
+#pragma unroll
+            for (int i = 0; i < TOKENS; ++i) {
+                if (task.part == 0) gates[i] = tokens.sum[i];
+                if (task.part == 1 && leads() && task.number < last && i < tile.tokens)
+                    hidden[u64(routing.order[tile.start + i]) * gate.rows + task.number] =
+                        gates[i] / (1 + __expf(-gates[i])) * tokens.sum[i];
+            }
+        });
+        at += last - first;
+    }
+}
+
+// out[slot / each] = the sum of weights[slot] * (down x[slot]), each slot having its own x; weights may be null.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    combine(const Matrix down, const Launch launch, const float* weights, int each, int staged, float* out) {
+    __shared__ Routing routing;
+    __shared__ Matrix matrix;
+    if (threadIdx.x == 0) matrix = down;
+    u32 size = tile_bytes(down), origin = down.dictionaries * TABLE_BYTES;
+    copy_tables(down, 0);
+    build_routing<TOKENS>(routing, launch.index, launch.slots, down.experts);
+    int first = share(down.rows, blockIdx.x), last = share(down.rows, blockIdx.x + 1);
+    int tokens_out = launch.slots / each;
+    float* totals = reinterpret_cast<float*>(memory + origin + (GLOBAL ? 0 : staged * size + down.pad * 4 * TOKENS));
+    for (int i = threadIdx.x; i < (last - first) * tokens_out; i += THREADS) totals[i] = 0;
+    auto of = [&](int) -> const Matrix& { return matrix; };
+    for (int base = 0; base < routing.tiles; base += staged) {
+        int count = least(staged, routing.tiles - base);
+        auto find = [&](int part) { return matrix.row + u64(routing.tile[base + part].expert) * matrix.rows; };
+        Pipeline pipeline;
+        pipeline.start({first + group(), last, 0, count}, find, of);
+        __syncthreads();
+        for (int i = 0; !GLOBAL && i < count; ++i)
+            stage(launch, routing, routing.tile[base + i], origin + i * size + down.pad * 4 * TOKENS, down.pad);
+        __syncthreads();
+        pipeline.run(find, of, [&](const Task& task, const Codes& codes) {
+            const Tile tile = routing.tile[base + task.part];
+            Tokens tokens = tokens_of(launch, routing, tile, origin + task.part * size + down.pad * 4 * TOKENS);
+            tokens.levels = levels(task.row.first, task.row.second);
+            walk(matrix, 0, task.row, codes, tokens);
+            tokens.gather();
+            if (leads() && task.number < last)
+#pragma unroll
+                for (int i = 0; i < TOKENS; ++i) {
+                    if (i >= tile.tokens) break;
+                    int slot = routing.order[tile.start + i];
+                    totals[slot / each * (last - first) + task.number - first] +=
+                        (weights ? weights[slot] : 1) * tokens.sum[i];
+                }
+        });
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < (last - first) * tokens_out; i += THREADS)
+        out[u64(i / (last - first)) * down.rows + first + i % (last - first)] = totals[i];
+}
+
+// A row's weights in bf16, written to zeros.
+struct Writer {
+    static constexpr int STEP = 1;
+    u16* out;
+    int columns;
+    u32 first, second;
+
+    MOEPACK_DEVICE u32 address(int column) const {
+        return column;
+    }
+    MOEPACK_DEVICE void add(u32 column, u32 kind) {
+        if (kind >> 30 != 0 && column < u32(columns)) out[column] = u16(kind >> 31 ? first : second);
+    }
+};
+
+// Writes the non-zero weights of `experts` experts from number `from` on; out is zeros before.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    dequantize(const Matrix matrix, int from, int experts, u16* out) {
+    copy_tables(matrix, 0);
+    __syncthreads();
+    i64 rows = i64(experts) * matrix.rows;
+    for (i64 base = i64(blockIdx.x) * GROUPS; base < rows; base += i64(gridDim.x) * GROUPS) {
+        i64 number = base + group();
+        Row row = {};
+        if (number < rows) row = matrix.row[i64(from) * matrix.rows + number];
+        Writer writer = {out + number * matrix.columns, matrix.columns, to_bf16x2(row.first, 0), to_bf16x2(row.second, 0)};
+        walk(matrix, 0, row, fetch(matrix, row, first_code(row)), writer);
+    }
+}
+
+// ---------------------------------------------------------------- tables, once a matrix
+
+// Where a tensor's sections lie.
+struct Tensor {
+    const u8* levels;
+    const u8* index;
+    const u64* starts;
+    int experts, rows, columns;
+    int level_type;  // 0 bf16, 1 f16, 2 f32
+    int symmetric;   // only the positive level of a row is stored
+    int wide;        // FSV8: index entries have 32 bits
+    u32 three_slots; // FSV8: a bit for each dictionary
+};
+
+MOEPACK_DEVICE float level(const Tensor& tensor, u64 at) {
+    if (tensor.level_type == 2) return reinterpret_cast<const float*>(tensor.levels)[at];
+    u16 bits = reinterpret_cast<const u16*>(tensor.levels)[at];
+    return tensor.level_type == 0 ? bf16_value(bits) : half_value(bits);
+}
+
+MOEPACK_DEVICE Row make_row(const Tensor& tensor, u64 number, u32 start, u32 length, bool swapped) {
+    float negative = tensor.symmetric ? -level(tensor, number) : level(tensor, 2 * number);
+    float positive = level(tensor, tensor.symmetric ? number : 2 * number + 1);
+    return {start, length, swapped ? positive : negative, swapped ? negative : positive};
+}
+
+// Makes the rows of groups of 64 (FSV8), or of all.
+extern "C" __global__ void find_rows(const Tensor tensor, Row* rows) {
+    i64 number = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+#if DICT16
+    if (number >= i64(tensor.experts) * tensor.rows) return;
+    i64 expert = number / tensor.rows;
+    const u32* index = reinterpret_cast<const u32*>(tensor.index);
+    u64 base = tensor.starts[expert], start = base + index[number];
+    u64 end = number + 1 < (expert + 1) * tensor.rows ? base + index[number + 1] : tensor.starts[expert + 1];
+    rows[number] = make_row(tensor, number, u32(start), u32(end - start), false);
+#else
+    constexpr int STORED = 64;
+    i64 groups = ceil_div(tensor.rows, STORED), expert = number / groups;
+    if (number >= tensor.experts * groups) return;
+    u32 start = u32(tensor.starts[number]);
+    int shift = tensor.wide ? 28 : 12;
+    for (int row = int(number % groups) * STORED, end = least(row + STORED, tensor.rows); row < end; ++row) {
+        i64 at = expert * tensor.rows + row;
+        u32 entry = tensor.wide ? reinterpret_cast<const u32*>(tensor.index)[at]
+                                : reinterpret_cast<const u16*>(tensor.index)[at];
+        u32 codes = entry & (1u << shift) - 1, field = entry >> shift, dictionary = field & 7;
+        u32 slots = tensor.three_slots >> dictionary & 1;
+        rows[at] = make_row(tensor, at, start, codes | dictionary << 28 | slots << 31, field >> 3);
+        start += codes;
+    }
+#endif
+}
+
+// Writes the column of every 32nd code that is not its row's first; a thread walks a row.
+extern "C" __global__ void find_columns(const Matrix matrix, u16* columns) {
+    i64 number = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (number >= i64(matrix.experts) * matrix.rows) return;
+    Row row = matrix.row[number];
+    if (is_raw(matrix, row)) return;
+    const u32* table = matrix.table + (DICT16 ? 0 : (row.length >> 28 & 7) * (TABLE_BYTES / 4));
+    u32 at = 0, previous = 0;
+    for (u32 code = row.start; code < row.start + length(row); ++code) {
+        if (code % CHUNK == 0) columns[code / CHUNK] = u16(at);
+        u32 next = DICT16 ? reinterpret_cast<const u16*>(matrix.payload)[code] : matrix.payload[code];
+        at += table[DICT16 ? next : next << 3 | previous >> 5] >> 16 & 255;
+        previous = next;
+    }
+}
