@@ -277,7 +277,7 @@ def unpack_int3(words: NDArray[np.uint32]) -> _Bytes:
 def ternary_table(dictionary: int | None = None) -> tuple[NDArray[np.uint32], int, bool]:
     """Return the decoding table of a ternary code: entries, class bits, and whether entries have three slots.
 
-    The entry of a code is that of index `code << bits | previous code >> (8 - bits)`, of dict16 that of the code itself:
+    The entry of a code is that of index `code << bits | previous code >> (8 - bits)`, of dict16 that of the code:
 
     - two slots: positions of non-zeros in bits 0-7 and 8-15, their symbols (1, 2; 0 unused) in bits 16-17 and 18-19;
     - three slots: positions in bits 0-4, 5-9 and 10-14, symbols in bits 16-17, 18-19 and 20-21;

@@ -82,10 +82,6 @@ class CalibrationError(MoepackError, ValueError):
     """The calibration text or the model's answer to it is unusable: empty, binary, out of the vocabulary, NaN."""
 
 
-class DeviceError(MoepackError):
-    """A GPU cannot do what was asked for: there is none, its driver or the GPU is too old, a kernel does not compile."""
-
-
 class DeviceMemoryError(MoepackError, MemoryError):
     """A device ran out of memory even with the smallest groups of work."""
 
@@ -100,6 +96,10 @@ class DiskError(MoepackError, OSError):
 
 class LoadError(MoepackError):
     """A packed directory is sound but cannot become the model that was asked for."""
+
+
+class DeviceError(LoadError):
+    """A GPU cannot do what was asked for: there is none, its driver or the GPU is too old, a kernel fails."""
 
 
 class SerializationError(MoepackError):

@@ -115,6 +115,8 @@ class DecoderForward(_Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's forward."""
+        if torch.compiler.is_compiling():
+            return self.original()(*args, **kwargs)
         output = None if args or not _is_free() else self._decode(self.module(), **kwargs)
         return self.original()(*args, **kwargs) if output is None else output
 
@@ -174,6 +176,9 @@ class HeadForward(_Forward):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """As the class's forward."""
+        if torch.compiler.is_compiling():
+            traced: torch.Tensor = self.original()(input)
+            return traced
         head = self.module()
         weight = head.weight
         if (

@@ -23,7 +23,7 @@ use crate::packed::Packed;
 /// Raises:
 ///     CorruptionError: header, offsets and size contradict the format. Codes are checked where they are used.
 ///     UnknownFormatError: no format begins with these bytes.
-#[pyclass(frozen, module = "moepack._core")]
+#[pyclass(frozen, weakref, module = "moepack._core")]
 pub struct PackedTensor {
     data: Py<PyArray1<u8>>,
     tensor: Box<dyn Tensor>,
