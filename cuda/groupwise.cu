@@ -56,7 +56,7 @@ struct Groupwise {
         return {quad / QUADS * Decoder::UNITS + place.step, place.lane, place.half};
     }
 
-    static MOEPACK_DEVICE void fetch(const Matrix& matrix, i64 block, int chunk, u32 to, int lane, u64 policy) {
+    static MOEPACK_DEVICE void fetch(const Matrix& matrix, i64 block, int chunk, Shared to, int lane, u64 policy) {
         const u8* data = matrix.data + block * matrix.block_bytes;
         i64 parameters = i64(chunk) * STAGE, codes = parameters + REGISTER;
         if constexpr (!WHOLE) {
@@ -66,7 +66,9 @@ struct Groupwise {
             parameters = i64(record) * RECORD + (GROUP == 0 ? 0 : in_record * UNIT / most(GROUP, 1) * GROUP_BYTES);
         }
 #pragma unroll
-        for (int piece = lane; piece < STAGE / 16; piece += WARP) {
+        for (int i = 0; i < ceil_div(STAGE / 16, WARP); ++i) {
+            int piece = i * WARP + lane;
+            if (piece >= STAGE / 16) break;
             i64 from = piece < REGISTER / 16 ? parameters + piece * 16 : codes + piece * 16 - REGISTER;
             bool exists = from < matrix.block_bytes;
             copy_async(to + piece * 16, data + (exists ? from : 0), exists ? 16 : 0, policy);
@@ -88,7 +90,7 @@ struct Groupwise {
     static MOEPACK_DEVICE float2 parameters(const u8* at) {
         u32 pair = *reinterpret_cast<const u32*>(at);
         if (HALVES) return {half_value(u16(pair)), half_value(u16(pair >> 16))};
-        return {bf16_value(u16(pair)), __uint_as_float(pair & 0xffff0000)};
+        return {bf16_value(u16(pair)), bf16_value(u16(pair >> 16))};
     }
 
     // out += what a group's sums of codes times activations give; `sum` is zero again.
@@ -154,15 +156,18 @@ struct Groupwise {
     }
 };
 
+#if defined(__CUDACC__)
 template <Mode MODE>
 MOEPACK_DEVICE void run_layer(const Problem& problem, const Groupwise::Matrix& first, const Groupwise::Matrix& second) {
     __shared__ Routing routing;
     build_routing<TOKENS>(routing, problem.index, problem.tokens * problem.top_k, problem.experts);
     Layer<Groupwise, MODE, TOKENS>(problem, routing, first, second).run();
 }
+#endif
 
 }  // namespace moepack
 
+#if defined(__CUDACC__)
 using namespace moepack;
 
 #define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -182,3 +187,4 @@ LAUNCH multiply(Problem problem, Groupwise::Matrix matrix) {
 LAUNCH combine(Problem problem, Groupwise::Matrix matrix) {
     run_layer<Mode::combine>(problem, matrix, matrix);
 }
+#endif

@@ -87,8 +87,8 @@ struct Schedule {
         int chunks = problem.chunks();
         if (MODE == Mode::combine) {
             int split = number % problem.splits;
-            i64 total = i64(routing.tiles) * chunks;
-            return {int(total * split / problem.splits), int(total * (split + 1) / problem.splits), number / problem.splits};
+            u32 total = u32(routing.tiles * chunks), splits = problem.splits;
+            return {int(total * split / splits), int(total * (split + 1) / splits), number / problem.splits};
         }
         int tile = number / row_tiles();
         return {tile * chunks, (tile + 1) * chunks, number % row_tiles()};

@@ -1,11 +1,7 @@
-// Single instructions as functions. Those that decode also exist for a host compiler, bit for bit.
+// Single instructions as functions. Those that decode also exist for a host compiler, bit for bit; a host that checks a
+// product of a warp defines `multiply_add` and `copy_async` itself.
 #pragma once
 #include "common/types.cuh"
-
-#if !defined(__CUDACC__)
-#include <cmath>
-#include <cstring>
-#endif
 
 namespace moepack {
 
@@ -34,18 +30,28 @@ MOEPACK_BOTH u32 permute(u32 a, u32 b, u32 selector) {
 
 #if !defined(__CUDA_ARCH__)
 inline float half_value(u16 bits) {
-    int exponent = bits >> 10 & 31;
+    int exponent = (bits >> 10) & 31;
     float mantissa = float(bits & 1023);
     float magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
     return bits >> 15 ? -magnitude : magnitude;
 }
 
+inline float bf16_value(u16 bits) {
+    u32 word = u32(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+}
+
 // The bits of a value that is a finite f16 exactly, as decoded weights are.
 inline u16 half_bits(float value) {
-    for (u32 bits = 0; bits < 0x7c00; ++bits)
-        if (half_value(u16(bits)) == std::fabs(value)) return u16(bits | (value < 0 ? 0x8000 : 0));
-    return 0x7e00;
+    u32 low = 0, high = 0x7c00;
+    while (high - low > 1) (half_value(u16((low + high) / 2)) <= std::fabs(value) ? low : high) = (low + high) / 2;
+    return half_value(u16(low)) == std::fabs(value) ? u16(low | (value < 0 ? 0x8000 : 0)) : 0x7e00;
 }
+
+void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+void copy_async(Shared to, const void* from, int bytes, u64 policy);
 #endif
 
 // The f16 bits of an integer from -2048 to 2048, in both halves of a word.
@@ -125,8 +131,8 @@ MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-MOEPACK_DEVICE u32 shared_address(const void* pointer) {
-    return u32(__cvta_generic_to_shared(pointer));
+MOEPACK_DEVICE Shared shared_address(const void* pointer) {
+    return Shared(__cvta_generic_to_shared(pointer));
 }
 
 MOEPACK_DEVICE Quad load_quad(const void* from) {
@@ -143,7 +149,7 @@ MOEPACK_DEVICE u64 read_once() {
 }
 
 // Starts to copy `bytes` (0 to 16) to shared memory and zeros up to 16.
-MOEPACK_DEVICE void copy_async(u32 to, const void* from, int bytes, u64 policy) {
+MOEPACK_DEVICE void copy_async(Shared to, const void* from, int bytes, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
                  "l"(policy)
                  : "memory");

@@ -6,8 +6,13 @@
 #define MOEPACK_BOTH __host__ __device__ __forceinline__
 #define MOEPACK_DEVICE __device__ __forceinline__
 #else
+#include <cmath>
+#include <cstring>
 #define MOEPACK_BOTH inline
 #define MOEPACK_DEVICE inline
+struct float2 {
+    float x, y;
+};
 #endif
 
 namespace moepack {
@@ -17,6 +22,13 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+
+// A place in shared memory, as instructions take it.
+#if defined(__CUDACC__)
+using Shared = u32;
+#else
+using Shared = u8*;
+#endif
 
 constexpr int WARP = 32;
 // Slots (pairs of a token and one of its experts) that a launch takes: what a block's shared memory lists.
