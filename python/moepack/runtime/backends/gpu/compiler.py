@@ -55,16 +55,15 @@ def architecture(capability: tuple[int, int]) -> str:
 
 @cache
 def sources() -> Path:
-    """Return the folder of the CUDA sources: in an installed package beside its modules, else in the repository.
+    """Return the folder of the CUDA sources, which the package has; in the repository it is a link to `cuda`.
 
     Raises:
-        DeviceError: there is none.
+        DeviceError: it is missing.
     """
-    package = Path(moepack.__file__).parent
-    for folder in (package / "cuda", package.parents[1] / "cuda"):
-        if (folder / "common").is_dir():
-            return folder
-    raise DeviceError("the CUDA sources are missing from this installation", file=package / "cuda")
+    folder = Path(moepack.__file__).parent / "cuda"
+    if not (folder / "common").is_dir():
+        raise DeviceError("the CUDA sources are missing from this installation", file=folder)
+    return folder
 
 
 def compile_source(source: str, arch: str, options: Sequence[str] = ()) -> Cubin:

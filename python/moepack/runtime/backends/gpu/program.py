@@ -46,10 +46,14 @@ class Program:
         """Compile and load for the current device, which launches do where it was not done before.
 
         Raises:
-            DeviceError: the source does not compile, or the driver cannot load it.
+            DeviceError: the source does not compile, the driver cannot load it, or the stream is being captured.
         """
         device = torch.cuda.current_device()
         if device not in self._modules:
+            if torch.cuda.is_current_stream_capturing():
+                raise DeviceError(
+                    f"{self.source} is not loaded yet: run the model once before a CUDA graph is captured"
+                )
             cubin = self.cubin(_architecture(device))
             self._modules[device] = _loaded(cubin)
 
