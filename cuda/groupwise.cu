@@ -157,6 +157,34 @@ struct Groupwise {
 };
 
 #if defined(__CUDACC__)
+// Code i of quad q of a unit.
+MOEPACK_DEVICE u32 code_of(const u32 (&word)[BITS], int q, int i) {
+    if (BITS == 3 && q >= 6)
+        return (word[q - 6] >> (8 * i + 6) & 3) | (word[BITS - 1] >> (8 * i + q) & 1) << 2;
+    constexpr int PER = BITS == 3 ? 2 : 8 / BITS;
+    return word[q / PER] >> (8 * i + q % PER * BITS) & ((1u << BITS) - 1);
+}
+
+// Writes the 32 values of a unit of a row; the first of `columns` is `column`.
+MOEPACK_DEVICE void dequantize_unit(const u8* block, int row, int column, int columns, u16* out) {
+    using G = Groupwise;
+    int unit = column / G::UNIT, record = G::RECORD_UNITS ? unit / most(G::RECORD_UNITS, 1) : 0;
+    const u8* codes = block + i64(record) * G::RECORD + G::PARAMETERS + i64(unit - record * G::RECORD_UNITS) * G::UNIT_BYTES;
+    u32 word[BITS];
+#pragma unroll
+    for (int i = 0; i < BITS; ++i) word[i] = reinterpret_cast<const u32*>(codes + i * G::REGISTER)[row];
+#pragma unroll
+    for (int i = 0; i < G::UNIT; ++i) {
+        if (column + i >= columns) break;
+        int group = GROUP ? (column + i) / most(GROUP, 1) : 0;
+        const u8* at = block + i64(group / G::RECORD_GROUPS) * G::RECORD + group % G::RECORD_GROUPS * G::GROUP_BYTES;
+        u16 scale = reinterpret_cast<const u16*>(at)[row], offset = reinterpret_cast<const u16*>(at + 32)[row];
+        float value = (HALVES ? half_value(scale) : bf16_value(scale)) * (int(code_of(word, i / 4, i % 4)) - G::MIDDLE);
+        if (!SYMMETRIC) value += HALVES ? half_value(offset) : bf16_value(offset);
+        out[i] = u16(to_bf16x2(value, 0));
+    }
+}
+
 template <Mode MODE>
 MOEPACK_DEVICE void run_layer(const Problem& problem, const Groupwise::Matrix& first, const Groupwise::Matrix& second) {
     __shared__ Routing routing;
@@ -186,5 +214,20 @@ LAUNCH multiply(Problem problem, Groupwise::Matrix matrix) {
 
 LAUNCH combine(Problem problem, Groupwise::Matrix matrix) {
     run_layer<Mode::combine>(problem, matrix, matrix);
+}
+
+// Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32 columns.
+extern "C" __global__ void __launch_bounds__(256, 4)
+dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int columns, u16* out) {
+    int units = ceil_div(columns, Groupwise::UNIT), per_expert = ceil_div(rows, BLOCK_ROWS);
+    i64 items = blocks * units * BLOCK_ROWS;
+    for (i64 item = i64(blockIdx.x) * blockDim.x + threadIdx.x; item < items; item += i64(gridDim.x) * blockDim.x) {
+        int row = item % BLOCK_ROWS, unit = item / BLOCK_ROWS % units;
+        i64 block = item / BLOCK_ROWS / units;
+        int in_expert = block % per_expert * BLOCK_ROWS + row;
+        if (in_expert >= rows) continue;
+        u16* to = out + (block / per_expert * rows + in_expert) * columns + unit * Groupwise::UNIT;
+        dequantize_unit(matrix.data + (first + block) * matrix.block_bytes, row, unit * Groupwise::UNIT, columns, to);
+    }
 }
 #endif

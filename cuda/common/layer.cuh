@@ -50,7 +50,6 @@ struct Problem {
     int rows, columns;     // of each matrix
     int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
     int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
-    int capacity;          // cells that fit
 
     MOEPACK_DEVICE int chunks() const {
         return ceil_div(columns, CHUNK);
@@ -74,6 +73,7 @@ template <Mode MODE>
 struct Schedule {
     const Problem& problem;
     const Routing& routing;
+    int capacity;  // cells that fit
 
     MOEPACK_DEVICE int row_tiles() const {
         return ceil_div(problem.blocks(), problem.row_blocks);
@@ -97,12 +97,12 @@ struct Schedule {
     // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.
     MOEPACK_DEVICE int round_end(int first, int last) const {
         int chunks = problem.chunks(), tile = first / chunks, rest = least(chunks - first % chunks, last - first);
-        int tokens = routing.tile[tile].tokens, fit = problem.capacity / tokens;
+        int tokens = routing.tile[tile].tokens, fit = capacity / tokens;
         if (rest < chunks || fit < chunks) return first + least(rest, fit);
         int end = first + chunks, used = tokens * chunks;
         while (end + chunks <= last) {
             used += routing.tile[++tile].tokens * chunks;
-            if (used > problem.capacity) break;
+            if (used > capacity) break;
             end += chunks;
         }
         return end;
@@ -162,12 +162,13 @@ struct Layer {
     static constexpr int MATRICES = MODE == Mode::gated ? 2 : 1;
     static constexpr int RING = Format::DEPTH * Format::STAGE;
     static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
+    static constexpr int SLACK = 4 * Format::NOTES * MOST_TOKENS;  // notes of tokens that do not exist, read and not used
 
     const Problem& problem;
     const Routing& routing;
     Matrix matrix;  // this warp's
+    int lane, columns;  // of `sums`
     Schedule<MODE> schedule;
-    int lane, columns;
     Cursor<MODE> ahead, here;  // what is copied, what is multiplied
     u32 into = 0, from = 0;    // places in the ring
     u64 policy;
@@ -180,13 +181,16 @@ struct Layer {
     MOEPACK_DEVICE Layer(const Problem& problem, const Routing& routing, const Matrix& first, const Matrix& second)
         : problem(problem), routing(routing),
           matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first),
-          schedule{problem, routing},
           lane(threadIdx.x % WARP), columns(MODE == Mode::combine ? problem.tokens : least(problem.tokens, MOST_TOKENS)),
-          ahead(cursor()), here(cursor()), policy(read_once()), constants(threadIdx.x % WARP) {
+          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / CELL}, ahead(cursor()), here(cursor()), policy(read_once()), constants(threadIdx.x % WARP) {
         int warp = threadIdx.x / WARP;
         ring = shared_memory + warp * RING;
         sums = reinterpret_cast<float*>(shared_memory + WARPS * RING);
-        cells = shared_memory + WARPS * (RING + columns * BLOCK_ROWS * 4);
+        cells = shared_memory + cells_at();
+    }
+
+    MOEPACK_DEVICE int cells_at() const {
+        return WARPS * (RING + columns * BLOCK_ROWS * 4);
     }
 
     MOEPACK_DEVICE Cursor<MODE> cursor() const {

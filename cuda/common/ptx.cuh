@@ -135,6 +135,13 @@ MOEPACK_DEVICE Shared shared_address(const void* pointer) {
     return Shared(__cvta_generic_to_shared(pointer));
 }
 
+// Bytes of dynamic shared memory of the launch.
+MOEPACK_DEVICE u32 shared_size() {
+    u32 size;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(size));
+    return size;
+}
+
 MOEPACK_DEVICE Quad load_quad(const void* from) {
     Quad q;
     asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(from));
