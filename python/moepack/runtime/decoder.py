@@ -144,9 +144,10 @@ class DecoderForward(_Forward):
         past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        cache_position: torch.Tensor | None = None,
         **others: Any,
     ) -> MoeModelOutputWithPast | None:
-        """A decoding step; None where this is none that the core knows."""
+        """A decoding step; None where this is none that is known. Older transformers repeat the position."""
         if model.training or type(past_key_values) is not DynamicCache or past_key_values.offloading:
             return None
         if not _is_plain(model.config, use_cache, others) or (input_ids is None) == (inputs_embeds is None):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import moepack
 from moepack.errors import DeviceError
 
-__all__ = ["VARIABLE", "Cubin", "architecture", "compile_source", "sources"]
+__all__ = ["VARIABLE", "Cubin", "architecture", "compile_source", "require_compiler", "sources"]
 
 VARIABLE = "MOEPACK_CACHE"
 """The environment variable that names the folder for compiled kernels."""
@@ -87,6 +87,15 @@ def compile_source(source: str, arch: str, options: Sequence[str] = ()) -> Cubin
         _write(notes, log.encode())
         _write(kept, code)
     return Cubin(kept, notes.read_text(encoding="utf-8"))
+
+
+def require_compiler() -> None:
+    """Make sure that sources can be compiled.
+
+    Raises:
+        DeviceError: NVRTC, the CUDA headers or the sources are missing.
+    """
+    _nvrtc(), _includes()
 
 
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
