@@ -2,10 +2,11 @@
 
 A family is a module beside this one with `SPECIFICATIONS`, a name and a function for each kind of tensor:
 `make(experts, rows, columns, seed)` gives the bytes, with values of about
-`columns ** -0.5`, so that products are about one.
+`columns ** -0.5`, so that products are about one. A family whose products round activations has `ERROR`, the bound of
+their relative errors, and, where a tensor says how, `seen(details, x)`, what is left of activations.
 """
 
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from moepack import _core
+from moepack.runtime.backends.gpu.families import FAMILIES as MODULES
 from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 
 FAMILIES = ("groupwise", "ternary", "codebook")
 
-Make = Callable[[int, int, int, int], NDArray[np.uint8]]
+Make = partial[NDArray[np.uint8]]
 
 
 def specifications(families: list[str]) -> dict[str, Make]:
@@ -44,11 +46,20 @@ def on_device(data: NDArray[np.uint8]) -> DeviceMatrix:
     return matrix
 
 
+def seen(matrix: DeviceMatrix, x: torch.Tensor) -> torch.Tensor:
+    """What the products of a matrix see of activations [N, C], float64."""
+    rounded = getattr(import_module(MODULES[matrix.kind]), "seen", None)
+    return rounded(matrix.details, x) if rounded else x.double()
+
+
 def copies(matrix: DeviceMatrix, count: int) -> list[DeviceMatrix]:
     """A packed tensor and copies of it, so that none is in the cache when its turn comes."""
     fields = matrix.shape, matrix.kind, matrix.format, matrix.details, matrix.sections
-    more = [DeviceMatrix(matrix.data.clone(), *fields, tables=matrix.tables) for _ in range(count - 1)]
-    return [matrix, *more]
+    found = [matrix]
+    for _ in range(count - 1):
+        tables = {name: table.clone() for name, table in matrix.tables.items()}
+        found.append(DeviceMatrix(matrix.data.clone(), *fields, tables=tables))
+    return found
 
 
 def routing(tokens: int, top_k: int, experts: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
