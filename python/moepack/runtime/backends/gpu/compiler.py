@@ -8,6 +8,7 @@ architecture and NVRTC's version. So a change anywhere compiles anew, and what w
 import hashlib
 import os
 import re
+import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -108,7 +109,7 @@ def _compile(path: Path, options: Sequence[str]) -> tuple[bytes, str]:
     program = nvrtc.createProgram(text, path.name, (), ())
     try:
         nvrtc.compileProgram(program, (*options, *(f"-I{folder}" for folder in _includes())))
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        return _whole(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         found = re.search(r"^.*error.*$", log, re.MULTILINE)
@@ -116,6 +117,14 @@ def _compile(path: Path, options: Sequence[str]) -> tuple[bytes, str]:
         raise DeviceError(f"does not compile for {options[0].removeprefix('-arch=')}: {reason}", file=path) from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _whole(code: bytes) -> bytes:
+    """Machine code up to its last byte, a zero that CuPy 14.2 takes for the end of a string and cuts off.
+
+    The last part of the file are its program headers (ELF: their offset at 32, size and number at 54)."""
+    offset, size, count = *struct.unpack_from("<Q", code, 32), *struct.unpack_from("<HH", code, 54)
+    return code.ljust(offset + size * count, b"\0")
 
 
 @cache
