@@ -5,8 +5,7 @@ format: two launches a layer, from the router's tensors on the device, without w
 layers that the kernels do not know (another activation than SiLU, no gate), go through `prompt`: weights are decoded to
 bfloat16 a few experts at a time.
 
-Activations are bfloat16 or float16; float32 becomes bfloat16. Compute modes mean nothing here: the arithmetic of each
-format is said in its source in the folder `cuda`.
+Compute modes mean nothing here: how each format rounds activations is said in its source in the folder `cuda`.
 """
 
 from collections.abc import Sequence
@@ -141,14 +140,14 @@ def _prepared(data: Tensor, opened: OpenTensor) -> DeviceMatrix:
 
 
 def _activations(x: Tensor) -> Tensor:
-    """Activations as kernels take them: contiguous, at a multiple of 16, bfloat16 or float16.
+    """Activations as kernels take them: contiguous, at a multiple of 16.
 
     Raises:
         ValueError: they are no floats of one of three dtypes, or have not two axes.
     """
     if x.dtype not in _DTYPES or x.ndim != 2:
         raise ValueError(f"activations must be [tokens, columns] float32, bfloat16 or float16, got {x.dtype} {x.shape}")
-    x = (x.to(torch.bfloat16) if x.dtype == torch.float32 else x).contiguous()
+    x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 

@@ -59,7 +59,7 @@ class Kernels(Protocol):
         ...
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
-        """Multiply x [N, C], bfloat16 or float16, by the only expert, into out [N, R] float32."""
+        """Multiply x [N, C], bfloat16, float16 or float32, by the only expert, into out [N, R] float32."""
         ...
 
     def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
@@ -68,7 +68,7 @@ class Kernels(Protocol):
         Args:
             gate: [E, I, C].
             up: of the same family and shape; maybe with another specification.
-            x: [T, C], bfloat16 or float16.
+            x: [T, C], bfloat16, float16 or float32.
             index: [T, k] int64; a number that is no expert's is skipped.
             hidden: [T * k, I] float32; rows of skipped experts stay as they are.
         """

@@ -21,7 +21,7 @@ DECODED_BYTES = 512 << 20
 
 
 def linear(matrix: DeviceMatrix, x: Tensor) -> Tensor:
-    """Multiply x [N, C], bfloat16 or float16, to [N, R] float32."""
+    """Multiply x [N, C] to [N, R] float32."""
     return (x.to(torch.bfloat16) @ _decoded(matrix, 0, 1)[0].T).float()
 
 
@@ -87,7 +87,7 @@ def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
     """Each expert's rows of x by its weights, bfloat16."""
     weights = _decoded(matrix, run.first, len(run.ends))
     _, rows, columns = weights.shape
-    if rows % 8 == 0 and columns % 8 == 0 and torch.cuda.get_device_capability(x.device) >= (9, 0):
+    if x.is_cuda and rows % 8 == 0 and columns % 8 == 0 and torch.cuda.get_device_capability(x.device) >= (9, 0):
         ends = torch.tensor(run.ends, dtype=torch.int32, device=x.device)
         product: Tensor = torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
         return product
