@@ -47,7 +47,9 @@ struct Groupwise {
     struct Lane {
         int lane;
         Decoder decoder;
-        MOEPACK_DEVICE explicit Lane(int lane) : lane(lane), decoder(lane, MIDDLE) {}
+        MOEPACK_DEVICE explicit Lane(int lane) : lane(lane), decoder(lane, MIDDLE) {
+            decoder.hold();
+        }
     };
 
     static MOEPACK_DEVICE constexpr Place place(int quad) {
@@ -56,24 +58,41 @@ struct Groupwise {
         return {quad / QUADS * Decoder::UNITS + place.step, place.lane, place.half};
     }
 
-    static MOEPACK_DEVICE void fetch(const Matrix& matrix, i64 block, int chunk, Shared to, int lane, u64 policy) {
-        const u8* data = matrix.data + block * matrix.block_bytes;
-        i64 parameters = i64(chunk) * STAGE, codes = parameters + REGISTER;
-        if constexpr (!WHOLE) {
+    // Chunks of a block of rows from one on.
+    struct Source {
+        const u8* data;  // WHOLE: this lane's piece of the next chunk; otherwise the block
+        int left;        // bytes of the block from there on
+        int chunk, lane;
+
+        MOEPACK_DEVICE Source() {}
+
+        MOEPACK_DEVICE Source(const Matrix& matrix, i64 block, int chunk, int lane) : chunk(chunk), lane(lane) {
+            i64 at = WHOLE ? i64(chunk) * STAGE + lane * 16 : 0;
+            data = matrix.data + block * matrix.block_bytes + at;
+            left = int(matrix.block_bytes - at);
+        }
+
+        // The distance of a piece of the next chunk from `data`.
+        MOEPACK_DEVICE int distance(int piece) const {
+            if (WHOLE) return piece * (WARP * 16);
             int unit = chunk * UNITS, record = GROUP == 0 ? 0 : unit / most(RECORD_UNITS, 1);
-            int in_record = unit - record * RECORD_UNITS;
-            codes = i64(record) * RECORD + PARAMETERS + i64(in_record) * UNIT_BYTES;
-            parameters = i64(record) * RECORD + (GROUP == 0 ? 0 : in_record * UNIT / most(GROUP, 1) * GROUP_BYTES);
+            int in_record = unit - record * RECORD_UNITS, at = piece * WARP + lane;
+            int group = GROUP == 0 ? 0 : in_record * UNIT / most(GROUP, 1);
+            if (at < REGISTER / 16) return record * RECORD + group * GROUP_BYTES + at * 16;
+            return record * RECORD + PARAMETERS + in_record * UNIT_BYTES + at * 16 - REGISTER;
         }
+
+        MOEPACK_DEVICE void fetch(Shared to, u64 policy) {
 #pragma unroll
-        for (int i = 0; i < ceil_div(STAGE / 16, WARP); ++i) {
-            int piece = i * WARP + lane;
-            if (piece >= STAGE / 16) break;
-            i64 from = piece < REGISTER / 16 ? parameters + piece * 16 : codes + piece * 16 - REGISTER;
-            bool exists = from < matrix.block_bytes;
-            copy_async(to + piece * 16, data + (exists ? from : 0), exists ? 16 : 0, policy);
+            for (int i = 0; i < ceil_div(STAGE / 16, WARP); ++i) {
+                if (i * WARP + lane >= STAGE / 16) break;
+                int from = distance(i);
+                copy_async(to + (i * WARP + lane) * 16, data + from, from < left ? 16 : 0, policy);
+            }
+            if (WHOLE) data += STAGE, left -= STAGE;
+            ++chunk;
         }
-    }
+    };
 
     // Where in a stage a unit's registers, and a group's parameters, are.
     static MOEPACK_DEVICE constexpr int unit_at(int unit) {
@@ -191,6 +210,13 @@ MOEPACK_DEVICE void run_layer(const Problem& problem, const Groupwise::Matrix& f
     build_routing<TOKENS>(routing, problem.index, problem.tokens * problem.top_k, problem.experts);
     Layer<Groupwise, MODE, TOKENS>(problem, routing, first, second).run();
 }
+
+template <Mode MODE>
+MOEPACK_DEVICE void lay_out_layer(const Problem& problem) {
+    __shared__ Routing routing;
+    build_routing<TOKENS>(routing, problem.index, problem.tokens * problem.top_k, problem.experts);
+    lay_out<Groupwise, MODE>(problem, routing);
+}
 #endif
 
 }  // namespace moepack
@@ -199,6 +225,15 @@ MOEPACK_DEVICE void run_layer(const Problem& problem, const Groupwise::Matrix& f
 using namespace moepack;
 
 #define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+
+// Makes the cells of the slots of a layer's first and second launch.
+LAUNCH lay_out_tokens(Problem problem) {
+    lay_out_layer<Mode::project>(problem);
+}
+
+LAUNCH lay_out_hidden(Problem problem) {
+    lay_out_layer<Mode::combine>(problem);
+}
 
 LAUNCH gated(Problem problem, Groupwise::Matrix gate, Groupwise::Matrix up) {
     run_layer<Mode::gated>(problem, gate, up);

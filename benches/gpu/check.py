@@ -135,7 +135,7 @@ def check_specification(make: Make, seed: int) -> dict[str, float]:
             index, weights = routing(tokens, min(3, experts), experts, generator)
             if tokens % 3 == 0:
                 index[0, 0], index[-1, -1] = experts, -1
-                index[1] = index[1, 0]
+                index[1] = int(index[1, 0])
             hidden, combined = check_layer(case, index, weights, dtype)
             note("gated", hidden)
             note("combine", combined)

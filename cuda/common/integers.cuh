@@ -33,6 +33,10 @@ struct Field {
         return half2_fma(and_or(word, mask, EXPONENT), factor, addend);
     }
 
+    MOEPACK_BOTH void hold() {
+        moepack::hold(mask), moepack::hold(factor), moepack::hold(addend);
+    }
+
     // The same for position 0, where the factor is one.
     MOEPACK_BOTH u32 lowest(u32 word) const {
         return half2_add(and_or(word, mask, EXPONENT), addend);
@@ -54,6 +58,10 @@ struct Codes<2, WIDE> {
     Field field;
 
     MOEPACK_BOTH constexpr Codes(int lane, int middle) : field(lane % 4 * 2, 2, middle) {}
+
+    MOEPACK_BOTH void hold() {
+        field.hold();
+    }
 
     MOEPACK_BOTH static constexpr int word(int, int i) {
         return i;
@@ -79,6 +87,10 @@ struct Codes<3, false> {
           high(6 + lane % 2, lane % 4 < 2 ? 0 : 1, 0) {
         high.factor = half2_fraction(4 + lane % 2);
         high.addend = half2_integer(-(1024 >> (4 + lane % 2)));
+    }
+
+    MOEPACK_BOTH void hold() {
+        first.hold(), second.hold(), high.hold();
     }
 
     MOEPACK_BOTH static constexpr int word(int lane, int i) {
@@ -112,6 +124,10 @@ struct Codes<3, true> {
         low.addend = half2_integer(-16 - middle - (1024 >> (4 + lane % 2)));
     }
 
+    MOEPACK_BOTH void hold() {
+        third.hold(), moepack::hold(low.addend), moepack::hold(high.mask), moepack::hold(high.factor);
+    }
+
     MOEPACK_BOTH static constexpr int word(int lane, int i) {
         return lane % 4 / 2 * 3 + (i == 0 ? lane % 2 : 2);
     }
@@ -143,6 +159,10 @@ struct Codes<4, false> {
 
     MOEPACK_BOTH constexpr Codes(int lane, int middle) : field(lane % 2 * 4, 4, middle) {}
 
+    MOEPACK_BOTH void hold() {
+        field.hold();
+    }
+
     MOEPACK_BOTH static constexpr int word(int lane, int i) {
         return 2 * i + lane % 4 / 2;
     }
@@ -163,6 +183,8 @@ struct Codes<4, true> {
     Field low, high;
 
     MOEPACK_BOTH constexpr Codes(int, int middle) : low(0, 4, middle), high(4, 4, middle) {}
+
+    MOEPACK_BOTH void hold() {}
 
     MOEPACK_BOTH static constexpr int word(int lane, int) {
         return lane % 4;
@@ -187,6 +209,8 @@ struct Codes<8, WIDE> {
     u32 addend;
 
     MOEPACK_BOTH constexpr Codes(int, int middle) : addend(half2_integer(-1024 - middle)) {}
+
+    MOEPACK_BOTH void hold() {}
 
     MOEPACK_BOTH static constexpr int word(int lane, int i) {
         return 4 * i + lane % 4;

@@ -18,8 +18,9 @@
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
 //     Lane(lane)                 constants of a lane
-//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, counted through all experts
-//     multiply<N>(lane, stage, cells, tokens, sum)                  sum[i] += chunk x cells of tokens 8 i to 8 i + 7
+//     Source(matrix, block, chunk, lane)   where the chunks of a block of rows, counted through all experts, lie from one on
+//     Source::fetch(to, policy)  starts to copy a chunk to shared memory, and goes on to the next
+//     multiply<N>(lane, stage, cells, tokens, sum)   sum[i] += chunk x cells of tokens 8 i to 8 i + 7
 // where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1: {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t),
 // (2g + 1, 2t + 1)} for lane 4 g + t.
 #pragma once
@@ -46,6 +47,7 @@ struct Problem {
     const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
     const float* weights;  // [tokens * top_k], or null: 1
     float* out;            // [slots, rows]; combine: [splits, tokens, rows]
+    u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
     int tokens, top_k, experts;
     int rows, columns;     // of each matrix
     int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
@@ -132,12 +134,15 @@ struct Cursor {
     MOEPACK_DEVICE void enter(int first, int last) {
         at = first + (last - first) * part / parts;
         end = block() < schedule.problem.blocks() ? first + (last - first) * (part + 1) / parts : at;
-        tile = at / schedule.problem.chunks(), chunk = at % schedule.problem.chunks();
     }
 
-    MOEPACK_DEVICE void advance() {
-        ++at;
-        if (++chunk == schedule.problem.chunks()) chunk = 0, ++tile;
+    // Takes the chunks of one tile off the share: from `chunk` of `tile` on, as many as it returns.
+    MOEPACK_DEVICE int run() {
+        int chunks = schedule.problem.chunks();
+        tile = at / chunks, chunk = at % chunks;
+        int count = least(end - at, chunks - chunk);
+        at += count;
+        return count;
     }
 
     // Finds the next share where this one is at its end; false behind the last.
@@ -156,6 +161,49 @@ struct Cursor {
     }
 };
 
+// Makes cells of activations: of the places from `start` on in the routing, `width` chunks from `chunk` on.
+template <class Format, Mode MODE>
+struct Staging {
+    static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
+    static constexpr int BATCH = 4;  // cells whose values are loaded before the first is written
+
+    const Problem& problem;
+    const Routing& routing;
+    int start, chunk, width;
+
+    MOEPACK_DEVICE void load(int item, u32 (&word)[8]) const {
+        int slot = routing.order[start + item / width], row = MODE == Mode::combine ? slot : slot / problem.top_k;
+        load_eight(problem.x, row, (chunk + item % width) * CHUNK + threadIdx.x % 16 * 8, word);
+    }
+
+    // Writes items (place, chunk) first, first + step and so on; sixteen lanes call it for one item.
+    MOEPACK_DEVICE void write(u8* cells, int first, int step, int items) const {
+        for (int base = first - first % 2; base < items; base += BATCH * step) {
+            u32 word[BATCH][8];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) load(least(base + first % 2 + i * step, items - 1), word[i]);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                int item = base + first % 2 + i * step, at = least(item, items - 1), place = start + at / width;
+                const Tile& tile = routing.tile[routing.at[place]];
+                u8* to = cells + i64((tile.start - start) * width + tile.tokens * (at % width)) * CELL;
+                int slot = routing.order[place];
+                float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+                to_floats(problem.x.type, word[i], value);
+                write_cell<Format>(to, place - tile.start, tile.tokens, value, weight, item < items);
+            }
+        }
+    }
+};
+
+// Makes the cells of all slots, in global memory, by all blocks of a launch.
+template <class Format, Mode MODE>
+MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
+    Staging<Format, MODE> staging = {problem, routing, 0, 0, problem.chunks()};
+    int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16;
+    staging.write(problem.cells, first, gridDim.x * groups, routing.slots * problem.chunks());
+}
+
 template <class Format, Mode MODE, int MOST_TOKENS>
 struct Layer {
     using Matrix = typename Format::Matrix;
@@ -170,10 +218,11 @@ struct Layer {
     int lane, columns;  // of `sums`
     Schedule<MODE> schedule;
     Cursor<MODE> ahead, here;  // what is copied, what is multiplied
-    u32 into = 0, from = 0;    // places in the ring
+    typename Format::Source source;
+    int remaining = 0;         // chunks of `source`
     u64 policy;
-    u8* ring;
-    float* sums;  // [WARPS][columns][16]
+    u8 *ring, *into, *from;    // this warp's chunks; the next to be copied, to be multiplied
+    float* sums;               // [WARPS][columns][16]
     u8* cells;
     typename Format::Lane constants;
     float sum[MOST_TOKENS / 8][4] = {};
@@ -183,8 +232,7 @@ struct Layer {
           matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first),
           lane(threadIdx.x % WARP), columns(MODE == Mode::combine ? problem.tokens : least(problem.tokens, MOST_TOKENS)),
           schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / CELL}, ahead(cursor()), here(cursor()), policy(read_once()), constants(threadIdx.x % WARP) {
-        int warp = threadIdx.x / WARP;
-        ring = shared_memory + warp * RING;
+        ring = into = from = shared_memory + threadIdx.x / WARP * RING;
         sums = reinterpret_cast<float*>(shared_memory + WARPS * RING);
         cells = shared_memory + cells_at();
     }
@@ -198,53 +246,71 @@ struct Layer {
         return {schedule, warp % parts, parts, warp / parts % problem.row_blocks};
     }
 
-    // Copies the activations of a round into cells: a range of tokens times a range of chunks.
+    // Whether all experts read the same activations.
+    MOEPACK_DEVICE bool shares_cells() const {
+        return MODE != Mode::combine && problem.tokens == 1;
+    }
+
+    // Brings the activations of a round to shared memory: a range of tokens times a range of chunks.
     MOEPACK_DEVICE void stage(int first, int last) {
         const Tile &begin = routing.tile[first / problem.chunks()], &end = routing.tile[(last - 1) / problem.chunks()];
         int chunk = first % problem.chunks(), width = least(problem.chunks() - chunk, last - first);
-        int items = (end.start + end.tokens - begin.start) * width;
-        for (int base = 0; base < items; base += THREADS / 16) {
-            int item = base + threadIdx.x / 16;
-            bool exists = item < items;
-            int place = begin.start + (exists ? item / width : 0), k = exists ? item % width : 0;
-            int slot = routing.order[place], row = MODE == Mode::combine ? slot : slot / problem.top_k;
-            Tile tile = routing.tile[routing.at[place]];
-            float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
-            load_eight(problem.x, row, (chunk + k) * CHUNK + threadIdx.x % 16 * 8, value);
-            u8* to = cells + ((tile.start - begin.start) * width + tile.tokens * k) * CELL;
-            write_cell<Format>(to, place - tile.start, tile.tokens, value, weight, exists);
+        int places = end.start + end.tokens - begin.start;
+        if (!problem.cells) {
+            Staging<Format, MODE> staging = {problem, routing, begin.start, chunk, width};
+            return staging.write(cells, threadIdx.x / 16, THREADS / 16, places * width);
         }
+        const u8* data = problem.cells + (i64(begin.start) * problem.chunks() + i64(begin.tokens) * chunk) * CELL;
+        for (int i = threadIdx.x * 16; i < places * width * CELL; i += THREADS * 16)
+            copy_async(shared_address(cells + i), data + i, 16, KEEP);
+        commit_copies();
+        wait_copies<0>();
     }
 
     // Starts the copy of the next chunk, if there is one.
     MOEPACK_DEVICE void fetch() {
-        if (ahead.find()) {
+        if (remaining == 0 && ahead.find()) {
+            remaining = ahead.run();
             i64 block = i64(routing.tile[ahead.tile].expert) * problem.blocks() + ahead.block();
-            Format::fetch(matrix, block, ahead.chunk, shared_address(ring + into), lane, policy);
-            ahead.advance();
+            source = typename Format::Source(matrix, block, ahead.chunk, lane);
+        }
+        if (remaining > 0) {
+            source.fetch(shared_address(into), policy);
+            --remaining;
         }
         commit_copies();
-        into = into + Format::STAGE == RING ? 0 : into + Format::STAGE;
+        into += Format::STAGE;
+        if (into == ring + RING) into = ring;
+    }
+
+    // Multiplies chunks of one tile, whose cells follow each other.
+    template <int N>
+    MOEPACK_DEVICE void multiply(int count, int tokens, const u8* cell) {
+        for (; count > 0; --count) {
+            wait_copies<Format::DEPTH - 2>();
+            __syncwarp();
+            fetch();
+            Format::template multiply<N>(constants, from, cell, tokens, sum);
+            cell += tokens * CELL;
+            from += Format::STAGE;
+            if (from == ring + RING) from = ring;
+        }
     }
 
     // Multiplies this warp's share of a round; `tile` is what `sum` belongs to, -1 for none.
     MOEPACK_DEVICE void multiply(int first, int last, int& tile) {
-        int width = least(problem.chunks() - first % problem.chunks(), last - first);
-        int start = routing.tile[first / problem.chunks()].start, chunk = first % problem.chunks();
-        for (here.enter(first, last); here.at < here.end; here.advance()) {
+        int width = least(problem.chunks() - first % problem.chunks(), last - first), chunk = first % problem.chunks();
+        int start = routing.tile[first / problem.chunks()].start;
+        for (here.enter(first, last); here.at < here.end;) {
+            int count = here.run();
             // Without a second token there is one column, and no need to tell tiles apart.
             if (here.tile != tile && tile >= 0 && (MODE != Mode::combine || problem.tokens > 1)) flush(tile);
             tile = here.tile;
             int begin = routing.tile[tile].start, tokens = routing.tile[tile].tokens;
             const u8* cell = cells + ((begin - start) * width + tokens * (here.chunk - chunk)) * CELL;
-            wait_copies<Format::DEPTH - 2>();
-            __syncwarp();
-            fetch();
-            const u8* codes = ring + from;
-            if (MOST_TOKENS == 8 || tokens <= 8) Format::template multiply<1>(constants, codes, cell, tokens, sum);
-            else if (MOST_TOKENS == 16 || tokens <= 16) Format::template multiply<2>(constants, codes, cell, tokens, sum);
-            else Format::template multiply<MOST_TOKENS / 8>(constants, codes, cell, tokens, sum);
-            from = from + Format::STAGE == RING ? 0 : from + Format::STAGE;
+            if (MOST_TOKENS == 8 || tokens <= 8) multiply<1>(count, tokens, cell);
+            else if (MOST_TOKENS == 16 || tokens <= 16) multiply<2>(count, tokens, cell);
+            else multiply<MOST_TOKENS / 8>(count, tokens, cell);
         }
     }
 
@@ -253,7 +319,7 @@ struct Layer {
     MOEPACK_DEVICE void flush(int number) {
         const Tile& tile = routing.tile[number];
         float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane / 4 * 2;
-        for (int turn = 0; turn < 4; ++turn) {
+        for (int turn = 0; turn < least(4, ceil_div(int(tile.tokens), 2)); ++turn) {
 #pragma unroll
             for (int i = 0; i < MOST_TOKENS / 4; ++i) {
                 int token = i / 2 * 8 + turn * 2 + i % 2;
@@ -309,7 +375,8 @@ struct Layer {
             int tile = -1;
             for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
                 end = schedule.round_end(begin, here.unit.last);
-                if (begin != staged.first || end != staged.last) {
+                if (shares_cells() ? begin % problem.chunks() != staged.first % problem.chunks() || staged.last < 0
+                                   : begin != staged.first || end != staged.last) {
                     __syncthreads();
                     stage(begin, end);
                     __syncthreads();

@@ -5,6 +5,13 @@
 
 namespace moepack {
 
+// Lets the compiler hold a value in its register instead of computing it again where it is used.
+MOEPACK_BOTH void hold(u32& value) {
+#if defined(__CUDA_ARCH__)
+    asm("" : "+r"(value));
+#endif
+}
+
 // (a & b) | c in one instruction.
 MOEPACK_BOTH u32 and_or(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__)
@@ -130,6 +137,9 @@ MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// What many blocks read: no wish of the L2.
+constexpr u64 KEEP = 0x1000000000000000;
 
 MOEPACK_DEVICE Shared shared_address(const void* pointer) {
     return Shared(__cvta_generic_to_shared(pointer));

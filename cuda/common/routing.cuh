@@ -26,13 +26,13 @@ struct Routing {
 };
 
 #if defined(__CUDACC__)
-// Fills `order` and `expert`: the place of a slot is the number of those that come before it.
+// Fills `order`, `expert` and `slots`: the place of a slot is the number of those that come before it.
 MOEPACK_DEVICE void sort_slots(Routing& routing, const i64* index, int slots, int experts) {
     __shared__ u16 chosen[MOST_SLOTS];
     constexpr u16 NONE = 0xffff;
     if (threadIdx.x == 0) routing.slots = 0;
     for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-        i64 expert = index ? index[slot] : 0;
+        i64 expert = index[slot];
         chosen[slot] = expert >= 0 && expert < experts ? u16(expert) : NONE;
     }
     __syncthreads();
@@ -74,7 +74,14 @@ MOEPACK_DEVICE void cut_tiles(Routing& routing) {
 // Builds the routing; all threads of the block call it, and may read it when it returns.
 template <int MOST>
 MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts) {
-    sort_slots(routing, index, slots, experts);
+    if (index) {
+        sort_slots(routing, index, slots, experts);
+    } else {
+        for (int slot = threadIdx.x; slot < slots; slot += blockDim.x)
+            routing.order[slot] = u16(slot), routing.expert[slot] = 0;
+        if (threadIdx.x == 0) routing.slots = slots;
+        __syncthreads();
+    }
     if (threadIdx.x < WARP) cut_tiles<MOST>(routing);
     __syncthreads();
 }

@@ -29,11 +29,12 @@ struct Place {
 };
 
 #if defined(__CUDACC__)
-// Eight neighbouring values of a row; columns behind its end are zero.
-MOEPACK_DEVICE void load_eight(const Activations& x, i64 row, int column, float (&value)[8]) {
+// Eight neighbouring values of a row as they are stored, two a word or one; columns behind its end are zero.
+MOEPACK_DEVICE void load_eight(const Activations& x, i64 row, int column, u32 (&word)[8]) {
     bool wide = x.type == Type::f32;
     const u8* from = static_cast<const u8*>(x.data) + (row * x.columns + column) * (wide ? 4 : 2);
-    u32 word[8] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) word[i] = 0;
     if (column + 8 <= x.columns && (u64(from) & 15) == 0) {
         Quad low = load_quad(from), high = wide ? load_quad(from + 16) : Quad{};
         word[0] = low.x, word[1] = low.y, word[2] = low.z, word[3] = low.w;
@@ -46,10 +47,13 @@ MOEPACK_DEVICE void load_eight(const Activations& x, i64 row, int column, float 
             else word[i / 2] |= u32(reinterpret_cast<const u16*>(from)[i]) << (i % 2 * 16);
         }
     }
+}
+
+MOEPACK_DEVICE void to_floats(Type type, const u32 (&word)[8], float (&value)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         u16 bits = u16(word[i / 2] >> (i % 2 * 16));
-        value[i] = wide ? __uint_as_float(word[i]) : x.type == Type::f16 ? half_value(bits) : bf16_value(bits);
+        value[i] = type == Type::f32 ? __uint_as_float(word[i]) : type == Type::f16 ? half_value(bits) : bf16_value(bits);
     }
 }
 

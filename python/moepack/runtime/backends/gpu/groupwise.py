@@ -29,12 +29,15 @@ _STATIC_BYTES = 9 << 10
 _TOKENS = (8, 32)
 """Most tokens of a tile, the columns of a product: one program each."""
 
+_FEW = 4
+"""Most tokens whose activations every block lays out for itself."""
+
 _GROUPS = (16, 32, 64, 128, 256)
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _PROBLEM = np.dtype(
     [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
-    + [(name, np.uint64) for name in ("index", "weights", "out")]
+    + [(name, np.uint64) for name in ("index", "weights", "out", "cells")]
     + [(name, np.int32) for name in ("tokens", "top_k", "experts", "rows", "columns", "row_blocks", "splits", "unused")]
 )
 _MATRIX = np.dtype([("data", np.uint64), ("block_bytes", np.int64)])
@@ -88,27 +91,21 @@ class GroupwiseKernels:
 
     def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
         """Launch a kernel that writes a row for each slot."""
-        experts, _, columns = matrices[0].shape
-        mean = index.numel() / max(min(index.numel(), experts), 1)
-        # Activations that fit into shared memory are copied once for many row tiles; others are shared by more rows.
-        fits = mean * -(-columns // _CHUNK) <= _device(x.device.index).shared // 2 // 288
-        row_blocks = 1 if fits else 4
-        problem = _problem(matrices[0], x, index, None, out, row_blocks, 1)
+        row_blocks = _row_blocks_by_slot(matrices[0], index.numel())
+        cells = _lay_out("lay_out_tokens", matrices[0], x, index, None, len(x))
+        problem = _problem(matrices[0], x, index, None, out, cells, len(x), row_blocks)
         _launch(kernel, matrices, problem, len(x))
 
     def _combine(
         self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor
     ) -> None:
         """Launch the kernel that sums the outputs of each token."""
-        experts, rows, _ = matrix.shape
-        slots = len(x)
-        mean = slots / max(min(slots, experts), 1)
-        row_blocks = next(blocks for most, blocks in ((4, 1), (8, 2), (16, 4), (512, 8)) if mean <= most)
-        tiles = -(-rows // (_BLOCK_ROWS * row_blocks))
-        splits = 1 if row_blocks == 1 else max(1, min(8, _RESIDENT * _device(x.device.index).processors // tiles))
+        tokens = len(out)
+        row_blocks, splits = _division_of_sum(matrix, len(x))
+        cells = _lay_out("lay_out_hidden", matrix, x, index, weights, tokens)
         parts = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-        problem = _problem(matrix, x, index, weights, parts, row_blocks, splits, tokens=len(out))
-        _launch("combine", [matrix], problem, len(out))
+        problem = _problem(matrix, x, index, weights, parts, cells, tokens, row_blocks, splits)
+        _launch("combine", [matrix], problem, tokens)
         if splits > 1:
             torch.sum(parts, 0, out=out)
 
@@ -149,27 +146,71 @@ def _matrix(matrix: DeviceMatrix) -> _Struct:
     return np.array([(matrix.pointer("blocks"), size // max(blocks, 1))], _MATRIX)
 
 
+def _row_blocks_by_slot(matrix: DeviceMatrix, slots: int) -> int:
+    """Blocks of 16 rows of a row tile of a kernel that writes a row for each slot.
+
+    Activations that fit into shared memory are copied once for many row tiles; others are shared by more rows.
+    """
+    experts, _, columns = matrix.shape
+    cells = slots / max(min(slots, experts), 1) * -(-columns // _CHUNK)
+    return 1 if cells * _cell_bytes(matrix) <= _device(matrix.device.index).shared // 2 else 4
+
+
+def _division_of_sum(matrix: DeviceMatrix, slots: int) -> tuple[int, int]:
+    """Blocks of 16 rows of a row tile, and parts of the sum over columns, of `combine`."""
+    experts, rows, _ = matrix.shape
+    mean = slots / max(min(slots, experts), 1)
+    row_blocks = next(blocks for most, blocks in ((4, 1), (8, 2), (16, 4), (512, 8)) if mean <= most)
+    tiles = -(-rows // (_BLOCK_ROWS * row_blocks))
+    splits = max(1, min(8, _RESIDENT * _device(matrix.device.index).processors // tiles))
+    return row_blocks, splits if row_blocks > 1 else 1
+
+
+def _cell_bytes(matrix: DeviceMatrix) -> int:
+    """Bytes of the activations of a token and 128 columns, as `cuda/common/tokens.cuh` lays them out."""
+    _, group, symmetric, _ = _specification(matrix)
+    sums = 0 if symmetric else _CHUNK // min(group or _CHUNK, _CHUNK)
+    return 2 * _CHUNK + 16 * -(-(1 + sums) // 4)
+
+
+def _lay_out(
+    kernel: str, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, tokens: int
+) -> Tensor | None:
+    """Make the cells of all slots in a launch of its own, where blocks making their own take longer."""
+    if tokens <= _FEW:
+        return None
+    slots = tokens if index is None else index.numel()
+    size = slots * -(-matrix.shape[2] // _CHUNK) * _cell_bytes(matrix)
+    cells = torch.empty(size, dtype=torch.uint8, device=x.device)
+    _launch(kernel, [], _problem(matrix, x, index, weights, None, cells, tokens), tokens, matrix)
+    return cells
+
+
 def _problem(
     matrix: DeviceMatrix,
     x: Tensor,
     index: Tensor | None,
     weights: Tensor | None,
-    out: Tensor,
-    row_blocks: int,
-    splits: int,
-    tokens: int | None = None,
+    out: Tensor | None,
+    cells: Tensor | None,
+    tokens: int,
+    row_blocks: int = 1,
+    splits: int = 1,
 ) -> _Struct:
-    """The arguments of a launch; `tokens` are the rows of x, or those of the output."""
+    """The arguments of a launch."""
     experts, rows, columns = matrix.shape
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out, cells)]
     top_k = 1 if index is None else index.shape[1]
-    sizes = [tokens or len(x), top_k, experts, rows, columns, row_blocks, splits, 0]
+    sizes = [tokens, top_k, experts, rows, columns, row_blocks, splits, 0]
     return np.array([(x.data_ptr(), _TYPES[x.dtype], x.shape[1], *pointers, *sizes)], _PROBLEM)
 
 
-def _launch(kernel: str, matrices: list[DeviceMatrix], problem: _Struct, tokens: int) -> None:
-    """Launch a kernel of a layer with as many blocks as run at a time."""
-    device = _device(matrices[0].data.device.index)
-    program = _program(matrices[0], _TOKENS[0] if tokens <= _TOKENS[0] else _TOKENS[-1])
+def _launch(
+    kernel: str, matrices: list[DeviceMatrix], problem: _Struct, tokens: int, of: DeviceMatrix | None = None
+) -> None:
+    """Launch a kernel with as many blocks as run at a time."""
+    matrix = of or matrices[0]
+    device = _device(matrix.device.index)
+    program = _program(matrix, _TOKENS[0] if tokens <= _TOKENS[0] else _TOKENS[-1])
     arguments = [problem, *map(_matrix, matrices)]
     program.launch(kernel, _RESIDENT * device.processors, _THREADS, arguments, device.shared)
