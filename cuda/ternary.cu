@@ -9,8 +9,8 @@
 // behind the last, where PAD zeros are.
 //
 // Launch: one block of THREADS on each multiprocessor. `gated`: a block takes a range of (tile, row) and computes gate and
-// up of a row one after the other. `combine` (and a linear layer): a block owns rows and walks all tiles in the order of
-// the routing, so sums are deterministic without atomics. Results are within (non-zeros / 16 + 12) 2^-24 sum |level x|,
+// up of a row one after the other. `combine` (and a linear layer): a block owns rows and multiplies them by all tiles; what
+// belongs to a token is added at the end in the order of its slots, so sums are deterministic without atomics. Results are within (non-zeros / 16 + 12) 2^-24 sum |level x|,
 // the level being the larger of the row's two.
 //
 // Bounds: FSV8 at 88.5 % zeros has 12.5 weights a code: 0.64 bits a weight are read, and 0.04 of columns, and 16 bytes a
@@ -26,7 +26,7 @@
 
 using namespace moepack;
 
-constexpr int THREADS = 1024;
+constexpr int THREADS = TOKENS == 1 ? 1024 : 768;
 constexpr int GROUPS = THREADS / LANES;
 constexpr u32 ALL = ~0u;
 
@@ -47,6 +47,10 @@ struct Matrix {
 };
 
 extern __shared__ __align__(16) u8 memory[];
+
+MOEPACK_DEVICE void copy_kept(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 
 // ---------------------------------------------------------------- codes
 
@@ -204,6 +208,8 @@ struct Tokens {
         return GLOBAL ? u32(column) : origin + column * STEP;
     }
     MOEPACK_DEVICE void add(u32 at, u32 kind) {
+        // Lanes without a weight stay away: fewer meet in a bank.
+        if ((kind & 0xc0000000) == 0) return;
         float factor = weight(kind, levels);
         if constexpr (GLOBAL) {
             if (at >= u32(x.columns)) return;
@@ -261,11 +267,16 @@ MOEPACK_DEVICE u32 tile_bytes(const Matrix& matrix) {
     return (matrix.pad + matrix.columns) * 4 * TOKENS + 15 & ~15u;
 }
 
+// Starts to copy tables to shared memory.
 MOEPACK_DEVICE void copy_tables(const Matrix& matrix, u32 to) {
-    if (DICT16) return;
-    const Quad* from = reinterpret_cast<const Quad*>(matrix.table);
-    for (u32 i = threadIdx.x; i < matrix.dictionaries * TABLE_BYTES / 16; i += THREADS)
-        reinterpret_cast<Quad*>(memory + to)[i] = from[i];
+    const u8* from = reinterpret_cast<const u8*>(matrix.table);
+    for (u32 i = threadIdx.x * 16; i < matrix.dictionaries * TABLE_BYTES; i += THREADS * 16)
+        copy_kept(shared_address(memory + to + i), from + i);
+}
+
+MOEPACK_DEVICE void wait_tables() {
+    commit_copies();
+    wait_copies<0>();
 }
 
 MOEPACK_DEVICE Tokens tokens_of(const Launch& launch, const Routing& routing, const Tile& tile, u32 origin) {
@@ -281,25 +292,25 @@ MOEPACK_DEVICE Tokens tokens_of(const Launch& launch, const Routing& routing, co
 
 // ---------------------------------------------------------------- rows in turn
 
-// A row to be multiplied: of the gate (part 0) or the up projection (1), or of a tile's expert (its number).
+// A row to be multiplied: number `at` of those of a block, of the gate (part 0) or the up projection (1).
 struct Task {
     Row row;
-    int number, part;
+    int at, part;
 };
 
 // The rows of a group of lanes in the order of their multiplication, each in all its parts.
 struct Cursor {
-    int number, end, part, parts;
+    int at, end, part, parts;
 
-    // The next row; of length 0 behind the last.
+    // The next row; of length 0 behind the last. find(at, part): where it is.
     template <class Find>
     MOEPACK_DEVICE Task take(Find find) {
-        Task task = {{0, 0, 0, 0}, number, part};
-        if (number < end) {
-            Quad bits = *reinterpret_cast<const Quad*>(find(part) + number);
+        Task task = {{0, 0, 0, 0}, at, part};
+        if (at < end) {
+            Quad bits = *reinterpret_cast<const Quad*>(find(at, part));
             task.row = {bits.x, bits.y, __uint_as_float(bits.z), __uint_as_float(bits.w)};
         }
-        if (++part == parts) part = 0, number += GROUPS;
+        if (++part == parts) part = 0, at += GROUPS;
         return task;
     }
 };
@@ -309,22 +320,17 @@ MOEPACK_DEVICE u32 first_code(const Row& row) {
 }
 
 // Takes a cursor's rows; while one is multiplied, the codes of the next and the place of that after it are fetched.
-// find(part): the first row of a part; matrix(part); use(task, codes).
 struct Pipeline {
     Cursor cursor;
     Task task, ahead;
-    Codes codes;
 
-    template <class Find, class Of>
-    MOEPACK_DEVICE void start(Cursor from, Find find, Of matrix) {
-        cursor = from;
-        task = cursor.take(find);
-        ahead = cursor.take(find);
-        codes = fetch(matrix(task.part), task.row, first_code(task.row));
-    }
+    template <class Find>
+    MOEPACK_DEVICE Pipeline(Cursor from, Find find) : cursor(from), task(cursor.take(find)), ahead(cursor.take(find)) {}
+
+    // matrix(part); use(task, codes). `codes` are the first of the first row.
     template <class Find, class Of, class Use>
-    MOEPACK_DEVICE void run(Find find, Of matrix, Use use) {
-        while (__any_sync(ALL, task.number < cursor.end)) {
+    MOEPACK_DEVICE void run(Codes codes, Find find, Of matrix, Use use) {
+        while (__any_sync(ALL, task.at < cursor.end)) {
             Task later = cursor.take(find);
             Codes next = fetch(matrix(ahead.part), ahead.row, first_code(ahead.row));
             use(task, codes);
@@ -365,19 +371,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u32 at = begin; at < end;) {
         int number = at / gate.rows, first = at % gate.rows, last = least<u32>(gate.rows, first + end - at);
         const Tile tile = routing.tile[number];
-        auto find = [&](int part) { return matrices[part].row + u64(tile.expert) * gate.rows; };
-        Pipeline pipeline;
-        pipeline.start({first + group(), last, 0, 2}, find, of);
+        auto find = [&](int at, int part) { return matrices[part].row + u64(tile.expert) * gate.rows + first + at; };
+        Pipeline pipeline({group(), last - first, 0, 2}, find);
         // With one token a tile, neighbouring tiles often have the same.
         u32 token = TOKENS == 1 ? row_of(launch, routing, tile, 0) : u32(number);
-        if (!GLOBAL && token != staged) {
-            if (staged != ~0u) __syncthreads();
-            stage(launch, routing, tile, origin, gate.pad);
-            __syncthreads();
-            staged = token;
-        }
+        bool stale = !GLOBAL && token != staged;
+        if (stale && staged != ~0u) __syncthreads();
+        if (stale) stage(launch, routing, tile, origin, gate.pad);
+        Codes codes = fetch(matrices[0], pipeline.task.row, first_code(pipeline.task.row));
+        wait_tables();
+        if (stale || staged == ~0u) __syncthreads();
+        staged = token;
         float gates[TOKENS];
-        pipeline.run(find, of, [&](const Task& task, const Codes& codes) {
+        pipeline.run(codes, find, of, [&](const Task& task, const Codes& codes) {
             Tokens tokens = tokens_of(launch, routing, tile, origin);
             tokens.levels = levels(task.row.first, task.row.second);
             walk(matrices[task.part], task.part ? second : 0, task.row, codes, tokens);
@@ -385,8 +391,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int i = 0; i < TOKENS; ++i) {
                 if (task.part == 0) gates[i] = tokens.sum[i];
-                if (task.part == 1 && leads() && task.number < last && i < tile.tokens)
-                    hidden[u64(routing.order[tile.start + i]) * gate.rows + task.number] =
+                if (task.part == 1 && leads() && task.at < last - first && i < tile.tokens)
+                    hidden[u64(routing.order[tile.start + i]) * gate.rows + first + task.at] =
                         gates[i] / (1 + __expf(-gates[i])) * tokens.sum[i];
             }
         });
@@ -403,39 +409,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 size = tile_bytes(down), origin = down.dictionaries * TABLE_BYTES;
     copy_tables(down, 0);
     build_routing<TOKENS>(routing, launch.index, launch.slots, down.experts);
-    int first = share(down.rows, blockIdx.x), last = share(down.rows, blockIdx.x + 1);
-    int tokens_out = launch.slots / each;
-    float* totals = reinterpret_cast<float*>(memory + origin + (GLOBAL ? 0 : staged * size + down.pad * 4 * TOKENS));
-    for (int i = threadIdx.x; i < (last - first) * tokens_out; i += THREADS) totals[i] = 0;
+    int first = share(down.rows, blockIdx.x), rows = int(share(down.rows, blockIdx.x + 1)) - first;
+    // Products of slots: where an output is one of them they go there, otherwise to shared memory.
+    float* products = each == 1 ? out + first
+                                : reinterpret_cast<float*>(memory + origin + (GLOBAL ? 0 : staged * size + down.pad * 4 * TOKENS));
+    u32 stride = each == 1 ? down.rows : rows;
+    if (routing.slots < launch.slots)
+        for (int i = threadIdx.x; i < rows * launch.slots; i += THREADS) products[i / rows * stride + i % rows] = 0;
     auto of = [&](int) -> const Matrix& { return matrix; };
     for (int base = 0; base < routing.tiles; base += staged) {
         int count = least(staged, routing.tiles - base);
-        auto find = [&](int part) { return matrix.row + u64(routing.tile[base + part].expert) * matrix.rows; };
-        Pipeline pipeline;
-        pipeline.start({first + group(), last, 0, count}, find, of);
-        __syncthreads();
+        auto find = [&](int at, int) {
+            int tile = at / rows;
+            return matrix.row + u64(routing.tile[base + tile].expert) * matrix.rows + first + at - tile * rows;
+        };
+        Pipeline pipeline({group(), rows * count, 0, 1}, find);
+        if (base > 0) __syncthreads();
         for (int i = 0; !GLOBAL && i < count; ++i)
             stage(launch, routing, routing.tile[base + i], origin + i * size + down.pad * 4 * TOKENS, down.pad);
+        Codes codes = fetch(matrix, pipeline.task.row, first_code(pipeline.task.row));
+        wait_tables();
         __syncthreads();
-        pipeline.run(find, of, [&](const Task& task, const Codes& codes) {
-            const Tile tile = routing.tile[base + task.part];
-            Tokens tokens = tokens_of(launch, routing, tile, origin + task.part * size + down.pad * 4 * TOKENS);
+        pipeline.run(codes, find, of, [&](const Task& task, const Codes& codes) {
+            int number = least(task.at / rows, count - 1);
+            const Tile tile = routing.tile[base + number];
+            Tokens tokens = tokens_of(launch, routing, tile, origin + number * size + down.pad * 4 * TOKENS);
             tokens.levels = levels(task.row.first, task.row.second);
             walk(matrix, 0, task.row, codes, tokens);
             tokens.gather();
-            if (leads() && task.number < last)
+            if (!leads() || task.at >= rows * count) return;
 #pragma unroll
-                for (int i = 0; i < TOKENS; ++i) {
-                    if (i >= tile.tokens) break;
-                    int slot = routing.order[tile.start + i];
-                    totals[slot / each * (last - first) + task.number - first] +=
-                        (weights ? weights[slot] : 1) * tokens.sum[i];
-                }
+            for (int i = 0; i < TOKENS; ++i) {
+                if (i >= tile.tokens) break;
+                u32 slot = routing.order[tile.start + i];
+                products[slot * stride + task.at - number * rows] = (weights ? weights[slot] : 1) * tokens.sum[i];
+            }
         });
     }
+    if (each == 1) return;
     __syncthreads();
-    for (int i = threadIdx.x; i < (last - first) * tokens_out; i += THREADS)
-        out[u64(i / (last - first)) * down.rows + first + i % (last - first)] = totals[i];
+    for (int i = threadIdx.x; i < rows * (launch.slots / each); i += THREADS) {
+        float sum = 0;
+        for (int slot = i / rows * each; slot < (i / rows + 1) * each; ++slot) sum += products[slot * rows + i % rows];
+        out[u64(i / rows) * down.rows + first + i % rows] = sum;
+    }
 }
 
 // A row's weights in bf16, written to zeros.
@@ -457,6 +474,7 @@ struct Writer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dequantize(const Matrix matrix, int from, int experts, u16* out) {
     copy_tables(matrix, 0);
+    wait_tables();
     __syncthreads();
     i64 rows = i64(experts) * matrix.rows;
     for (i64 base = i64(blockIdx.x) * GROUPS; base < rows; base += i64(gridDim.x) * GROUPS) {

@@ -15,13 +15,15 @@ from moepack.runtime.backends.gpu.program import Program
 
 __all__ = ["KERNELS", "TernaryKernels"]
 
-THREADS = 1024
+THREADS = {1: 1024, 4: 768}
+"""Of a block, for each size of tiles."""
+
 TABLE_BYTES = 8192
 STATIC_BYTES = 8192
 """More than the kernels' static shared memory."""
 
-TOTALS = 8192
-"""Most sums that a block of `combine` keeps, in floats."""
+PRODUCTS = 8192
+"""Most products that a block of `combine` keeps, in floats."""
 
 _Struct = NDArray[Any]
 _POINTER, _INT = np.uint64, np.int32
@@ -112,7 +114,7 @@ class TernaryKernels:
         launch = _launch(x, index, index.shape[1])
         arguments: list[Any] = [_struct(gate, pad), _struct(up, pad), launch, hidden]
         program = _program(_is_dict16(gate), form.tokens, _lanes(gate), form.in_global)
-        program.launch("gated", _processors(gate.device), THREADS, arguments, form.shared)
+        program.launch("gated", _processors(gate.device), THREADS[form.tokens], arguments, form.shared)
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `Kernels.combine`."""
@@ -122,23 +124,25 @@ class TernaryKernels:
         """See `Kernels.dequantize`."""
         lanes = _lanes(matrix)
         out.zero_()
-        blocks = -(-out.shape[0] * out.shape[1] * lanes // THREADS)
+        blocks = -(-out.shape[0] * out.shape[1] * lanes // THREADS[1])
         grid = min(blocks, 2 * _processors(matrix.device))
         program = _program(_is_dict16(matrix), 1, lanes, False)
-        program.launch("dequantize", grid, THREADS, [_struct(matrix), first, out.shape[0], out], _table_bytes(matrix))
+        program.launch(
+            "dequantize", grid, THREADS[1], [_struct(matrix), first, out.shape[0], out], _table_bytes(matrix)
+        )
 
     def _combine(
         self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor
     ) -> None:
         """A linear layer is a sum over one expert without weights."""
         each = 1 if index is None else index.shape[1]
-        tokens, rows = out.shape
-        grid = max(_processors(matrix.device), -(-rows * tokens // TOTALS))
-        form = _combine_form(matrix, len(x), -(-rows // grid) * tokens)
+        rows, slots = matrix.shape[1], len(x)
+        grid = max(_processors(matrix.device), -(-rows * slots // PRODUCTS) if each > 1 else 1)
+        form = _combine_form(matrix, slots, -(-rows // grid) * slots if each > 1 else 0)
         launch = _launch(x, index, 1)
         arguments = [_struct(matrix), launch, weights, each, form.staged, out]
         program = _program(_is_dict16(matrix), form.tokens, _lanes(matrix), form.in_global)
-        program.launch("combine", grid, THREADS, arguments, form.shared)
+        program.launch("combine", grid, THREADS[form.tokens], arguments, form.shared)
 
 
 KERNELS = TernaryKernels()
@@ -191,10 +195,10 @@ def _gated_form(gate: DeviceMatrix, up: DeviceMatrix, pad: int, index: Tensor) -
     return _Form(1, True, 1, _table_bytes(gate) + _table_bytes(up))
 
 
-def _combine_form(matrix: DeviceMatrix, slots: int, totals: int) -> _Form:
-    """As many tiles at a time as fit."""
+def _combine_form(matrix: DeviceMatrix, slots: int, products: int) -> _Form:
+    """As many tiles at a time as fit beside the products."""
     experts, _, columns = matrix.shape
-    pad, fixed = _pad(matrix), _table_bytes(matrix) + 4 * totals
+    pad, fixed = _pad(matrix), _table_bytes(matrix) + 4 * products
     for tokens in _tile_sizes(slots, experts):
         tile = -(-(pad + columns) * tokens // 4) * 16
         rest = _space(matrix.device) - fixed - pad * 4 * tokens
