@@ -172,7 +172,7 @@ MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const
 template <Mode MODE>
 MOEPACK_DEVICE void run_layer(const Problem& problem, const Codebook::Matrix& first, const Codebook::Matrix& second) {
     __shared__ Routing routing;
-    build_routing<TOKENS>(routing, problem.index, problem.tokens * problem.top_k, problem.experts);
+    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
     Layer<Codebook, MODE, TOKENS>(problem, routing, first, second).run();
 }
 

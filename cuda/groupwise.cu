@@ -203,20 +203,6 @@ MOEPACK_DEVICE void dequantize_unit(const u8* block, int row, int column, int co
         out[i] = u16(to_bf16x2(value, 0));
     }
 }
-
-template <Mode MODE>
-MOEPACK_DEVICE void run_layer(const Problem& problem, const Groupwise::Matrix& first, const Groupwise::Matrix& second) {
-    __shared__ Routing routing;
-    build_routing<TOKENS>(routing, problem.index, problem.tokens * problem.top_k, problem.experts);
-    Layer<Groupwise, MODE, TOKENS>(problem, routing, first, second).run();
-}
-
-template <Mode MODE>
-MOEPACK_DEVICE void lay_out_layer(const Problem& problem) {
-    __shared__ Routing routing;
-    build_routing<TOKENS>(routing, problem.index, problem.tokens * problem.top_k, problem.experts);
-    lay_out<Groupwise, MODE>(problem, routing);
-}
 #endif
 
 }  // namespace moepack
@@ -228,27 +214,27 @@ using namespace moepack;
 
 // Makes the cells of the slots of a layer's first and second launch.
 LAUNCH lay_out_tokens(Problem problem) {
-    lay_out_layer<Mode::project>(problem);
+    lay_out_layer<Groupwise, Mode::project, TOKENS>(problem);
 }
 
 LAUNCH lay_out_hidden(Problem problem) {
-    lay_out_layer<Mode::combine>(problem);
+    lay_out_layer<Groupwise, Mode::combine, TOKENS>(problem);
 }
 
 LAUNCH gated(Problem problem, Groupwise::Matrix gate, Groupwise::Matrix up) {
-    run_layer<Mode::gated>(problem, gate, up);
+    run_layer<Groupwise, Mode::gated, TOKENS>(problem, gate, up);
 }
 
 LAUNCH project(Problem problem, Groupwise::Matrix matrix) {
-    run_layer<Mode::project>(problem, matrix, matrix);
+    run_layer<Groupwise, Mode::project, TOKENS>(problem, matrix, matrix);
 }
 
 LAUNCH multiply(Problem problem, Groupwise::Matrix matrix) {
-    run_layer<Mode::multiply>(problem, matrix, matrix);
+    run_layer<Groupwise, Mode::multiply, TOKENS>(problem, matrix, matrix);
 }
 
 LAUNCH combine(Problem problem, Groupwise::Matrix matrix) {
-    run_layer<Mode::combine>(problem, matrix, matrix);
+    run_layer<Groupwise, Mode::combine, TOKENS>(problem, matrix, matrix);
 }
 
 // Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32 columns.

@@ -18,8 +18,8 @@
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
 //     Lane(lane)                 constants of a lane
-//     Source(matrix, block, chunk, lane)   where the chunks of a block of rows, counted through all experts, lie from one on
-//     Source::fetch(to, policy)  starts to copy a chunk to shared memory, and goes on to the next
+//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, counted through all experts
+//     Source                     instead of it, where the place of a chunk follows from the last one's (see `Fetching`)
 //     multiply<N>(lane, stage, cells, tokens, sum)   sum[i] += chunk x cells of tokens 8 i to 8 i + 7
 // where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1: {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t),
 // (2g + 1, 2t + 1)} for lane 4 g + t.
@@ -41,6 +41,22 @@ enum class Mode {
     combine,   // out[token] = sum over its slots of weight * (matrix x[slot])
 };
 
+// Division by a number that the launch knows, without dividing: `inverse` is (2^32 - 1) / by, rounded down.
+struct Divisor {
+    u32 by, inverse;
+
+#if defined(__CUDACC__)
+    MOEPACK_DEVICE int quotient(int value) const {
+        u32 estimate = __umulhi(u32(value), inverse);  // right or one too small
+        return int(estimate + (u32(value) - estimate * by >= by));
+    }
+
+    MOEPACK_DEVICE int remainder(int value) const {
+        return value - quotient(value) * int(by);
+    }
+#endif
+};
+
 // The arguments of a launch beside the matrices.
 struct Problem {
     Activations x;
@@ -48,17 +64,17 @@ struct Problem {
     const float* weights;  // [tokens * top_k], or null: 1
     float* out;            // [slots, rows]; combine: [splits, tokens, rows]
     u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
-    int tokens, top_k, experts;
-    int rows, columns;     // of each matrix
+    int tokens, experts, rows;
     int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
     int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
+    Divisor top_k, chunks, row_tiles;
 
-    MOEPACK_DEVICE int chunks() const {
-        return ceil_div(columns, CHUNK);
+    MOEPACK_BOTH int blocks() const {
+        return ceil_div(rows, BLOCK_ROWS);
     }
 
-    MOEPACK_DEVICE int blocks() const {
-        return ceil_div(rows, BLOCK_ROWS);
+    MOEPACK_BOTH int slots() const {
+        return tokens * int(top_k.by);
     }
 };
 
@@ -77,35 +93,35 @@ struct Schedule {
     const Routing& routing;
     int capacity;  // cells that fit
 
-    MOEPACK_DEVICE int row_tiles() const {
-        return ceil_div(problem.blocks(), problem.row_blocks);
+    MOEPACK_DEVICE int chunks() const {
+        return int(problem.chunks.by);
     }
 
     MOEPACK_DEVICE int units() const {
-        return row_tiles() * (MODE == Mode::combine ? problem.splits : routing.tiles);
+        return int(problem.row_tiles.by) * (MODE == Mode::combine ? problem.splits : routing.tiles);
     }
 
     MOEPACK_DEVICE Unit unit(int number) const {
-        int chunks = problem.chunks();
-        if (MODE == Mode::combine) {
-            int split = number % problem.splits;
-            u32 total = u32(routing.tiles * chunks), splits = problem.splits;
-            return {int(total * split / splits), int(total * (split + 1) / splits), number / problem.splits};
+        if (MODE != Mode::combine) {
+            int tile = problem.row_tiles.quotient(number);
+            return {tile * chunks(), (tile + 1) * chunks(), problem.row_tiles.remainder(number)};
         }
-        int tile = number / row_tiles();
-        return {tile * chunks, (tile + 1) * chunks, number % row_tiles()};
+        u32 total = u32(routing.tiles * chunks()), splits = problem.splits;
+        if (splits == 1) return {0, int(total), number};
+        u32 split = u32(number) % splits;
+        return {int(total * split / splits), int(total * (split + 1) / splits), int(u32(number) / splits)};
     }
 
     // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.
     MOEPACK_DEVICE int round_end(int first, int last) const {
-        int chunks = problem.chunks(), tile = first / chunks, rest = least(chunks - first % chunks, last - first);
-        int tokens = routing.tile[tile].tokens, fit = capacity / tokens;
-        if (rest < chunks || fit < chunks) return first + least(rest, fit);
-        int end = first + chunks, used = tokens * chunks;
-        while (end + chunks <= last) {
-            used += routing.tile[++tile].tokens * chunks;
+        int tile = problem.chunks.quotient(first), rest = least((tile + 1) * chunks() - first, last - first);
+        int used = routing.tile[tile].tokens * rest;
+        if (used > capacity) return first + capacity / routing.tile[tile].tokens;
+        int end = first + rest;
+        while (rest == chunks() && end + rest <= last) {
+            used += routing.tile[++tile].tokens * rest;
             if (used > capacity) break;
-            end += chunks;
+            end += rest;
         }
         return end;
     }
@@ -115,8 +131,8 @@ struct Schedule {
 template <Mode MODE>
 struct Cursor {
     Schedule<MODE> schedule;
-    int part, parts, row_block;  // of the warp
-    int number = 0, stop = 0;    // units
+    int part, part_bits, row_block;  // of the warp: which of 2^part_bits ranges, which block of the row tile
+    int number = 0, stop = 0;        // units
     Unit unit = {0, 0, 0};
     int round = 0, at = 0, end = 0, tile = 0, chunk = 0;
 
@@ -132,15 +148,14 @@ struct Cursor {
 
     // The warp's share of a round.
     MOEPACK_DEVICE void enter(int first, int last) {
-        at = first + (last - first) * part / parts;
-        end = block() < schedule.problem.blocks() ? first + (last - first) * (part + 1) / parts : at;
+        at = first + ((last - first) * part >> part_bits);
+        end = block() < schedule.problem.blocks() ? first + ((last - first) * (part + 1) >> part_bits) : at;
     }
 
     // Takes the chunks of one tile off the share: from `chunk` of `tile` on, as many as it returns.
-    MOEPACK_DEVICE int run() {
-        int chunks = schedule.problem.chunks();
-        tile = at / chunks, chunk = at % chunks;
-        int count = least(end - at, chunks - chunk);
+    MOEPACK_DEVICE int take() {
+        tile = schedule.problem.chunks.quotient(at), chunk = at - tile * schedule.chunks();
+        int count = least(end - at, schedule.chunks() - chunk);
         at += count;
         return count;
     }
@@ -161,6 +176,29 @@ struct Cursor {
     }
 };
 
+// Copies the chunks of a block of rows one after the other, by the Format's `fetch`.
+template <class Format, class = void>
+struct Fetching {
+    typename Format::Matrix matrix;
+    i64 block;
+    int chunk, lane;
+
+    MOEPACK_DEVICE Fetching() {}
+
+    MOEPACK_DEVICE Fetching(const typename Format::Matrix& matrix, i64 block, int chunk, int lane)
+        : matrix(matrix), block(block), chunk(chunk), lane(lane) {}
+
+    MOEPACK_DEVICE void fetch(Shared to, u64 policy) {
+        Format::fetch(matrix, block, chunk++, to, lane, policy);
+    }
+};
+
+// The same by its `Source`.
+template <class Format>
+struct Fetching<Format, decltype(void(sizeof(typename Format::Source)))> : Format::Source {
+    using Format::Source::Source;
+};
+
 // Makes cells of activations: of the places from `start` on in the routing, `width` chunks from `chunk` on.
 template <class Format, Mode MODE>
 struct Staging {
@@ -169,29 +207,34 @@ struct Staging {
 
     const Problem& problem;
     const Routing& routing;
-    int start, chunk, width;
+    int start, chunk;
+    Divisor width;
 
     MOEPACK_DEVICE void load(int item, u32 (&word)[8]) const {
-        int slot = routing.order[start + item / width], row = MODE == Mode::combine ? slot : slot / problem.top_k;
-        load_eight(problem.x, row, (chunk + item % width) * CHUNK + threadIdx.x % 16 * 8, word);
+        int slot = routing.order[start + width.quotient(item)];
+        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
+        load_eight(problem.x, row, (chunk + width.remainder(item)) * CHUNK + threadIdx.x % 16 * 8, word);
+    }
+
+    MOEPACK_DEVICE void write(u8* cells, int item, const u32 (&word)[8], bool exists) const {
+        int place = start + width.quotient(item), slot = routing.order[place];
+        const Tile& tile = routing.tile[routing.at[place]];
+        u8* to = cells + i64((tile.start - start) * int(width.by) + tile.tokens * width.remainder(item)) * CELL;
+        float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+        to_floats(problem.x.type, word, value);
+        write_cell<Format>(to, place - tile.start, tile.tokens, value, weight, exists);
     }
 
     // Writes items (place, chunk) first, first + step and so on; sixteen lanes call it for one item.
     MOEPACK_DEVICE void write(u8* cells, int first, int step, int items) const {
-        for (int base = first - first % 2; base < items; base += BATCH * step) {
+        for (int base = first & ~1; base < items; base += BATCH * step) {
             u32 word[BATCH][8];
+            int item = base + (first & 1);
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) load(least(base + first % 2 + i * step, items - 1), word[i]);
+            for (int i = 0; i < BATCH; ++i) load(least(item + i * step, items - 1), word[i]);
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                int item = base + first % 2 + i * step, at = least(item, items - 1), place = start + at / width;
-                const Tile& tile = routing.tile[routing.at[place]];
-                u8* to = cells + i64((tile.start - start) * width + tile.tokens * (at % width)) * CELL;
-                int slot = routing.order[place];
-                float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
-                to_floats(problem.x.type, word[i], value);
-                write_cell<Format>(to, place - tile.start, tile.tokens, value, weight, item < items);
-            }
+            for (int i = 0; i < BATCH; ++i)
+                if (base + i * step < items) write(cells, least(item + i * step, items - 1), word[i], item + i * step < items);
         }
     }
 };
@@ -199,9 +242,9 @@ struct Staging {
 // Makes the cells of all slots, in global memory, by all blocks of a launch.
 template <class Format, Mode MODE>
 MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
-    Staging<Format, MODE> staging = {problem, routing, 0, 0, problem.chunks()};
+    Staging<Format, MODE> staging = {problem, routing, 0, 0, problem.chunks};
     int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16;
-    staging.write(problem.cells, first, gridDim.x * groups, routing.slots * problem.chunks());
+    staging.write(problem.cells, first, gridDim.x * groups, routing.slots * int(problem.chunks.by));
 }
 
 template <class Format, Mode MODE, int MOST_TOKENS>
@@ -214,24 +257,24 @@ struct Layer {
 
     const Problem& problem;
     const Routing& routing;
-    Matrix matrix;  // this warp's
-    int lane, columns;  // of `sums`
+    Matrix matrix;              // this warp's
+    int lane, columns;          // of `sums`
     Schedule<MODE> schedule;
-    Cursor<MODE> ahead, here;  // what is copied, what is multiplied
-    typename Format::Source source;
-    int remaining = 0;         // chunks of `source`
+    Cursor<MODE> ahead, here;   // what is copied, what is multiplied
+    Fetching<Format> source;
+    int remaining = 0;          // chunks of `source`
     u64 policy;
-    u8 *ring, *into, *from;    // this warp's chunks; the next to be copied, to be multiplied
-    float* sums;               // [WARPS][columns][16]
+    u8 *ring, *into, *from;     // this warp's chunks; the next to be copied, to be multiplied
+    float* sums;                // [WARPS][columns][16]
     u8* cells;
     typename Format::Lane constants;
-    float sum[MOST_TOKENS / 8][4] = {};
 
     MOEPACK_DEVICE Layer(const Problem& problem, const Routing& routing, const Matrix& first, const Matrix& second)
         : problem(problem), routing(routing),
-          matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first),
-          lane(threadIdx.x % WARP), columns(MODE == Mode::combine ? problem.tokens : least(problem.tokens, MOST_TOKENS)),
-          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / CELL}, ahead(cursor()), here(cursor()), policy(read_once()), constants(threadIdx.x % WARP) {
+          matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first), lane(threadIdx.x % WARP),
+          columns(MODE == Mode::combine ? problem.tokens : least(problem.tokens, MOST_TOKENS)),
+          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / CELL}, ahead(cursor()), here(cursor()),
+          policy(read_once()), constants(threadIdx.x % WARP) {
         ring = into = from = shared_memory + threadIdx.x / WARP * RING;
         sums = reinterpret_cast<float*>(shared_memory + WARPS * RING);
         cells = shared_memory + cells_at();
@@ -242,25 +285,20 @@ struct Layer {
     }
 
     MOEPACK_DEVICE Cursor<MODE> cursor() const {
-        int warp = threadIdx.x / WARP, parts = WARPS / MATRICES / problem.row_blocks;
-        return {schedule, warp % parts, parts, warp / parts % problem.row_blocks};
-    }
-
-    // Whether all experts read the same activations.
-    MOEPACK_DEVICE bool shares_cells() const {
-        return MODE != Mode::combine && problem.tokens == 1;
+        int warp = threadIdx.x / WARP, bits = 31 - __clz(WARPS / MATRICES) - (31 - __clz(problem.row_blocks));
+        return {schedule, warp & ((1 << bits) - 1), bits, (warp >> bits) & (problem.row_blocks - 1)};
     }
 
     // Brings the activations of a round to shared memory: a range of tokens times a range of chunks.
     MOEPACK_DEVICE void stage(int first, int last) {
-        const Tile &begin = routing.tile[first / problem.chunks()], &end = routing.tile[(last - 1) / problem.chunks()];
-        int chunk = first % problem.chunks(), width = least(problem.chunks() - chunk, last - first);
-        int places = end.start + end.tokens - begin.start;
+        int tile = problem.chunks.quotient(first), chunk = first - tile * schedule.chunks();
+        const Tile &begin = routing.tile[tile], &end = routing.tile[problem.chunks.quotient(last - 1)];
+        int width = least(schedule.chunks() - chunk, last - first), places = end.start + end.tokens - begin.start;
         if (!problem.cells) {
-            Staging<Format, MODE> staging = {problem, routing, begin.start, chunk, width};
+            Staging<Format, MODE> staging = {problem, routing, begin.start, chunk, {u32(width), ~0u / u32(width)}};
             return staging.write(cells, threadIdx.x / 16, THREADS / 16, places * width);
         }
-        const u8* data = problem.cells + (i64(begin.start) * problem.chunks() + i64(begin.tokens) * chunk) * CELL;
+        const u8* data = problem.cells + (i64(begin.start) * schedule.chunks() + i64(begin.tokens) * chunk) * CELL;
         for (int i = threadIdx.x * 16; i < places * width * CELL; i += THREADS * 16)
             copy_async(shared_address(cells + i), data + i, 16, KEEP);
         commit_copies();
@@ -270,9 +308,9 @@ struct Layer {
     // Starts the copy of the next chunk, if there is one.
     MOEPACK_DEVICE void fetch() {
         if (remaining == 0 && ahead.find()) {
-            remaining = ahead.run();
+            remaining = ahead.take();
             i64 block = i64(routing.tile[ahead.tile].expert) * problem.blocks() + ahead.block();
-            source = typename Format::Source(matrix, block, ahead.chunk, lane);
+            source = Fetching<Format>(matrix, block, ahead.chunk, lane);
         }
         if (remaining > 0) {
             source.fetch(shared_address(into), policy);
@@ -285,7 +323,9 @@ struct Layer {
 
     // Multiplies chunks of one tile, whose cells follow each other.
     template <int N>
-    MOEPACK_DEVICE void multiply(int count, int tokens, const u8* cell) {
+    MOEPACK_DEVICE void multiply(int count, const Tile& tile, const u8* cell) {
+        float sum[N][4] = {};
+        int tokens = tile.tokens;
         for (; count > 0; --count) {
             wait_copies<Format::DEPTH - 2>();
             __syncwarp();
@@ -295,50 +335,47 @@ struct Layer {
             from += Format::STAGE;
             if (from == ring + RING) from = ring;
         }
+        add(tile, sum);
     }
 
-    // Multiplies this warp's share of a round; `tile` is what `sum` belongs to, -1 for none.
-    MOEPACK_DEVICE void multiply(int first, int last, int& tile) {
-        int width = least(problem.chunks() - first % problem.chunks(), last - first), chunk = first % problem.chunks();
-        int start = routing.tile[first / problem.chunks()].start;
+    // Multiplies this warp's share of a round.
+    MOEPACK_DEVICE void multiply(int first, int last) {
+        int number = problem.chunks.quotient(first), chunk = first - number * schedule.chunks();
+        int width = least(schedule.chunks() - chunk, last - first), start = routing.tile[number].start;
         for (here.enter(first, last); here.at < here.end;) {
-            int count = here.run();
-            // Without a second token there is one column, and no need to tell tiles apart.
-            if (here.tile != tile && tile >= 0 && (MODE != Mode::combine || problem.tokens > 1)) flush(tile);
-            tile = here.tile;
-            int begin = routing.tile[tile].start, tokens = routing.tile[tile].tokens;
-            const u8* cell = cells + ((begin - start) * width + tokens * (here.chunk - chunk)) * CELL;
-            if (MOST_TOKENS == 8 || tokens <= 8) multiply<1>(count, tokens, cell);
-            else if (MOST_TOKENS == 16 || tokens <= 16) multiply<2>(count, tokens, cell);
-            else multiply<MOST_TOKENS / 8>(count, tokens, cell);
+            int count = here.take();
+            const Tile& tile = routing.tile[here.tile];
+            const u8* cell = cells + ((tile.start - start) * width + tile.tokens * (here.chunk - chunk)) * CELL;
+            if (MOST_TOKENS == 8 || tile.tokens <= 8) multiply<1>(count, tile, cell);
+            else if (MOST_TOKENS == 16 || tile.tokens <= 16) multiply<2>(count, tile, cell);
+            else multiply<MOST_TOKENS / 8>(count, tile, cell);
         }
     }
 
-    // Adds `sum`, of a tile, to this warp's part of `sums`, and clears it. The four lanes of a row take turns: a token that
-    // chose an expert twice has two columns, and their order is fixed.
-    MOEPACK_DEVICE void flush(int number) {
-        const Tile& tile = routing.tile[number];
+    // Adds a tile's sums to this warp's part of `sums`. The four lanes of a row take turns: a token that chose an expert
+    // twice has two columns, and their order is fixed.
+    template <int N>
+    MOEPACK_DEVICE void add(const Tile& tile, const float (&sum)[N][4]) {
         float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane / 4 * 2;
-        for (int turn = 0; turn < least(4, ceil_div(int(tile.tokens), 2)); ++turn) {
+#pragma unroll 1
+        for (int turn = 0; turn < 4 && 2 * turn < tile.tokens; ++turn) {
 #pragma unroll
-            for (int i = 0; i < MOST_TOKENS / 4; ++i) {
+            for (int i = 0; i < 2 * N; ++i) {
                 int token = i / 2 * 8 + turn * 2 + i % 2;
                 if (lane % 4 != turn || token >= tile.tokens) continue;
-                int column = MODE == Mode::combine ? routing.order[tile.start + token] / problem.top_k : token;
+                int column = MODE == Mode::combine ? problem.top_k.quotient(routing.order[tile.start + token]) : token;
                 float2* to = reinterpret_cast<float2*>(mine + column * BLOCK_ROWS);
                 *to = {to->x + sum[i / 2][i % 2], to->y + sum[i / 2][2 + i % 2]};
             }
             __syncwarp();
         }
-#pragma unroll
-        for (int i = 0; i < MOST_TOKENS / 2; ++i) sum[i / 4][i % 4] = 0;
     }
 
     // The sum over the warps of an output; `sums` is zero again.
-    MOEPACK_DEVICE float take(int warp, int column, int row) {
+    MOEPACK_DEVICE float take(int block, int column, int row) {
         float total = 0;
-        for (int i = 0; i < here.parts; ++i) {
-            float& value = sums[((warp + i) * columns + column) * BLOCK_ROWS + row];
+        for (int i = 0; i < 1 << here.part_bits; ++i) {
+            float& value = sums[(((block << here.part_bits) + i) * columns + column) * BLOCK_ROWS + row];
             total += value;
             value = 0;
         }
@@ -346,16 +383,17 @@ struct Layer {
     }
 
     MOEPACK_DEVICE void write(const Unit& unit, int split) {
-        const Tile& tile = routing.tile[unit.first / problem.chunks()];
-        int width = problem.row_blocks * BLOCK_ROWS, outputs = MODE == Mode::combine ? problem.tokens : tile.tokens;
-        for (int item = threadIdx.x; item < outputs * width; item += THREADS) {
-            int column = item / width, place = item % width, block = place / BLOCK_ROWS, row = place % BLOCK_ROWS;
-            float value = take(block * here.parts, column, row);
+        const Tile& tile = routing.tile[problem.chunks.quotient(unit.first)];
+        int bits = 4 + 31 - __clz(problem.row_blocks), outputs = MODE == Mode::combine ? problem.tokens : tile.tokens;
+        for (int item = threadIdx.x; item < outputs << bits; item += THREADS) {
+            int column = item >> bits, place = item & ((1 << bits) - 1), block = place / BLOCK_ROWS;
+            float value = take(block, column, place % BLOCK_ROWS);
             if (MODE == Mode::gated)
-                value = silu(value) * take((problem.row_blocks + block) * here.parts, column, row);
-            if (unit.rows * width + place >= problem.rows) continue;
+                value = silu(value) * take(problem.row_blocks + block, column, place % BLOCK_ROWS);
+            place += unit.rows << bits;
+            if (place >= problem.rows) continue;
             int line = MODE == Mode::combine ? split * problem.tokens + column : routing.order[tile.start + column];
-            float& to = problem.out[i64(line) * problem.rows + unit.rows * width + place];
+            float& to = problem.out[i64(line) * problem.rows + place];
             to = MODE == Mode::multiply ? silu(to) * value : value;
         }
     }
@@ -364,34 +402,54 @@ struct Layer {
         return x / (1.0f + __expf(-x));
     }
 
+    // All rounds of the unit of `here`; `staged` are the chunks whose activations are in shared memory.
+    MOEPACK_DEVICE void multiply_unit(Unit& staged) {
+        for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
+            end = schedule.round_end(begin, here.unit.last);
+            // All experts read the same activations of an only token.
+            int from = MODE != Mode::combine && problem.tokens == 1 ? problem.chunks.remainder(begin) : begin;
+            if (from != staged.first || from + end - begin != staged.last) {
+                __syncthreads();
+                stage(begin, end);
+                __syncthreads();
+                staged = {from, from + end - begin, 0};
+            }
+            multiply(begin, end);
+        }
+    }
+
     MOEPACK_DEVICE void run() {
         for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS; i += THREADS) sums[i] = 0;
         int units = schedule.units(), share = units / gridDim.x, more = units % gridDim.x;
         int first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
         ahead.start(first, last);
+#pragma unroll 1
         for (int i = 0; i < Format::DEPTH - 1; ++i) fetch();
         Unit staged = {-1, -1, 0};
         for (here.start(first, last); here.number < last; here.start(here.number + 1, last)) {
-            int tile = -1;
-            for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
-                end = schedule.round_end(begin, here.unit.last);
-                if (shares_cells() ? begin % problem.chunks() != staged.first % problem.chunks() || staged.last < 0
-                                   : begin != staged.first || end != staged.last) {
-                    __syncthreads();
-                    stage(begin, end);
-                    __syncthreads();
-                    staged = {begin, end, 0};
-                }
-                multiply(begin, end, tile);
-            }
-            if (tile >= 0) flush(tile);
+            multiply_unit(staged);
             __syncthreads();
-            write(here.unit, MODE == Mode::combine ? here.number % problem.splits : 0);
+            write(here.unit, problem.splits > 1 ? here.number % problem.splits : 0);
             __syncthreads();
         }
         wait_copies<0>();
     }
 };
+
+// What a kernel of a layer does, and one that makes its cells beforehand.
+template <class Format, Mode MODE, int MOST_TOKENS>
+MOEPACK_DEVICE void run_layer(const Problem& problem, const typename Format::Matrix& first, const typename Format::Matrix& second) {
+    __shared__ Routing routing;
+    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    Layer<Format, MODE, MOST_TOKENS>(problem, routing, first, second).run();
+}
+
+template <class Format, Mode MODE, int MOST_TOKENS>
+MOEPACK_DEVICE void lay_out_layer(const Problem& problem) {
+    __shared__ Routing routing;
+    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    lay_out<Format, MODE>(problem, routing);
+}
 #endif
 
 }  // namespace moepack

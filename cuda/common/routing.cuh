@@ -71,18 +71,26 @@ MOEPACK_DEVICE void cut_tiles(Routing& routing) {
     if (threadIdx.x == 0) routing.tiles = tiles;
 }
 
+// The routing of a linear layer: slots in their order.
+template <int MOST>
+MOEPACK_DEVICE void list_slots(Routing& routing, int slots) {
+    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+        routing.order[slot] = u16(slot);
+        routing.at[slot] = u16(slot / MOST);
+        if (slot % MOST == 0) routing.tile[slot / MOST] = {0, u16(slot), u16(least(MOST, slots - slot))};
+    }
+    if (threadIdx.x == 0) routing.slots = slots, routing.tiles = ceil_div(slots, MOST);
+}
+
 // Builds the routing; all threads of the block call it, and may read it when it returns.
 template <int MOST>
 MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts) {
     if (index) {
         sort_slots(routing, index, slots, experts);
+        if (threadIdx.x < WARP) cut_tiles<MOST>(routing);
     } else {
-        for (int slot = threadIdx.x; slot < slots; slot += blockDim.x)
-            routing.order[slot] = u16(slot), routing.expert[slot] = 0;
-        if (threadIdx.x == 0) routing.slots = slots;
-        __syncthreads();
+        list_slots<MOST>(routing, slots);
     }
-    if (threadIdx.x < WARP) cut_tiles<MOST>(routing);
     __syncthreads();
 }
 #endif

@@ -29,31 +29,30 @@ struct Place {
 };
 
 #if defined(__CUDACC__)
-// Eight neighbouring values of a row as they are stored, two a word or one; columns behind its end are zero.
+// Eight neighbouring values of a row as they are stored, two a word or one; columns behind its end are zero. Rows begin at
+// multiples of 16 bytes.
 MOEPACK_DEVICE void load_eight(const Activations& x, i64 row, int column, u32 (&word)[8]) {
-    bool wide = x.type == Type::f32;
-    const u8* from = static_cast<const u8*>(x.data) + (row * x.columns + column) * (wide ? 4 : 2);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) word[i] = 0;
-    if (column + 8 <= x.columns && (u64(from) & 15) == 0) {
-        Quad low = load_quad(from), high = wide ? load_quad(from + 16) : Quad{};
-        word[0] = low.x, word[1] = low.y, word[2] = low.z, word[3] = low.w;
-        word[4] = high.x, word[5] = high.y, word[6] = high.z, word[7] = high.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (column + i >= x.columns) continue;
-            if (wide) word[i] = reinterpret_cast<const u32*>(from)[i];
-            else word[i / 2] |= u32(reinterpret_cast<const u16*>(from)[i]) << (i % 2 * 16);
-        }
+    Quad low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
+    if (column < x.columns) {
+        bool wide = x.type == Type::f32;
+        const u8* from = static_cast<const u8*>(x.data) + (row * x.columns + column) * (wide ? 4 : 2);
+        low = load_quad(from);
+        if (wide) high = load_quad(from + 16);
     }
+    word[0] = low.x, word[1] = low.y, word[2] = low.z, word[3] = low.w;
+    word[4] = high.x, word[5] = high.y, word[6] = high.z, word[7] = high.w;
 }
 
 MOEPACK_DEVICE void to_floats(Type type, const u32 (&word)[8], float (&value)[8]) {
+    if (type == Type::f32) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        u16 bits = u16(word[i / 2] >> (i % 2 * 16));
-        value[i] = type == Type::f32 ? __uint_as_float(word[i]) : type == Type::f16 ? half_value(bits) : bf16_value(bits);
+        for (int i = 0; i < 8; ++i) value[i] = __uint_as_float(word[i]);
+    } else if (type == Type::f16) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) value[i] = half_value(u16(word[i / 2] >> (i % 2 * 16)));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) value[i] = bf16_value(u16(word[i / 2] >> (i % 2 * 16)));
     }
 }
 
@@ -80,6 +79,7 @@ MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&v
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
     Scale scale = scale_of(largest);
     float* notes = reinterpret_cast<float*>(cells + tokens * VALUE_BYTES) + token * Format::NOTES;
+    float sum = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float* v = value + 4 * half;
@@ -87,16 +87,15 @@ MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&v
         u8* to = cells + (place.step * tokens + token) * STEP_BYTES + place.lane * 16 + place.half * 8;
         Pair pair = {to_half2(v[0] * scale.factor, v[2] * scale.factor), to_half2(v[1] * scale.factor, v[3] * scale.factor)};
         if (exists) *reinterpret_cast<Pair*>(to) = pair;
+        // Of the rounded values, which weights with an offset are multiplied by.
+        sum += half_value(u16(pair.x)) + half_value(u16(pair.x >> 16)) + half_value(u16(pair.y)) + half_value(u16(pair.y >> 16));
     }
     if (exists && lane == 0) notes[0] = scale.inverse * weight;
     if constexpr (Format::SUMS > 0) {
         constexpr int LANES = 16 / Format::SUMS;
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum += value[i];
 #pragma unroll
         for (int distance = LANES / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        if (exists && lane % LANES == 0) notes[1 + lane / LANES] = sum * weight;
+        if (exists && lane % LANES == 0) notes[1 + lane / LANES] = sum * scale.inverse * weight;
     }
 }
 #endif

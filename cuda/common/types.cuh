@@ -41,7 +41,7 @@ enum class Type : int { bf16 = 0, f16 = 1, f32 = 2 };
 struct Activations {
     const void* data;
     Type type;
-    int columns;  // also the distance of two rows
+    int columns;  // of a row in memory, a multiple of 8; those behind the matrix's last are zero
 };
 
 struct alignas(16) Quad {

@@ -38,7 +38,9 @@ _TURNED = 32768
 class CodebookKernels(LayerKernels):
     """Kernels of `codebook`."""
 
-    cell_bytes = 272
+    def cell_bytes(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.cell_bytes`."""
+        return 272
 
     def specification(self, matrix: DeviceMatrix) -> tuple[int, int, int, int]:
         """Bits of codes, bytes of a centroid; bits of activations and columns turned together."""

@@ -8,11 +8,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Program
 
-__all__ = ["BLOCK_ROWS", "CHUNK", "RESIDENT", "THREADS", "TOKENS", "TYPES", "LayerKernels", "Struct", "device_of"]
+__all__ = [
+    "BLOCK_ROWS",
+    "CHUNK",
+    "RESIDENT",
+    "THREADS",
+    "TOKENS",
+    "TYPES",
+    "Division",
+    "LayerKernels",
+    "Struct",
+    "device_of",
+]
 
 THREADS = 256
 BLOCK_ROWS = 16
@@ -30,10 +42,16 @@ TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _STATIC_BYTES = 9 << 10
 """Shared memory of a block beside what it is launched with: the routing, and what the driver takes."""
 
+_FEW = 4
+"""Most tokens whose activations every block lays out for itself."""
+
+_DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
 _PROBLEM = np.dtype(
     [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
-    + [(name, np.uint64) for name in ("index", "weights", "out")]
-    + [(name, np.int32) for name in ("tokens", "top_k", "experts", "rows", "columns", "row_blocks", "splits", "unused")]
+    + [(name, np.uint64) for name in ("index", "weights", "out", "cells")]
+    + [(name, np.int32) for name in ("tokens", "experts", "rows", "row_blocks", "splits")]
+    + [(name, _DIVISOR) for name in ("top_k", "chunks", "row_tiles")]
+    + [("unused", np.int32)]
 )
 
 Struct = NDArray[Any]
@@ -46,11 +64,27 @@ class Device(NamedTuple):
     shared: int
 
 
+class Division(NamedTuple):
+    """How a launch is cut.
+
+    Attributes:
+        row_blocks: blocks of 16 rows of a row tile.
+        splits: parts of the sum over columns.
+    """
+
+    row_blocks: int
+    splits: int = 1
+
+
 class LayerKernels(ABC):
     """The launches of a family whose Format fills `Layer` (`cuda/common/layer.cuh`)."""
 
-    cell_bytes: int
-    """Of a token's chunk in shared memory."""
+    lays_out = False
+    """Whether there are kernels `lay_out_tokens` and `lay_out_hidden`."""
+
+    @abstractmethod
+    def cell_bytes(self, matrix: DeviceMatrix) -> int:
+        """Bytes of a token's chunk in shared memory."""
 
     @abstractmethod
     def specification(self, matrix: DeviceMatrix) -> tuple[Any, ...]:
@@ -89,33 +123,67 @@ class LayerKernels(ABC):
         """See `Kernels.combine`; where the sum is split over blocks, its parts take memory of torch's allocator."""
         self._sum(down, hidden, index, weights, out)
 
+    def by_slot(self, matrix: DeviceMatrix, slots: int) -> Division:
+        """How to cut a launch that writes a row for each slot.
+
+        Activations that fit into shared memory are copied once for many row tiles; others are shared by more rows.
+        """
+        experts, _, columns = matrix.shape
+        cells = slots / max(min(slots, experts), 1) * -(-columns // CHUNK)
+        return Division(1 if cells * self.cell_bytes(matrix) <= device_of(matrix.data).shared // 2 else 4)
+
+    def of_sum(self, matrix: DeviceMatrix, slots: int) -> Division:
+        """How to cut the launch that sums the outputs of each token."""
+        experts, rows, _ = matrix.shape
+        mean = slots / max(min(slots, experts), 1)
+        row_blocks = next(blocks for most, blocks in ((4, 1), (8, 2), (16, 4), (512, 8)) if mean <= most)
+        tiles = -(-rows // (BLOCK_ROWS * row_blocks))
+        splits = max(1, min(8, RESIDENT * device_of(matrix.data).processors // tiles))
+        return Division(row_blocks, splits if row_blocks > 1 else 1)
+
     def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
         """Launch a kernel that writes a row for each slot."""
-        experts, _, columns = matrices[0].shape
-        mean = index.numel() / max(min(index.numel(), experts), 1)
-        # Activations that fit into shared memory are copied once for many row tiles; others are shared by more rows.
-        fits = mean * -(-columns // CHUNK) <= device_of(x).shared // 2 // self.cell_bytes
-        problem = _problem(matrices[0], self.activations(matrices[0], x), index, None, out, 1 if fits else 4, 1, len(x))
-        self._launch(kernel, matrices, problem, len(x))
+        first = matrices[0]
+        x = _padded(self.activations(first, x))
+        problem = _problem(first, x, index, None, out, len(x), self.by_slot(first, index.numel()))
+        cells = self._lay_out("lay_out_tokens", first, problem)
+        self._launch(kernel, first, problem, matrices)
+        del cells
 
     def _sum(self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor) -> None:
         """Launch the kernel that sums the outputs of each token."""
-        experts, rows, _ = matrix.shape
-        mean = len(x) / max(min(len(x), experts), 1)
-        row_blocks = next(blocks for most, blocks in ((4, 1), (8, 2), (16, 4), (512, 8)) if mean <= most)
-        tiles = -(-rows // (BLOCK_ROWS * row_blocks))
-        splits = 1 if row_blocks == 1 else max(1, min(8, RESIDENT * device_of(x).processors // tiles))
-        parts = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-        prepared = self.activations(matrix, x)
-        problem = _problem(matrix, prepared, index, weights, parts, row_blocks, splits, len(out))
-        self._launch("combine", [matrix], problem, len(out))
-        if splits > 1:
+        division = self.of_sum(matrix, len(x))
+        parts = out
+        if division.splits > 1:
+            parts = torch.empty((division.splits, *out.shape), dtype=torch.float32, device=out.device)
+        x = _padded(self.activations(matrix, x))
+        problem = _problem(matrix, x, index, weights, parts, len(out), division)
+        cells = self._lay_out("lay_out_hidden", matrix, problem)
+        self._launch("combine", matrix, problem, [matrix])
+        del cells
+        if division.splits > 1:
             torch.sum(parts, 0, out=out)
 
-    def _launch(self, kernel: str, matrices: list[DeviceMatrix], problem: Struct, tokens: int) -> None:
-        """Launch a kernel of a layer with as many blocks as run at a time."""
-        device = device_of(matrices[0].data)
-        program = self.program(matrices[0], TOKENS[0] if tokens <= TOKENS[0] else TOKENS[-1])
+    def _lay_out(self, kernel: str, matrix: DeviceMatrix, problem: Struct) -> Tensor | None:
+        """Make the cells of all slots in a launch of its own, where blocks making their own would take longer.
+
+        Returns:
+            The cells; whoever launches the kernel that reads them keeps them until then.
+        """
+        tokens, top_k, chunks = problem["tokens"][0], problem["top_k"]["by"][0], problem["chunks"]["by"][0]
+        if not self.lays_out or tokens <= _FEW:
+            return None
+        cells = torch.empty(
+            int(tokens * top_k * chunks) * self.cell_bytes(matrix), dtype=torch.uint8, device=matrix.device
+        )
+        problem["cells"] = cells.data_ptr()
+        self._launch(kernel, matrix, problem, [])
+        return cells
+
+    def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, matrices: list[DeviceMatrix]) -> None:
+        """Launch a kernel of a matrix with as many blocks as run at a time."""
+        device = device_of(of.data)
+        program = self.program(of, TOKENS[0] if problem["tokens"][0] <= TOKENS[0] else TOKENS[-1])
         arguments = [problem, *map(self.struct, matrices)]
         program.launch(kernel, RESIDENT * device.processors, THREADS, arguments, device.shared)
 
@@ -132,19 +200,31 @@ def _device(index: int) -> Device:
     return Device(properties.multi_processor_count, shared // 128 * 128)
 
 
+def _padded(x: Tensor) -> Tensor:
+    """Activations whose rows begin at multiples of 16 bytes."""
+    more = -x.shape[1] % 8
+    return functional.pad(x, (0, more)) if more else x
+
+
+def _divisor(by: int) -> tuple[int, int]:
+    """The kernels' `Divisor`."""
+    return by, (2**32 - 1) // by
+
+
 def _problem(
     matrix: DeviceMatrix,
     x: Tensor,
     index: Tensor | None,
     weights: Tensor | None,
     out: Tensor,
-    row_blocks: int,
-    splits: int,
     tokens: int,
+    division: Division,
 ) -> Struct:
     """The arguments of a launch beside the matrices."""
     experts, rows, columns = matrix.shape
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
     top_k = 1 if index is None else index.shape[1]
-    sizes = [tokens, top_k, experts, rows, columns, row_blocks, splits, 0]
-    return np.array([(x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, *sizes)], _PROBLEM)
+    tiles = -(-rows // (BLOCK_ROWS * division.row_blocks))
+    divisors = map(_divisor, (top_k, -(-columns // CHUNK), tiles))
+    values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, tokens, experts, rows, *division, *divisors, 0)
+    return np.array([values], _PROBLEM)
