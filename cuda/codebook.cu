@@ -169,13 +169,6 @@ MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const
     if (lane == 0) notes[token] = largest < 0x7f800000 ? scale.inverse * 2.0f * weight : __uint_as_float(0x7fc00000);
 }
 
-template <Mode MODE>
-MOEPACK_DEVICE void run_layer(const Problem& problem, const Codebook::Matrix& first, const Codebook::Matrix& second) {
-    __shared__ Routing routing;
-    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
-    Layer<Codebook, MODE, TOKENS>(problem, routing, first, second).run();
-}
-
 // ---------------------------------------------------------------- whole rows
 
 // Multiplies values in shared memory by Sylvester's matrix of `width` columns, unscaled; all threads of a block.
@@ -300,18 +293,27 @@ extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 co
 
 #define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
+// Makes the cells of the slots of a layer's first and second launch.
+LAUNCH lay_out_tokens(Problem problem) {
+    lay_out_layer<Codebook, Mode::project, TOKENS>(problem);
+}
+
+LAUNCH lay_out_hidden(Problem problem) {
+    lay_out_layer<Codebook, Mode::combine, TOKENS>(problem);
+}
+
 LAUNCH gated(Problem problem, Codebook::Matrix gate, Codebook::Matrix up) {
-    run_layer<Mode::gated>(problem, gate, up);
+    run_layer<Codebook, Mode::gated, TOKENS>(problem, gate, up);
 }
 
 LAUNCH project(Problem problem, Codebook::Matrix matrix) {
-    run_layer<Mode::project>(problem, matrix, matrix);
+    run_layer<Codebook, Mode::project, TOKENS>(problem, matrix, matrix);
 }
 
 LAUNCH multiply(Problem problem, Codebook::Matrix matrix) {
-    run_layer<Mode::multiply>(problem, matrix, matrix);
+    run_layer<Codebook, Mode::multiply, TOKENS>(problem, matrix, matrix);
 }
 
 LAUNCH combine(Problem problem, Codebook::Matrix matrix) {
-    run_layer<Mode::combine>(problem, matrix, matrix);
+    run_layer<Codebook, Mode::combine, TOKENS>(problem, matrix, matrix);
 }

@@ -270,7 +270,7 @@ MOEPACK_DEVICE u32 tile_bytes(const Matrix& matrix) {
 // Starts to copy tables to shared memory.
 MOEPACK_DEVICE void copy_tables(const Matrix& matrix, u32 to) {
     const u8* from = reinterpret_cast<const u8*>(matrix.table);
-    for (u32 i = threadIdx.x * 16; i < matrix.dictionaries * TABLE_BYTES; i += THREADS * 16)
+    for (u32 i = threadIdx.x * 16; i < matrix.dictionaries * TABLE_BYTES; i += blockDim.x * 16)
         copy_kept(shared_address(memory + to + i), from + i);
 }
 
@@ -294,22 +294,23 @@ MOEPACK_DEVICE Tokens tokens_of(const Launch& launch, const Routing& routing, co
 
 // A row to be multiplied: number `at` of those of a block, of the gate (part 0) or the up projection (1).
 struct Task {
-    Row row;
+    Quad bits;
     int at, part;
+
+    // The row; of length 0 behind the last. Nothing looks at the bits before, so that nothing waits for them.
+    MOEPACK_DEVICE Row row(int end) const {
+        return {bits.x, at < end ? bits.y : 0, __uint_as_float(bits.z), __uint_as_float(bits.w)};
+    }
 };
 
 // The rows of a group of lanes in the order of their multiplication, each in all its parts.
 struct Cursor {
     int at, end, part, parts;
 
-    // The next row; of length 0 behind the last. find(at, part): where it is.
+    // The next row; find(at, part) says where it is.
     template <class Find>
     MOEPACK_DEVICE Task take(Find find) {
-        Task task = {{0, 0, 0, 0}, at, part};
-        if (at < end) {
-            Quad bits = *reinterpret_cast<const Quad*>(find(at, part));
-            task.row = {bits.x, bits.y, __uint_as_float(bits.z), __uint_as_float(bits.w)};
-        }
+        Task task = {*reinterpret_cast<const Quad*>(find(least(at, end - 1), part)), at, part};
         if (++part == parts) part = 0, at += GROUPS;
         return task;
     }
@@ -327,13 +328,18 @@ struct Pipeline {
     template <class Find>
     MOEPACK_DEVICE Pipeline(Cursor from, Find find) : cursor(from), task(cursor.take(find)), ahead(cursor.take(find)) {}
 
-    // matrix(part); use(task, codes). `codes` are the first of the first row.
+    MOEPACK_DEVICE Codes fetch_first(const Matrix& matrix, const Task& of) const {
+        Row row = of.row(cursor.end);
+        return fetch(matrix, row, first_code(row));
+    }
+
+    // matrix(part); use(task, row, codes). `codes` are the first of the first row.
     template <class Find, class Of, class Use>
     MOEPACK_DEVICE void run(Codes codes, Find find, Of matrix, Use use) {
         while (__any_sync(ALL, task.at < cursor.end)) {
             Task later = cursor.take(find);
-            Codes next = fetch(matrix(ahead.part), ahead.row, first_code(ahead.row));
-            use(task, codes);
+            Codes next = fetch_first(matrix(ahead.part), ahead);
+            use(task, task.row(cursor.end), codes);
             task = ahead, ahead = later, codes = next;
         }
     }
@@ -348,6 +354,18 @@ MOEPACK_DEVICE int group() {
 }
 
 // ---------------------------------------------------------------- launches
+
+// The routing of a launch; of a linear layer, whose slots are in order, it takes one barrier.
+MOEPACK_DEVICE void route(Routing& routing, const Launch& launch, int experts) {
+    if (launch.index) return build_routing<TOKENS>(routing, launch.index, launch.slots, experts);
+    int tiles = ceil_div(launch.slots, TOKENS);
+    for (int i = threadIdx.x; i < launch.slots; i += THREADS) {
+        routing.order[i] = u16(i);
+        if (i < tiles) routing.tile[i] = {0, u16(i * TOKENS), u16(least(TOKENS, launch.slots - i * TOKENS))};
+    }
+    if (threadIdx.x == 0) routing.slots = launch.slots, routing.tiles = tiles;
+    __syncthreads();
+}
 
 // Where the part of block `block` of some rows begins.
 MOEPACK_DEVICE u32 share(u32 rows, u32 block) {
@@ -364,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 origin = second + up.dictionaries * TABLE_BYTES + gate.pad * 4 * TOKENS;
     copy_tables(gate, 0);
     copy_tables(up, second);
-    build_routing<TOKENS>(routing, launch.index, launch.slots, gate.experts);
+    route(routing, launch, gate.experts);
     u32 rows = routing.tiles * gate.rows, begin = share(rows, blockIdx.x), end = share(rows, blockIdx.x + 1);
     auto of = [&](int part) -> const Matrix& { return matrices[part]; };
     u32 staged = ~0u;
@@ -378,15 +396,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         bool stale = !GLOBAL && token != staged;
         if (stale && staged != ~0u) __syncthreads();
         if (stale) stage(launch, routing, tile, origin, gate.pad);
-        Codes codes = fetch(matrices[0], pipeline.task.row, first_code(pipeline.task.row));
+        Codes codes = pipeline.fetch_first(matrices[0], pipeline.task);
         wait_tables();
         if (stale || staged == ~0u) __syncthreads();
         staged = token;
         float gates[TOKENS];
-        pipeline.run(codes, find, of, [&](const Task& task, const Codes& codes) {
+        pipeline.run(codes, find, of, [&](const Task& task, const Row& row, const Codes& codes) {
             Tokens tokens = tokens_of(launch, routing, tile, origin);
-            tokens.levels = levels(task.row.first, task.row.second);
-            walk(matrices[task.part], task.part ? second : 0, task.row, codes, tokens);
+            tokens.levels = levels(row.first, row.second);
+            walk(matrices[task.part], task.part ? second : 0, row, codes, tokens);
             tokens.gather();
 #pragma unroll
             for (int i = 0; i < TOKENS; ++i) {
@@ -408,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) matrix = down;
     u32 size = tile_bytes(down), origin = down.dictionaries * TABLE_BYTES;
     copy_tables(down, 0);
-    build_routing<TOKENS>(routing, launch.index, launch.slots, down.experts);
+    route(routing, launch, down.experts);
     int first = share(down.rows, blockIdx.x), rows = int(share(down.rows, blockIdx.x + 1)) - first;
     // Products of slots: where an output is one of them they go there, otherwise to shared memory.
     float* products = each == 1 ? out + first
@@ -417,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (routing.slots < launch.slots)
         for (int i = threadIdx.x; i < rows * launch.slots; i += THREADS) products[i / rows * stride + i % rows] = 0;
     auto of = [&](int) -> const Matrix& { return matrix; };
-    for (int base = 0; base < routing.tiles; base += staged) {
+    for (int base = 0; base < routing.tiles && rows > 0; base += staged) {
         int count = least(staged, routing.tiles - base);
         auto find = [&](int at, int) {
             int tile = at / rows;
@@ -427,15 +445,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (base > 0) __syncthreads();
         for (int i = 0; !GLOBAL && i < count; ++i)
             stage(launch, routing, routing.tile[base + i], origin + i * size + down.pad * 4 * TOKENS, down.pad);
-        Codes codes = fetch(matrix, pipeline.task.row, first_code(pipeline.task.row));
+        Codes codes = pipeline.fetch_first(matrix, pipeline.task);
         wait_tables();
         __syncthreads();
-        pipeline.run(codes, find, of, [&](const Task& task, const Codes& codes) {
+        pipeline.run(codes, find, of, [&](const Task& task, const Row& row, const Codes& codes) {
             int number = least(task.at / rows, count - 1);
             const Tile tile = routing.tile[base + number];
             Tokens tokens = tokens_of(launch, routing, tile, origin + number * size + down.pad * 4 * TOKENS);
-            tokens.levels = levels(task.row.first, task.row.second);
-            walk(matrix, 0, task.row, codes, tokens);
+            tokens.levels = levels(row.first, row.second);
+            walk(matrix, 0, row, codes, tokens);
             tokens.gather();
             if (!leads() || task.at >= rows * count) return;
 #pragma unroll
@@ -470,19 +488,39 @@ struct Writer {
     }
 };
 
-// Writes the non-zero weights of `experts` experts from number `from` on; out is zeros before.
+// Fills a row of a group of lanes with zeros, or copies one; rows of whole 16 bytes take whole words.
+MOEPACK_DEVICE void copy_row(u16* to, const u16* from, int columns) {
+    int lane = threadIdx.x % LANES;
+    bool words = columns % 8 == 0;
+    for (int i = lane; words && i < columns / 8; i += LANES)
+        reinterpret_cast<Quad*>(to)[i] = from ? reinterpret_cast<const Quad*>(from)[i] : Quad{};
+    for (int i = lane; !words && i < columns; i += LANES) to[i] = from ? from[i] : 0;
+}
+
+// Writes the weights of `experts` experts from number `from` on. Each group of lanes puts a row together in shared memory
+// (GLOBAL: in place), because stores of two bytes cost the L2 as much as those of 32.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dequantize(const Matrix matrix, int from, int experts, u16* out) {
     copy_tables(matrix, 0);
     wait_tables();
     __syncthreads();
+    u16* rows_here = reinterpret_cast<u16*>(memory + matrix.dictionaries * TABLE_BYTES);
+    int groups = blockDim.x / LANES;
     i64 rows = i64(experts) * matrix.rows;
-    for (i64 base = i64(blockIdx.x) * GROUPS; base < rows; base += i64(gridDim.x) * GROUPS) {
+    for (i64 base = i64(blockIdx.x) * groups; base < rows; base += i64(gridDim.x) * groups) {
         i64 number = base + group();
         Row row = {};
         if (number < rows) row = matrix.row[i64(from) * matrix.rows + number];
-        Writer writer = {out + number * matrix.columns, matrix.columns, to_bf16x2(row.first, 0), to_bf16x2(row.second, 0)};
-        walk(matrix, 0, row, fetch(matrix, row, first_code(row)), writer);
+        Codes codes = fetch(matrix, row, first_code(row));
+        u16 *place = out + number * matrix.columns, *buffer = rows_here + group() * (matrix.columns + 7 & ~7);
+        if (GLOBAL) buffer = place;
+        if (!GLOBAL || number < rows) copy_row(buffer, nullptr, matrix.columns);
+        __syncwarp();
+        Writer writer = {buffer, matrix.columns, to_bf16x2(row.first, 0), to_bf16x2(row.second, 0)};
+        walk(matrix, 0, row, codes, writer);
+        __syncwarp();
+        if (!GLOBAL && number < rows) copy_row(place, buffer, matrix.columns);
+        __syncwarp();
     }
 }
 

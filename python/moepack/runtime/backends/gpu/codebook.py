@@ -38,6 +38,8 @@ _TURNED = 32768
 class CodebookKernels(LayerKernels):
     """Kernels of `codebook`."""
 
+    lays_out = True
+
     def cell_bytes(self, matrix: DeviceMatrix) -> int:
         """See `LayerKernels.cell_bytes`."""
         return 272

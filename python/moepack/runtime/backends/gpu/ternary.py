@@ -15,6 +15,7 @@ from moepack.runtime.backends.gpu.program import Program
 
 __all__ = ["KERNELS", "TernaryKernels"]
 
+WARP = 32
 THREADS = {1: 1024, 4: 768}
 """Of a block, for each size of tiles."""
 
@@ -122,14 +123,13 @@ class TernaryKernels:
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
-        lanes = _lanes(matrix)
-        out.zero_()
-        blocks = -(-out.shape[0] * out.shape[1] * lanes // THREADS[1])
-        grid = min(blocks, 2 * _processors(matrix.device))
-        program = _program(_is_dict16(matrix), 1, lanes, False)
-        program.launch(
-            "dequantize", grid, THREADS[1], [_struct(matrix), first, out.shape[0], out], _table_bytes(matrix)
-        )
+        row_bytes = -(-matrix.shape[2] // 8) * 16
+        warps = min(32, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
+        rows = out.shape[0] * out.shape[1]
+        grid = min(-(-rows // (warps or 32)), _processors(matrix.device))
+        program = _program(_is_dict16(matrix), 1, WARP, warps == 0)
+        shared = _table_bytes(matrix) + warps * row_bytes
+        program.launch("dequantize", grid, WARP * (warps or 32), [_struct(matrix), first, out.shape[0], out], shared)
 
     def _combine(
         self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor
