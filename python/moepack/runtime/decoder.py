@@ -13,7 +13,6 @@ every call to transformers.
 import inspect
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,11 +99,10 @@ class _Forward:
             raise ReferenceError("the module of this forward is gone")
         return module
 
-    def original(self) -> Callable[..., Any]:
+    def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module's class."""
         module = self.module()
-        bound: Callable[..., Any] = type(module).forward.__get__(module)
-        return bound
+        return type(module).forward(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         module = self.module()
@@ -130,9 +128,9 @@ class DecoderForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's forward."""
         if torch.compiler.is_compiling():
-            return self.original()(*args, **kwargs)
+            return self.original(*args, **kwargs)
         output = None if args or not _is_free() else self._decode(self.module(), **kwargs)
-        return self.original()(*args, **kwargs) if output is None else output
+        return self.original(*args, **kwargs) if output is None else output
 
     def _decode(
         self,
@@ -183,7 +181,7 @@ class DecoderForward(_Forward):
         ((_, tensor),) = given.items()
         if tensor.shape[1] != 1 or not _has_whole_attention(model.config):
             return None
-        state = self._graphs.step(model, self.original(), given, cache, **seen)
+        state = self._graphs.step(model, self.original, given, cache, **seen)
         if state is None:
             return None
         self.steps += 1
@@ -209,7 +207,7 @@ class HeadForward(_Forward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """As the class's forward."""
         if torch.compiler.is_compiling():
-            traced: torch.Tensor = self.original()(input)
+            traced: torch.Tensor = self.original(input)
             return traced
         head = self.module()
         weight = head.weight
@@ -222,7 +220,7 @@ class HeadForward(_Forward):
             or {input.device.type, weight.device.type} != {"cpu"}
             or not weight.is_contiguous()
         ):
-            output: torch.Tensor = self.original()(input)
+            output: torch.Tensor = self.original(input)
             return output
         if self._matrix is None or self._matrix[0] != weight.data_ptr():
             self._matrix = weight.data_ptr(), views.dense_matrix(weight)
