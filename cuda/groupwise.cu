@@ -36,6 +36,7 @@ struct Groupwise {
     static constexpr int STAGE = WHOLE ? UNITS / most(RECORD_UNITS, 1) * RECORD : REGISTER + UNITS * UNIT_BYTES;
     static constexpr int DEPTH = most(3, 4608 / STAGE);
     static constexpr int SUMS = SYMMETRIC ? 0 : GROUPS, NOTES = ceil_div(1 + SUMS, 4) * 4;
+    static constexpr bool LAYS_OUT = true;
     static constexpr int MIDDLE = SYMMETRIC ? 1 << (BITS - 1) : 0;
     using Decoder = Codes<BITS, BITS == 3 ? (WIDTH >= 64) : (WIDTH >= 32)>;
 

@@ -57,7 +57,9 @@ struct Codes<2, WIDE> {
     static constexpr int UNITS = 1, WORDS = 2;
     Field field;
 
-    MOEPACK_BOTH constexpr Codes(int lane, int middle) : field(lane % 4 * 2, 2, middle) {}
+    MOEPACK_BOTH Codes(int lane, int middle)
+        : field(lane % 4 < 2 ? (lane % 2 ? Field(2, 2, middle) : Field(0, 2, middle))
+                             : (lane % 2 ? Field(6, 2, middle) : Field(4, 2, middle))) {}
 
     MOEPACK_BOTH void hold() {
         field.hold();
@@ -82,11 +84,10 @@ struct Codes<3, false> {
     static constexpr int UNITS = 1, WORDS = 3;
     Field first, second, high;  // quad t; quad 4 + t but for the highest bit of quads 6 and 7, which is in word 2
 
-    MOEPACK_BOTH constexpr Codes(int lane, int middle)
-        : first(lane % 2 * 3, 3, middle), second(lane % 4 < 2 ? lane % 2 * 3 : 6, lane % 4 < 2 ? 3 : 2, middle),
-          high(6 + lane % 2, lane % 4 < 2 ? 0 : 1, 0) {
-        high.factor = half2_fraction(4 + lane % 2);
-        high.addend = half2_integer(-(1024 >> (4 + lane % 2)));
+    MOEPACK_BOTH Codes(int lane, int middle)
+        : first(lane % 2 ? Field(3, 3, middle) : Field(0, 3, middle)),
+          second(lane % 4 < 2 ? first : Field(6, 2, middle)), high(lane % 2 ? Field(5, 3, 0) : Field(4, 3, 0)) {
+        high.mask = lane % 4 < 2 ? 0 : lane % 2 ? 0x800080 : 0x400040;
     }
 
     MOEPACK_BOTH void hold() {
@@ -117,11 +118,11 @@ struct Codes<3, true> {
     Field first, second, third, low, high;
 
     // `low` also takes off what `high` leaves of its exponent.
-    MOEPACK_BOTH constexpr Codes(int lane, int middle)
-        : first(0, 3, middle), second(3, 3, middle), third(lane % 2 * 3, 3, middle), low(6, 2, middle),
-          high(6 + lane % 2, 1, 0) {
-        high.factor = half2_fraction(4 + lane % 2);
-        low.addend = half2_integer(-16 - middle - (1024 >> (4 + lane % 2)));
+    MOEPACK_BOTH Codes(int lane, int middle)
+        : first(0, 3, middle), second(3, 3, middle), third(lane % 2 ? second : first), low(6, 2, middle),
+          high(lane % 2 ? Field(5, 3, 0) : Field(4, 3, 0)) {
+        high.mask = lane % 2 ? 0x800080 : 0x400040;
+        low.addend = lane % 2 ? half2_integer(-48 - middle) : half2_integer(-80 - middle);
     }
 
     MOEPACK_BOTH void hold() {
@@ -157,7 +158,7 @@ struct Codes<4, false> {
     static constexpr int UNITS = 1, WORDS = 2;
     Field field;
 
-    MOEPACK_BOTH constexpr Codes(int lane, int middle) : field(lane % 2 * 4, 4, middle) {}
+    MOEPACK_BOTH Codes(int lane, int middle) : field(lane % 2 ? Field(4, 4, middle) : Field(0, 4, middle)) {}
 
     MOEPACK_BOTH void hold() {
         field.hold();
@@ -182,7 +183,7 @@ struct Codes<4, true> {
     static constexpr int UNITS = 1, WORDS = 1;
     Field low, high;
 
-    MOEPACK_BOTH constexpr Codes(int, int middle) : low(0, 4, middle), high(4, 4, middle) {}
+    MOEPACK_BOTH Codes(int, int middle) : low(0, 4, middle), high(4, 4, middle) {}
 
     MOEPACK_BOTH void hold() {}
 
@@ -208,7 +209,7 @@ struct Codes<8, WIDE> {
     static constexpr int UNITS = 1, WORDS = 2;
     u32 addend;
 
-    MOEPACK_BOTH constexpr Codes(int, int middle) : addend(half2_integer(-1024 - middle)) {}
+    MOEPACK_BOTH Codes(int, int middle) : addend(half2_integer(-1024 - middle)) {}
 
     MOEPACK_BOTH void hold() {}
 

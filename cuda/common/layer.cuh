@@ -17,6 +17,7 @@
 //     Matrix                     what the launch says of the weights
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
+//     LAYS_OUT                   optional: launches of more than eight tokens always give `cells`
 //     Lane(lane)                 constants of a lane
 //     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, counted through all experts
 //     Source                     instead of it, where the place of a chunk follows from the last one's (see `Fetching`)
@@ -199,42 +200,66 @@ struct Fetching<Format, decltype(void(sizeof(typename Format::Source)))> : Forma
     using Format::Source::Source;
 };
 
-// Makes cells of activations: of the places from `start` on in the routing, `width` chunks from `chunk` on.
+// Whether a Format's launches of many tokens find their cells laid out (`LAYS_OUT`), so that they need not make them.
+template <class Format, class = void>
+struct LaysOut {
+    static constexpr bool value = false;
+};
+
+template <class Format>
+struct LaysOut<Format, decltype(void(Format::LAYS_OUT))> {
+    static constexpr bool value = Format::LAYS_OUT;
+};
+
+// Makes cells of activations: of the places from `start` on in the routing, `width` chunks from `chunk` on. Sixteen lanes
+// write a cell; they take items (place, chunk) first, first + step and so on, BATCH at a time: `load` starts to read the
+// values of those from an item on, `write` waits for them.
 template <class Format, Mode MODE>
 struct Staging {
     static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
-    static constexpr int BATCH = 4;  // cells whose values are loaded before the first is written
+    static constexpr int BATCH = 4;
 
     const Problem& problem;
     const Routing& routing;
-    int start, chunk;
+    int start, chunk, items;
     Divisor width;
+    u32 word[BATCH][8];
 
-    MOEPACK_DEVICE void load(int item, u32 (&word)[8]) const {
-        int slot = routing.order[start + width.quotient(item)];
-        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
-        load_eight(problem.x, row, (chunk + width.remainder(item)) * CHUNK + threadIdx.x % 16 * 8, word);
+    MOEPACK_DEVICE Staging(const Problem& problem, const Routing& routing, int start, int places, int chunk, int width)
+        : problem(problem), routing(routing), start(start), chunk(chunk), items(places * width),
+          width{u32(width), ~0u / u32(width)} {}
+
+    MOEPACK_DEVICE void load(int first, int step) {
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            int item = least(first + i * step, items - 1), slot = routing.order[start + width.quotient(item)];
+            int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
+            load_eight(problem.x, row, (chunk + width.remainder(item)) * CHUNK + threadIdx.x % 16 * 8, word[i]);
+        }
     }
 
-    MOEPACK_DEVICE void write(u8* cells, int item, const u32 (&word)[8], bool exists) const {
-        int place = start + width.quotient(item), slot = routing.order[place];
+    MOEPACK_DEVICE void write(u8* cells, int item, const u32 (&word)[8]) const {
+        bool exists = item < items;
+        int at = least(item, items - 1), place = start + width.quotient(at), slot = routing.order[place];
         const Tile& tile = routing.tile[routing.at[place]];
-        u8* to = cells + i64((tile.start - start) * int(width.by) + tile.tokens * width.remainder(item)) * CELL;
+        u8* to = cells + i64((tile.start - start) * int(width.by) + tile.tokens * width.remainder(at)) * CELL;
         float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
         to_floats(problem.x.type, word, value);
         write_cell<Format>(to, place - tile.start, tile.tokens, value, weight, exists);
     }
 
-    // Writes items (place, chunk) first, first + step and so on; sixteen lanes call it for one item.
-    MOEPACK_DEVICE void write(u8* cells, int first, int step, int items) const {
-        for (int base = first & ~1; base < items; base += BATCH * step) {
-            u32 word[BATCH][8];
-            int item = base + (first & 1);
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) load(least(item + i * step, items - 1), word[i]);
+    // Writes all items; `meanwhile` runs when the last have been asked for, so that they do not queue behind weights.
+    template <class Meanwhile>
+    MOEPACK_DEVICE void write(u8* cells, int first, int step, Meanwhile meanwhile) {
+        for (;;) {
+            bool any = (first & ~1) < items, last = (first & ~1) + BATCH * step >= items;
+            if (any) load(first, step);
+            if (last) meanwhile();
 #pragma unroll
             for (int i = 0; i < BATCH; ++i)
-                if (base + i * step < items) write(cells, least(item + i * step, items - 1), word[i], item + i * step < items);
+                if ((first & ~1) + i * step < items) write(cells, first + i * step, word[i]);
+            if (last) return;
+            first += BATCH * step;
         }
     }
 };
@@ -242,9 +267,9 @@ struct Staging {
 // Makes the cells of all slots, in global memory, by all blocks of a launch.
 template <class Format, Mode MODE>
 MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
-    Staging<Format, MODE> staging = {problem, routing, 0, 0, problem.chunks};
+    Staging<Format, MODE> staging(problem, routing, 0, routing.slots, 0, int(problem.chunks.by));
     int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16;
-    staging.write(problem.cells, first, gridDim.x * groups, routing.slots * int(problem.chunks.by));
+    staging.write(problem.cells, first, gridDim.x * groups, [] {});
 }
 
 template <class Format, Mode MODE, int MOST_TOKENS>
@@ -272,7 +297,7 @@ struct Layer {
     MOEPACK_DEVICE Layer(const Problem& problem, const Routing& routing, const Matrix& first, const Matrix& second)
         : problem(problem), routing(routing),
           matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first), lane(threadIdx.x % WARP),
-          columns(MODE == Mode::combine ? problem.tokens : least(problem.tokens, MOST_TOKENS)),
+          columns(MODE == Mode::combine ? problem.tokens : least(problem.slots(), MOST_TOKENS)),
           schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / CELL}, ahead(cursor()), here(cursor()),
           policy(read_once()), constants(threadIdx.x % WARP) {
         ring = into = from = shared_memory + threadIdx.x / WARP * RING;
@@ -289,20 +314,29 @@ struct Layer {
         return {schedule, warp & ((1 << bits) - 1), bits, (warp >> bits) & (problem.row_blocks - 1)};
     }
 
-    // Brings the activations of a round to shared memory: a range of tokens times a range of chunks.
-    MOEPACK_DEVICE void stage(int first, int last) {
+    // Brings the activations of a round to shared memory: a range of tokens times a range of chunks. The first round also
+    // starts the ring, behind its own loads.
+    MOEPACK_DEVICE void stage(int first, int last, bool is_first) {
         int tile = problem.chunks.quotient(first), chunk = first - tile * schedule.chunks();
         const Tile &begin = routing.tile[tile], &end = routing.tile[problem.chunks.quotient(last - 1)];
         int width = least(schedule.chunks() - chunk, last - first), places = end.start + end.tokens - begin.start;
-        if (!problem.cells) {
-            Staging<Format, MODE> staging = {problem, routing, begin.start, chunk, {u32(width), ~0u / u32(width)}};
-            return staging.write(cells, threadIdx.x / 16, THREADS / 16, places * width);
+        auto start = [&] {
+#pragma unroll 1
+            for (int i = 0; is_first && i < Format::DEPTH - 1; ++i) fetch();
+        };
+        if constexpr (MOST_TOKENS == 8 || !LaysOut<Format>::value) {
+            if (!problem.cells) {
+                Staging<Format, MODE> staging(problem, routing, begin.start, places, chunk, width);
+                return staging.write(cells, threadIdx.x / 16, THREADS / 16, start);
+            }
         }
         const u8* data = problem.cells + (i64(begin.start) * schedule.chunks() + i64(begin.tokens) * chunk) * CELL;
         for (int i = threadIdx.x * 16; i < places * width * CELL; i += THREADS * 16)
             copy_async(shared_address(cells + i), data + i, 16, KEEP);
         commit_copies();
-        wait_copies<0>();
+        start();
+        if (is_first) wait_copies<Format::DEPTH - 1>();
+        else wait_copies<0>();
     }
 
     // Starts the copy of the next chunk, if there is one.
@@ -373,11 +407,15 @@ struct Layer {
 
     // The sum over the warps of an output; `sums` is zero again.
     MOEPACK_DEVICE float take(int block, int column, int row) {
-        float total = 0;
-        for (int i = 0; i < 1 << here.part_bits; ++i) {
-            float& value = sums[(((block << here.part_bits) + i) * columns + column) * BLOCK_ROWS + row];
-            total += value;
-            value = 0;
+        float part[WARPS], total = 0;
+        float* from = sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row;
+        int step = columns * BLOCK_ROWS, parts = 1 << here.part_bits;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) part[i] = i < parts ? from[i * step] : 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            total += part[i];
+            if (i < parts) from[i * step] = 0;
         }
         return total;
     }
@@ -402,20 +440,17 @@ struct Layer {
         return x / (1.0f + __expf(-x));
     }
 
-    // All rounds of the unit of `here`; `staged` are the chunks whose activations are in shared memory.
-    MOEPACK_DEVICE void multiply_unit(Unit& staged) {
-        for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
-            end = schedule.round_end(begin, here.unit.last);
-            // All experts read the same activations of an only token.
-            int from = MODE != Mode::combine && problem.tokens == 1 ? problem.chunks.remainder(begin) : begin;
-            if (from != staged.first || from + end - begin != staged.last) {
-                __syncthreads();
-                stage(begin, end);
-                __syncthreads();
-                staged = {from, from + end - begin, 0};
-            }
-            multiply(begin, end);
-        }
+    // Makes the round's activations be in shared memory; `staged` are the chunks whose activations are.
+    MOEPACK_DEVICE void enter_round(int begin, int end, Unit& staged) {
+        // All experts read the same activations of an only token.
+        const Tile& tile = routing.tile[problem.chunks.quotient(begin)];
+        bool same = MODE != Mode::combine && problem.tokens == 1 && tile.tokens == 1;
+        int first = same ? problem.chunks.remainder(begin) : begin, last = first + end - begin;
+        if (first == staged.first && last == staged.last && same == staged.rows) return;
+        __syncthreads();
+        stage(begin, end, staged.last < 0);
+        __syncthreads();
+        staged = {first, last, same};
     }
 
     MOEPACK_DEVICE void run() {
@@ -423,11 +458,13 @@ struct Layer {
         int units = schedule.units(), share = units / gridDim.x, more = units % gridDim.x;
         int first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
         ahead.start(first, last);
-#pragma unroll 1
-        for (int i = 0; i < Format::DEPTH - 1; ++i) fetch();
         Unit staged = {-1, -1, 0};
         for (here.start(first, last); here.number < last; here.start(here.number + 1, last)) {
-            multiply_unit(staged);
+            for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
+                end = schedule.round_end(begin, here.unit.last);
+                enter_round(begin, end, staged);
+                multiply(begin, end);
+            }
             __syncthreads();
             write(here.unit, problem.splits > 1 ? here.number % problem.splits : 0);
             __syncthreads();

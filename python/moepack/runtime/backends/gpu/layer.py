@@ -34,7 +34,7 @@ CHUNK = 128
 RESIDENT = 2
 """Blocks of a multiprocessor at a time, for whose registers and shared memory kernels are compiled."""
 
-TOKENS = (8, 32)
+TOKENS = (8, 16, 32)
 """Most tokens of a tile, the columns of a product: a program each."""
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -44,6 +44,9 @@ _STATIC_BYTES = 9 << 10
 
 _FEW = 4
 """Most tokens whose activations every block lays out for itself."""
+
+_FEW_CELLS = 128
+"""Most of their cells."""
 
 _DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
 _PROBLEM = np.dtype(
@@ -124,22 +127,16 @@ class LayerKernels(ABC):
         self._sum(down, hidden, index, weights, out)
 
     def by_slot(self, matrix: DeviceMatrix, slots: int) -> Division:
-        """How to cut a launch that writes a row for each slot.
+        """How to cut a launch that writes a row for each slot; more rows of a tile share its activations."""
+        _, _, columns = matrix.shape
+        return Division(4 if slots > _FEW * 4 or columns > 16 * CHUNK else 2)
 
-        Activations that fit into shared memory are copied once for many row tiles; others are shared by more rows.
-        """
-        experts, _, columns = matrix.shape
-        cells = slots / max(min(slots, experts), 1) * -(-columns // CHUNK)
-        return Division(1 if cells * self.cell_bytes(matrix) <= device_of(matrix.data).shared // 2 else 4)
-
-    def of_sum(self, matrix: DeviceMatrix, slots: int) -> Division:
+    def of_sum(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
         """How to cut the launch that sums the outputs of each token."""
-        experts, rows, _ = matrix.shape
-        mean = slots / max(min(slots, experts), 1)
-        row_blocks = next(blocks for most, blocks in ((4, 1), (8, 2), (16, 4), (512, 8)) if mean <= most)
-        tiles = -(-rows // (BLOCK_ROWS * row_blocks))
-        splits = max(1, min(8, RESIDENT * device_of(matrix.data).processors // tiles))
-        return Division(row_blocks, splits if row_blocks > 1 else 1)
+        blocks, resident = -(-matrix.shape[1] // BLOCK_ROWS), RESIDENT * device_of(matrix.data).processors
+        if tokens > _FEW:
+            return Division(4, max(1, min(8, resident // -(-blocks // 4))))
+        return Division(next(of_tile for of_tile in (4, 2, 1) if of_tile == 1 or blocks // of_tile > 0.8 * resident))
 
     def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
         """Launch a kernel that writes a row for each slot."""
@@ -152,7 +149,7 @@ class LayerKernels(ABC):
 
     def _sum(self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor) -> None:
         """Launch the kernel that sums the outputs of each token."""
-        division = self.of_sum(matrix, len(x))
+        division = self.of_sum(matrix, len(x), len(out))
         parts = out
         if division.splits > 1:
             parts = torch.empty((division.splits, *out.shape), dtype=torch.float32, device=out.device)
@@ -171,7 +168,7 @@ class LayerKernels(ABC):
             The cells; whoever launches the kernel that reads them keeps them until then.
         """
         tokens, top_k, chunks = problem["tokens"][0], problem["top_k"]["by"][0], problem["chunks"]["by"][0]
-        if not self.lays_out or tokens <= _FEW:
+        if not self.lays_out or (tokens <= _FEW and tokens * top_k * chunks <= _FEW_CELLS):
             return None
         cells = torch.empty(
             int(tokens * top_k * chunks) * self.cell_bytes(matrix), dtype=torch.uint8, device=matrix.device
@@ -183,7 +180,7 @@ class LayerKernels(ABC):
     def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, matrices: list[DeviceMatrix]) -> None:
         """Launch a kernel of a matrix with as many blocks as run at a time."""
         device = device_of(of.data)
-        program = self.program(of, TOKENS[0] if problem["tokens"][0] <= TOKENS[0] else TOKENS[-1])
+        program = self.program(of, next((most for most in TOKENS if problem["tokens"][0] <= most), TOKENS[-1]))
         arguments = [problem, *map(self.struct, matrices)]
         program.launch(kernel, RESIDENT * device.processors, THREADS, arguments, device.shared)
 
