@@ -26,7 +26,7 @@ MOEPACK_DEVICE void prefetch(const u8* at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
-MOEPACK_DEVICE void store_shared(u32 to, u64 value) {
+MOEPACK_DEVICE void store_shared(Shared to, u64 value) {
     asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(value) : "memory");
 }
 
@@ -41,12 +41,62 @@ struct Codebook {
     struct Matrix {
         const u8* data;  // the first panel
         i64 panel_bytes;
-        int block_bytes;  // of a block of columns with its parameters
-        int reciprocal;   // 2^20 / chunks of a block of columns, rounded up; 0: one block
+        int block_chunks;  // of a block of columns; the last of a row may have less
+        int reciprocal;    // 2^20 / block_chunks, rounded up; 0: one block
 
         // The block of columns of a chunk, of at most 512.
         MOEPACK_DEVICE int block_of(int chunk) const {
             return u32(chunk * reciprocal) >> 20;
+        }
+        // Where a block of columns of a panel begins: with its parameters.
+        MOEPACK_DEVICE i64 block_at(int block) const {
+            return block * (PARAMETERS + i64(block_chunks) * CODES);
+        }
+        // Where the codes of a chunk are.
+        MOEPACK_DEVICE i64 codes_at(int chunk) const {
+            return (block_of(chunk) + 1) * PARAMETERS + i64(chunk) * CODES;
+        }
+    };
+
+    // The chunks of a panel, one after the other.
+    struct Source {
+        const u8* data;        // this lane's first piece of the next chunk
+        const u8* parameters;  // of its block of columns
+        int left;              // bytes of the panel from `data` on
+        int rest, block_chunks;  // chunks until the next block of columns, of a block
+        int lane;
+
+        MOEPACK_DEVICE Source() {}
+
+        MOEPACK_DEVICE Source(const Matrix& matrix, i64 panel, int chunk, int lane)
+            : block_chunks(matrix.block_chunks), lane(lane) {
+            int block = matrix.block_of(chunk);
+            const u8* base = matrix.data + panel * matrix.panel_bytes;
+            i64 at = matrix.codes_at(chunk) + lane * 16;
+            data = base + at, left = int(matrix.panel_bytes - at);
+            rest = (block + 1) * block_chunks - chunk;
+            enter(base + matrix.block_at(block));
+        }
+
+        // The parameters are read when the chunk is multiplied: they should be in the L2 by then.
+        MOEPACK_DEVICE void enter(const u8* at) {
+            parameters = at;
+            if (lane * 32 < PARAMETERS) prefetch(at + lane * 32);
+        }
+
+        MOEPACK_DEVICE void fetch(Shared to, u64 policy) {
+            if (rest == 0) {
+                enter(data - lane * 16);
+                data += PARAMETERS, left -= PARAMETERS, rest = block_chunks;
+            }
+#pragma unroll
+            for (int i = 0; i < ceil_div(CODES / 16, WARP); ++i) {
+                if (i * WARP + lane >= CODES / 16) break;
+                int from = i * (WARP * 16);
+                copy_async(to + (i * WARP + lane) * 16, data + from, from < left ? 16 : 0, policy);
+            }
+            if (lane == 0) store_shared(to + CODES, reinterpret_cast<u64>(parameters));
+            data += CODES, left -= CODES, --rest;
         }
     };
 
@@ -73,21 +123,6 @@ struct Codebook {
         }
     };
 
-    static MOEPACK_DEVICE void fetch(const Matrix& matrix, i64 panel, int chunk, u32 to, int lane, u64 policy) {
-        const u8* data = matrix.data + panel * matrix.panel_bytes;
-        int block = matrix.block_of(chunk);
-        const u8* parameters = data + i64(block) * matrix.block_bytes;
-        i64 codes = (block + 1) * PARAMETERS + i64(chunk) * CODES;
-#pragma unroll
-        for (int piece = lane; piece < CODES / 16; piece += WARP) {
-            i64 from = codes + piece * 16;
-            bool exists = from < matrix.panel_bytes;
-            copy_async(to + piece * 16, data + (exists ? from : 0), exists ? 16 : 0, policy);
-        }
-        if (lane * 32 < PARAMETERS) prefetch(parameters + lane * 32);
-        if (lane == 0) store_shared(to + CODES, reinterpret_cast<u64>(parameters));
-    }
-
     // sum[i] += a chunk of rows 2 g and 2 g + 1 times tokens 8 i + 2 t and 8 i + 2 t + 1.
     template <int N>
     static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
@@ -96,8 +131,12 @@ struct Codebook {
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = cells + least(8 * i + lane.row / 2, tokens - 1) * STEP_BYTES + lane.t * 16;
         u32 codes[2][4];
-        codes_of<BITS>(stage, lane.row, lane.t, codes[0]);
-        codes_of<BITS>(stage, lane.row + 1, lane.t, codes[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            Codes<BITS> stored;
+            stored.read(stage, lane.row + i, lane.t);
+            stored.unpack(codes[i]);
+        }
         // Products of high bytes; of a high and a low one; of low ones.
         int high[N][4] = {}, middle[N][4] = {}, low[N][4] = {};
 #pragma unroll
@@ -132,41 +171,240 @@ struct Codebook {
     }
 };
 
-// A token's activations of a chunk as digits: value = (256 * high + low) * a power of two. A lane of sixteen has eight.
+// Eight of a token's activations of a chunk as digits: value = (256 * high + low) * unit. Sixteen lanes hold a chunk.
+struct Digits {
+    Pair high, low;   // of a lane of a product and a step, in the order of its codes
+    int step, place;  // which these are
+    float unit;       // NaN if a value is no number
+
+    MOEPACK_DEVICE explicit Digits(const float (&value)[8]) {
+        int lane = threadIdx.x & 15;
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = most(largest, __float_as_uint(value[i]) & 0x7fffffff);
+#pragma unroll
+        for (int distance = 8; distance; distance /= 2)
+            largest = most(largest, __shfl_xor_sync(~0u, largest, distance));
+        Scale scale = scale_of(__uint_as_float(largest));
+        unit = largest < 0x7f800000 ? scale.inverse * 2.0f : __uint_as_float(0x7fc00000);
+        // At most 2^14, so that both digits fit; adding 1.5 * 2^23 leaves integers in the low bits.
+        u32 bits[8], upper[2], lower[2];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(__fmaf_rn(value[i], scale.factor * 0.5f, 12582912.0f));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32* four = bits + 4 * i;
+            lower[i] = permute(permute(four[0], four[1], 0x0040), permute(four[2], four[3], 0x0040), 0x5410);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) four[k] += 128;
+            upper[i] = permute(permute(four[0], four[1], 0x0051), permute(four[2], four[3], 0x0051), 0x5410);
+        }
+        step = lane % 4, place = lane / 4;
+        if (BITS != 2) {
+            // Runs of four columns that meet in a lane are 16 columns apart: of two lanes, each keeps one pair of runs.
+            bool second = lane & 2;
+            u32 other_upper = __shfl_xor_sync(~0u, second ? upper[0] : upper[1], 2);
+            u32 other_lower = __shfl_xor_sync(~0u, second ? lower[0] : lower[1], 2);
+            if (second) upper[0] = other_upper, lower[0] = other_lower;
+            else upper[1] = other_upper, lower[1] = other_lower;
+            step = lane / 4, place = lane % 2 * 2 + second;
+        }
+        high = {permute(upper[0], upper[1], 0x5140), permute(upper[0], upper[1], 0x7362)};
+        low = {permute(lower[0], lower[1], 0x5140), permute(lower[0], lower[1], 0x7362)};
+    }
+};
+
 template <>
 MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const float (&value)[8], float weight, bool exists) {
-    int lane = threadIdx.x & 15;
-    u32 largest = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest = most(largest, __float_as_uint(value[i]) & 0x7fffffff);
-#pragma unroll
-    for (int distance = 8; distance; distance /= 2)
-        largest = most(largest, __shfl_xor_sync(~0u, largest, distance));
-    Scale scale = scale_of(__uint_as_float(largest));
-    u32 high[2] = {}, low[2] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        // At most 2^14, so that both digits fit.
-        int digits = __float2int_rn(value[i] * (scale.factor * 0.5f));
-        low[i / 4] |= u32(digits & 255) << 8 * (i % 4);
-        high[i / 4] |= u32((digits + 128) >> 8 & 255) << 8 * (i % 4);
-    }
-    int step = lane % 4, place = lane / 4;
-    if (BITS != 2) {
-        // Runs of four columns that meet in a lane are 16 columns apart: of two lanes, each keeps one pair of runs.
-        bool second = lane & 2;
-        u32 send[2] = {second ? high[0] : high[1], second ? low[0] : low[1]};
-        u32 other[2] = {__shfl_xor_sync(~0u, send[0], 2), __shfl_xor_sync(~0u, send[1], 2)};
-        if (second) high[0] = other[0], low[0] = other[1];
-        else high[1] = other[0], low[1] = other[1];
-        step = lane / 4, place = lane % 2 * 2 + second;
-    }
-    Quad quad = {permute(high[0], high[1], 0x5140), permute(high[0], high[1], 0x7362),
-                 permute(low[0], low[1], 0x5140), permute(low[0], low[1], 0x7362)};
+    Digits digits(value);
     if (!exists) return;
-    *reinterpret_cast<Quad*>(cells + (step * tokens + token) * STEP_BYTES + place * 16) = quad;
+    Pair* to = reinterpret_cast<Pair*>(cells + (digits.step * tokens + token) * STEP_BYTES + digits.place * 16);
+    to[0] = digits.high, to[1] = digits.low;
     float* notes = reinterpret_cast<float*>(cells + tokens * VALUE_BYTES);
-    if (lane == 0) notes[token] = largest < 0x7f800000 ? scale.inverse * 2.0f * weight : __uint_as_float(0x7fc00000);
+    if ((threadIdx.x & 15) == 0) notes[token] = digits.unit * weight;
+}
+
+// ---------------------------------------------------------------- few tokens
+
+// One token of a layer, or up to four of a linear layer: no routing, no ring. A token takes two columns of a product, one
+// for each digit, so that four cost as much as one. A warp loads codes of its share of a panel AHEAD chunks before their
+// turn, the first of them before activations are digits; the sums of the warps meet in shared memory.
+struct Few {
+    Activations x;         // of each slot; of a linear layer each token's; of `gated` one row
+    const i64* index;      // the slots' experts; null: expert 0
+    const float* weights;  // of the slots; null: 1
+    float* out;
+    int slots, tokens;     // of a linear layer one slot of so many tokens, otherwise one token
+    int experts, rows, chunks;
+    u32 by_chunks;         // 2^20 / chunks, rounded up
+};
+
+constexpr int FEW_WARPS = 16, FEW_THREADS = FEW_WARPS * WARP, AHEAD = 2;
+
+template <bool GATED>
+struct FewTokens {
+    static constexpr int WARPS = FEW_WARPS / (GATED + 1);  // of a matrix
+
+    const Few& few;
+    Codebook::Matrix matrix;  // this warp's
+    int warp, t, columns;     // of activations
+    Codebook::Lane lane;
+    Codes<BITS> codes[AHEAD + 1][2];
+    int at, end, panel;              // the warp's share: numbers slot * chunks + chunk of a panel
+    float sum[2] = {0, 0};
+
+    MOEPACK_DEVICE FewTokens(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second)
+        : few(few), matrix(GATED && threadIdx.x >= FEW_THREADS / 2 ? second : first),
+          warp(threadIdx.x / WARP % WARPS), t(threadIdx.x % 4), columns(2 * few.tokens), lane(threadIdx.x % WARP) {}
+
+    MOEPACK_DEVICE int panels() const {
+        return ceil_div(few.rows, PANEL);
+    }
+
+    MOEPACK_DEVICE int slot_of(int number) const {
+        return u32(number * few.by_chunks) >> 20;
+    }
+
+    // The panel of a slot's expert; null if there is no such expert.
+    MOEPACK_DEVICE const u8* panel_of(int slot) const {
+        i64 expert = few.index ? few.index[slot] : 0;
+        if (expert < 0 || expert >= few.experts) return nullptr;
+        return matrix.data + (expert * panels() + panel) * matrix.panel_bytes;
+    }
+
+    // Reads the codes of a number; what lies behind the panel counts as zeros, as do codes that do not exist.
+    MOEPACK_DEVICE void load(int number, Codes<BITS> (&to)[2]) const {
+        int slot = slot_of(number), chunk = number - slot * few.chunks;
+        const u8* base = number < end ? panel_of(slot) : nullptr;
+        i64 from = matrix.codes_at(chunk);
+        bool whole = from + Codebook::CODES <= matrix.panel_bytes;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (base && whole) to[i].read(base + from, lane.row + i, t);
+            else to[i].read_part(base ? base + from : nullptr, int(matrix.panel_bytes - from), lane.row + i, t);
+        }
+    }
+
+    // Begins a unit: a panel, of `gated` of one slot.
+    MOEPACK_DEVICE void begin(int unit) {
+        panel = GATED ? unit % panels() : unit;
+        int first = GATED ? unit / panels() * few.chunks : 0, count = GATED ? few.chunks : few.slots * few.chunks;
+        at = first + count * warp / WARPS, end = first + count * (warp + 1) / WARPS;
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) load(at + i, codes[i]);
+    }
+
+    // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk.
+    MOEPACK_DEVICE void multiply(const u8* cells, const float* notes) {
+        int column = least(lane.row / 2, columns - 1), token = least(t, few.tokens - 1);
+        for (; at < end; ++at) {
+            load(at + AHEAD, codes[AHEAD]);
+            int slot = slot_of(at), chunk = at - slot * few.chunks, cell = GATED ? chunk : at;
+            const u8* base = panel_of(slot);
+            if (base) {
+                lane.enter(base + matrix.block_at(matrix.block_of(chunk)));
+                const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
+                add(x, notes[cell * few.tokens + token]);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) codes[i][0] = codes[i + 1][0], codes[i][1] = codes[i + 1][1];
+        }
+    }
+
+    // Adds a chunk to the sums of rows 2 g and 2 g + 1 and of token t.
+    MOEPACK_DEVICE void add(const Pair* x, float note) {
+        u32 step_codes[2][4];
+        codes[0][0].unpack(step_codes[0]);
+        codes[0][1].unpack(step_codes[1]);
+        int sums[PLANES][4] = {};
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            Pair b = x[step * columns * 4];
+            Selector<BITS> first(step_codes[0][step]), second(step_codes[1][step]);
+#pragma unroll
+            for (int plane = 0; plane < PLANES; ++plane) {
+                const Table<BITS>&upper = lane.table[plane][0], &lower = lane.table[plane][1];
+                multiply_add(sums[plane], first.bytes(upper, 0), second.bytes(lower, 0), first.bytes(upper, 1),
+                             second.bytes(lower, 1), b.x, b.y);
+            }
+        }
+        // Columns 2 t and 2 t + 1 are the digits of token t.
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            int high = sums[0][2 * row] * 256 + sums[0][2 * row + 1];
+            if (PLANES == 2) high += sums[PLANES - 1][2 * row];
+            float total = float(high) * 256.0f;
+            if (PLANES == 2) total += float(sums[PLANES - 1][2 * row + 1]);
+            sum[row] += total * ((row ? lane.scale.y : lane.scale.x) * note);
+        }
+    }
+
+    // Gives this warp's sums to `sums` [warps of the block][token][row] and clears them.
+    MOEPACK_DEVICE void give(float* sums) {
+        float2* to = reinterpret_cast<float2*>(sums + (threadIdx.x / WARP * few.tokens + t) * PANEL + lane.row);
+        if (t < few.tokens) *to = {sum[0], sum[1]};
+        sum[0] = sum[1] = 0;
+    }
+};
+
+// Makes digits of all activations: rows of x times chunks, of which `tokens` share a chunk's cell.
+template <bool GATED>
+MOEPACK_DEVICE void stage(const Few& few, u8* cells, float* notes) {
+    constexpr int BATCH = 4, STRIDE = FEW_THREADS / 16;
+    int rows = GATED ? 1 : few.slots * few.tokens, columns = 2 * few.tokens;
+    for (int base = threadIdx.x / WARP * 2; base < rows * few.chunks; base += BATCH * STRIDE) {
+        u32 word[BATCH][8];
+        int first = base + threadIdx.x / 16 % 2;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            int item = least(first + i * STRIDE, rows * few.chunks - 1), row = u32(item * few.by_chunks) >> 20;
+            load_eight(few.x, row, (item - row * few.chunks) * CHUNK + threadIdx.x % 16 * 8, word[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            int item = first + i * STRIDE, row = u32(item * few.by_chunks) >> 20;
+            float value[8];
+            to_floats(few.x.type, word[i], value);
+            Digits digits(value);
+            if (item >= rows * few.chunks) continue;
+            int token = row % few.tokens, cell = row / few.tokens * few.chunks + item - row * few.chunks;
+            Pair* to = reinterpret_cast<Pair*>(cells) + ((cell * 4 + digits.step) * columns + 2 * token) * 4 + digits.place;
+            to[0] = digits.high, to[4] = digits.low;
+            float weight = few.weights ? few.weights[row] : 1.0f;
+            if (threadIdx.x % 16 == 0) notes[cell * few.tokens + token] = digits.unit * weight;
+        }
+    }
+}
+
+template <bool GATED>
+MOEPACK_DEVICE void run_few(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second) {
+    int cell_count = (GATED ? 1 : few.slots) * few.chunks;
+    u8* cells = shared_memory;
+    float* notes = reinterpret_cast<float*>(cells + cell_count * few.tokens * VALUE_BYTES);
+    float* sums = notes + ceil_div(cell_count * few.tokens, 4) * 4;
+    int size = FEW_WARPS * few.tokens * PANEL;
+    FewTokens<GATED> tokens(few, first, second);
+    int units = tokens.panels() * (GATED ? few.slots : 1);
+    if (int(blockIdx.x) < units) tokens.begin(blockIdx.x);
+    stage<GATED>(few, cells, notes);
+    __syncthreads();
+    for (int unit = blockIdx.x, turn = 0; unit < units; unit += gridDim.x, turn ^= 1) {
+        tokens.multiply(cells, notes);
+        // Two buffers in turn: one barrier a unit.
+        float* here = sums + turn * size;
+        tokens.give(here);
+        int panel = tokens.panel, slot = GATED ? unit / tokens.panels() : 0;
+        bool exists = !GATED || tokens.panel_of(slot);
+        if (unit + int(gridDim.x) < units) tokens.begin(unit + gridDim.x);
+        __syncthreads();
+        int token = threadIdx.x / PANEL, row = panel * PANEL + threadIdx.x % PANEL;
+        if (token >= few.tokens || row >= few.rows || !exists) continue;
+        float total[2] = {0, 0};
+        for (int warp = 0; warp < FEW_WARPS; ++warp)
+            total[GATED && warp >= FEW_WARPS / 2] += here[(warp * few.tokens + token) * PANEL + threadIdx.x % PANEL];
+        if (GATED) total[0] = total[0] / (1.0f + __expf(-total[0])) * total[1];
+        few.out[i64(GATED ? slot : token) * few.rows + row] = total[0];
+    }
 }
 
 // ---------------------------------------------------------------- whole rows
@@ -248,6 +486,14 @@ struct Grid {
 
 using namespace moepack;
 
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) gated_few(Few few, Codebook::Matrix gate, Codebook::Matrix up) {
+    run_few<true>(few, gate, up);
+}
+
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) combine_few(Few few, Codebook::Matrix matrix) {
+    run_few<false>(few, matrix, matrix);
+}
+
 // Turns each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at all).
 extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out) {
     i64 start = i64(blockIdx.x) * x.columns;
@@ -272,8 +518,7 @@ MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, i
     i64 expert = row / rows, panel = expert * ceil_div(rows, PANEL) + row % rows / PANEL;
     int place = row % rows % PANEL, chunk = column / CHUNK, block = matrix.block_of(chunk);
     const u8* data = matrix.data + panel * matrix.panel_bytes;
-    const u8* codes = data + i64(block + 1) * Codebook::PARAMETERS + i64(chunk) * Codebook::CODES;
-    const u8* books = data + i64(block) * matrix.block_bytes;
+    const u8 *codes = data + matrix.codes_at(chunk), *books = data + matrix.block_at(block);
     u32 code = code_of<BITS>(codes, place, column % CHUNK);
     int centroid = static_cast<signed char>(books[place * Codebook::ENTRIES + code]) * 256;
     if (PLANES == 2) centroid += static_cast<signed char>(books[(PANEL + place) * Codebook::ENTRIES + code]);

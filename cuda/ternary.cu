@@ -26,7 +26,7 @@
 
 using namespace moepack;
 
-constexpr int THREADS = TOKENS == 1 ? 1024 : 768;
+constexpr int THREADS = TOKENS == 1 && !DICT16 ? 1024 : 768;
 constexpr int GROUPS = THREADS / LANES;
 constexpr u32 ALL = ~0u;
 
@@ -44,9 +44,15 @@ struct Matrix {
     int experts, rows, columns;
     int dictionaries;   // of FSV8; 0 of dict16
     int pad;            // columns that codes of other rows reach
+    u32 row_bytes;      // of the payload, on average, in 1/256
+    u64 payload_bytes;
 };
 
 extern __shared__ __align__(16) u8 memory[];
+
+MOEPACK_DEVICE void prefetch(const u8* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 
 MOEPACK_DEVICE void copy_kept(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -77,13 +83,14 @@ struct Codes {
 MOEPACK_DEVICE Codes fetch(const Matrix& matrix, const Row& row, u32 code) {
     Codes codes = {};
     if (code >= row.start + length(row)) return codes;
-    codes.column = matrix.column[code / CHUNK];
+    codes.column = __ldg(matrix.column + code / CHUNK);
 #if DICT16
-    codes.words = *reinterpret_cast<const Quad*>(matrix.payload + 2 * u64(code));
+    codes.words = load_quad(matrix.payload + 2 * u64(code));
 #else
-    codes.words = *reinterpret_cast<const Pair*>(matrix.payload + code);
+    u64 words = __ldg(reinterpret_cast<const u64*>(matrix.payload + code));
+    codes.words = {u32(words), u32(words >> 32)};
     // In front of the payload lie other bytes of the tensor.
-    codes.previous = matrix.payload[i64(code) - 1];
+    codes.previous = __ldg(matrix.payload + i64(code) - 1);
 #endif
     return codes;
 }
@@ -247,16 +254,20 @@ MOEPACK_DEVICE u32 row_of(const Launch& launch, const Routing& routing, const Ti
 MOEPACK_DEVICE void stage(const Launch& launch, const Routing& routing, const Tile& tile, u32 origin, int pad) {
     float* to = reinterpret_cast<float*>(memory + origin);
     int columns = launch.x.columns;
+#pragma unroll 1
     for (int i = threadIdx.x; i < pad * TOKENS; i += THREADS) to[i - pad * TOKENS] = to[columns * TOKENS + i] = 0;
     bool aligned = columns % 4 == 0 && reinterpret_cast<u64>(launch.x.data) % 16 == 0;
+#pragma unroll 1
     for (int token = 0; token < TOKENS; ++token) {
         u64 start = u64(token < tile.tokens ? row_of(launch, routing, tile, token) : 0) * columns;
         bool exists = token < tile.tokens;
+#pragma unroll 2
         for (int i = threadIdx.x; aligned && i < columns / 4; i += THREADS) {
             float four[4] = {};
             if (exists) values(launch.x, start + 4 * i, four);
             for (int k = 0; k < 4; ++k) to[(4 * i + k) * TOKENS + token] = four[k];
         }
+#pragma unroll 1
         for (int i = threadIdx.x; !aligned && i < columns; i += THREADS)
             to[i * TOKENS + token] = exists ? value(launch.x, start + i) : 0;
     }
@@ -270,6 +281,7 @@ MOEPACK_DEVICE u32 tile_bytes(const Matrix& matrix) {
 // Starts to copy tables to shared memory.
 MOEPACK_DEVICE void copy_tables(const Matrix& matrix, u32 to) {
     const u8* from = reinterpret_cast<const u8*>(matrix.table);
+#pragma unroll 1
     for (u32 i = threadIdx.x * 16; i < matrix.dictionaries * TABLE_BYTES; i += blockDim.x * 16)
         copy_kept(shared_address(memory + to + i), from + i);
 }
@@ -292,26 +304,50 @@ MOEPACK_DEVICE Tokens tokens_of(const Launch& launch, const Routing& routing, co
 
 // ---------------------------------------------------------------- rows in turn
 
-// A row to be multiplied: number `at` of those of a block, of the gate (part 0) or the up projection (1).
+MOEPACK_DEVICE bool leads() {
+    return threadIdx.x % LANES == 0;
+}
+
+MOEPACK_DEVICE int group() {
+    return threadIdx.x / LANES;
+}
+
+// A row to be multiplied: number `at` of those of a block, of a part: the gate (0) or the up projection (1), or a tile.
 struct Task {
     Quad bits;
     int at, part;
+    bool exists;
 
     // The row; of length 0 behind the last. Nothing looks at the bits before, so that nothing waits for them.
-    MOEPACK_DEVICE Row row(int end) const {
-        return {bits.x, at < end ? bits.y : 0, __uint_as_float(bits.z), __uint_as_float(bits.w)};
+    MOEPACK_DEVICE Row row() const {
+        return {bits.x, exists ? bits.y : 0, __uint_as_float(bits.z), __uint_as_float(bits.w)};
     }
 };
 
-// The rows of a group of lanes in the order of their multiplication, each in all its parts.
+// The rows of a group of lanes in the order of their multiplication: each in all parts, or part by part.
+template <bool BY_PART>
 struct Cursor {
     int at, end, part, parts;
+
+    MOEPACK_DEVICE Cursor(int end, int parts) : at(group()), end(end), part(0), parts(parts) {
+        wrap();
+    }
+
+    MOEPACK_DEVICE void wrap() {
+#pragma unroll 1
+        while (BY_PART && at >= end) at -= end, ++part;
+    }
+
+    MOEPACK_DEVICE bool exists() const {
+        return BY_PART ? part < parts : at < end;
+    }
 
     // The next row; find(at, part) says where it is.
     template <class Find>
     MOEPACK_DEVICE Task take(Find find) {
-        Task task = {*reinterpret_cast<const Quad*>(find(least(at, end - 1), part)), at, part};
-        if (++part == parts) part = 0, at += GROUPS;
+        Task task = {load_quad(find(least(at, end - 1), least(part, parts - 1))), at, part, exists()};
+        if (BY_PART) at += GROUPS, wrap();
+        else if (++part == parts) part = 0, at += GROUPS;
         return task;
     }
 };
@@ -321,36 +357,46 @@ MOEPACK_DEVICE u32 first_code(const Row& row) {
 }
 
 // Takes a cursor's rows; while one is multiplied, the codes of the next and the place of that after it are fetched.
+template <bool BY_PART>
 struct Pipeline {
-    Cursor cursor;
+    Cursor<BY_PART> cursor;
     Task task, ahead;
 
     template <class Find>
-    MOEPACK_DEVICE Pipeline(Cursor from, Find find) : cursor(from), task(cursor.take(find)), ahead(cursor.take(find)) {}
+    MOEPACK_DEVICE Pipeline(Cursor<BY_PART> from, Find find)
+        : cursor(from), task(cursor.take(find)), ahead(cursor.take(find)) {}
 
-    MOEPACK_DEVICE Codes fetch_first(const Matrix& matrix, const Task& of) const {
-        Row row = of.row(cursor.end);
+    static MOEPACK_DEVICE Codes fetch_first(const Matrix& matrix, const Task& of) {
+        Row row = of.row();
         return fetch(matrix, row, first_code(row));
     }
 
     // matrix(part); use(task, row, codes). `codes` are the first of the first row.
     template <class Find, class Of, class Use>
     MOEPACK_DEVICE void run(Codes codes, Find find, Of matrix, Use use) {
-        while (__any_sync(ALL, task.at < cursor.end)) {
+        while (__any_sync(ALL, task.exists)) {
             Task later = cursor.take(find);
             Codes next = fetch_first(matrix(ahead.part), ahead);
-            use(task, task.row(cursor.end), codes);
+            use(task, task.row(), codes);
             task = ahead, ahead = later, codes = next;
         }
     }
 };
 
-MOEPACK_DEVICE bool leads() {
-    return threadIdx.x % LANES == 0;
-}
-
-MOEPACK_DEVICE int group() {
-    return threadIdx.x / LANES;
+// Asks the L2 for what some rows need, their codes where they are on average: what comes from memory comes at once, and
+// not the codes when their place has come. `number` of `count` threads.
+MOEPACK_DEVICE void prefetch_rows(const Matrix& matrix, u64 row, u32 rows, u32 number, u32 count) {
+    constexpr u32 LINE = 128, SLACK = 512;
+    u64 start = row * matrix.row_bytes >> 8, first = start > SLACK ? start - SLACK : 0;
+    u32 bytes = (u64(rows) * matrix.row_bytes >> 8) + 2 * SLACK;
+#pragma unroll 1
+    for (u32 at = number * LINE; at < bytes; at += count * LINE) {
+        if (first + at < matrix.payload_bytes) prefetch(matrix.payload + first + at);
+        u64 column = (first + at * 16) / (CHUNK << DICT16) * 2;
+        if (at * 16 < bytes && first + at * 16 < matrix.payload_bytes)
+            prefetch(reinterpret_cast<const u8*>(matrix.column) + column);
+        if (at < rows * sizeof(Row)) prefetch(reinterpret_cast<const u8*>(matrix.row + row) + at);
+    }
 }
 
 // ---------------------------------------------------------------- launches
@@ -390,7 +436,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int number = at / gate.rows, first = at % gate.rows, last = least<u32>(gate.rows, first + end - at);
         const Tile tile = routing.tile[number];
         auto find = [&](int at, int part) { return matrices[part].row + u64(tile.expert) * gate.rows + first + at; };
-        Pipeline pipeline({group(), last - first, 0, 2}, find);
+        if (at == begin)
+            for (int part = 0; part < 2; ++part)
+                prefetch_rows(matrices[part], u64(tile.expert) * gate.rows + first, last - first, threadIdx.x, THREADS);
+        Pipeline<false> pipeline({last - first, 2}, find);
         // With one token a tile, neighbouring tiles often have the same.
         u32 token = TOKENS == 1 ? row_of(launch, routing, tile, 0) : u32(number);
         bool stale = !GLOBAL && token != staged;
@@ -409,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int i = 0; i < TOKENS; ++i) {
                 if (task.part == 0) gates[i] = tokens.sum[i];
-                if (task.part == 1 && leads() && task.at < last - first && i < tile.tokens)
+                if (task.part == 1 && leads() && task.exists && i < tile.tokens)
                     hidden[u64(routing.order[tile.start + i]) * gate.rows + first + task.at] =
                         gates[i] / (1 + __expf(-gates[i])) * tokens.sum[i];
             }
@@ -424,10 +473,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Routing routing;
     __shared__ Matrix matrix;
     if (threadIdx.x == 0) matrix = down;
+    int first = share(down.rows, blockIdx.x), rows = int(share(down.rows, blockIdx.x + 1)) - first;
+    if (!launch.index) prefetch_rows(down, first, rows, threadIdx.x, THREADS);
     u32 size = tile_bytes(down), origin = down.dictionaries * TABLE_BYTES;
     copy_tables(down, 0);
     route(routing, launch, down.experts);
-    int first = share(down.rows, blockIdx.x), rows = int(share(down.rows, blockIdx.x + 1)) - first;
     // Products of slots: where an output is one of them they go there, otherwise to shared memory.
     float* products = each == 1 ? out + first
                                 : reinterpret_cast<float*>(memory + origin + (GLOBAL ? 0 : staged * size + down.pad * 4 * TOKENS));
@@ -437,11 +487,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     auto of = [&](int) -> const Matrix& { return matrix; };
     for (int base = 0; base < routing.tiles && rows > 0; base += staged) {
         int count = least(staged, routing.tiles - base);
-        auto find = [&](int at, int) {
-            int tile = at / rows;
-            return matrix.row + u64(routing.tile[base + tile].expert) * matrix.rows + first + at - tile * rows;
+        auto find = [&](int at, int part) {
+            return matrix.row + u64(routing.tile[base + part].expert) * matrix.rows + first + at;
         };
-        Pipeline pipeline({group(), rows * count, 0, 1}, find);
+        if (base == 0 && launch.index)
+            for (int i = threadIdx.x / WARP; i < count; i += THREADS / WARP)
+                prefetch_rows(matrix, u64(routing.tile[i].expert) * matrix.rows + first, rows, threadIdx.x % WARP, WARP);
+        Pipeline<true> pipeline({rows, count}, find);
         if (base > 0) __syncthreads();
         for (int i = 0; !GLOBAL && i < count; ++i)
             stage(launch, routing, routing.tile[base + i], origin + i * size + down.pad * 4 * TOKENS, down.pad);
@@ -449,25 +501,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait_tables();
         __syncthreads();
         pipeline.run(codes, find, of, [&](const Task& task, const Row& row, const Codes& codes) {
-            int number = least(task.at / rows, count - 1);
+            int number = least(task.part, count - 1);
             const Tile tile = routing.tile[base + number];
             Tokens tokens = tokens_of(launch, routing, tile, origin + number * size + down.pad * 4 * TOKENS);
             tokens.levels = levels(row.first, row.second);
             walk(matrix, 0, row, codes, tokens);
             tokens.gather();
-            if (!leads() || task.at >= rows * count) return;
+            if (!leads() || !task.exists) return;
 #pragma unroll
             for (int i = 0; i < TOKENS; ++i) {
                 if (i >= tile.tokens) break;
                 u32 slot = routing.order[tile.start + i];
-                products[slot * stride + task.at - number * rows] = (weights ? weights[slot] : 1) * tokens.sum[i];
+                products[slot * stride + task.at] = (weights ? weights[slot] : 1) * tokens.sum[i];
             }
         });
     }
     if (each == 1) return;
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * (launch.slots / each); i += THREADS) {
         float sum = 0;
+#pragma unroll 2
         for (int slot = i / rows * each; slot < (i / rows + 1) * each; ++slot) sum += products[slot * rows + i % rows];
         out[u64(i / rows) * down.rows + first + i % rows] = sum;
     }

@@ -110,7 +110,7 @@ def check_graph(case: Case, generator: torch.Generator) -> float:
                 noise = functional.normalize(noise @ noise)
         graph.replay()
         torch.cuda.synchronize()
-        worst = max(worst, error(out, case.combined(case.hidden(x, index), index, weights)))
+        worst = max(worst, error(hidden, case.hidden(x, index)), error(out, case.combined(hidden, index, weights)))
     return worst
 
 

@@ -45,11 +45,12 @@ def seen(details: Mapping[str, Any], x: Tensor) -> Tensor:
         return x.double()
     values = _turned(x.float(), width)
     low, high = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True).clamp(min=0)
-    top = float((1 << bits) - 1)
+    # A tensor: torch multiplies by the inverse of a number.
+    top = torch.full_like(low, (1 << bits) - 1)
     step = (high - low) / top
     inverse = 1 / step
-    zero = (-low * inverse + 0.5).floor().clamp(0, top)
-    codes = (values * inverse + (zero + 0.5)).clamp(0, top).floor()
+    zero = (-low * inverse + 0.5).floor().clamp(min=0).minimum(top)
+    codes = (values * inverse + (zero + 0.5)).clamp(min=0).minimum(top).floor()
     return _turned((step * (codes - zero)).double(), width)
 
 

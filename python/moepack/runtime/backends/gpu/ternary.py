@@ -16,9 +16,6 @@ from moepack.runtime.backends.gpu.program import Program
 __all__ = ["KERNELS", "TernaryKernels"]
 
 WARP = 32
-THREADS = {1: 1024, 4: 768}
-"""Of a block, for each size of tiles."""
-
 TABLE_BYTES = 8192
 STATIC_BYTES = 8192
 """More than the kernels' static shared memory."""
@@ -31,7 +28,8 @@ _POINTER, _INT = np.uint64, np.int32
 
 _MATRIX = np.dtype(
     [("row", _POINTER), ("column", _POINTER), ("payload", _POINTER), ("table", _POINTER)]
-    + [(name, _INT) for name in ("experts", "rows", "columns", "dictionaries", "pad")],
+    + [(name, _INT) for name in ("experts", "rows", "columns", "dictionaries", "pad", "row_bytes")]
+    + [("payload_bytes", _POINTER)],
     align=True,
 )
 _LAUNCH = np.dtype(
@@ -115,7 +113,7 @@ class TernaryKernels:
         launch = _launch(x, index, index.shape[1])
         arguments: list[Any] = [_struct(gate, pad), _struct(up, pad), launch, hidden]
         program = _program(_is_dict16(gate), form.tokens, _lanes(gate), form.in_global)
-        program.launch("gated", _processors(gate.device), THREADS[form.tokens], arguments, form.shared)
+        program.launch("gated", _processors(gate.device), _block(gate, form.tokens), arguments, form.shared)
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `Kernels.combine`."""
@@ -124,12 +122,13 @@ class TernaryKernels:
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
         row_bytes = -(-matrix.shape[2] // 8) * 16
-        warps = min(32, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
+        warps = min(_block(matrix, 1) // WARP, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
         rows = out.shape[0] * out.shape[1]
-        grid = min(-(-rows // (warps or 32)), _processors(matrix.device))
+        threads = WARP * warps or _block(matrix, 1)
+        grid = min(-(-rows * WARP // threads), _processors(matrix.device))
         program = _program(_is_dict16(matrix), 1, WARP, warps == 0)
         shared = _table_bytes(matrix) + warps * row_bytes
-        program.launch("dequantize", grid, WARP * (warps or 32), [_struct(matrix), first, out.shape[0], out], shared)
+        program.launch("dequantize", grid, threads, [_struct(matrix), first, out.shape[0], out], shared)
 
     def _combine(
         self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor
@@ -142,7 +141,7 @@ class TernaryKernels:
         launch = _launch(x, index, 1)
         arguments = [_struct(matrix), launch, weights, each, form.staged, out]
         program = _program(_is_dict16(matrix), form.tokens, _lanes(matrix), form.in_global)
-        program.launch("combine", grid, THREADS[form.tokens], arguments, form.shared)
+        program.launch("combine", grid, _block(matrix, form.tokens), arguments, form.shared)
 
 
 KERNELS = TernaryKernels()
@@ -178,6 +177,11 @@ def _words(dictionary: int | None) -> _Words:
     if class_bits == 2:
         packed = packed.repeat(2)
     return _Words(packed.astype(np.uint32), int(lengths.max()), three_slots)
+
+
+def _block(matrix: DeviceMatrix, tokens: int) -> int:
+    """Threads of a block: as many as have the registers that they need."""
+    return 1024 if tokens == 1 and not _is_dict16(matrix) else 768
 
 
 @cache
@@ -243,7 +247,9 @@ def _struct(matrix: DeviceMatrix, pad: int | None = None) -> _Struct:
     tables = matrix.tables
     pointers = (tables["rows"].data_ptr(), tables["columns"].data_ptr(), matrix.pointer("payload"))
     dictionaries = 0 if _is_dict16(matrix) else _numbers(matrix)[0]
-    last = (dictionaries, _pad(matrix) if pad is None else pad)
+    payload = matrix.sections["payload"][1]
+    row_bytes = 256 * payload // max(matrix.shape[0] * matrix.shape[1], 1)
+    last = (dictionaries, _pad(matrix) if pad is None else pad, row_bytes, payload)
     return np.array([(*pointers, tables["entries"].data_ptr(), *matrix.shape, *last)], _MATRIX)
 
 
