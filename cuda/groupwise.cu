@@ -11,10 +11,12 @@
 // of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
 //
 // Launch: common/layer.cuh. Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters are
-// f16, otherwise bf16), TOKENS (most of a tile: 8 or 32).
+// f16, otherwise bf16), TOKENS (most of a tile: 8 or 16),
+// RESIDENT (blocks of an SM), RANK_BITS (of the values of low-rank factors; 0: there are none)..
 //
 // Bounds: bytes of codes and parameters over the memory's rate. At 3 TB/s an SM of an H100 has 31 cycles a quarter for the
 // 8 weights a lane of a product at 3 bits in groups of 64; decoding takes 17 of its integer pipe.
+#include "common/factors.cuh"
 #include "common/integers.cuh"
 #include "common/layer.cuh"
 
@@ -43,7 +45,20 @@ struct Groupwise {
     struct Matrix {
         const u8* data;  // the first block
         i64 block_bytes;
+#if RANK_BITS
+        Factors factors;
+#endif
     };
+
+#if RANK_BITS
+    static constexpr bool CORRECTS = true;
+
+    template <int MOST>
+    static MOEPACK_DEVICE void correct(const Matrix& matrix, const Tile& tile, const u16* order, int row, int first, int step,
+                                       float (&part)[MOST]) {
+        multiply_left<RANK_BITS, MOST>(matrix.factors, tile, order, row, first, step, part);
+    }
+#endif
 
     struct Lane {
         int lane;
@@ -185,8 +200,8 @@ MOEPACK_DEVICE u32 code_of(const u32 (&word)[BITS], int q, int i) {
     return word[q / PER] >> (8 * i + q % PER * BITS) & ((1u << BITS) - 1);
 }
 
-// Writes the 32 values of a unit of a row; the first of `columns` is `column`.
-MOEPACK_DEVICE void dequantize_unit(const u8* block, int row, int column, int columns, u16* out) {
+// The 32 values of a unit of a row of a block; columns behind the last give anything.
+MOEPACK_DEVICE void unit_values(const u8* block, int row, int column, int columns, float (&value)[Groupwise::UNIT]) {
     using G = Groupwise;
     int unit = column / G::UNIT, record = G::RECORD_UNITS ? unit / most(G::RECORD_UNITS, 1) : 0;
     const u8* codes = block + i64(record) * G::RECORD + G::PARAMETERS + i64(unit - record * G::RECORD_UNITS) * G::UNIT_BYTES;
@@ -195,15 +210,28 @@ MOEPACK_DEVICE void dequantize_unit(const u8* block, int row, int column, int co
     for (int i = 0; i < BITS; ++i) word[i] = reinterpret_cast<const u32*>(codes + i * G::REGISTER)[row];
 #pragma unroll
     for (int i = 0; i < G::UNIT; ++i) {
-        if (column + i >= columns) break;
-        int group = GROUP ? (column + i) / most(GROUP, 1) : 0;
+        int group = GROUP ? least(column + i, columns - 1) / most(GROUP, 1) : 0;
         const u8* at = block + i64(group / G::RECORD_GROUPS) * G::RECORD + group % G::RECORD_GROUPS * G::GROUP_BYTES;
         u16 scale = reinterpret_cast<const u16*>(at)[row], offset = reinterpret_cast<const u16*>(at + 32)[row];
-        float value = (HALVES ? half_value(scale) : bf16_value(scale)) * (int(code_of(word, i / 4, i % 4)) - G::MIDDLE);
-        if (!SYMMETRIC) value += HALVES ? half_value(offset) : bf16_value(offset);
-        out[i] = u16(to_bf16x2(value, 0));
+        value[i] = (HALVES ? half_value(scale) : bf16_value(scale)) * (int(code_of(word, i / 4, i % 4)) - G::MIDDLE);
+        if (!SYMMETRIC) value[i] += HALVES ? half_value(offset) : bf16_value(offset);
     }
 }
+
+#if RANK_BITS
+// Adds U V of a row of an expert to the 32 values from `column` on, which are half a chunk of V.
+MOEPACK_DEVICE void add_factors(const Factors& f, int expert, int row, int column, float (&value)[Groupwise::UNIT]) {
+    for (int j = f.starts[expert]; j < f.starts[expert + 1]; ++j) {
+        i64 chunk = i64(j) * ceil_div(f.columns, FACTOR_CHUNK) + column / FACTOR_CHUNK;
+        float u = factor_at<RANK_BITS>(f.left, f.left_scales, j, f.rows, row);
+        if (RANK_BITS < 16) u *= half_value(f.right_scales[chunk]);
+        const u8* right = f.right + chunk * (RANK_BITS * FACTOR_CHUNK / 8);
+#pragma unroll
+        for (int i = 0; i < Groupwise::UNIT; ++i)
+            value[i] += u * factor_value<RANK_BITS>(right, column % FACTOR_CHUNK + i);
+    }
+}
+#endif
 #endif
 
 }  // namespace moepack
@@ -239,17 +267,35 @@ LAUNCH combine(Problem problem, Groupwise::Matrix matrix) {
 }
 
 // Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32 columns.
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, RANK_BITS ? 1 : 2)
 dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int columns, u16* out) {
-    int units = ceil_div(columns, Groupwise::UNIT), per_expert = ceil_div(rows, BLOCK_ROWS);
+    constexpr int UNIT = Groupwise::UNIT;
+    int units = ceil_div(columns, UNIT), per_expert = ceil_div(rows, BLOCK_ROWS);
     i64 items = blocks * units * BLOCK_ROWS;
     for (i64 item = i64(blockIdx.x) * blockDim.x + threadIdx.x; item < items; item += i64(gridDim.x) * blockDim.x) {
         int row = item % BLOCK_ROWS, unit = item / BLOCK_ROWS % units;
         i64 block = item / BLOCK_ROWS / units;
         int in_expert = block % per_expert * BLOCK_ROWS + row;
         if (in_expert >= rows) continue;
-        u16* to = out + (block / per_expert * rows + in_expert) * columns + unit * Groupwise::UNIT;
-        dequantize_unit(matrix.data + (first + block) * matrix.block_bytes, row, unit * Groupwise::UNIT, columns, to);
+        float value[UNIT];
+        unit_values(matrix.data + (first + block) * matrix.block_bytes, row, unit * UNIT, columns, value);
+#if RANK_BITS
+        add_factors(matrix.factors, (first + block) / per_expert, in_expert, unit * UNIT, value);
+#endif
+        u16* to = out + (block / per_expert * rows + in_expert) * columns + unit * UNIT;
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i)
+            if (unit * UNIT + i < columns) to[i] = u16(to_bf16x2(value[i], 0));
     }
 }
+
+#if RANK_BITS
+// Multiplies by V what a launch will multiply by Wq; slots divided by `shared` give rows of x.
+extern "C" __global__ void __launch_bounds__(THREADS)
+multiply_by_right(Problem problem, Factors factors, int shared) {
+    __shared__ Routing routing;
+    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    project_right<RANK_BITS, TOKENS>(factors, problem.x, routing, shared);
+}
+#endif
 #endif

@@ -8,7 +8,7 @@ import torch
 from cases import repeated
 from numpy.typing import NDArray
 
-from moepack import GroupwiseTensor
+from moepack import GroupwiseTensor, _core
 
 
 def make(
@@ -35,9 +35,33 @@ def _name(bits: int, group: int | None, symmetric: bool) -> str:
     return f"int{bits} {f'group {group}' if group else 'row'} {'symmetric' if symmetric else 'asymmetric'}"
 
 
+def compensated(
+    experts: int, rows: int, columns: int, seed: int, *, rank: int, rank_bits: int, symmetric: bool
+) -> NDArray[np.uint8]:
+    """3-bit integers in groups of 64 with random factors: of rank 0 for every third expert, which no kernel may mind."""
+    base = make(experts, rows, columns, seed, bits=3, group=64, symmetric=symmetric, dtype=torch.float16)
+    ranks = np.array([0 if e % 3 == 2 else min(rank, rows, columns) for e in range(experts)], np.int64)
+    random = np.random.default_rng(seed)
+    sides = []
+    for length in (columns, rows):
+        shape = (int(ranks.sum()), length)
+        if rank_bits == 16:
+            sides.append((random.standard_normal(shape) * columns**-0.5).astype(np.float16).astype(np.float32))
+            continue
+        scales = random.random((shape[0], -(-length // 64))) * 2.0 ** (1 - rank_bits) * columns**-0.5
+        codes = random.integers(0, 1 << rank_bits, shape, dtype=np.uint8)
+        sides.append((codes, scales.astype(np.float16).astype(np.float32)))
+    return _core.encode_compensated(base, ranks, sides[0], sides[1], bits=rank_bits)
+
+
 SPECIFICATIONS = {
     _name(bits, group, symmetric): partial(
         make, bits=bits, group=group, symmetric=symmetric, dtype=torch.float16 if bits % 2 else torch.bfloat16
     )
     for bits, group, symmetric in product((2, 3, 4, 8), (16, 32, 64, 128, 256, None), (True, False))
+} | {
+    f"int3 compensated by {bits} bits {'symmetric' if symmetric else 'asymmetric'}": partial(
+        compensated, rank=16, rank_bits=bits, symmetric=symmetric
+    )
+    for bits, symmetric in product((3, 8, 16), (True, False))
 }

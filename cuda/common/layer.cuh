@@ -17,7 +17,9 @@
 //     Matrix                     what the launch says of the weights
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
-//     LAYS_OUT                   optional: launches of more than eight tokens always give `cells`
+//     LAYS_OUT                   launches of more than eight tokens always give `cells`
+//     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step, part)`
+//                                gives part[i], the row's for token i, summed over what begins at `first` by `step`
 //     Lane(lane)                 constants of a lane
 //     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, counted through all experts
 //     Source                     instead of it, where the place of a chunk follows from the last one's (see `Fetching`)
@@ -211,65 +213,100 @@ struct LaysOut<Format, decltype(void(Format::LAYS_OUT))> {
     static constexpr bool value = Format::LAYS_OUT;
 };
 
-// Makes cells of activations: of the places from `start` on in the routing, `width` chunks from `chunk` on. Sixteen lanes
-// write a cell; they take items (place, chunk) first, first + step and so on, BATCH at a time: `load` starts to read the
-// values of those from an item on, `write` waits for them.
-template <class Format, Mode MODE>
-struct Staging {
-    static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
-    static constexpr int BATCH = 4;
+// The same for `CORRECTS`.
+template <class Format, class = void>
+struct Corrects {
+    static constexpr bool value = false;
+};
 
+template <class Format>
+struct Corrects<Format, decltype(void(Format::CORRECTS))> {
+    static constexpr bool value = Format::CORRECTS;
+};
+
+// The cells of the places from `start` on in the routing, and of `width` chunks from `chunk` on.
+struct Cells {
+    int start, places, chunk;
+    Divisor width;
+};
+
+// Walks over the cells (place, chunk) that sixteen lanes have: every `step`-th.
+template <Mode MODE>
+struct Walk {
     const Problem& problem;
     const Routing& routing;
-    int start, chunk, items;
-    Divisor width;
-    u32 word[BATCH][8];
+    const Cells& cells;
+    int place, k, more_places, more_chunks;
+    int slot, token, tokens, before;  // of the place; tokens of its tile, and of the tiles before it
 
-    MOEPACK_DEVICE Staging(const Problem& problem, const Routing& routing, int start, int places, int chunk, int width)
-        : problem(problem), routing(routing), start(start), chunk(chunk), items(places * width),
-          width{u32(width), ~0u / u32(width)} {}
-
-    MOEPACK_DEVICE void load(int first, int step) {
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            int item = least(first + i * step, items - 1), slot = routing.order[start + width.quotient(item)];
-            int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
-            load_eight(problem.x, row, (chunk + width.remainder(item)) * CHUNK + threadIdx.x % 16 * 8, word[i]);
-        }
+    MOEPACK_DEVICE Walk(const Problem& problem, const Routing& routing, const Cells& cells, int first, int step)
+        : problem(problem), routing(routing), cells(cells), place(cells.width.quotient(first)),
+          k(cells.width.remainder(first)), more_places(cells.width.quotient(step)),
+          more_chunks(cells.width.remainder(step)) {
+        enter();
     }
 
-    MOEPACK_DEVICE void write(u8* cells, int item, const u32 (&word)[8]) const {
-        bool exists = item < items;
-        int at = least(item, items - 1), place = start + width.quotient(at), slot = routing.order[place];
-        const Tile& tile = routing.tile[routing.at[place]];
-        u8* to = cells + i64((tile.start - start) * int(width.by) + tile.tokens * width.remainder(at)) * CELL;
+    // Reads what the routing says of the place; the last one's behind the end.
+    MOEPACK_DEVICE void enter() {
+        int at = cells.start + least(place, cells.places - 1);
+        const Tile& tile = routing.tile[routing.at[at]];
+        slot = routing.order[at], token = at - tile.start, tokens = tile.tokens, before = tile.start - cells.start;
+    }
+
+    MOEPACK_DEVICE void next() {
+        int old = place;
+        place += more_places, k += more_chunks;
+        if (k >= int(cells.width.by)) k -= int(cells.width.by), ++place;
+        if (place != old) enter();
+    }
+
+    MOEPACK_DEVICE bool exists() const {
+        return place < cells.places;
+    }
+
+    MOEPACK_DEVICE void load(u32 (&word)[8]) const {
+        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
+        load_eight(problem.x, row, (cells.chunk + k) * CHUNK + threadIdx.x % 16 * 8, word);
+    }
+
+    template <class Format>
+    MOEPACK_DEVICE void write(u8* to, const u32 (&word)[8]) const {
         float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
         to_floats(problem.x.type, word, value);
-        write_cell<Format>(to, place - tile.start, tile.tokens, value, weight, exists);
-    }
-
-    // Writes all items; `meanwhile` runs when the last have been asked for, so that they do not queue behind weights.
-    template <class Meanwhile>
-    MOEPACK_DEVICE void write(u8* cells, int first, int step, Meanwhile meanwhile) {
-        for (;;) {
-            bool any = (first & ~1) < items, last = (first & ~1) + BATCH * step >= items;
-            if (any) load(first, step);
-            if (last) meanwhile();
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i)
-                if ((first & ~1) + i * step < items) write(cells, first + i * step, word[i]);
-            if (last) return;
-            first += BATCH * step;
-        }
+        to += i64(before * int(cells.width.by) + tokens * k) * (VALUE_BYTES + 4 * Format::NOTES);
+        write_cell<Format>(to, token, tokens, value, weight, exists());
     }
 };
+
+// Makes cells: sixteen lanes the `first`-th, first + step and so on. `meanwhile` runs when the last values have been asked
+// for, so that they do not queue behind weights.
+template <class Format, Mode MODE, class Meanwhile>
+MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, const Cells& cells, u8* to, int first, int step,
+                               Meanwhile meanwhile) {
+    // Cells whose values are asked for before the first is written: what registers allow.
+    constexpr int BATCH = MODE == Mode::combine && !Corrects<Format>::value ? 4 : 2;
+    Walk<MODE> loading(problem, routing, cells, first, step), writing = loading;
+    // Two groups of sixteen lanes shuffle together.
+    for (int base = first & ~1, items = cells.places * int(cells.width.by);; base += BATCH * step) {
+        u32 word[BATCH][8];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i, loading.next())
+            if (base + i * step < items) loading.load(word[i]);
+        bool last = base + BATCH * step >= items;
+        if (last) meanwhile();
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i, writing.next())
+            if (base + i * step < items) writing.template write<Format>(to, word[i]);
+        if (last) return;
+    }
+}
 
 // Makes the cells of all slots, in global memory, by all blocks of a launch.
 template <class Format, Mode MODE>
 MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
-    Staging<Format, MODE> staging(problem, routing, 0, routing.slots, 0, int(problem.chunks.by));
+    Cells cells = {0, routing.slots, 0, problem.chunks};
     int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16;
-    staging.write(problem.cells, first, gridDim.x * groups, [] {});
+    if (routing.slots > 0) make_cells<Format, MODE>(problem, routing, cells, problem.cells, first, gridDim.x * groups, [] {});
 }
 
 template <class Format, Mode MODE, int MOST_TOKENS>
@@ -326,8 +363,8 @@ struct Layer {
         };
         if constexpr (MOST_TOKENS == 8 || !LaysOut<Format>::value) {
             if (!problem.cells) {
-                Staging<Format, MODE> staging(problem, routing, begin.start, places, chunk, width);
-                return staging.write(cells, threadIdx.x / 16, THREADS / 16, start);
+                Cells made = {begin.start, places, chunk, {u32(width), ~0u / u32(width)}};
+                return make_cells<Format, MODE>(problem, routing, made, cells, threadIdx.x / 16, THREADS / 16, start);
             }
         }
         const u8* data = problem.cells + (i64(begin.start) * schedule.chunks() + i64(begin.tokens) * chunk) * CELL;
@@ -405,6 +442,34 @@ struct Layer {
         }
     }
 
+    // Adds what a Format has besides chunks, for a tile, to this warp's part of `sums`: half a warp the 16 rows, both halves
+    // of all warps of a row block a share of the sum.
+    MOEPACK_DEVICE void correct(const Tile& tile) {
+        float part[MOST_TOKENS] = {};
+        float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane % BLOCK_ROWS;
+        int row = here.block() * BLOCK_ROWS + lane % BLOCK_ROWS;
+        Format::template correct<MOST_TOKENS>(matrix, tile, routing.order, least(row, problem.rows - 1),
+                                              here.part * 2 + lane / BLOCK_ROWS, 2 << here.part_bits, part);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < MOST_TOKENS; ++i) {
+            part[i] += __shfl_xor_sync(~0u, part[i], BLOCK_ROWS);
+            if (i >= tile.tokens || lane >= BLOCK_ROWS) continue;
+            int slot = routing.order[tile.start + i];
+            float weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+            mine[(MODE == Mode::combine ? problem.top_k.quotient(slot) : i) * BLOCK_ROWS] += part[i] * weight;
+        }
+        __syncwarp();
+    }
+
+    // The same for all tiles of a unit, once.
+    MOEPACK_DEVICE void correct(const Unit& unit, int split) {
+        if (here.block() >= problem.blocks() || split > 0) return;
+        int tile = MODE == Mode::combine ? 0 : problem.chunks.quotient(unit.first);
+        int end = MODE == Mode::combine ? routing.tiles : tile + 1;
+        for (; tile < end; ++tile) correct(routing.tile[tile]);
+    }
+
     // The sum over the warps of an output; `sums` is zero again.
     MOEPACK_DEVICE float take(int block, int column, int row) {
         float part[WARPS], total = 0;
@@ -465,8 +530,10 @@ struct Layer {
                 enter_round(begin, end, staged);
                 multiply(begin, end);
             }
+            int split = problem.splits > 1 ? here.number % problem.splits : 0;
+            if constexpr (Corrects<Format>::value) correct(here.unit, split);
             __syncthreads();
-            write(here.unit, problem.splits > 1 ? here.number % problem.splits : 0);
+            write(here.unit, split);
             __syncthreads();
         }
         wait_copies<0>();

@@ -1,4 +1,4 @@
-"""The decoding of group-wise integers for GPUs, compiled for the host: every weight that a warp multiplies is the core's."""
+"""Group-wise integers as a GPU decodes them, compiled for the host: every weight that a warp multiplies is the core's."""
 
 import shutil
 import subprocess

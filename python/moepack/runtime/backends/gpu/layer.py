@@ -34,7 +34,7 @@ CHUNK = 128
 RESIDENT = 2
 """Blocks of a multiprocessor at a time, for whose registers and shared memory kernels are compiled."""
 
-TOKENS = (8, 16, 32)
+TOKENS = (8, 16)
 """Most tokens of a tile, the columns of a product: a program each."""
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -101,6 +101,19 @@ class LayerKernels(ABC):
     def struct(self, matrix: DeviceMatrix) -> Struct:
         """The Format's `Matrix`."""
 
+    def launched(self, matrix: DeviceMatrix, problem: Struct, shared: int) -> tuple[Struct, Tensor | None]:
+        """Launch what comes before a product.
+
+        Args:
+            matrix: of the product.
+            problem: its arguments.
+            shared: slots that have a row of x in common: 1, or the experts of a token.
+
+        Returns:
+            The Format's `Matrix`, and what must live until the product is launched.
+        """
+        return self.struct(matrix), None
+
     def activations(self, matrix: DeviceMatrix, x: Tensor) -> Tensor:
         """What the kernels of a matrix read instead of x."""
         return x
@@ -144,8 +157,9 @@ class LayerKernels(ABC):
         x = _padded(self.activations(first, x))
         problem = _problem(first, x, index, None, out, len(x), self.by_slot(first, index.numel()))
         cells = self._lay_out("lay_out_tokens", first, problem)
-        self._launch(kernel, first, problem, matrices)
-        del cells
+        before = [self.launched(matrix, problem, index.shape[1]) for matrix in matrices]
+        self._launch(kernel, first, problem, [struct for struct, _ in before])
+        del cells, before
 
     def _sum(self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor) -> None:
         """Launch the kernel that sums the outputs of each token."""
@@ -156,8 +170,9 @@ class LayerKernels(ABC):
         x = _padded(self.activations(matrix, x))
         problem = _problem(matrix, x, index, weights, parts, len(out), division)
         cells = self._lay_out("lay_out_hidden", matrix, problem)
-        self._launch("combine", matrix, problem, [matrix])
-        del cells
+        struct, before = self.launched(matrix, problem, 1)
+        self._launch("combine", matrix, problem, [struct])
+        del cells, before
         if division.splits > 1:
             torch.sum(parts, 0, out=out)
 
@@ -177,12 +192,17 @@ class LayerKernels(ABC):
         self._launch(kernel, matrix, problem, [])
         return cells
 
-    def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, matrices: list[DeviceMatrix]) -> None:
+    def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, structs: list[Struct]) -> None:
         """Launch a kernel of a matrix with as many blocks as run at a time."""
         device = device_of(of.data)
-        program = self.program(of, next((most for most in TOKENS if problem["tokens"][0] <= most), TOKENS[-1]))
-        arguments = [problem, *map(self.struct, matrices)]
+        program = self.program(of, tile_tokens(problem))
+        arguments = [problem, *structs]
         program.launch(kernel, RESIDENT * device.processors, THREADS, arguments, device.shared)
+
+
+def tile_tokens(problem: Struct) -> int:
+    """Most tokens of a tile of a launch."""
+    return next((most for most in TOKENS if problem["tokens"][0] <= most), TOKENS[-1])
 
 
 def device_of(tensor: Tensor) -> Device:
