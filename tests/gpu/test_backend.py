@@ -2,15 +2,13 @@
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 import moepack
-from moepack import GroupwiseTensor, _core
 from moepack.runtime.backends.cpu import CpuBackend
-from moepack.runtime.backends.gpu import backend, compensated, families, groupwise, prompt
+from moepack.runtime.backends.gpu import backend, prompt
 from moepack.runtime.backends.gpu.backend import GpuBackend
 from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
@@ -58,9 +56,6 @@ def kernels(monkeypatch):
     found = Kernels()
     for module in (backend, prompt):
         monkeypatch.setattr(module, "kernels_of", lambda kind: found)
-    monkeypatch.setattr(
-        backend, "kernels_of_both", lambda kind, other: found if families.kernels_of_both(kind, other) else None
-    )
     monkeypatch.setattr(backend, "_current", lambda needed, x: nullcontext())
     return found
 
@@ -183,85 +178,3 @@ def test_uploads_come_in_pieces_that_fit_a_buffer(size):
     places = pieces(size)
     assert [place.start for place in places] == [0, *(place.stop for place in places[:-1])]
     assert places[-1].stop == size and max(place.stop - place.start for place in places) <= PIECE
-
-
-class Integers:
-    """What the launches of the embedded group-wise tensor do, on the CPU, by the values that the core decodes."""
-
-    def __init__(self, monkeypatch):
-        monkeypatch.setattr(groupwise.GroupwiseKernels, "prepare", lambda kernels, matrix: None)
-        monkeypatch.setattr(groupwise.GroupwiseKernels, "linear", lambda kernels, *given: Kernels().linear(*given))
-        monkeypatch.setattr(groupwise.GroupwiseKernels, "combine", lambda kernels, *given: Kernels().combine(*given))
-        monkeypatch.setattr(
-            groupwise.GroupwiseKernels, "dequantize", lambda kernels, *given: Kernels().dequantize(*given)
-        )
-        monkeypatch.setattr(groupwise.GroupwiseKernels, "_by_slot", self.by_slot)
-
-    @staticmethod
-    def by_slot(kernels, name, matrices, x, index, out):
-        assert name == "project"
-        for slot, expert in enumerate(index.flatten().tolist()):
-            if 0 <= expert < matrices[0].shape[0]:
-                out[slot] = Base.of(matrices[0])[expert] @ x[slot // index.shape[1]].double()
-
-
-class Base:
-    """The values of the integers of a compensated tensor."""
-
-    @staticmethod
-    def of(matrix):
-        offset, size = matrix.sections.get("base", (0, len(matrix.data)))
-        return torch.from_numpy(_core.PackedTensor(matrix.data[offset : offset + size].numpy()).dequantize()).double()
-
-
-def compensated_matrix(rows, columns, ranks, seed):
-    """A packed tensor with a compensator of some rank for each expert, and all its values."""
-    generator = torch.Generator().manual_seed(seed)
-    base = GroupwiseTensor.quantize(torch.randn(len(ranks), rows, columns, generator=generator) / 8, 3, 64)
-    factors = [torch.randn(sum(ranks), size, generator=generator).half().float().numpy() for size in (columns, rows)]
-    data = _core.encode_compensated(base.data, np.array(ranks), *factors, bits=16)
-    opened = _core.PackedTensor(data)
-    matrix = DeviceMatrix(
-        torch.from_numpy(data), opened.shape, opened.kind, opened.format, opened.details(), opened.sections()
-    )
-    return matrix, torch.from_numpy(opened.dequantize()).double()
-
-
-def test_compensated_integers(monkeypatch):
-    Integers(monkeypatch)
-    monkeypatch.setitem(globals(), "weights_of", Base.of)
-    kernels, ranks = compensated.CompensatedKernels(), [3, 0, 5]
-    (gate, gates), (up, ups) = (compensated_matrix(40, 64, ranks, seed) for seed in (0, 1))
-    down, downs = compensated_matrix(64, 40, ranks, 2)
-    for matrix in (gate, up, down):
-        kernels.prepare(matrix)
-    x, index, weights = routed(30, 2, 3, 64)
-    exists = ((index >= 0) & (index < 3)).flatten()
-    hidden, out = torch.full((60, 40), torch.nan), torch.empty(30, 64)
-    kernels.gated(gate, up, x, index, hidden)
-    kernels.combine(down, hidden, index, weights, out)
-    exact = [DeviceMatrix(torch.empty(0), tuple(v.shape), "", "", {}, {}, {"weights": v}) for v in (gates, ups, downs)]
-    monkeypatch.setitem(globals(), "weights_of", lambda matrix: matrix.tables["weights"])
-    expected, total = torch.full((60, 40), torch.nan), torch.empty(30, 64)
-    Kernels().gated(*exact[:2], x, index, expected)
-    torch.testing.assert_close(hidden[exists], expected[exists], rtol=2e-3, atol=2e-3)
-    Kernels().combine(exact[2], expected, index, weights, total)
-    torch.testing.assert_close(out, total, rtol=2e-3, atol=2e-3)
-    monkeypatch.setitem(globals(), "weights_of", Base.of)
-    values = torch.empty(2, 40, 64, dtype=torch.bfloat16)
-    kernels.dequantize(gate, 1, values)
-    torch.testing.assert_close(values.double(), gates[1:], rtol=0.02, atol=0.02)
-    single, whole = compensated_matrix(40, 64, [4], 3)
-    kernels.prepare(single)
-    product = torch.empty(30, 40)
-    kernels.linear(single, x, product)
-    torch.testing.assert_close(product.double(), x.double() @ whole[0].T, rtol=2e-3, atol=2e-3)
-
-
-def test_compensated_integers_lie_in_the_embedded_tensor():
-    matrix, _ = compensated_matrix(40, 64, [3, 0, 5], 0)
-    start, size = matrix.sections["base"]
-    plain = _core.PackedTensor(matrix.data[start : start + size].numpy())
-    offset, length = plain.sections()["blocks"]
-    ((address, block_bytes),) = compensated.KERNELS.struct(matrix).tolist()
-    assert address == matrix.data.data_ptr() + start + offset and block_bytes * 3 * 3 == length

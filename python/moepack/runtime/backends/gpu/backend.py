@@ -23,8 +23,8 @@ from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
 from moepack.runtime.backends.gpu import prompt
 from moepack.runtime.backends.gpu.device import allocate, require
-from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of, kernels_of_both
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix, Kernels
+from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.upload import Uploader
 
 __all__ = ["PAIRS", "TOKENS", "GpuBackend", "upload"]
@@ -88,13 +88,12 @@ class GpuBackend(Backend):
         if not (index.numel() and all(all(matrix.shape) for matrix in projections)):
             return torch.zeros((len(x), rows), dtype=torch.float32, device=x.device)
         with _current([*projections, index, weights], x):
-            kernels = _layer_kernels(projections, index, activation)
-            if kernels is None:
+            if not _has_kernels(projections, index, activation):
                 return prompt.experts(projections, x, index, weights, activation)
             gate, up, down = projections
             hidden = torch.empty((index.numel(), gate.shape[1]), dtype=torch.float32, device=x.device)
             out = torch.empty((len(x), rows), dtype=torch.float32, device=x.device)
-            kernels.gated(gate, up, x, index, hidden)
+            kernels_of(gate.kind).gated(gate, up, x, index, hidden)
             kernels_of(down.kind).combine(down, hidden, index, weights, out)
         return out
 
@@ -165,9 +164,9 @@ def _current(needed: Sequence[Any], x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.current_device() == x.device.index else torch.cuda.device(x.device)
 
 
-def _layer_kernels(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Activation) -> Kernels | None:
-    """The kernels of the first launch of a layer; None where weights are decoded instead."""
+def _has_kernels(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Activation) -> bool:
+    """Whether two launches do a layer."""
     tokens, choices = index.shape
     few = tokens <= TOKENS and tokens * choices <= PAIRS
     gated = len(matrices) == 3 and is_silu(activation)
-    return kernels_of_both(matrices[0].kind, matrices[1].kind) if few and gated else None
+    return few and gated and FAMILIES[matrices[0].kind] == FAMILIES[matrices[1].kind]
