@@ -239,7 +239,7 @@ struct Few {
     u32 by_chunks;         // 2^20 / chunks, rounded up
 };
 
-constexpr int FEW_WARPS = 16, FEW_THREADS = FEW_WARPS * WARP, AHEAD = 2;
+constexpr int FEW_WARPS = 16, FEW_THREADS = FEW_WARPS * WARP, AHEAD = 3;
 
 template <bool GATED>
 struct FewTokens {
@@ -274,14 +274,15 @@ struct FewTokens {
 
     // Reads the codes of a number; what lies behind the panel counts as zeros, as do codes that do not exist.
     MOEPACK_DEVICE void load(int number, Codes<BITS> (&to)[2]) const {
+        if (number >= end) return;
         int slot = slot_of(number), chunk = number - slot * few.chunks;
-        const u8* base = number < end ? panel_of(slot) : nullptr;
-        i64 from = matrix.codes_at(chunk);
-        bool whole = from + Codebook::CODES <= matrix.panel_bytes;
+        const u8* base = panel_of(slot);
+        if (!base) return;
+        int from = int(matrix.codes_at(chunk)), left = int(matrix.panel_bytes) - from;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (base && whole) to[i].read(base + from, lane.row + i, t);
-            else to[i].read_part(base ? base + from : nullptr, int(matrix.panel_bytes - from), lane.row + i, t);
+            if (left >= Codebook::CODES) to[i].read(base + from, lane.row + i, t);
+            else to[i].read_part(base + from, left, lane.row + i, t);
         }
     }
 
@@ -294,28 +295,31 @@ struct FewTokens {
         for (int i = 0; i < AHEAD; ++i) load(at + i, codes[i]);
     }
 
-    // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk.
+    // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk. Buffers are not moved
+    // on, which would wait for what is being read: the loop is as long as they are many.
     MOEPACK_DEVICE void multiply(const u8* cells, const float* notes) {
         int column = least(lane.row / 2, columns - 1), token = least(t, few.tokens - 1);
-        for (; at < end; ++at) {
-            load(at + AHEAD, codes[AHEAD]);
-            int slot = slot_of(at), chunk = at - slot * few.chunks, cell = GATED ? chunk : at;
-            const u8* base = panel_of(slot);
-            if (base) {
+        for (; at < end; at += AHEAD + 1) {
+#pragma unroll
+            for (int i = 0; i <= AHEAD; ++i) {
+                int number = at + i;
+                if (number >= end) break;
+                load(number + AHEAD, codes[(i + AHEAD) % (AHEAD + 1)]);
+                int slot = slot_of(number), chunk = number - slot * few.chunks, cell = GATED ? chunk : number;
+                const u8* base = panel_of(slot);
+                if (!base) continue;
                 lane.enter(base + matrix.block_at(matrix.block_of(chunk)));
                 const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
-                add(x, notes[cell * few.tokens + token]);
+                add(codes[i], x, notes[cell * few.tokens + token]);
             }
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) codes[i][0] = codes[i + 1][0], codes[i][1] = codes[i + 1][1];
         }
     }
 
     // Adds a chunk to the sums of rows 2 g and 2 g + 1 and of token t.
-    MOEPACK_DEVICE void add(const Pair* x, float note) {
+    MOEPACK_DEVICE void add(const Codes<BITS> (&stored)[2], const Pair* x, float note) {
         u32 step_codes[2][4];
-        codes[0][0].unpack(step_codes[0]);
-        codes[0][1].unpack(step_codes[1]);
+        stored[0].unpack(step_codes[0]);
+        stored[1].unpack(step_codes[1]);
         int sums[PLANES][4] = {};
 #pragma unroll
         for (int step = 0; step < 4; ++step) {

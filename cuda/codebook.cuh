@@ -80,12 +80,12 @@ struct Codes {
         }
     }
 
-    // The same of a chunk of which only some bytes exist, none if it is null.
+    // The same of a chunk of which only some bytes exist.
     MOEPACK_BOTH void read_part(const u8* chunk, int bytes, int row, int t) {
         for (int i = 0; i < WORDS; ++i) {
             int at = WIDTH == 4 ? i * 256 + row * 16 + 4 * t : WIDTH == 3 ? 0 : (2 * t + i) * 64;
             word[i] = 0;
-            if (chunk && at < bytes) {
+            if (at < bytes) {
                 Codes one;
                 one.read(WIDTH == 4 ? chunk + i * 256 : WIDTH == 3 ? chunk : chunk + i * 64, row, t);
                 word[i] = one.word[WIDTH == 3 ? i : 0];

@@ -10,8 +10,8 @@
 //
 // Launch: one block of THREADS on each multiprocessor. `gated`: a block takes a range of (tile, row) and computes gate and
 // up of a row one after the other. `combine` (and a linear layer): a block owns rows and multiplies them by all tiles; what
-// belongs to a token is added at the end in the order of its slots, so sums are deterministic without atomics. Results are within (non-zeros / 16 + 12) 2^-24 sum |level x|,
-// the level being the larger of the row's two.
+// belongs to a token is added at the end in the order of its slots, so sums are deterministic without atomics. Results are
+// within (non-zeros / 16 + 12) 2^-24 sum |level x|, the level being the larger of the row's two.
 //
 // Bounds: FSV8 at 88.5 % zeros has 12.5 weights a code: 0.64 bits a weight are read, and 0.04 of columns, and 16 bytes a
 // row. A warp's look-up and its two gathers take some ten cycles of shared memory for bank conflicts, 19 instructions
@@ -19,14 +19,13 @@
 //
 // Whatever the codes are, addresses stay within the pads: a lane's first column is clamped, lengths are bounded.
 //
-// Definitions: DICT16 0 or 1; TOKENS 1 or 4; LANES 8, 16 or 32; GLOBAL 1 if activations are too many for shared memory.
+// Definitions: DICT16 0 or 1; TOKENS 1 or 4; LANES 8, 16 or 32; THREADS of a block; GLOBAL 1 if activations are too many for shared memory.
 #include "common/ptx.cuh"
 #include "common/routing.cuh"
 #include "ternary.cuh"
 
 using namespace moepack;
 
-constexpr int THREADS = TOKENS == 1 && !DICT16 ? 1024 : 768;
 constexpr int GROUPS = THREADS / LANES;
 constexpr u32 ALL = ~0u;
 
@@ -44,15 +43,9 @@ struct Matrix {
     int experts, rows, columns;
     int dictionaries;   // of FSV8; 0 of dict16
     int pad;            // columns that codes of other rows reach
-    u32 row_bytes;      // of the payload, on average, in 1/256
-    u64 payload_bytes;
 };
 
 extern __shared__ __align__(16) u8 memory[];
-
-MOEPACK_DEVICE void prefetch(const u8* at) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
 
 MOEPACK_DEVICE void copy_kept(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -383,22 +376,6 @@ struct Pipeline {
     }
 };
 
-// Asks the L2 for what some rows need, their codes where they are on average: what comes from memory comes at once, and
-// not the codes when their place has come. `number` of `count` threads.
-MOEPACK_DEVICE void prefetch_rows(const Matrix& matrix, u64 row, u32 rows, u32 number, u32 count) {
-    constexpr u32 LINE = 128, SLACK = 512;
-    u64 start = row * matrix.row_bytes >> 8, first = start > SLACK ? start - SLACK : 0;
-    u32 bytes = (u64(rows) * matrix.row_bytes >> 8) + 2 * SLACK;
-#pragma unroll 1
-    for (u32 at = number * LINE; at < bytes; at += count * LINE) {
-        if (first + at < matrix.payload_bytes) prefetch(matrix.payload + first + at);
-        u64 column = (first + at * 16) / (CHUNK << DICT16) * 2;
-        if (at * 16 < bytes && first + at * 16 < matrix.payload_bytes)
-            prefetch(reinterpret_cast<const u8*>(matrix.column) + column);
-        if (at < rows * sizeof(Row)) prefetch(reinterpret_cast<const u8*>(matrix.row + row) + at);
-    }
-}
-
 // ---------------------------------------------------------------- launches
 
 // The routing of a launch; of a linear layer, whose slots are in order, it takes one barrier.
@@ -436,9 +413,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int number = at / gate.rows, first = at % gate.rows, last = least<u32>(gate.rows, first + end - at);
         const Tile tile = routing.tile[number];
         auto find = [&](int at, int part) { return matrices[part].row + u64(tile.expert) * gate.rows + first + at; };
-        if (at == begin)
-            for (int part = 0; part < 2; ++part)
-                prefetch_rows(matrices[part], u64(tile.expert) * gate.rows + first, last - first, threadIdx.x, THREADS);
         Pipeline<false> pipeline({last - first, 2}, find);
         // With one token a tile, neighbouring tiles often have the same.
         u32 token = TOKENS == 1 ? row_of(launch, routing, tile, 0) : u32(number);
@@ -474,7 +448,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Matrix matrix;
     if (threadIdx.x == 0) matrix = down;
     int first = share(down.rows, blockIdx.x), rows = int(share(down.rows, blockIdx.x + 1)) - first;
-    if (!launch.index) prefetch_rows(down, first, rows, threadIdx.x, THREADS);
     u32 size = tile_bytes(down), origin = down.dictionaries * TABLE_BYTES;
     copy_tables(down, 0);
     route(routing, launch, down.experts);
@@ -490,9 +463,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         auto find = [&](int at, int part) {
             return matrix.row + u64(routing.tile[base + part].expert) * matrix.rows + first + at;
         };
-        if (base == 0 && launch.index)
-            for (int i = threadIdx.x / WARP; i < count; i += THREADS / WARP)
-                prefetch_rows(matrix, u64(routing.tile[i].expert) * matrix.rows + first, rows, threadIdx.x % WARP, WARP);
         Pipeline<true> pipeline({rows, count}, find);
         if (base > 0) __syncthreads();
         for (int i = 0; !GLOBAL && i < count; ++i)

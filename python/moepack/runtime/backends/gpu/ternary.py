@@ -28,8 +28,7 @@ _POINTER, _INT = np.uint64, np.int32
 
 _MATRIX = np.dtype(
     [("row", _POINTER), ("column", _POINTER), ("payload", _POINTER), ("table", _POINTER)]
-    + [(name, _INT) for name in ("experts", "rows", "columns", "dictionaries", "pad", "row_bytes")]
-    + [("payload_bytes", _POINTER)],
+    + [(name, _INT) for name in ("experts", "rows", "columns", "dictionaries", "pad")],
     align=True,
 )
 _LAUNCH = np.dtype(
@@ -113,7 +112,7 @@ class TernaryKernels:
         launch = _launch(x, index, index.shape[1])
         arguments: list[Any] = [_struct(gate, pad), _struct(up, pad), launch, hidden]
         program = _program(_is_dict16(gate), form.tokens, _lanes(gate), form.in_global)
-        program.launch("gated", _processors(gate.device), _block(gate, form.tokens), arguments, form.shared)
+        program.launch("gated", _processors(gate.device), _block(_lanes(gate)), arguments, form.shared)
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `Kernels.combine`."""
@@ -122,9 +121,9 @@ class TernaryKernels:
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
         row_bytes = -(-matrix.shape[2] // 8) * 16
-        warps = min(_block(matrix, 1) // WARP, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
+        warps = min(_block(WARP) // WARP, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
         rows = out.shape[0] * out.shape[1]
-        threads = WARP * warps or _block(matrix, 1)
+        threads = WARP * warps or _block(WARP)
         grid = min(-(-rows * WARP // threads), _processors(matrix.device))
         program = _program(_is_dict16(matrix), 1, WARP, warps == 0)
         shared = _table_bytes(matrix) + warps * row_bytes
@@ -141,7 +140,7 @@ class TernaryKernels:
         launch = _launch(x, index, 1)
         arguments = [_struct(matrix), launch, weights, each, form.staged, out]
         program = _program(_is_dict16(matrix), form.tokens, _lanes(matrix), form.in_global)
-        program.launch("combine", grid, _block(matrix, form.tokens), arguments, form.shared)
+        program.launch("combine", grid, _block(_lanes(matrix)), arguments, form.shared)
 
 
 KERNELS = TernaryKernels()
@@ -179,14 +178,16 @@ def _words(dictionary: int | None) -> _Words:
     return _Words(packed.astype(np.uint32), int(lengths.max()), three_slots)
 
 
-def _block(matrix: DeviceMatrix, tokens: int) -> int:
-    """Threads of a block: as many as have the registers that they need."""
-    return 1024 if tokens == 1 and not _is_dict16(matrix) else 768
+def _block(lanes: int) -> int:
+    """Threads of a block: all of them run what comes before the rows, few have less to do with them."""
+    return 512 if lanes == WARP else 768
 
 
 @cache
 def _program(dict16: bool, tokens: int, lanes: int, in_global: bool) -> Program:
-    return Program("ternary.cu", DICT16=int(dict16), TOKENS=tokens, LANES=lanes, GLOBAL=int(in_global))
+    return Program(
+        "ternary.cu", DICT16=int(dict16), TOKENS=tokens, LANES=lanes, GLOBAL=int(in_global), THREADS=_block(lanes)
+    )
 
 
 def _gated_form(gate: DeviceMatrix, up: DeviceMatrix, pad: int, index: Tensor) -> _Form:
@@ -247,9 +248,7 @@ def _struct(matrix: DeviceMatrix, pad: int | None = None) -> _Struct:
     tables = matrix.tables
     pointers = (tables["rows"].data_ptr(), tables["columns"].data_ptr(), matrix.pointer("payload"))
     dictionaries = 0 if _is_dict16(matrix) else _numbers(matrix)[0]
-    payload = matrix.sections["payload"][1]
-    row_bytes = 256 * payload // max(matrix.shape[0] * matrix.shape[1], 1)
-    last = (dictionaries, _pad(matrix) if pad is None else pad, row_bytes, payload)
+    last = (dictionaries, _pad(matrix) if pad is None else pad)
     return np.array([(*pointers, tables["entries"].data_ptr(), *matrix.shape, *last)], _MATRIX)
 
 
