@@ -123,6 +123,12 @@ struct Codebook {
         }
     };
 
+    // The codes of a lane's rows in steps.
+    static MOEPACK_DEVICE void unpack(const u8* chunk, const Lane& lane, u32 (&step)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes_of<BITS>(chunk, lane.row + i, lane.t, step[i]);
+    }
+
     // sum[i] += a chunk of rows 2 g and 2 g + 1 times tokens 8 i + 2 t and 8 i + 2 t + 1.
     template <int N>
     static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
@@ -131,12 +137,7 @@ struct Codebook {
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = cells + least(8 * i + lane.row / 2, tokens - 1) * STEP_BYTES + lane.t * 16;
         u32 codes[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            Codes<BITS> stored;
-            stored.read(stage, lane.row + i, lane.t);
-            stored.unpack(codes[i]);
-        }
+        unpack(stage, lane, codes);
         // Products of high bytes; of a high and a low one; of low ones.
         int high[N][4] = {}, middle[N][4] = {}, low[N][4] = {};
 #pragma unroll
@@ -226,9 +227,10 @@ MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const
 
 // ---------------------------------------------------------------- few tokens
 
-// One token of a layer, or up to four of a linear layer: no routing, no ring. A token takes two columns of a product, one
-// for each digit, so that four cost as much as one. A warp loads codes of its share of a panel AHEAD chunks before their
-// turn, the first of them before activations are digits; the sums of the warps meet in shared memory.
+// One token of a layer, or up to four of a linear layer: no routing. A token takes two columns of a product, one for each
+// digit, so that four cost as much as one. A warp copies codes of its share of a panel to a ring of its own AHEAD chunks
+// before their turn, the first of them before activations are digits; the sums of the warps meet in shared memory. (Loads
+// to registers are no way to be ahead: they count on one scoreboard, so that who waits for the first waits for the last.)
 struct Few {
     Activations x;         // of each slot; of a linear layer each token's; of `gated` one row
     const i64* index;      // the slots' experts; null: expert 0
@@ -240,6 +242,7 @@ struct Few {
 };
 
 constexpr int FEW_WARPS = 16, FEW_THREADS = FEW_WARPS * WARP, AHEAD = 3;
+constexpr int FEW_RING = (AHEAD + 1) * Codebook::CODES;  // bytes of a warp's
 
 template <bool GATED>
 struct FewTokens {
@@ -249,13 +252,15 @@ struct FewTokens {
     Codebook::Matrix matrix;  // this warp's
     int warp, t, columns;     // of activations
     Codebook::Lane lane;
-    Codes<BITS> codes[AHEAD + 1][2];
-    int at, end, panel;              // the warp's share: numbers slot * chunks + chunk of a panel
+    u8* ring;                 // this warp's
+    int turn = 0;             // the place of the next chunk in it
+    int at, end, panel;       // the warp's share: numbers slot * chunks + chunk of a panel
     float sum[2] = {0, 0};
 
     MOEPACK_DEVICE FewTokens(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second)
-        : few(few), matrix(GATED && threadIdx.x >= FEW_THREADS / 2 ? second : first),
-          warp(threadIdx.x / WARP % WARPS), t(threadIdx.x % 4), columns(2 * few.tokens), lane(threadIdx.x % WARP) {}
+        : few(few), matrix(GATED && threadIdx.x >= FEW_THREADS / 2 ? second : first), warp(threadIdx.x / WARP % WARPS),
+          t(threadIdx.x % 4), columns(2 * few.tokens), lane(threadIdx.x % WARP),
+          ring(shared_memory + threadIdx.x / WARP * FEW_RING) {}
 
     MOEPACK_DEVICE int panels() const {
         return ceil_div(few.rows, PANEL);
@@ -272,54 +277,55 @@ struct FewTokens {
         return matrix.data + (expert * panels() + panel) * matrix.panel_bytes;
     }
 
-    // Reads the codes of a number; what lies behind the panel counts as zeros, as do codes that do not exist.
-    MOEPACK_DEVICE void load(int number, Codes<BITS> (&to)[2]) const {
-        if (number >= end) return;
+    // Starts to copy the codes of a number to a place of the ring; what lies behind the panel counts as zeros.
+    MOEPACK_DEVICE void fetch(int number, int place) const {
         int slot = slot_of(number), chunk = number - slot * few.chunks;
-        const u8* base = panel_of(slot);
-        if (!base) return;
-        int from = int(matrix.codes_at(chunk)), left = int(matrix.panel_bytes) - from;
+        const u8* base = number < end ? panel_of(slot) : nullptr;
+        if (base) {
+            int from = int(matrix.codes_at(chunk)) + threadIdx.x % WARP * 16, left = int(matrix.panel_bytes) - from;
+            Shared to = shared_address(ring + place * Codebook::CODES) + threadIdx.x % WARP * 16;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (left >= Codebook::CODES) to[i].read(base + from, lane.row + i, t);
-            else to[i].read_part(base + from, left, lane.row + i, t);
+            for (int i = 0; i < ceil_div(Codebook::CODES, WARP * 16); ++i) {
+                int more = i * WARP * 16;
+                if (threadIdx.x % WARP * 16 + more >= Codebook::CODES) break;
+                copy_async(to + more, base + (more < left ? from + more : 0), more < left ? 16 : 0, KEEP);
+            }
         }
+        commit_copies();
     }
 
     // Begins a unit: a panel, of `gated` of one slot.
     MOEPACK_DEVICE void begin(int unit) {
         panel = GATED ? unit % panels() : unit;
         int first = GATED ? unit / panels() * few.chunks : 0, count = GATED ? few.chunks : few.slots * few.chunks;
-        at = first + count * warp / WARPS, end = first + count * (warp + 1) / WARPS;
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) load(at + i, codes[i]);
+        at = first + count * warp / WARPS, end = first + count * (warp + 1) / WARPS, turn = 0;
+        __syncwarp();
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; ++i) fetch(at + i, i);
     }
 
-    // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk. Buffers are not moved
-    // on, which would wait for what is being read: the loop is as long as they are many.
+    // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk.
     MOEPACK_DEVICE void multiply(const u8* cells, const float* notes) {
         int column = least(lane.row / 2, columns - 1), token = least(t, few.tokens - 1);
-        for (; at < end; at += AHEAD + 1) {
-#pragma unroll
-            for (int i = 0; i <= AHEAD; ++i) {
-                int number = at + i;
-                if (number >= end) break;
-                load(number + AHEAD, codes[(i + AHEAD) % (AHEAD + 1)]);
-                int slot = slot_of(number), chunk = number - slot * few.chunks, cell = GATED ? chunk : number;
-                const u8* base = panel_of(slot);
-                if (!base) continue;
-                lane.enter(base + matrix.block_at(matrix.block_of(chunk)));
-                const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
-                add(codes[i], x, notes[cell * few.tokens + token]);
-            }
+#pragma unroll 1
+        for (; at < end; ++at) {
+            wait_copies<AHEAD - 1>();
+            __syncwarp();
+            fetch(at + AHEAD, turn == 0 ? AHEAD : turn - 1);
+            int slot = slot_of(at), chunk = at - slot * few.chunks, cell = GATED ? chunk : at;
+            const u8 *base = panel_of(slot), *codes = ring + turn * Codebook::CODES;
+            turn = turn == AHEAD ? 0 : turn + 1;
+            if (!base) continue;
+            lane.enter(base + matrix.block_at(matrix.block_of(chunk)));
+            const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
+            add(codes, x, notes[cell * few.tokens + token]);
         }
     }
 
     // Adds a chunk to the sums of rows 2 g and 2 g + 1 and of token t.
-    MOEPACK_DEVICE void add(const Codes<BITS> (&stored)[2], const Pair* x, float note) {
+    MOEPACK_DEVICE void add(const u8* codes, const Pair* x, float note) {
         u32 step_codes[2][4];
-        stored[0].unpack(step_codes[0]);
-        stored[1].unpack(step_codes[1]);
+        Codebook::unpack(codes, lane, step_codes);
         int sums[PLANES][4] = {};
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -383,7 +389,7 @@ MOEPACK_DEVICE void stage(const Few& few, u8* cells, float* notes) {
 template <bool GATED>
 MOEPACK_DEVICE void run_few(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second) {
     int cell_count = (GATED ? 1 : few.slots) * few.chunks;
-    u8* cells = shared_memory;
+    u8* cells = shared_memory + FEW_WARPS * FEW_RING;
     float* notes = reinterpret_cast<float*>(cells + cell_count * few.tokens * VALUE_BYTES);
     float* sums = notes + ceil_div(cell_count * few.tokens, 4) * 4;
     int size = FEW_WARPS * few.tokens * PANEL;

@@ -60,54 +60,27 @@ MOEPACK_BOTH u32 code_of(const u8* chunk, int row, int column) {
     return (byte >> place & 1) | (byte >> (3 + place) & 2);
 }
 
-// The codes of a chunk of 128 columns that lane t takes of a row: as they are stored, and as half-bytes of four steps.
+// The codes of a chunk of 128 columns that lane t takes of row `row`, as half-bytes of four steps.
 template <int WIDTH>
-struct Codes {
-    static constexpr int WORDS = WIDTH == 2 ? 2 : WIDTH;
-    u32 word[WORDS];
-
-    MOEPACK_BOTH void read(const u8* chunk, int row, int t) {
-        const u32* words = reinterpret_cast<const u32*>(chunk);
-        if (WIDTH == 4) {
-            for (int i = 0; i < WORDS; ++i) word[i] = words[i * 64 + row * 4 + t];
-        } else if (WIDTH == 3) {
-            // Quads of rows, each with its three registers.
-            for (int i = 0; i < WORDS; ++i) word[i] = words[row / 4 * 48 + row % 4 * 4 + t + i * 16];
-        } else {
-            const u8* line = chunk + 2 * t * 64 + row;
-            for (int i = 0; i < WORDS; ++i, line += 64)
-                word[i] = line[0] | line[16] << 8 | line[32] << 16 | u32(line[48]) << 24;
+MOEPACK_BOTH void codes_of(const u8* chunk, int row, int t, u32 (&step)[4]) {
+    const u32* words = reinterpret_cast<const u32*>(chunk);
+    if (WIDTH == 4) {
+        for (int s = 0; s < 4; ++s) step[s] = words[s * 64 + row * 4 + t];
+    } else if (WIDTH == 3) {
+        // Quads of rows, each with its three registers.
+        const u32* own = words + row / 4 * 48 + row % 4 * 4 + t;
+        u32 a = own[0], b = own[16], c = own[32], first[3] = {a, b, c};
+        for (int s = 0; s < 3; ++s) step[s] = and_or(first[s] << 1, 0x70707070, first[s] & 0x07070707);
+        step[3] = and_or(b >> 2, 0x30303030, a >> 6 & 0x03030303);
+        step[3] |= and_or(c >> 1, 0x40404040, c >> 4 & 0x04040404);
+    } else {
+        const u8* line = chunk + 2 * t * 64 + row;
+        for (int i = 0; i < 2; ++i, line += 64) {
+            u32 codes = line[0] | line[16] << 8 | line[32] << 16 | u32(line[48]) << 24;
+            for (int s = 0; s < 2; ++s, codes >>= 2)
+                step[2 * i + s] = (codes & 0x21212121) | and_or(codes >> 3, 0x02020202, codes << 3 & 0x10101010);
         }
     }
-
-    // The same of a chunk of which only some bytes exist.
-    MOEPACK_BOTH void read_part(const u8* chunk, int bytes, int row, int t) {
-        for (int i = 0; i < WORDS; ++i) {
-            int at = WIDTH == 4 ? i * 256 + row * 16 + 4 * t : WIDTH == 3 ? 0 : (2 * t + i) * 64;
-            word[i] = 0;
-            if (at < bytes) {
-                Codes one;
-                one.read(WIDTH == 4 ? chunk + i * 256 : WIDTH == 3 ? chunk : chunk + i * 64, row, t);
-                word[i] = one.word[WIDTH == 3 ? i : 0];
-            }
-        }
-    }
-
-    MOEPACK_BOTH void unpack(u32 (&step)[4]) const {
-        if (WIDTH == 4) {
-            for (int i = 0; i < 4; ++i) step[i] = word[i % WORDS];
-        } else if (WIDTH == 3) {
-            u32 a = word[0], b = word[1], c = word[2 % WORDS];
-            for (int i = 0; i < 3; ++i) step[i] = and_or(word[i % WORDS] << 1, 0x70707070, word[i % WORDS] & 0x07070707);
-            step[3] = and_or(b >> 2, 0x30303030, a >> 6 & 0x03030303);
-            step[3] |= and_or(c >> 1, 0x40404040, c >> 4 & 0x04040404);
-        } else {
-            for (int i = 0; i < 4; ++i) {
-                u32 codes = word[i / 2] >> i % 2 * 2;
-                step[i] = (codes & 0x21212121) | and_or(codes >> 3, 0x02020202, codes << 3 & 0x10101010);
-            }
-        }
-    }
-};
+}
 
 }  // namespace moepack

@@ -38,6 +38,9 @@ _FEW_TOKENS = 4
 """Most tokens of a linear layer that share a product."""
 
 _FEW_THREADS = 512
+_FEW_CHUNKS = 64
+"""Of all rings of a block together."""
+
 _CELL_BYTES = 256
 """Of a token's chunk in shared memory, without its note."""
 
@@ -155,7 +158,8 @@ def _few_bytes(matrix: DeviceMatrix, slots: int, tokens: int) -> int:
     """The shared memory that a kernel for few tokens takes; 0 if it is too much, or the kernels cannot divide."""
     chunks = -(-matrix.shape[2] // CHUNK)
     cells = slots * tokens * chunks
-    size = cells * _CELL_BYTES + 16 * -(-cells // 4) + 2 * 4 * tokens * BLOCK_ROWS * _FEW_THREADS // 32
+    ring = _FEW_CHUNKS * BLOCK_ROWS * CHUNK // 8 * matrix.details["bits"]
+    size = ring + cells * _CELL_BYTES + 16 * -(-cells // 4) + 2 * 4 * tokens * BLOCK_ROWS * _FEW_THREADS // 32
     return size if size <= _space(matrix.device) and slots * chunks * chunks < 1 << 20 else 0
 
 
