@@ -89,6 +89,8 @@ class TernaryKernels:
         matrix.tables["columns"] = torch.empty(codes // 32 + 2, dtype=torch.int16, device=device)
         if not experts * rows:
             return
+        for tokens, slots in ((1, 1), (1, 2), (4, 2)):
+            _program(_is_dict16(matrix), tokens, _lanes(matrix), False, slots).load()
         three_slots = sum(word.three_slots << i for i, word in enumerate(words))
         program = _program(_is_dict16(matrix), 1, _lanes(matrix), False)
         groups = experts * rows if _is_dict16(matrix) else experts * -(-rows // 64)
@@ -111,8 +113,7 @@ class TernaryKernels:
         form = _gated_form(gate, up, pad, index)
         launch = _launch(x, index, index.shape[1])
         arguments: list[Any] = [_struct(gate, pad), _struct(up, pad), launch, hidden]
-        program = _program(_is_dict16(gate), form.tokens, _lanes(gate), form.in_global)
-        program.launch("gated", _processors(gate.device), _block(_lanes(gate)), arguments, form.shared)
+        _launched("gated", gate, form, index.numel(), _processors(gate.device), arguments, _lanes(gate))
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `Kernels.combine`."""
@@ -121,9 +122,10 @@ class TernaryKernels:
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
         row_bytes = -(-matrix.shape[2] // 8) * 16
-        warps = min(_block(WARP) // WARP, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
+        block = _block(_is_dict16(matrix), 1, WARP, 1)
+        warps = min(block // WARP, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
         rows = out.shape[0] * out.shape[1]
-        threads = WARP * warps or _block(WARP)
+        threads = WARP * warps or block
         grid = min(-(-rows * WARP // threads), _processors(matrix.device))
         program = _program(_is_dict16(matrix), 1, WARP, warps == 0)
         shared = _table_bytes(matrix) + warps * row_bytes
@@ -139,8 +141,7 @@ class TernaryKernels:
         form = _combine_form(matrix, slots, -(-rows // grid) * slots if each > 1 else 0)
         launch = _launch(x, index, 1)
         arguments = [_struct(matrix), launch, weights, each, form.staged, out]
-        program = _program(_is_dict16(matrix), form.tokens, _lanes(matrix), form.in_global)
-        program.launch("combine", grid, _block(_lanes(matrix)), arguments, form.shared)
+        _launched("combine", matrix, form, slots, grid, arguments, _lanes(matrix))
 
 
 KERNELS = TernaryKernels()
@@ -178,16 +179,26 @@ def _words(dictionary: int | None) -> _Words:
     return _Words(packed.astype(np.uint32), int(lengths.max()), three_slots)
 
 
-def _block(lanes: int) -> int:
-    """Threads of a block: all of them run what comes before the rows, few have less to do with them."""
-    return 512 if lanes == WARP else 768
+def _block(dict16: bool, tokens: int, lanes: int, slots: int) -> int:
+    """Threads of a block: many where there is much to do; all of them run what comes before the first row."""
+    if tokens > 1 or dict16:
+        return 768
+    return 1024 if slots > 1 else 512 if lanes == WARP else 768
 
 
 @cache
-def _program(dict16: bool, tokens: int, lanes: int, in_global: bool) -> Program:
-    return Program(
-        "ternary.cu", DICT16=int(dict16), TOKENS=tokens, LANES=lanes, GLOBAL=int(in_global), THREADS=_block(lanes)
-    )
+def _program(dict16: bool, tokens: int, lanes: int, in_global: bool, slots: int = 1) -> Program:
+    threads = _block(dict16, tokens, lanes, slots)
+    return Program("ternary.cu", DICT16=int(dict16), TOKENS=tokens, LANES=lanes, GLOBAL=int(in_global), THREADS=threads)
+
+
+def _launched(
+    kernel: str, matrix: DeviceMatrix, form: _Form, slots: int, grid: int, arguments: list[Any], lanes: int
+) -> None:
+    """Launch a kernel of a form; slots beyond the second make no difference."""
+    key = _is_dict16(matrix), form.tokens, lanes
+    program = _program(*key, form.in_global, min(slots, 2))
+    program.launch(kernel, grid, _block(*key, slots), arguments, form.shared)
 
 
 def _gated_form(gate: DeviceMatrix, up: DeviceMatrix, pad: int, index: Tensor) -> _Form:
@@ -240,7 +251,7 @@ def _lanes(matrix: DeviceMatrix) -> int:
     """The lanes of a row: a round of eight codes a lane should cover about half of it."""
     experts, rows, _ = matrix.shape
     codes = _numbers(matrix)[2] / max(experts * rows, 1)
-    return 8 if codes <= 80 else 16 if codes <= 320 else 32
+    return 8 if codes <= 200 else 16 if codes <= 320 else 32
 
 
 def _struct(matrix: DeviceMatrix, pad: int | None = None) -> _Struct:
