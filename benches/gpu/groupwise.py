@@ -38,7 +38,7 @@ def _name(bits: int, group: int | None, symmetric: bool) -> str:
 def compensated(
     experts: int, rows: int, columns: int, seed: int, *, rank: int, rank_bits: int, symmetric: bool
 ) -> NDArray[np.uint8]:
-    """3-bit integers in groups of 64 with random factors: of rank 0 for every third expert, which no kernel may mind."""
+    """3-bit integers in groups of 64 with random factors, of rank 0 for every third expert."""
     base = make(experts, rows, columns, seed, bits=3, group=64, symmetric=symmetric, dtype=torch.float16)
     ranks = np.array([0 if e % 3 == 2 else min(rank, rows, columns) for e in range(experts)], np.int64)
     random = np.random.default_rng(seed)

@@ -102,6 +102,10 @@ class GroupwiseKernels(LayerKernels):
         sums = 0 if symmetric else CHUNK // min(group or CHUNK, CHUNK)
         return 2 * CHUNK + 16 * -(-(1 + sums) // 4)
 
+    def ring_bytes(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.ring_bytes`; at most 512 bytes of a chunk are parameters."""
+        return max(4608, 3 * (CHUNK // 32 * 64 * self.specification(matrix)[0] + 512))
+
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
         _, rows, columns = matrix.shape

@@ -61,10 +61,17 @@ Struct = NDArray[Any]
 
 
 class Device(NamedTuple):
-    """What a launch asks of a GPU: its multiprocessors, and the dynamic shared memory of a block of two on one."""
+    """What a launch asks of a GPU.
+
+    Attributes:
+        processors: its multiprocessors.
+        shared: dynamic shared memory of a block of `RESIDENT` on one of them, in bytes.
+        most_shared: of a block that has one for itself.
+    """
 
     processors: int
     shared: int
+    most_shared: int
 
 
 class Division(NamedTuple):
@@ -88,6 +95,10 @@ class LayerKernels(ABC):
     @abstractmethod
     def cell_bytes(self, matrix: DeviceMatrix) -> int:
         """Bytes of a token's chunk in shared memory."""
+
+    def ring_bytes(self, matrix: DeviceMatrix) -> int:
+        """At least what a warp's chunks on their way take (RING in the kernels)."""
+        return 6 << 10
 
     @abstractmethod
     def specification(self, matrix: DeviceMatrix) -> tuple[Any, ...]:
@@ -162,7 +173,14 @@ class LayerKernels(ABC):
         del cells, before
 
     def _sum(self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor) -> None:
-        """Launch the kernel that sums the outputs of each token."""
+        """Launch the kernel that sums the outputs of each token; of half of them at a time where memory is short."""
+        if self._shared(matrix, len(out)) > device_of(out).most_shared and len(out) > 1:
+            per_token = len(x) // len(out)
+            for tokens in (slice(0, len(out) // 2), slice(len(out) // 2, len(out))):
+                slots = slice(tokens.start * per_token, tokens.stop * per_token)
+                some, scales = (None if tensor is None else tensor[tokens] for tensor in (index, weights))
+                self._sum(matrix, x[slots], some, scales, out[tokens])
+            return
         division = self.of_sum(matrix, len(x), len(out))
         parts = out
         if division.splits > 1:
@@ -196,8 +214,14 @@ class LayerKernels(ABC):
         """Launch a kernel of a matrix with as many blocks as run at a time."""
         device = device_of(of.data)
         program = self.program(of, tile_tokens(problem))
-        arguments = [problem, *structs]
-        program.launch(kernel, RESIDENT * device.processors, THREADS, arguments, device.shared)
+        shared = self._shared(of, int(problem["tokens"][0]))
+        program.launch(kernel, RESIDENT * device.processors, THREADS, [problem, *structs], shared)
+
+    def _shared(self, matrix: DeviceMatrix, tokens: int) -> int:
+        """Bytes of dynamic shared memory of a block: at least its rings, sums and the cells of a tile."""
+        warps = THREADS // 32
+        least = warps * (self.ring_bytes(matrix) + tokens * BLOCK_ROWS * 4) + 2 * TOKENS[-1] * self.cell_bytes(matrix)
+        return max(least, device_of(matrix.data).shared)
 
 
 def tile_tokens(problem: Struct) -> int:
@@ -214,7 +238,8 @@ def device_of(tensor: Tensor) -> Device:
 def _device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     shared = properties.shared_memory_per_multiprocessor // RESIDENT - _STATIC_BYTES
-    return Device(properties.multi_processor_count, shared // 128 * 128)
+    most = properties.shared_memory_per_block_optin - _STATIC_BYTES
+    return Device(properties.multi_processor_count, shared // 128 * 128, most)
 
 
 def _padded(x: Tensor) -> Tensor:
