@@ -248,6 +248,12 @@ template <bool GATED>
 struct FewTokens {
     static constexpr int WARPS = FEW_WARPS / (GATED + 1);  // of a matrix
 
+    // A number in parts, and the panel of its slot.
+    struct Place {
+        int slot, chunk;
+        const u8* base;
+    };
+
     const Few& few;
     Codebook::Matrix matrix;  // this warp's
     int warp, t, columns;     // of activations
@@ -255,6 +261,7 @@ struct FewTokens {
     u8* ring;                 // this warp's
     int turn = 0;             // the place of the next chunk in it
     int at, end, panel;       // the warp's share: numbers slot * chunks + chunk of a panel
+    Place here, ahead;        // `at`, and what is copied next
     float sum[2] = {0, 0};
 
     MOEPACK_DEVICE FewTokens(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second)
@@ -277,13 +284,24 @@ struct FewTokens {
         return matrix.data + (expert * panels() + panel) * matrix.panel_bytes;
     }
 
-    // Starts to copy the codes of a number to a place of the ring; what lies behind the panel counts as zeros.
-    MOEPACK_DEVICE void fetch(int number, int place) const {
-        int slot = slot_of(number), chunk = number - slot * few.chunks;
-        const u8* base = number < end ? panel_of(slot) : nullptr;
-        if (base) {
-            int from = int(matrix.codes_at(chunk)) + threadIdx.x % WARP * 16, left = int(matrix.panel_bytes) - from;
-            Shared to = shared_address(ring + place * Codebook::CODES) + threadIdx.x % WARP * 16;
+    MOEPACK_DEVICE Place place_of(int number) const {
+        int slot = slot_of(number);
+        return {slot, number - slot * few.chunks, number < end ? panel_of(slot) : nullptr};
+    }
+
+    // Goes on to the next number, `next`.
+    MOEPACK_DEVICE void advance(Place& place, int next) const {
+        if (++place.chunk < few.chunks) return;
+        ++place.slot, place.chunk = 0;
+        place.base = next < end ? panel_of(place.slot) : nullptr;
+    }
+
+    // Starts to copy the codes of `ahead`, a number, to a part of the ring; what lies behind the panel counts as zeros.
+    MOEPACK_DEVICE void fetch(int number, int part) {
+        const u8* base = ahead.base;
+        if (base && number < end) {
+            int from = int(matrix.codes_at(ahead.chunk)) + threadIdx.x % WARP * 16, left = int(matrix.panel_bytes) - from;
+            Shared to = shared_address(ring + part * Codebook::CODES) + threadIdx.x % WARP * 16;
 #pragma unroll
             for (int i = 0; i < ceil_div(Codebook::CODES, WARP * 16); ++i) {
                 int more = i * WARP * 16;
@@ -292,6 +310,7 @@ struct FewTokens {
             }
         }
         commit_copies();
+        advance(ahead, number + 1);
     }
 
     // Begins a unit: a panel, of `gated` of one slot.
@@ -299,6 +318,7 @@ struct FewTokens {
         panel = GATED ? unit % panels() : unit;
         int first = GATED ? unit / panels() * few.chunks : 0, count = GATED ? few.chunks : few.slots * few.chunks;
         at = first + count * warp / WARPS, end = first + count * (warp + 1) / WARPS, turn = 0;
+        here = ahead = place_of(at);
         __syncwarp();
 #pragma unroll 1
         for (int i = 0; i < AHEAD; ++i) fetch(at + i, i);
@@ -312,11 +332,13 @@ struct FewTokens {
             wait_copies<AHEAD - 1>();
             __syncwarp();
             fetch(at + AHEAD, turn == 0 ? AHEAD : turn - 1);
-            int slot = slot_of(at), chunk = at - slot * few.chunks, cell = GATED ? chunk : at;
-            const u8 *base = panel_of(slot), *codes = ring + turn * Codebook::CODES;
+            Place place = here;
+            const u8* codes = ring + turn * Codebook::CODES;
+            int cell = GATED ? place.chunk : at;
+            advance(here, at + 1);
             turn = turn == AHEAD ? 0 : turn + 1;
-            if (!base) continue;
-            lane.enter(base + matrix.block_at(matrix.block_of(chunk)));
+            if (!place.base) continue;
+            lane.enter(place.base + matrix.block_at(matrix.block_of(place.chunk)));
             const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
             add(codes, x, notes[cell * few.tokens + token]);
         }

@@ -15,6 +15,18 @@ namespace moepack {
 
 constexpr int PANEL = 16;
 
+// Four of the eight bytes of (a, b), one for each of the four low half-bytes of the selector, which are below 8: what
+// `permute` would make sure of.
+MOEPACK_BOTH u32 choose(u32 a, u32 b, u32 selector) {
+#if defined(__CUDA_ARCH__)
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
+#else
+    return permute(a, b, selector);
+#endif
+}
+
 // The bytes of `table` that eight codes choose, which are half-bytes of `codes`; the last is the upper one.
 template <int WIDTH>
 struct Table {
@@ -37,11 +49,11 @@ struct Selector {
     // The bytes of codes 0 to 3 (part 0) or 4 to 7 (part 1).
     MOEPACK_BOTH u32 bytes(const Table<WIDTH>& table, int part) const {
         u32 entries = low >> 16 * part;
-        if (WIDTH == 2) return permute(table.word[0], 0, entries);
-        u32 first = permute(table.word[0], table.word[Table<WIDTH>::WORDS > 1], entries);
+        if (WIDTH == 2) return choose(table.word[0], 0, entries);
+        u32 first = choose(table.word[0], table.word[Table<WIDTH>::WORDS > 1], entries);
         if (WIDTH == 3) return first;
-        u32 second = permute(table.word[2 % Table<WIDTH>::WORDS], table.word[3 % Table<WIDTH>::WORDS], entries);
-        return permute(first, second, half >> 16 * part);
+        u32 second = choose(table.word[2 % Table<WIDTH>::WORDS], table.word[3 % Table<WIDTH>::WORDS], entries);
+        return choose(first, second, half >> 16 * part);
     }
 };
 
