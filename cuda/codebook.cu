@@ -12,11 +12,13 @@
 // Tensors whose products round activations to 8 or 4 bits, or turn them by Hadamard's matrix, have their tokens prepared
 // by a launch of its own, `prepare_tokens`, a block a token: the grid is that of the CPU, to the bit.
 //
-// Launch: common/layer.cuh. Integer instructions a weight of the decoding, 16-bit and 8-bit centroids: 4 bits 2.1 and 1.4,
-// 3 bits 1.1 and 0.9, 2 bits 1.3 and 1.1. At 3 TB/s an SM has 31 cycles a quarter for the 8 weights a lane of a product
-// of 4 bits, of which decoding takes 34 of the integer pipe: it bounds 16-bit centroids of 4 bits.
+// Launch: common/layer.cuh; one token of a layer, and up to four of a linear layer, have kernels of their own (`Few`).
 //
-// Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most of a tile: 8 or 32).
+// Bounds: bytes of the panels over the memory's rate, or the integer pipe, which takes a warp's instruction in two cycles.
+// Decoding takes for a weight, of 16-bit and 8-bit centroids: 4 bits 2.1 and 1.4 integer instructions, 3 bits 1.1 and 0.9,
+// 2 bits 1.3 and 1.1. Those 2.1 are 8 us for 4096 x 14336 weights on an H100, which 3 TB/s bring in 10.
+//
+// Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most of a tile), RESIDENT (blocks of a multiprocessor).
 #include "codebook.cuh"
 #include "common/layer.cuh"
 
@@ -216,7 +218,8 @@ struct Digits {
 };
 
 template <>
-MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const float (&value)[8], float weight, bool exists) {
+MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const float (&value)[8], float weight,
+                                         bool exists) {
     Digits digits(value);
     if (!exists) return;
     Pair* to = reinterpret_cast<Pair*>(cells + (digits.step * tokens + token) * STEP_BYTES + digits.place * 16);
@@ -263,7 +266,6 @@ struct FewTokens {
     int at, end, panel;       // the warp's share: numbers slot * chunks + chunk of a panel
     Place here, ahead;        // `at`, and what is copied next
     float sum[2] = {0, 0};
-
     MOEPACK_DEVICE FewTokens(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second)
         : few(few), matrix(GATED && threadIdx.x >= FEW_THREADS / 2 ? second : first), warp(threadIdx.x / WARP % WARPS),
           t(threadIdx.x % 4), columns(2 * few.tokens), lane(threadIdx.x % WARP),
@@ -518,7 +520,8 @@ struct Grid {
 
 using namespace moepack;
 
-extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) gated_few(Few few, Codebook::Matrix gate, Codebook::Matrix up) {
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1)
+    gated_few(Few few, Codebook::Matrix gate, Codebook::Matrix up) {
     run_few<true>(few, gate, up);
 }
 
@@ -559,7 +562,8 @@ MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, i
 }
 
 // Writes the values of `count` rows, counted through all experts, from `first` on, turned back by matrices of `width`.
-extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width, u16* out) {
+extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width,
+                                      u16* out) {
     for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
         auto value = [&](int column) { return weight(matrix, rows, first + i, column); };
         auto use = [&](int column, float value) { out[i * columns + column] = u16(to_bf16x2(value, 0)); };

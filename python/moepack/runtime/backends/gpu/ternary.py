@@ -183,7 +183,7 @@ def _block(dict16: bool, tokens: int, lanes: int, slots: int) -> int:
     """Threads of a block: many where there is much to do; all of them run what comes before the first row."""
     if tokens > 1 or dict16:
         return 768
-    return 1024 if slots > 1 else 512 if lanes == WARP else 768
+    return 896 if slots > 1 else 512 if lanes == WARP else 768
 
 
 @cache
