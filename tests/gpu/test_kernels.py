@@ -56,6 +56,7 @@ _USE = re.compile(
 
 
 SPILLS = {
+    "int3 by 64 symmetric": 64,  # on sm_80 alone
     "int3 by 64, 32 tokens": 256,
     "int8 by 64, 32 tokens": 64,
     "int3 by 64 and factors": 64,
