@@ -17,7 +17,7 @@ $(BIN)/maturin:
 	$(PYTHON) -c 'import sys; sys.exit("moepack needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet 'maturin>=1.9,<2'
+	$(BIN)/python -m pip install --quiet 'maturin>=1.12,<2'
 
 $(VENV)/built: $(BIN)/maturin pyproject.toml $(RUST)
 	$(BIN)/maturin develop --release --extras dev

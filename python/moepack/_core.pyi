@@ -36,6 +36,7 @@ __all__ = [
     "packed_bytes",
     "refine_codebooks",
     "set_threads",
+    "ternary_table",
     "threads",
     "unpack_int3",
 ]
@@ -119,6 +120,12 @@ class PackedTensor:
         """The modes that products have, the default first."""
     def details(self) -> dict[str, Any]:
         """Return what the format says of the tensor beside its shape, JSON values in a fixed order."""
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Return where the parts of the format lie, name -> (offset, bytes), in order, without the header.
+
+        Group-wise tensors have "blocks", codebooks "panels", ternary ones "levels", "index", "starts", "payload",
+        compensated ones "base", "ranks", "right_scales", "right", "left_scales", "left" (docs/format.md).
+        """
     def decode(self) -> NDArray[Any]:
         """Return the codes [experts, rows, columns], int8 of ternary and coded tensors, uint8 of others.
 
@@ -292,6 +299,22 @@ def pack_int3(codes: _Bytes) -> NDArray[np.uint32]:
 
 def unpack_int3(words: NDArray[np.uint32]) -> _Bytes:
     """Undo `pack_int3`, uint32 [n] to uint8 [32 * n / 3]; ValueError if n is no multiple of 3."""
+
+def ternary_table(dictionary: int | None = None) -> tuple[NDArray[np.uint32], int, bool]:
+    """Return the decoding table of a ternary code: entries, class bits, and whether entries have three slots.
+
+    The entry of a code is that of index `code << bits | previous code >> (8 - bits)`, of dict16 that of the code:
+
+    - two slots: positions of non-zeros in bits 0-7 and 8-15, their symbols (1, 2; 0 unused) in bits 16-17 and 18-19;
+    - three slots: positions in bits 0-4, 5-9 and 10-14, symbols in bits 16-17, 18-19 and 20-21;
+    - the word's length in bits 24-31.
+
+    Args:
+        dictionary: the number of an FSV8 dictionary (docs/format.md, section 5.1), below 36; None for dict16.
+
+    Raises:
+        ValueError: there is no such dictionary.
+    """
 
 def kmeans(
     values: _Floats, clusters: int, weights: _Floats | None = None

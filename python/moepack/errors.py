@@ -13,6 +13,7 @@ __all__ = [
     "CalibrationError",
     "CheckpointError",
     "CorruptionError",
+    "DeviceError",
     "DeviceMemoryError",
     "DiskError",
     "InvalidTensorError",
@@ -95,6 +96,10 @@ class DiskError(MoepackError, OSError):
 
 class LoadError(MoepackError):
     """A packed directory is sound but cannot become the model that was asked for."""
+
+
+class DeviceError(LoadError):
+    """A GPU cannot do what was asked for: there is none, its driver or the GPU is too old, a kernel fails."""
 
 
 class SerializationError(MoepackError):

@@ -1,8 +1,17 @@
 """The option `--device` of commands that run models."""
 
+from typing import Any
+
 import typer
 
-__all__ = ["usable_device"]
+__all__ = ["places", "usable_device"]
+
+
+def places(name: str | None) -> dict[str, Any]:
+    """Return the arguments of `moepack.load` that put a model where the option says."""
+    if name is None:
+        return {}
+    return {"device_map": name} if name == "auto" else {"device": name}
 
 
 def usable_device(name: str | None) -> str | None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from moepack.cli.device import places
 from moepack.cli.usage import wrong_usage
 
 __all__ = ["generate_command"]
@@ -26,6 +27,9 @@ def generate_command(
     resident: Annotated[
         bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
     ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: all GPUs, then the CPU, layer by layer.")
+    ] = None,
 ) -> None:
     """Continue a prompt: the text goes to standard output as it is made, the speed to standard error at the end."""
     from moepack.cli.evaluate import quiet_transformers
@@ -35,7 +39,7 @@ def generate_command(
 
     quiet_transformers()
     with wrong_usage():
-        model = open_model(directory, dtype, threads, mode, resident)
+        model = open_model(directory, dtype, threads, mode, resident, **places(device))
         tokenizer = open_tokenizer(directory)
         if not model.config.is_encoder_decoder:
             _write(prompt)

@@ -4,6 +4,8 @@
 """
 
 import json
+from collections.abc import Mapping
+from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from moepack.checkpoint.resolve import resolve_model
-from moepack.errors import LoadError, MoepackError
+from moepack.errors import DeviceError, LoadError, MoepackError
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
 from moepack.runtime.threads import set_threads
@@ -29,10 +31,13 @@ def load(
     threads: int | None = None,
     mode: str | None = None,
     resident: bool = False,
+    device: torch.device | str | None = None,
+    device_map: Mapping[str, Any] | str | None = None,
 ) -> Any:
-    """Load a packed directory as a transformers model, in evaluation mode, on the CPU.
+    """Load a packed directory as a transformers model, in evaluation mode.
 
-    The experts stay in the mapped files; loading them adds next to nothing to the process's own memory.
+    On the CPU the experts stay in the mapped files; loading them adds next to nothing to the process's own memory. On a
+    GPU packed bytes are uploaded as they are (docs/gpu.md).
 
     Args:
         directory: what `moepack compress` wrote, or the id of such a model on the hub (`ORGANIZATION/NAME[@REVISION]`).
@@ -44,6 +49,10 @@ def load(
             columns), or None for the mode of the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE).
         resident: copy the weights into the process's own memory, in huge pages; loading then reads everything. Decoding
             gains where the page cache holds the files in small pages (docs/performance.md).
+        device: where the whole model goes: "cpu", "cuda", "cuda:1"; None means the CPU.
+        device_map: where each layer goes, instead of `device`: "auto" fills the GPUs, then the CPU; or a device by the
+            path of a module, as transformers takes it. Layers on the CPU beside others on GPUs stay in the mapped files
+            and are multiplied there.
 
     Returns:
         The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
@@ -52,14 +61,16 @@ def load(
         CheckpointError: the hub does not give the model.
         LoadError: the directory is no packed model, needs a newer moepack, or is to be resident and larger than the
             available memory.
+        DeviceError: the GPU cannot be used: there is none, or it or its driver is too old.
+        DeviceMemoryError: the GPU has too little memory; the message says how much is missing.
         CorruptionError: its files contradict each other or are truncated.
-        ValueError: there is no such dtype or mode.
+        ValueError: there is no such dtype or mode, or arguments exclude each other.
     """
     directory = resolve_model(directory)
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
-    return open_model(directory, dtype, threads, mode, resident)
+    return open_model(directory, dtype, threads, mode, resident, device, device_map)
 
 
 def open_model(
@@ -68,10 +79,13 @@ def open_model(
     threads: int | None = None,
     mode: str | None = None,
     resident: bool = False,
+    device: torch.device | str | None = None,
+    device_map: Mapping[str, Any] | str | None = None,
 ) -> Any:
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`."""
     directory = resolve_model(directory)
     config = _read_config(directory)
+    places = _device_map(device, device_map, resident)
     if threads is not None:
         set_threads(threads)
     import transformers
@@ -84,7 +98,7 @@ def open_model(
     dtype = _dtype(dtype)
     try:
         model, report = auto.from_pretrained(
-            fspath(directory), dtype=dtype, local_files_only=True, output_loading_info=True
+            fspath(directory), dtype=dtype, local_files_only=True, output_loading_info=True, device_map=places
         )
     except MoepackError:
         raise
@@ -124,6 +138,21 @@ def is_packed(directory: str | PathLike[str]) -> bool:
     """
     settings = _read_config(directory).get("quantization_config")
     return isinstance(settings, dict) and settings.get("quant_method") == "moepack"
+
+
+def _device_map(device: torch.device | str | None, device_map: Any, resident: bool) -> Any:
+    """What transformers takes as device map; None for the CPU."""
+    if device is not None and device_map is not None:
+        raise ValueError("device and device_map exclude each other")
+    if device is not None and torch.device(device).type != "cpu":
+        device_map = {"": torch.device(device)}
+    if device_map is None:
+        return None
+    if resident:
+        raise ValueError("resident weights are on the CPU: leave device and device_map out")
+    if find_spec("accelerate") is None:
+        raise DeviceError("models are placed on devices through accelerate: pip install 'moepack[gpu]'")
+    return device_map if isinstance(device_map, str) else dict(device_map)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:

@@ -14,7 +14,7 @@ tensor under a name that the stock model has with another shape (`experts.down_p
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.errors import CorruptionError, LoadError, SerializationError, UnsupportedModelError
-from moepack.runtime.backends import is_supported
+from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.runtime.decoder import install as install_decoder
+from moepack.runtime.device import DeviceStore
 from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
 from moepack.runtime.linear import PackedLinear
+from moepack.runtime.store import MappedStore
 
 __all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
 
@@ -98,55 +100,86 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._placement = Placement({})
+        self._model: Any = None
+        self._modules: dict[str, Replacement] = {}
+        self._paths: dict[str, str] = {}
+
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse devices that packed weights do not run on.
+        """Refuse devices that packed weights do not run on. Transformers asks again once it has made an automatic map.
 
         Raises:
             LoadError: the device map names one.
+            DeviceMemoryError: a GPU has too little memory for its part of the model.
         """
         device_map = kwargs.get("device_map")
         if isinstance(device_map, dict):
-            for module, device in device_map.items():
-                if device == "disk" or not is_supported(torch.device(device)):
-                    where = f"'{module}'" if module else "the model"
-                    raise LoadError(f"packed experts run on the CPU; the device map puts {where} on '{device}'")
+            self._placement = Placement(device_map)
+            self._settle()
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Turn the automatic maps ("auto", "balanced" and so on) into the CPU."""
-        return {"": torch.device("cpu")} if isinstance(device_map, str) else device_map
+        """Turn the automatic maps ("auto", "balanced" and so on) into the CPU where there is no GPU."""
+        return {"": torch.device("cpu")} if isinstance(device_map, str) and not has_gpu() else device_map
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         files = kwargs.get("checkpoint_files")
         if not files:
             raise LoadError("a packed model is loaded from a directory, not from a state dict")
         self._directory = _open_directory(Path(files[0]).parent, model)
-        self._modules: dict[str, Replacement] = {}
         leftovers = set(model._keys_to_ignore_on_load_unexpected or ())
         for recorded, shapes in self.quantization_config.packed.items():
             path = _module_path(model, recorded)
             module = _packed_module(model.get_submodule(path), path, {k: tuple(v) for k, v in shapes.items()})
             model.set_submodule(path, module)
             _mark_initialized(model, path)
-            self._modules[recorded] = module
+            self._modules[recorded], self._paths[recorded] = module, path
             leftovers.add(rf"(^|\.){re.escape(path)}\.")
         model._keys_to_ignore_on_load_unexpected = leftovers
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._model = model
+        if (device_map := kwargs.get("device_map")) is not None:
+            records = self._directory.manifest.tensors
+            for recorded, module in self._modules.items():
+                reserve(module, {projection: records[name] for projection, name in self._names(recorded, module)})
+            self.validate_environment(device_map=device_map)
         return model
+
+    def _settle(self) -> None:
+        """Act on the devices of all layers, once they and the layers are known."""
+        if self._model is not None:
+            self._placement.settle({self._paths[recorded]: module for recorded, module in self._modules.items()})
+            self._placement.check_memory(self._model)
+
+    def _names(self, recorded: str, module: Replacement) -> Iterator[tuple[str, str]]:
+        """The projections of a packed module with the names of their tensors.
+
+        Raises:
+            CorruptionError: the manifest lacks one.
+        """
+        directory = self._directory
+        names = {(record.module, record.projection): name for name, record in directory.manifest.packed().items()}
+        for projection in module.projections:
+            name = names.get((recorded, LINEAR if isinstance(module, PackedLinear) else projection))
+            if name is None:
+                message = f"the manifest lists no {projection} of '{recorded}', which config.json lists as packed"
+                raise CorruptionError(message, file=directory.path / "moepack.json")
+            yield projection, name
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         directory, tensors = self._directory, self._directory.tensors()
-        names = {(record.module, record.projection): name for name, record in directory.manifest.packed().items()}
+        stores: dict[torch.device, MappedStore] = {torch.device("cpu"): MappedStore()}
         for recorded, module in self._modules.items():
-            for projection in module.projections:
-                name = names.get((recorded, LINEAR if isinstance(module, PackedLinear) else projection))
-                if name is None:
-                    message = f"the manifest lists no {projection} of '{recorded}', which config.json lists as packed"
-                    raise CorruptionError(message, file=directory.path / "moepack.json")
+            device = self._placement.device_of(self._paths[recorded])
+            if device not in stores:
+                stores[device] = DeviceStore(device)
+            for projection, name in self._names(recorded, module):
                 file = directory.path / directory.manifest.tensors[name].file
-                module.attach(projection, tensors[name], file=file, tensor=name)
+                stores[device].put(module, projection, tensors[name], file=file, tensor=name)
         _cast_renamed(model, self._dtypes)
         install_decoder(model)
-        del self._directory, self._modules, self._dtypes
+        del self._directory, self._modules, self._paths, self._dtypes, self._model
         return model
 
     def is_serializable(self) -> bool:

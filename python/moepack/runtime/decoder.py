@@ -1,9 +1,10 @@
-"""Decoding in the core: one token through all layers of a packed model in one call, instead of operation by operation.
+"""Decoding step by step: one token through all layers of a packed model in one call, instead of operation by operation.
 
 `install` gives the decoder and the head of a model a `forward` of their own. It takes a call only if it is just a
-decoding step: one token of one sequence on the CPU, behind tokens that a `DynamicCache` holds and all of which it sees,
-in evaluation mode without gradients, for a model that `moepack.runtime.plan` knows through and through. Every other
-call (prompts, batches, padding, hooks, outputs of layers, other models) is transformers' own.
+decoding step, in evaluation mode without gradients, behind tokens that a `DynamicCache` holds. On the CPU the core
+takes one token of one sequence, which sees all before it, if `moepack.runtime.plan` knows the model through and
+through. On a GPU a recorded step is replayed (`moepack.runtime.graphs`). Every other call (prompts, hooks, outputs of
+layers, other models) is transformers' own.
 
 The environment variable MOEPACK_DECODE or `set_decoding` turns it off: "native" is the default, "transformers" leaves
 every call to transformers.
@@ -12,7 +13,6 @@ every call to transformers.
 import inspect
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from moepack.runtime.backends.cpu import views
 from moepack.runtime.cache import GrowingLayer, form_of
-from moepack.runtime.plan import Plan, Unknown, is_known
+from moepack.runtime.graphs import StepGraphs
+from moepack.runtime.packed import PackedModule
+from moepack.runtime.plan import Plan, Unknown, is_known, require_config
 
 __all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
 
@@ -62,14 +64,24 @@ def _checked(mode: str) -> str:
 
 
 def install(model: nn.Module) -> None:
-    """Let a model decode in the core wherever it can; a model of another architecture stays as it is."""
+    """Let a model decode in the core, or in CUDA graphs, wherever it can; other models stay as they are."""
     decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
-    if not is_known(decoder) or "forward" in vars(decoder):
+    if not (is_known(decoder) or _is_on_gpu(decoder)) or "forward" in vars(decoder):
         return
     decoder.forward = DecoderForward(decoder)
     head = getattr(model, "lm_head", None)
     if decoder is not model and type(head) is nn.Linear and "forward" not in vars(head):
         head.forward = HeadForward(head)  # type: ignore[method-assign]
+
+
+def _is_on_gpu(decoder: Any) -> bool:
+    """Whether it is a decoder, without an encoder, whose packed bytes are on a GPU."""
+    if decoder.config.is_encoder_decoder:
+        return False
+    buffers = [
+        buffer for module in decoder.modules() if isinstance(module, PackedModule) for buffer in module.buffers()
+    ]
+    return bool(buffers) and all(buffer.is_cuda for buffer in buffers)
 
 
 class _Forward:
@@ -87,11 +99,10 @@ class _Forward:
             raise ReferenceError("the module of this forward is gone")
         return module
 
-    def original(self) -> Callable[..., Any]:
+    def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module's class."""
         module = self.module()
-        bound: Callable[..., Any] = type(module).forward.__get__(module)
-        return bound
+        return type(module).forward(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         module = self.module()
@@ -105,18 +116,21 @@ class DecoderForward(_Forward):
     """The forward of a decoder without its head.
 
     Attributes:
-        steps: calls that the core has taken.
+        steps: calls that the core, or a replayed graph, has taken.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.steps = 0
         self._plan: Plan | None = None
+        self._graphs = StepGraphs()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's forward."""
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
         output = None if args or not _is_free() else self._decode(self.module(), **kwargs)
-        return self.original()(*args, **kwargs) if output is None else output
+        return self.original(*args, **kwargs) if output is None else output
 
     def _decode(
         self,
@@ -128,14 +142,19 @@ class DecoderForward(_Forward):
         past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        cache_position: torch.Tensor | None = None,
         **others: Any,
     ) -> MoeModelOutputWithPast | None:
-        """A decoding step; None where this is none that the core knows."""
+        """A decoding step; None where this is none that is known. Older transformers repeat the position."""
         if model.training or type(past_key_values) is not DynamicCache or past_key_values.offloading:
             return None
         if not _is_plain(model.config, use_cache, others) or (input_ids is None) == (inputs_embeds is None):
             return None
         given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is not None and given.is_cuda:
+            name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+            seen = {"attention_mask": attention_mask, "position_ids": position_ids}
+            return self._replay(model, {name: given}, past_key_values, seen)
         plan = self._ready(model) if given is not None and given.shape[:2] == (1, 1) else None
         length = past_key_values.get_seq_length()
         if plan is None or length == 0 or not _sees_all(attention_mask, length + 1):
@@ -154,6 +173,19 @@ class DecoderForward(_Forward):
             layer.show(room, length + 1)
         self.steps += 1
         return MoeModelOutputWithPast(last_hidden_state=state.view(hidden.shape), past_key_values=past_key_values)
+
+    def _replay(
+        self, model: Any, given: dict[str, torch.Tensor], cache: DynamicCache, seen: dict[str, Any]
+    ) -> MoeModelOutputWithPast | None:
+        """A decoding step on a GPU; None where this is none that can be replayed."""
+        ((_, tensor),) = given.items()
+        if tensor.shape[1] != 1 or not _has_whole_attention(model.config):
+            return None
+        state = self._graphs.step(model, self.original, given, cache, **seen)
+        if state is None:
+            return None
+        self.steps += 1
+        return MoeModelOutputWithPast(last_hidden_state=state, past_key_values=cache)
 
     def _ready(self, model: Any) -> Plan | None:
         """The plan, made anew where the model has changed."""
@@ -174,6 +206,9 @@ class HeadForward(_Forward):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """As the class's forward."""
+        if torch.compiler.is_compiling():
+            traced: torch.Tensor = self.original(input)
+            return traced
         head = self.module()
         weight = head.weight
         if (
@@ -185,7 +220,7 @@ class HeadForward(_Forward):
             or {input.device.type, weight.device.type} != {"cpu"}
             or not weight.is_contiguous()
         ):
-            output: torch.Tensor = self.original()(input)
+            output: torch.Tensor = self.original(input)
             return output
         if self._matrix is None or self._matrix[0] != weight.data_ptr():
             self._matrix = weight.data_ptr(), views.dense_matrix(weight)
@@ -200,8 +235,18 @@ def _is_free() -> bool:
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
         or decoding() != "native"
     )
+
+
+def _has_whole_attention(config: Any) -> bool:
+    """Whether every token sees all before it."""
+    try:
+        require_config(config)
+    except Unknown:
+        return False
+    return True
 
 
 def _is_plain(config: Any, use_cache: bool | None, others: dict[str, Any]) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import torch
 
 from moepack.runtime.backends import Activation, backend_for
+from moepack.runtime.ops import activation_name
+from moepack.runtime.ops import experts as traced_experts
 from moepack.runtime.packed import PackedModule, Shape, inference_only
 
 __all__ = ["PackedExperts", "PackedSwitchExperts"]
@@ -30,16 +32,23 @@ class _Experts(PackedModule):
         super().__init__(shapes)
         self.num_experts = next(iter(self.shapes.values()))[0]
         self.act_fn = act_fn
+        self._activation = activation_name(act_fn)
 
     def _run(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum the chosen experts' outputs: [T, H], [T, k], [T, k], to [T, H] in the dtype of `hidden_states`."""
-        return inference_only(self._forward, hidden_states, index, weights)
+        x, index, weights = self.brought_home(hidden_states, index, weights)
+        data = self.packed_bytes() if torch.compiler.is_compiling() else None
+        if data is None:
+            outputs = inference_only(self._forward, x, index, weights)
+        else:
+            rows = self.shapes[self.projections[-1]][1]
+            outputs = traced_experts(x, index, weights, data, rows, self._activation, self.mode)
+        return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype)
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         backend = backend_for(hidden_states.device)
         matrices = self.store.fetch(self, index, hidden_states.device)
-        outputs = backend.experts(matrices, hidden_states, index, weights, self.act_fn, self.mode)
-        return outputs.to(hidden_states.dtype)
+        return backend.experts(matrices, hidden_states, index, weights, self.act_fn, self.mode)
 
 
 class PackedExperts(_Experts):

@@ -99,12 +99,12 @@ def generate(
     """Continue a prompt; with an encoder-decoder, write its target (for Switch, what the sentinels stand for).
 
     Args:
-        model: a loaded model, on the CPU.
+        model: a loaded model, on any device.
         tokenizer: its tokenizer.
         prompt: the text; for Switch with `<extra_id_0>` and so on where text is missing.
         max_new_tokens: the most tokens to generate.
         temperature: 0 takes the likeliest token each time, anything above samples.
-        seed: of torch's generator, for sampling; the generator's state is restored afterwards.
+        seed: of torch's generators, for sampling; their states are restored afterwards.
         on_text: called with each new piece of text.
 
     Raises:
@@ -112,13 +112,13 @@ def generate(
     """
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError("max_new_tokens must be at least 1, and temperature at least 0")
-    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.numel() == 0:
         raise ValueError("the prompt has no tokens")
     hidden = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
     streamer = _Streamer(tokenizer, on_text or (lambda text: None), hidden)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    with torch.inference_mode(), _seeded(seed):
+    with torch.inference_mode(), _seeded(seed, model.device):
         start = time.perf_counter()
         model.generate(
             input_ids=inputs.input_ids,
@@ -138,7 +138,7 @@ def _report(streamer: _Streamer, prompt_tokens: int, start: float) -> Generation
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

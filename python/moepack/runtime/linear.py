@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moepack.runtime.backends import backend_for
+from moepack.runtime.ops import linear as traced_linear
 from moepack.runtime.packed import PackedModule, inference_only
 
 __all__ = ["PackedLinear"]
@@ -44,15 +45,21 @@ class PackedLinear(PackedModule):
         Returns:
             `[..., rows]` in the dtype of `x`.
         """
-        return inference_only(self._forward, x)
+        (rows,) = self.brought_home(x.reshape(-1, self.in_features))
+        data = self.packed_bytes() if torch.compiler.is_compiling() else None
+        if data is None:
+            product = inference_only(self._forward, rows)
+        else:
+            product = traced_linear(rows, data[0], self.out_features, self.mode)
+        product = product.to(x.device)
+        if self.bias is not None:
+            product = product + self.bias
+        return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         backend = backend_for(x.device)
         (matrix,) = self.store.fetch(self, None, x.device)
-        product = backend.linear(matrix, x.reshape(-1, self.in_features), self.mode)
-        if self.bias is not None:
-            product += self.bias
-        return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        return backend.linear(matrix, x, self.mode)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)

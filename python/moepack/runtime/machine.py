@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from moepack.errors import DeviceError
+from moepack.runtime.backends.gpu import free_bytes, require, require_compiler
 from moepack.runtime.compute import compute_mode
 
 __all__ = ["examine", "read_bandwidth"]
@@ -94,10 +96,20 @@ def _huge_pages() -> str | None:
     return modes[modes.find("[") + 1 : modes.find("]")]
 
 
+def _gpu_use() -> str:
+    """Whether packed weights can run on a GPU, or why not."""
+    try:
+        device = require(torch.device("cuda"))
+        require_compiler()
+    except DeviceError as error:
+        return f"no: {error.detail}"
+    return f'yes, with device="cuda" ({free_bytes(device) / 1e9:.1f} GB free)'
+
+
 def _gpu() -> dict[str, Any]:
     found = torch.cuda.is_available()
     return {
         "found": torch.cuda.get_device_name(0) if found else None,
         "cupy": _version("cupy-cuda13x") or _version("cupy-cuda12x") or ("loaded" if "cupy" in sys.modules else None),
-        "used": "no: packed experts run on the CPU",
+        "used": _gpu_use(),
     }

@@ -49,9 +49,12 @@ class PackedModule(ComputingModule):
         store: where their bytes are.
         shapes: the projections' shapes, in the order of the computation.
         readers: the store's notes.
+        home: where the bytes are, if activations may come from elsewhere: they are brought there, and products back.
+            None where activations must be where the bytes are.
     """
 
     projections: tuple[str, ...]
+    home: torch.device | None = None
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         super().__init__()
@@ -72,6 +75,15 @@ class PackedModule(ComputingModule):
         """Return a projection on the CPU; errors as for `ExpertStore.fetch`."""
         matrices = self.store.fetch(self, None, torch.device("cpu"))
         return matrices[self.projections.index(projection)]
+
+    def packed_bytes(self) -> list[torch.Tensor] | None:
+        """The bytes of all projections, in order; None where a store keeps them elsewhere."""
+        buffers = [self._buffers.get(projection) for projection in self.projections]
+        return None if any(buffer is None for buffer in buffers) else buffers  # type: ignore[return-value]
+
+    def brought_home(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The inputs where the bytes are, if the module has a home."""
+        return inputs if self.home is None else tuple(tensor.to(self.home) for tensor in inputs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the store and its readers out of copies and pickles, which have their bytes in ordinary memory."""

@@ -26,7 +26,7 @@ from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.store import MappedStore
 
-__all__ = ["Plan", "Unknown", "is_known"]
+__all__ = ["Guard", "Plan", "Unknown", "is_known", "require_config"]
 
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not change with the length."""
@@ -53,8 +53,8 @@ def _is(kind: Decoder, module: nn.Module, suffix: str) -> bool:
 
 
 @dataclass
-class _Guard:
-    """What a plan has read, to see whether it still is there."""
+class Guard:
+    """What was read of a model, to see whether it still is there."""
 
     mode: str = field(default_factory=compute_mode)
     children: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
@@ -63,7 +63,23 @@ class _Guard:
     attributes: list[Mapping[str, Any]] = field(default_factory=list)
     modules: list[tuple[PackedModule, str | None]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, model: nn.Module) -> "Guard":
+        """A guard of everything in a model but its own hooks and `forward`."""
+        guard = cls()
+        modules = list(model.modules())
+        guard.watch(modules[1:])
+        guard.children += [(model._modules, name, child) for name, child in model._modules.items()]
+        for module in modules:
+            for tensors in (module._parameters, module._buffers):
+                found = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+                guard.tensors += [(tensors, name, tensor.data_ptr()) for name, tensor in found]
+            if isinstance(module, PackedModule):
+                guard.modules.append((module, module.mode))
+        return guard
+
     def holds(self) -> bool:
+        """Whether it is."""
         return (
             not any(map(_watched, filter(None, self.hooks)))
             and not any("forward" in attributes for attributes in self.attributes)
@@ -114,11 +130,11 @@ class Plan:
         kind = _kind_of(model)
         if kind is None:
             raise Unknown("the architecture")
-        self._kind, self._guard = kind, _Guard()
+        self._kind, self._guard = kind, Guard()
         _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
         self.dtype: torch.dtype = model.embed_tokens.weight.dtype
         _require(type(model.embed_tokens) is nn.Embedding and self.dtype in views.FLOATS, "the embedding")
-        _require_config(model.config)
+        require_config(model.config)
         frequencies, scale = self._rotary(model.rotary_emb)
         layers = list(model.layers)[: model.config.num_hidden_layers]
         self.forms: list[Form] = []
@@ -243,7 +259,7 @@ def _require_children(module: nn.Module, names: set[str]) -> None:
     _require(set(module._modules) == names, f"the children of {type(module).__name__}")
 
 
-def _require_config(config: Any) -> None:
+def require_config(config: Any) -> None:
     """Refuse settings that change what the modules of known classes compute."""
     _require(getattr(config, "clip_qkv", None) is None, "clipped heads")
     kinds = getattr(config, "layer_types", None)

@@ -8,6 +8,7 @@ they are needed; the modules compute the same.
 from abc import ABC, abstractmethod
 from os import PathLike
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -16,10 +17,35 @@ from moepack.arrays import AnyTensor, as_bytes
 from moepack.errors import LoadError
 from moepack.runtime.backends import Matrix, backend_for
 
-__all__ = ["ExpertStore", "Layer", "MappedStore", "Shape"]
+__all__ = ["ExpertStore", "Layer", "MappedStore", "Shape", "matrix_over"]
 
 Shape = tuple[int, int, int]
 """Experts, rows and columns; a linear layer has one expert."""
+
+
+_open: WeakValueDictionary[tuple[torch.device, int], Matrix] = WeakValueDictionary()
+"""The matrices that somebody holds, by where their bytes are; a matrix keeps its bytes, so no address is used twice."""
+
+
+def matrix_over(data: Tensor, **place: Any) -> Matrix:
+    """Return the matrix that is open over packed bytes, or open one.
+
+    Args:
+        data: flat uint8 on a device of a backend.
+        **place: `file` and `tensor`, for messages.
+
+    Raises:
+        CorruptionError: the bytes contradict their format.
+        LoadError: their format is unknown, or no backend takes their device.
+    """
+    return _open.get((data.device, data.data_ptr())) or _opened(data, **place)
+
+
+def _opened(data: Tensor, **place: Any) -> Matrix:
+    """A new matrix, from here on the one over its bytes."""
+    matrix = backend_for(data.device).open(data, **place)
+    _open[data.device, data.data_ptr()] = matrix
+    return matrix
 
 
 class Layer(Protocol):
@@ -95,7 +121,10 @@ class MappedStore(ExpertStore):
     def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
         """Take bytes without copying them; see `ExpertStore.put`."""
         buffer = as_bytes(data)
-        matrix = backend_for(buffer.device).open(buffer, **place)
+        self._take(layer, projection, buffer, _opened(buffer, **place), **place)
+
+    def _take(self, layer: Layer, projection: str, buffer: Tensor, matrix: Matrix, **place: Any) -> None:
+        """Make bytes those of a projection."""
         if matrix.shape != layer.shapes[projection]:
             message = f"the packed tensor is {matrix.shape}, the model's {projection} is {layer.shapes[projection]}"
             raise LoadError(message, **place)
@@ -115,7 +144,7 @@ class MappedStore(ExpertStore):
         buffer: Tensor | None = layer._buffers.get(projection)
         if buffer is None:
             raise LoadError(f"packed weights without bytes: load the model first ({projection} is missing)")
-        if buffer.device.type != device.type:
+        if buffer.device != device:
             raise LoadError(f"packed weights on '{buffer.device}' cannot be used on '{device}'")
         pointer, matrix = layer.readers.get(projection, (None, None))
         if matrix is None or pointer != buffer.data_ptr():

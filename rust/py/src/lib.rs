@@ -11,6 +11,7 @@ mod layer;
 mod machine;
 mod packed;
 mod solvers;
+mod tables;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -38,6 +39,8 @@ mod _core {
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]
     use super::solvers::{fit_groups, kmeans, refine_codebooks};
+    #[pymodule_export]
+    use super::tables::ternary_table;
     #[pymodule_export]
     use super::tensor::{PackedTensor, formats, packed_bytes};
 

@@ -23,7 +23,7 @@ use crate::packed::Packed;
 /// Raises:
 ///     CorruptionError: header, offsets and size contradict the format. Codes are checked where they are used.
 ///     UnknownFormatError: no format begins with these bytes.
-#[pyclass(frozen, module = "moepack._core")]
+#[pyclass(frozen, weakref, module = "moepack._core")]
 pub struct PackedTensor {
     data: Py<PyArray1<u8>>,
     tensor: Box<dyn Tensor>,
@@ -136,6 +136,15 @@ impl PackedTensor {
             }
         }
         Ok(details)
+    }
+
+    /// Where the parts of the format lie: name -> (offset, bytes), in order, without the header.
+    fn sections<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let sections = PyDict::new(py);
+        for (name, place) in self.tensor.sections() {
+            sections.set_item(name, (place.start, place.len()))?;
+        }
+        Ok(sections)
     }
 
     /// The codes [experts, rows, columns]: int8 of ternary and coded tensors, uint8 of others.

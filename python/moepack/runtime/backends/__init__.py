@@ -1,14 +1,15 @@
-"""The backends that packed weights run on. The CPU is one; another is a module here and a call of `register`."""
+"""The backends that packed weights run on: the CPU, and GPUs. Another is a module here and a call of `register`."""
 
 import torch
 
 from moepack.errors import LoadError
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
 from moepack.runtime.backends.cpu import CpuBackend
+from moepack.runtime.backends.gpu import GpuBackend
 
 __all__ = ["Activation", "Backend", "Matrix", "backend_for", "is_silu", "is_supported", "register"]
 
-_backends: list[Backend] = [CpuBackend()]
+_backends: list[Backend] = [CpuBackend(), GpuBackend()]
 
 
 def register(backend: Backend) -> None:
@@ -30,4 +31,4 @@ def backend_for(device: torch.device) -> Backend:
     for backend in _backends:
         if backend.supports(device):
             return backend
-    raise LoadError(f"packed weights run on the CPU; keep the model there (a tensor is on '{device}')")
+    raise LoadError(f"packed weights run on the CPU and on CUDA GPUs (a tensor is on '{device}')")

@@ -3,9 +3,9 @@
 use rayon::ThreadPool;
 
 use super::values::{fill_floats, fill_rows};
-use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Tensor, no_parameters};
+use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Section, Tensor, no_parameters};
 use crate::Result;
-use crate::formats::codebook::{Layout, MAGIC, PANEL, VERSION, View};
+use crate::formats::codebook::{HEADER_BYTES, Layout, MAGIC, PANEL, VERSION, View};
 use crate::gemm::codebook as gemm;
 use crate::gemm::layer::Projection;
 use crate::types::{Mode, Shape};
@@ -67,6 +67,10 @@ impl Tensor for Layout {
             .with("block_size", self.block_size())
             .with("activation_bits", self.activation_bits())
             .with("hadamard", self.hadamard())
+    }
+
+    fn sections(&self) -> Vec<Section> {
+        vec![("panels", HEADER_BYTES..self.total_bytes())]
     }
 
     fn modes(&self) -> &'static [Mode] {

@@ -4,7 +4,7 @@ use rayon::ThreadPool;
 
 use super::values::fill_floats;
 use super::{
-    Array, Compute, Details, Floats, Format, MAGIC_BYTES, Numbers, Tensor, groupwise, no_parameters,
+    Array, Compute, Details, Floats, Format, MAGIC_BYTES, Numbers, Section, Tensor, groupwise, no_parameters,
 };
 use crate::Result;
 use crate::formats::compensated::chunk::CHUNK;
@@ -69,6 +69,10 @@ impl Tensor for Layout {
         groupwise::details(&self.base())
             .with("rank_bits", self.width().bits())
             .with("total_rank", self.total_rank())
+    }
+
+    fn sections(&self) -> Vec<Section> {
+        self.sections().into()
     }
 
     fn modes(&self) -> &'static [Mode] {

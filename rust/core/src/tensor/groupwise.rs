@@ -4,9 +4,9 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::values::{fill_floats, fill_rows};
-use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Tensor, no_parameters};
+use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Section, Tensor, no_parameters};
 use crate::Result;
-use crate::formats::groupwise::{Layout, MAGIC, ParameterType, Spec, VERSION, View};
+use crate::formats::groupwise::{HEADER_BYTES, Layout, MAGIC, ParameterType, Spec, VERSION, View};
 use crate::gemm::groupwise as gemm;
 use crate::gemm::layer::Projection;
 use crate::types::{Mode, Shape};
@@ -55,6 +55,10 @@ impl Tensor for Layout {
 
     fn details(&self) -> Details {
         details(self)
+    }
+
+    fn sections(&self) -> Vec<Section> {
+        vec![("blocks", HEADER_BYTES..self.total_bytes())]
     }
 
     fn modes(&self) -> &'static [Mode] {

@@ -20,6 +20,8 @@ mod registry;
 mod ternary;
 mod values;
 
+use std::ops::Range;
+
 use rayon::ThreadPool;
 
 pub use details::{Details, Value};
@@ -59,6 +61,9 @@ pub trait Format: Sync {
     fn open(&self, data: &[u8]) -> Result<Box<dyn Tensor>>;
 }
 
+/// A part of a format by name, and where its bytes lie in a tensor.
+pub type Section = (&'static str, Range<usize>);
+
 /// How a product computes.
 #[derive(Debug, Clone, Copy)]
 pub struct Compute {
@@ -86,6 +91,12 @@ pub trait Tensor: Send + Sync {
 
     /// The specification, in a fixed order.
     fn details(&self) -> Details;
+
+    /// The parts of the format behind the header, in order, for kernels that read them outside of this crate. Without
+    /// an answer of its own a format is one part.
+    fn sections(&self) -> Vec<Section> {
+        vec![("data", 0..self.bytes())]
+    }
 
     /// The modes that products have, at least one, the default first.
     fn modes(&self) -> &'static [Mode];

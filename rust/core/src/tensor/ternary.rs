@@ -2,7 +2,7 @@
 
 use rayon::ThreadPool;
 
-use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Tensor, no_parameters};
+use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Section, Tensor, no_parameters};
 use crate::formats::ternary::layout::{MAGIC, VERSION};
 use crate::formats::ternary::{Metadata, TernaryView, decode_bytes, decode_values_bf16, decode_values_f32};
 use crate::gemm::layer::Projection;
@@ -59,6 +59,10 @@ impl Tensor for Metadata {
             .with("code", self.code().name())
             .with("nonzeros", self.nonzeros())
             .with("level_dtype", self.level_type().name())
+    }
+
+    fn sections(&self) -> Vec<Section> {
+        self.sections().into()
     }
 
     fn modes(&self) -> &'static [Mode] {

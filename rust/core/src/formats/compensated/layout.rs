@@ -1,5 +1,7 @@
 //! The header, the ranks, and the places that follow from them.
 
+use std::ops::Range;
+
 use super::chunk::{CHUNK, Width};
 use super::{ALIGNMENT, HEADER_BYTES, MAGIC, VERSION, corrupt, invalid};
 use crate::formats::groupwise;
@@ -118,6 +120,28 @@ impl Layout {
     /// The rows of U^T.
     pub fn left(&self) -> Side {
         self.sides[1]
+    }
+
+    /// The sections by name, and where they lie.
+    pub fn sections(&self) -> [(&'static str, Range<usize>); 6] {
+        let [right, left] = self.sides;
+        let scales = |side: Side| {
+            let bytes = match self.width {
+                Width::Half => 0,
+                _ => 2 * side.chunks * self.total_rank,
+            };
+            side.scales_at..side.scales_at + bytes
+        };
+        let base = HEADER_BYTES..HEADER_BYTES + self.base.total_bytes();
+        let ranks = self.ranks_at..self.ranks_at + 4 * self.shape().experts;
+        [
+            ("base", base),
+            ("ranks", ranks),
+            ("right_scales", scales(right)),
+            ("right", right.codes_at..right.end),
+            ("left_scales", scales(left)),
+            ("left", left.codes_at..left.end),
+        ]
     }
 
     pub(super) fn ranks_at(&self) -> usize {

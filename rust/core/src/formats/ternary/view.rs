@@ -53,6 +53,23 @@ impl Metadata {
     pub fn total_bytes(&self) -> usize {
         self.layout.total
     }
+
+    /// The sections by name, and where they lie.
+    pub fn sections(&self) -> [(&'static str, Range<usize>); 4] {
+        let Layout {
+            levels,
+            index,
+            starts,
+            payload,
+            ..
+        } = self.layout.clone();
+        [
+            ("levels", levels),
+            ("index", index),
+            ("starts", starts),
+            ("payload", payload),
+        ]
+    }
 }
 
 /// The codes of a row.

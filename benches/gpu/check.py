@@ -1,0 +1,169 @@
+"""Every kernel against float64 products of the core's values, on a GPU: fresh random inputs, poisoned outputs, odd
+shapes, skipped and repeated experts, graphs replayed with another routing, a busy second stream, the same bits again.
+
+    PYTHONPATH=python python benches/gpu/check.py [--families groupwise] [--only NAME] [--seed N]
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+from cases import FAMILIES, Make, on_device, routing, seen, specifications
+from torch import Tensor
+from torch.nn import functional
+
+from moepack import _core
+from moepack.runtime.backends.gpu.families import kernels_of
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+
+EXACT = 1e-5
+"""Bound of the relative error where only sums are rounded."""
+
+ROUNDED = 5e-4
+"""Where activations are float32, of which kernels keep 11 bits."""
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over that of the result; not-a-number is infinite."""
+    difference = (out.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    return float(difference) if bool(out.isfinite().all()) else float("inf")
+
+
+class Case:
+    """A layer of experts of a specification, and its values in float64."""
+
+    def __init__(self, make: Make, experts: int, inner: int, outer: int, seed: int) -> None:
+        packed = [make(experts, *shape, seed + i) for i, shape in enumerate([(inner, outer)] * 2 + [(outer, inner)])]
+        self.gate, self.up, self.down = map(on_device, packed)
+        self.values = [torch.from_numpy(_core.PackedTensor(data).dequantize()).double().cuda() for data in packed]
+        self.kernels = kernels_of(self.gate.kind)
+        self.experts, self.inner, self.outer = experts, inner, outer
+
+    def hidden(self, x: Tensor, index: Tensor) -> Tensor:
+        """What `gated` should write; rows of experts that do not exist stay poisoned."""
+        out = torch.full((index.numel(), self.inner), float("nan"), dtype=torch.float64, device="cuda")
+        for slot, expert in enumerate(index.flatten().tolist()):
+            if 0 <= expert < self.experts:
+                token = seen(self.gate, x[slot // index.shape[1]].unsqueeze(0))[0]
+                out[slot] = functional.silu(self.values[0][expert] @ token) * (self.values[1][expert] @ token)
+        return out
+
+    def combined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """What `combine` should write."""
+        out = torch.zeros(len(index), self.outer, dtype=torch.float64, device="cuda")
+        for slot, expert in enumerate(index.flatten().tolist()):
+            if 0 <= expert < self.experts:
+                value = self.values[2][expert] @ seen(self.down, hidden[slot].unsqueeze(0))[0]
+                out[slot // index.shape[1]] += weights.flatten()[slot].double() * value
+        return out
+
+
+def poisoned(*shape: int) -> Tensor:
+    """A float32 output that nothing has written."""
+    return torch.full(shape, float("nan"), device="cuda")
+
+
+def check_linear(case: Case, matrix: DeviceMatrix, values: Tensor, tokens: int, dtype: torch.dtype) -> float:
+    """The error of a linear layer of the first expert."""
+    x = torch.randn(tokens, values.shape[1], device="cuda").to(dtype)
+    out = poisoned(tokens, values.shape[0])
+    case.kernels.linear(matrix, x, out)
+    return error(out, seen(matrix, x) @ values.T)
+
+
+def check_layer(case: Case, index: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The errors of the two launches of a layer, which run twice and must give the same bits."""
+    x = torch.randn(len(index), case.outer, device="cuda").to(dtype)
+    expected = case.hidden(x, index)
+    active = ~expected[:, 0].isnan()
+    outputs = []
+    for _ in range(2):
+        hidden, out = poisoned(index.numel(), case.inner), poisoned(len(index), case.outer)
+        case.kernels.gated(case.gate, case.up, x, index, hidden)
+        case.kernels.combine(case.down, hidden, index, weights, out)
+        outputs.append((hidden, out))
+    (hidden, out), (hidden_again, out_again) = outputs
+    assert torch.equal(hidden[active], hidden_again[active]) and torch.equal(out, out_again), "not deterministic"
+    assert bool(hidden[~active].isnan().all()), "skipped experts were written"
+    return error(hidden[active], expected[active]), error(out, case.combined(hidden, index, weights))
+
+
+def check_graph(case: Case, generator: torch.Generator) -> float:
+    """The error of a captured layer that is replayed with other tokens and another routing, beside a busy stream."""
+    tokens, top_k = 4, min(2, case.experts)
+    x = torch.randn(tokens, case.outer, device="cuda").bfloat16()
+    index, weights = routing(tokens, top_k, case.experts, generator)
+    hidden, out = poisoned(tokens * top_k, case.inner), poisoned(tokens, case.outer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.kernels.gated(case.gate, case.up, x, index, hidden)
+        case.kernels.combine(case.down, hidden, index, weights, out)
+    busy, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    worst = 0.0
+    for _ in range(3):
+        other, scales = routing(tokens, top_k, case.experts, generator)
+        x.copy_(torch.randn_like(x)), index.copy_(other), weights.copy_(scales), out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(busy):
+            for _ in range(4):
+                noise = functional.normalize(noise @ noise)
+        graph.replay()
+        torch.cuda.synchronize()
+        worst = max(worst, error(hidden, case.hidden(x, index)), error(out, case.combined(hidden, index, weights)))
+    return worst
+
+
+def check_specification(make: Make, seed: int) -> dict[str, float]:
+    """The worst error of each kernel over shapes, batches and routings."""
+    generator = torch.Generator().manual_seed(seed)
+    worst: dict[str, float] = {}
+
+    def note(name: str, value: float) -> None:
+        worst[name] = max(worst.get(name, 0.0), value)
+
+    for experts, inner, outer in ((1, 7, 33), (5, 72, 200), (8, 384, 1000)):
+        case = Case(make, experts, inner, outer, seed)
+        out = torch.full((experts, inner, outer), float("nan"), device="cuda", dtype=torch.bfloat16)
+        case.kernels.dequantize(case.gate, 0, out)
+        note("dequantize", error(out, case.values[0]))
+        for tokens in (1, 3, 8, 9, 17, 33, 64):
+            dtype = torch.bfloat16 if tokens % 2 else torch.float16
+            if experts == 1:
+                note("linear", check_linear(case, case.gate, case.values[0][0], tokens, dtype))
+                note("linear", check_linear(case, case.down, case.values[2][0], tokens, dtype))
+            index, weights = routing(tokens, min(3, experts), experts, generator)
+            if tokens % 3 == 0:
+                index[0, 0], index[-1, -1] = experts, -1
+                index[1] = int(index[1, 0])
+            hidden, combined = check_layer(case, index, weights, dtype)
+            note("gated", hidden)
+            note("combine", combined)
+        note("graph", check_graph(case, generator))
+    return worst
+
+
+def main() -> None:
+    """Check what is asked for; exit with 1 where an error is above its bound."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args()
+    print(f"seed {options.seed}")
+    torch.manual_seed(options.seed)
+    failed = False
+    for name, make in specifications(options.families).items():
+        if not any(part in name for part in options.only):
+            continue
+        worst = check_specification(make, options.seed)
+        rounded = getattr(sys.modules.get(make.func.__module__), "ERROR", EXACT)
+        bounds = {"dequantize": 3e-3, "linear": rounded, "gated": rounded}
+        wrong = [kernel for kernel, value in worst.items() if not value <= bounds.get(kernel, ROUNDED)]
+        failed = failed or bool(wrong)
+        print(f"{name:32}", *(f"{kernel} {value:.1e}" for kernel, value in worst.items()), "WRONG" if wrong else "")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Cases of codebook weights: activations as they are, rounded to 8 and 4 bits, and turned."""
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from cases import repeated
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moepack import _core
+
+ERROR = 2e-4
+"""The bound of relative errors: activations are rounded to 15 bits of the largest of 128 columns."""
+
+
+def make(
+    experts: int, rows: int, columns: int, seed: int, *, bits: int, activation_bits: int, block: int, turned: bool
+) -> NDArray[np.uint8]:
+    """A packed tensor of random codes and centroids; more than 2^22 are the same 512 rows over and over."""
+    large = experts * rows * columns > 1 << 22
+    shape = (1, 512) if large else (experts, rows)
+    random = np.random.default_rng(seed)
+    blocks = -(-columns // block) if block else 1
+    centroids = random.integers(-32639, 32640, (*shape, blocks, 1 << bits), dtype=np.int16)
+    if activation_bits:
+        centroids = (np.round(centroids / 257).astype(np.int16) * 256).astype(np.int16)
+    scales = random.uniform(0.5, 1.5, (*shape, blocks)).astype(np.float32) * np.float32(5e-5 * columns**-0.5)
+    codes = random.integers(0, 1 << bits, (*shape, columns), dtype=np.uint8)
+    width = columns & -columns if turned else 1
+    data = _core.encode_codebook(
+        codes, centroids, scales, bits=bits, block=block or 1 << 20, ndim=3, activation_bits=activation_bits,
+        hadamard=width,
+    )  # fmt: skip
+    return repeated(data, experts, rows) if large else data
+
+
+def seen(details: Mapping[str, Any], x: Tensor) -> Tensor:
+    """What products see of activations [N, C], float64: turned, rounded on the grid of the CPU, turned back."""
+    width, bits = details["hadamard"], details["activation_bits"]
+    if not bits:
+        return x.double()
+    values = _turned(x.float(), width)
+    low, high = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True).clamp(min=0)
+    # A tensor: torch multiplies by the inverse of a number.
+    top = torch.full_like(low, (1 << bits) - 1)
+    step = (high - low) / top
+    inverse = 1 / step
+    zero = (-low * inverse + 0.5).floor().clamp(min=0).minimum(top)
+    codes = (values * inverse + (zero + 0.5)).clamp(min=0).minimum(top).floor()
+    return _turned((step * (codes - zero)).double(), width)
+
+
+def _turned(x: Tensor, width: int) -> Tensor:
+    """Each `width` columns by Hadamard's matrix, in the core's order of operations."""
+    if width == 1:
+        return x
+    parts, half = x.reshape(-1, width), 1
+    while half < width:
+        pairs = parts.view(-1, width // (2 * half), 2, half)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        parts = torch.stack((first + second, first - second), 2).view(-1, width)
+        half *= 2
+    return (parts * (1 / torch.tensor(float(width), dtype=x.dtype).sqrt())).view(x.shape)
+
+
+def _name(bits: int, activation_bits: int, block: int, turned: bool) -> str:
+    parts = [
+        f"codebook {bits} bits A{activation_bits or 16}",
+        f"block {block}" if block else "",
+        "turned" if turned else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+SPECIFICATIONS = {
+    _name(*key): partial(make, bits=key[0], activation_bits=key[1], block=key[2], turned=key[3])
+    for key in [*product((4, 3, 2), (0, 8), (0,), (False,)), (4, 0, 128, False), (4, 4, 256, True), (2, 8, 0, True)]
+}

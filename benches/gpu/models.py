@@ -1,0 +1,197 @@
+"""Whole models on a GPU: loss and text beside the CPU's, tokens a second beside bfloat16's, memory of both.
+
+    PYTHONPATH=python python benches/gpu/models.py --packed DIR ... --source DIR --text FILE [--large] [--results FILE]
+
+Losses are those of float32 models: of windows as long as the decoding kernels take, and of long ones, whose weights are
+decoded to bfloat16. Decoding is greedy, one sequence, without waiting for a token before the next is launched; "graphs"
+replays recorded steps (`moepack.runtime.graphs`), "transformers" launches operation by operation. `--large` adds a
+made-up model of Qwen3-30B-A3B's shapes with fewer layers, in bfloat16 and with packed random experts, whose speed and
+memory count and nothing else.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import device_name, specifications
+from torch.nn import functional
+
+import moepack
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.decoder import DecoderForward, set_decoding
+from moepack.runtime.device import DeviceStore
+from moepack.runtime.experts import PackedExperts
+
+SHORT, LONG = 48, 512
+"""Tokens of a window: fewer than the kernels take, and a prompt."""
+
+PROMPT, STEPS = 32, 200
+LARGE = {"layers": 8, "experts": 128, "top_k": 8, "hidden": 2048, "inner": 768}
+
+
+@torch.inference_mode()
+def loss(model: Any, ids: torch.Tensor, width: int) -> float:
+    """Mean loss of windows of so many tokens, each by itself."""
+    windows = ids[: len(ids) // width * width].view(-1, width).to(model.device)
+    total = sum(
+        functional.cross_entropy(model(window[None], use_cache=False).logits[0, :-1].float(), window[1:])
+        for window in windows
+    )
+    return float(total) / len(windows)
+
+
+@torch.inference_mode()
+def decode(model: Any, ids: torch.Tensor, steps: int) -> tuple[list[int], float]:
+    """Tokens behind a prompt, and how many a second, the first ten left out."""
+    state = model(ids[None].to(model.device), use_cache=True)
+    token, found, start = state.logits[:, -1].argmax(-1, keepdim=True), [], 0.0
+    for step in range(steps):
+        if step == 10:
+            wait()
+            start = time.perf_counter()
+        found.append(token)
+        state = model(token, past_key_values=state.past_key_values, use_cache=True)
+        token = state.logits[:, -1].argmax(-1, keepdim=True)
+    wait()
+    return torch.cat(found)[:, 0].tolist(), (steps - 10) / (time.perf_counter() - start)
+
+
+def wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def decoding(mode: str) -> Iterator[None]:
+    """Choose what decodes."""
+    set_decoding(mode)
+    try:
+        yield
+    finally:
+        set_decoding(None)
+
+
+def allocated() -> float:
+    """Gigabytes of the GPU that tensors take."""
+    return torch.cuda.memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+def speeds(model: Any, ids: torch.Tensor, steps: int = STEPS) -> dict[str, Any]:
+    """Tokens a second with and without graphs, and whether both find the same tokens."""
+    graph_tokens, graphs = decode(model, ids, steps)
+    with decoding("transformers"):
+        decode(model, ids, steps)  # what is slow once at each length of the cache
+        tokens, plain = decode(model, ids, steps)
+    same = next((place for place, pair in enumerate(zip(tokens, graph_tokens, strict=True)) if len({*pair}) > 1), steps)
+    replayed = getattr(model.model.forward, "steps", 0)
+    return {"graphs tokens/s": graphs, "transformers tokens/s": plain, "replayed": replayed, "same tokens": same}
+
+
+def packed_model(directory: Path, device: str, ids: torch.Tensor) -> dict[str, Any]:
+    """Losses on both devices, and speed on the GPU in bfloat16."""
+    cpu = moepack.load(directory, dtype="float32")
+    gpu = moepack.load(directory, dtype="float32", device=device)
+    row: dict[str, Any] = {}
+    for name, width in (("short", SHORT), ("long", LONG)):
+        row[f"{name} loss"] = loss(gpu, ids, width)
+        row[f"{name} difference"] = row[f"{name} loss"] - loss(cpu, ids, width)
+    del cpu, gpu
+    before = allocated()
+    model = moepack.load(directory, dtype="bfloat16", device=device)
+    return row | {"GB": allocated() - before} | speeds(model, ids[:PROMPT])
+
+
+def plain_model(model: Any, ids: torch.Tensor, steps: int = STEPS) -> dict[str, Any]:
+    """Speed of a model in bfloat16, with recorded steps where that works."""
+    model.model.forward = DecoderForward(model.model)
+    return speeds(model, ids, steps)
+
+
+def large(device: str, family: str) -> Any:
+    """A model of random weights on a device: experts in bfloat16, or of a kind of packed tensor."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    experts, hidden, inner = LARGE["experts"], LARGE["hidden"], LARGE["inner"]
+    settings = Qwen3MoeConfig(
+        hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=LARGE["top_k"],
+        num_hidden_layers=LARGE["layers"], vocab_size=4096, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, norm_topk_prob=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    store = DeviceStore(torch.device(device)) if family != "bf16" else None
+    made = {}
+    for layer in model.model.layers:
+        if store is None:
+            continue
+        module = PackedExperts(
+            {name: (experts, *shape) for name, shape in zip(
+                PackedExperts.projections, [(inner, hidden), (inner, hidden), (hidden, inner)], strict=True
+            )},
+            functional.silu,
+        )  # fmt: skip
+        for projection, (_, rows, columns) in module.shapes.items():
+            if (rows, columns) not in made:
+                made[rows, columns] = specifications(["groupwise", "ternary", "codebook"])[family](
+                    experts, rows, columns, 0
+                )
+            store.put(module, projection, made[rows, columns], tensor=projection)
+        layer.mlp.experts = module
+    for path, module in model.named_modules():
+        tensors = [(name, tensor) for name, tensor in module._parameters.items() if tensor is not None]
+        for name, tensor in tensors:
+            values = torch.randn(tensor.shape, device=device, dtype=tensor.dtype) * tensor.shape[-1] ** -0.5
+            module._parameters[name] = torch.nn.Parameter(values + ("norm" in path), requires_grad=False)
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings).to(device)
+    model.tie_weights()
+    return model.eval()
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--packed", nargs="*", type=Path, default=[])
+    parser.add_argument("--source", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--chars", type=int, default=20_000)
+    parser.add_argument("--large", nargs="*", default=[], help="bf16, or names of specifications, such as int3-g64")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--results", type=Path)
+    given = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+
+    def note(name: str, row: dict[str, Any]) -> None:
+        rows[name] = row
+        print(
+            name,
+            {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()},
+            flush=True,
+        )
+
+    if given.text is not None:
+        tokenizer = open_tokenizer(given.source)
+        ids = torch.tensor(tokenizer(given.text.read_text()[: given.chars]).input_ids)
+        model = open_model(given.source, dtype="bfloat16", device=given.device)
+        note("bf16", {"short loss": loss(model, ids, SHORT)} | plain_model(model, ids[:PROMPT]))
+        for directory in given.packed:
+            note(directory.name, packed_model(directory, given.device, ids))
+    ids = torch.arange(3, 3 + PROMPT)
+    for name in given.large:
+        before = allocated()
+        model = large(given.device, name)
+        size = {"GB": allocated() - before}
+        note(f"large {name}", size | plain_model(model, ids))
+        del model
+        torch.cuda.empty_cache()
+    if given.results is not None:
+        given.results.write_text(json.dumps({"machine": device_name(), "models": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Times of every kernel beside bfloat16 and torch's int4, on a GPU; medians of replayed graphs, cold weights.
+
+Weights rotate among copies of 600 MB in all and more, so that none is in the cache; everything of one line runs in one
+process, one after the other.
+
+    PYTHONPATH=python python benches/gpu/speed.py [--families groupwise] [--only NAME] [--results FILE]
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import baselines
+import torch
+from cases import FAMILIES, Make, copies, device_name, on_device, routing, specifications
+from torch import Tensor
+
+from moepack.runtime.backends.gpu.families import kernels_of
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+
+COLD = 600 << 20
+"""Bytes of weights that a graph reads before it comes back to the first."""
+
+LINEAR = {"Mixtral down": (4096, 14336), "Mixtral gate": (14336, 4096), "c4-large wo": (2080, 6144), "wi": (6144, 2080)}
+"""Rows and columns of linear layers."""
+
+TOKENS = (1, 16, 32)
+
+
+class Sparse(NamedTuple):
+    """The experts of a layer of a model: their number, those of a token, the model's width and theirs."""
+
+    experts: int
+    top_k: int
+    outer: int
+    inner: int
+
+
+LAYERS = {
+    "Mixtral-8x7B": Sparse(8, 2, 4096, 14336),
+    "Qwen3-30B-A3B": Sparse(128, 8, 2048, 768),
+    "DeepSeek-V2-Lite": Sparse(64, 6, 2048, 1408),
+}
+LAYER_TOKENS = (1, 16, 64)
+
+
+def microseconds(launches: list[Callable[[], Any]], replays: int = 15) -> float:
+    """The median time of a launch, in a graph of all of them, replayed."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        launches[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(replays + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(launches))
+    return float(torch.tensor(times[2:]).median())
+
+
+def rotated(nbytes: int) -> int:
+    """How many copies of so many bytes are cold."""
+    return max(2, -(-COLD // nbytes))
+
+
+class Baselines:
+    """Times of bfloat16 and of other projects' kernels, each taken once a shape."""
+
+    def __init__(self) -> None:
+        self.times: dict[Any, dict[str, float]] = {}
+
+    def linear(self, rows: int, columns: int, tokens: int) -> dict[str, float]:
+        """cuBLAS, torch's int4 and the peers."""
+        key = rows, columns, tokens
+        if key not in self.times:
+            x = torch.randn(tokens, columns, device="cuda").bfloat16()
+            found = {}
+            for name, (nbytes, make) in baselines.linear(rows, columns).items():
+                try:
+                    products = [make() for _ in range(rotated(nbytes))]
+                    found[name] = microseconds([lambda product=product: product(x) for product in products])
+                except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+                    print(f"{name} of {rows} x {columns}, {tokens} tokens: {str(error)[:200]}")
+            self.times[key] = found
+        return self.times[key]
+
+    def layer(self, layer: Sparse, tokens: int) -> dict[str, float]:
+        """The layer in bfloat16 through torch's grouped products."""
+        key = layer, tokens
+        if key not in self.times:
+            weights = baselines.experts(layer.experts, layer.outer, layer.inner)
+            launches = []
+            for x, index, scales in inputs(layer, tokens, 16):
+                launches.append(lambda a=(x, index, scales): baselines.grouped_layer(*weights, *a))
+            self.times[key] = {"bf16 grouped_mm": microseconds(launches)}
+        return self.times[key]
+
+
+def inputs(layer: Sparse, tokens: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens with different routings, the same ones for everybody."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        yield (
+            torch.randn(tokens, layer.outer, generator=generator).cuda().bfloat16(),
+            *routing(tokens, layer.top_k, layer.experts, generator),
+        )
+
+
+def time_linear(make: Make, rows: int, columns: int) -> dict[int, tuple[float, int]]:
+    """Microseconds of a linear layer for each number of tokens, and its bytes."""
+    matrix = on_device(make(1, rows, columns, 1))
+    kernels, nbytes, times = kernels_of(matrix.kind), matrix.data.numel(), {}
+    matrices = copies(matrix, rotated(nbytes))
+    for tokens in TOKENS:
+        x = torch.randn(tokens, columns, device="cuda").bfloat16()
+        out = torch.empty(tokens, rows, device="cuda")
+        times[tokens] = microseconds([partial(kernels.linear, m, x, out) for m in matrices]), nbytes
+    return times
+
+
+def run_layer(
+    matrices: tuple[DeviceMatrix, ...], x: Tensor, index: Tensor, scales: Tensor, hidden: Tensor, out: Tensor
+) -> None:
+    """The launches of a layer."""
+    gate, up, down = matrices
+    kernels_of(gate.kind).gated(gate, up, x, index, hidden)
+    kernels_of(down.kind).combine(down, hidden, index, scales, out)
+
+
+def time_layer(make: Make, layer: Sparse) -> dict[int, tuple[float, int]]:
+    """Microseconds of a layer for each number of tokens, and the bytes of the experts that are used."""
+    shapes = [(layer.inner, layer.outer)] * 2 + [(layer.outer, layer.inner)]
+    matrices = [on_device(make(layer.experts, *shape, i)) for i, shape in enumerate(shapes)]
+    nbytes = sum(matrix.data.numel() for matrix in matrices)
+    sets = list(zip(*(copies(matrix, rotated(nbytes)) for matrix in matrices), strict=True))
+    times = {}
+    for tokens in LAYER_TOKENS:
+        hidden = torch.empty(tokens * layer.top_k, layer.inner, device="cuda")
+        out = torch.empty(tokens, layer.outer, device="cuda")
+        launches, used = [], 0
+        for i, (x, index, scales) in enumerate(inputs(layer, tokens, 16)):
+            gate, up, down = sets[i % len(sets)]
+
+            launches.append(partial(run_layer, (gate, up, down), x, index, scales, hidden, out))
+            used += len(index.unique())
+        times[tokens] = microseconds(launches), nbytes * used // (16 * layer.experts)
+    return times
+
+
+def line(name: str, what: str, tokens: int, took: float, nbytes: int, others: dict[str, float]) -> dict[str, Any]:
+    """A row of the results, printed."""
+    ratios = {peer: round(other / took, 2) for peer, other in others.items()}
+    rate = nbytes / took / 1e6
+    print(f"{name:28} {what:18} {tokens:3} tokens {took:8.1f} us {rate:5.2f} TB/s ", ratios, flush=True)
+    return {
+        "specification": name, "what": what, "tokens": tokens, "us": round(took, 2), "bytes": nbytes,
+        "tb_per_s": round(rate, 3), "ratios": ratios,
+        "others_us": {peer: round(other, 2) for peer, other in others.items()},
+    }  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of the table, as they come."""
+    known = Baselines()
+    for name, make in specifications(options.families).items():
+        if not any(part in name for part in options.only):
+            continue
+        for what, shape in LINEAR.items() if options.linear else ():
+            for tokens, (took, nbytes) in time_linear(make, *shape).items():
+                yield line(name, what, tokens, took, nbytes, known.linear(*shape, tokens))
+        for what, layer in LAYERS.items() if options.layers else ():
+            for tokens, (took, nbytes) in time_layer(make, layer).items():
+                yield line(name, what, tokens, took, nbytes, known.layer(layer, tokens))
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Time what is asked for, and write the results even if something fails on the way."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
+    parser.add_argument("--no-linear", dest="linear", action="store_false")
+    parser.add_argument("--no-layers", dest="layers", action="store_false")
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args()
+    one = torch.empty(1, device="cuda")
+    found: dict[str, Any] = {**device_name(), "smallest_launch_us": round(microseconds([lambda: one.fill_(1)] * 8), 2)}
+    found["lines"] = []
+    try:
+        for row in run(options):
+            found["lines"].append(row)
+    finally:
+        if options.results:
+            options.results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,600 @@
+// Codes of 2, 3 or 4 bits into the codebooks of a row, or of a block of its columns (docs/format.md, section 7).
+//
+// Layout: the bytes on disk, panels of 16 rows. A lane keeps the codebooks of two rows in registers and looks four codes
+// up in one byte permutation, or three where codebooks have 16 entries (codebook.cuh). Centroids are 16-bit integers, a
+// plane of high and one of low bytes; tensors made for rounded activations have no low plane.
+//
+// Arithmetic: integers. A token's activations of 128 columns are rounded to 15 bits of the power of two above the largest,
+// two signed bytes; products of bytes go to s8 tensor cores (m16n8k32), a chunk's sums are exact and become float32 when
+// they are scaled. So the error is at most 2^-15 of the largest activation of each 128 columns times sum |w|, and that of
+// float32 sums: bfloat16 activations no 2^7 times smaller than the largest are exact. Infinities and NaNs give NaN.
+//
+// Tensors whose products round activations to 8 or 4 bits, or turn them by Hadamard's matrix, have their tokens prepared
+// by a launch of its own, `prepare_tokens`, a block a token: the grid is that of the CPU, to the bit.
+//
+// Launch: common/layer.cuh; one token of a layer, and up to four of a linear layer, have kernels of their own (`Few`).
+//
+// Bounds: bytes of the panels over the memory's rate, or the integer pipe, which takes a warp's instruction in two cycles.
+// Decoding takes for a weight, of 16-bit and 8-bit centroids: 4 bits 2.1 and 1.4 integer instructions, 3 bits 1.1 and 0.9,
+// 2 bits 1.3 and 1.1. Those 2.1 are 8 us for 4096 x 14336 weights on an H100, which 3 TB/s bring in 10.
+//
+// Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most of a tile), RESIDENT (blocks of a multiprocessor).
+#include "codebook.cuh"
+#include "common/layer.cuh"
+
+namespace moepack {
+
+MOEPACK_DEVICE void prefetch(const u8* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
+MOEPACK_DEVICE void store_shared(Shared to, u64 value) {
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(value) : "memory");
+}
+
+struct Codebook {
+    static constexpr int ENTRIES = 1 << BITS;
+    static constexpr int PARAMETERS = PANEL * (4 + PLANES * (ENTRIES + 4));
+    static constexpr int CODES = PANEL * CHUNK / 8 * BITS;
+    // Behind the codes of a chunk in the ring lies the address of its parameters.
+    static constexpr int STAGE = CODES + 16, DEPTH = most(3, 4608 / CODES);
+    static constexpr int NOTES = 4, SUMS = 0;  // one is used, four keep cells aligned
+
+    struct Matrix {
+        const u8* data;  // the first panel
+        i64 panel_bytes;
+        int block_chunks;  // of a block of columns; the last of a row may have less
+        int reciprocal;    // 2^20 / block_chunks, rounded up; 0: one block
+
+        // The block of columns of a chunk, of at most 512.
+        MOEPACK_DEVICE int block_of(int chunk) const {
+            return u32(chunk * reciprocal) >> 20;
+        }
+        // Where a block of columns of a panel begins: with its parameters.
+        MOEPACK_DEVICE i64 block_at(int block) const {
+            return block * (PARAMETERS + i64(block_chunks) * CODES);
+        }
+        // Where the codes of a chunk are.
+        MOEPACK_DEVICE i64 codes_at(int chunk) const {
+            return (block_of(chunk) + 1) * PARAMETERS + i64(chunk) * CODES;
+        }
+    };
+
+    // The chunks of a panel, one after the other.
+    struct Source {
+        const u8* data;        // this lane's first piece of the next chunk
+        const u8* parameters;  // of its block of columns
+        int left;              // bytes of the panel from `data` on
+        int rest, block_chunks;  // chunks until the next block of columns, of a block
+        int lane;
+
+        MOEPACK_DEVICE Source() {}
+
+        MOEPACK_DEVICE Source(const Matrix& matrix, i64 panel, int chunk, int lane)
+            : block_chunks(matrix.block_chunks), lane(lane) {
+            int block = matrix.block_of(chunk);
+            const u8* base = matrix.data + panel * matrix.panel_bytes;
+            i64 at = matrix.codes_at(chunk) + lane * 16;
+            data = base + at, left = int(matrix.panel_bytes - at);
+            rest = (block + 1) * block_chunks - chunk;
+            enter(base + matrix.block_at(block));
+        }
+
+        // The parameters are read when the chunk is multiplied: they should be in the L2 by then.
+        MOEPACK_DEVICE void enter(const u8* at) {
+            parameters = at;
+            if (lane * 32 < PARAMETERS) prefetch(at + lane * 32);
+        }
+
+        MOEPACK_DEVICE void fetch(Shared to, u64 policy) {
+            if (rest == 0) {
+                enter(data - lane * 16);
+                data += PARAMETERS, left -= PARAMETERS, rest = block_chunks;
+            }
+#pragma unroll
+            for (int i = 0; i < ceil_div(CODES / 16, WARP); ++i) {
+                if (i * WARP + lane >= CODES / 16) break;
+                int from = i * (WARP * 16);
+                copy_async(to + (i * WARP + lane) * 16, data + from, from < left ? 16 : 0, policy);
+            }
+            if (lane == 0) store_shared(to + CODES, reinterpret_cast<u64>(parameters));
+            data += CODES, left -= CODES, --rest;
+        }
+    };
+
+    // The codebooks of rows 2 g and 2 g + 1, which are loaded when a warp comes to other ones.
+    struct Lane {
+        int row, t;
+        mutable const u8* parameters = nullptr;
+        mutable Table<BITS> table[PLANES][2];
+        mutable float2 scale;
+
+        MOEPACK_DEVICE explicit Lane(int lane) : row(lane / 4 * 2), t(lane % 4) {}
+
+        MOEPACK_DEVICE void enter(const u8* at) const {
+            if (at == parameters) return;
+            parameters = at;
+#pragma unroll
+            for (int plane = 0; plane < PLANES; ++plane) {
+                const u32* words = reinterpret_cast<const u32*>(at + (plane * PANEL + row) * ENTRIES);
+#pragma unroll
+                for (int i = 0; i < 2 * Table<BITS>::WORDS; ++i)
+                    table[plane][i / Table<BITS>::WORDS].word[i % Table<BITS>::WORDS] = words[i];
+            }
+            scale = *reinterpret_cast<const float2*>(at + PLANES * PANEL * ENTRIES + 4 * row);
+        }
+    };
+
+    // The codes of a lane's rows in steps.
+    static MOEPACK_DEVICE void unpack(const u8* chunk, const Lane& lane, u32 (&step)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes_of<BITS>(chunk, lane.row + i, lane.t, step[i]);
+    }
+
+    // sum[i] += a chunk of rows 2 g and 2 g + 1 times tokens 8 i + 2 t and 8 i + 2 t + 1.
+    template <int N>
+    static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
+        lane.enter(*reinterpret_cast<const u8* const*>(stage + CODES));
+        const u8* x[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = cells + least(8 * i + lane.row / 2, tokens - 1) * STEP_BYTES + lane.t * 16;
+        u32 codes[2][4];
+        unpack(stage, lane, codes);
+        // Products of high bytes; of a high and a low one; of low ones.
+        int high[N][4] = {}, middle[N][4] = {}, low[N][4] = {};
+#pragma unroll
+        for (int step = 0; step < CHUNK / STEP; ++step) {
+            Quad b[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) b[i] = *reinterpret_cast<const Quad*>(x[i] + step * tokens * STEP_BYTES);
+            Selector<BITS> first(codes[0][step]), second(codes[1][step]);
+#pragma unroll
+            for (int plane = 0; plane < PLANES; ++plane) {
+                const Table<BITS>&upper = lane.table[plane][0], &lower = lane.table[plane][1];
+                u32 a[4] = {first.bytes(upper, 0), second.bytes(lower, 0), first.bytes(upper, 1), second.bytes(lower, 1)};
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    multiply_add(plane == 0 ? high[i] : middle[i], a[0], a[1], a[2], a[3], b[i].x, b[i].y);
+                    multiply_add(plane == 0 ? middle[i] : low[i], a[0], a[1], a[2], a[3], b[i].z, b[i].w);
+                }
+            }
+        }
+        const float* notes = reinterpret_cast<const float*>(cells + tokens * VALUE_BYTES);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float note = notes[least(8 * i + 2 * lane.t + j % 2, tokens - 1)];
+                // Below 2^7 2^7 2^7 2^8 + 2^22.
+                float total = float(high[i][j] * 256 + middle[i][j]) * 256.0f;
+                if (PLANES == 2) total += float(low[i][j]);
+                out[i][j] += total * ((j < 2 ? lane.scale.x : lane.scale.y) * note);
+            }
+        }
+    }
+};
+
+// Eight of a token's activations of a chunk as digits: value = (256 * high + low) * unit. Sixteen lanes hold a chunk.
+struct Digits {
+    Pair high, low;   // of a lane of a product and a step, in the order of its codes
+    int step, place;  // which these are
+    float unit;       // NaN if a value is no number
+
+    MOEPACK_DEVICE explicit Digits(const float (&value)[8]) {
+        int lane = threadIdx.x & 15;
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = most(largest, __float_as_uint(value[i]) & 0x7fffffff);
+#pragma unroll
+        for (int distance = 8; distance; distance /= 2)
+            largest = most(largest, __shfl_xor_sync(~0u, largest, distance));
+        Scale scale = scale_of(__uint_as_float(largest));
+        unit = largest < 0x7f800000 ? scale.inverse * 2.0f : __uint_as_float(0x7fc00000);
+        // At most 2^14, so that both digits fit; adding 1.5 * 2^23 leaves integers in the low bits.
+        u32 bits[8], upper[2], lower[2];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(__fmaf_rn(value[i], scale.factor * 0.5f, 12582912.0f));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32* four = bits + 4 * i;
+            lower[i] = permute(permute(four[0], four[1], 0x0040), permute(four[2], four[3], 0x0040), 0x5410);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) four[k] += 128;
+            upper[i] = permute(permute(four[0], four[1], 0x0051), permute(four[2], four[3], 0x0051), 0x5410);
+        }
+        step = lane % 4, place = lane / 4;
+        if (BITS != 2) {
+            // Runs of four columns that meet in a lane are 16 columns apart: of two lanes, each keeps one pair of runs.
+            bool second = lane & 2;
+            u32 other_upper = __shfl_xor_sync(~0u, second ? upper[0] : upper[1], 2);
+            u32 other_lower = __shfl_xor_sync(~0u, second ? lower[0] : lower[1], 2);
+            if (second) upper[0] = other_upper, lower[0] = other_lower;
+            else upper[1] = other_upper, lower[1] = other_lower;
+            step = lane / 4, place = lane % 2 * 2 + second;
+        }
+        high = {permute(upper[0], upper[1], 0x5140), permute(upper[0], upper[1], 0x7362)};
+        low = {permute(lower[0], lower[1], 0x5140), permute(lower[0], lower[1], 0x7362)};
+    }
+};
+
+template <>
+MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const float (&value)[8], float weight,
+                                         bool exists) {
+    Digits digits(value);
+    if (!exists) return;
+    Pair* to = reinterpret_cast<Pair*>(cells + (digits.step * tokens + token) * STEP_BYTES + digits.place * 16);
+    to[0] = digits.high, to[1] = digits.low;
+    float* notes = reinterpret_cast<float*>(cells + tokens * VALUE_BYTES);
+    if ((threadIdx.x & 15) == 0) notes[token] = digits.unit * weight;
+}
+
+// ---------------------------------------------------------------- few tokens
+
+// One token of a layer, or up to four of a linear layer: no routing. A token takes two columns of a product, one for each
+// digit, so that four cost as much as one. A warp copies codes of its share of a panel to a ring of its own AHEAD chunks
+// before their turn, the first of them before activations are digits; the sums of the warps meet in shared memory. (Loads
+// to registers are no way to be ahead: they count on one scoreboard, so that who waits for the first waits for the last.)
+struct Few {
+    Activations x;         // of each slot; of a linear layer each token's; of `gated` one row
+    const i64* index;      // the slots' experts; null: expert 0
+    const float* weights;  // of the slots; null: 1
+    float* out;
+    int slots, tokens;     // of a linear layer one slot of so many tokens, otherwise one token
+    int experts, rows, chunks;
+    u32 by_chunks;         // 2^20 / chunks, rounded up
+};
+
+constexpr int FEW_WARPS = 16, FEW_THREADS = FEW_WARPS * WARP, AHEAD = 3;
+constexpr int FEW_RING = (AHEAD + 1) * Codebook::CODES;  // bytes of a warp's
+
+template <bool GATED>
+struct FewTokens {
+    static constexpr int WARPS = FEW_WARPS / (GATED + 1);  // of a matrix
+
+    // A number in parts, and the panel of its slot.
+    struct Place {
+        int slot, chunk;
+        const u8* base;
+    };
+
+    const Few& few;
+    Codebook::Matrix matrix;  // this warp's
+    int warp, t, columns;     // of activations
+    Codebook::Lane lane;
+    u8* ring;                 // this warp's
+    int turn = 0;             // the place of the next chunk in it
+    int at, end, panel;       // the warp's share: numbers slot * chunks + chunk of a panel
+    Place here, ahead;        // `at`, and what is copied next
+    float sum[2] = {0, 0};
+    MOEPACK_DEVICE FewTokens(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second)
+        : few(few), matrix(GATED && threadIdx.x >= FEW_THREADS / 2 ? second : first), warp(threadIdx.x / WARP % WARPS),
+          t(threadIdx.x % 4), columns(2 * few.tokens), lane(threadIdx.x % WARP),
+          ring(shared_memory + threadIdx.x / WARP * FEW_RING) {}
+
+    MOEPACK_DEVICE int panels() const {
+        return ceil_div(few.rows, PANEL);
+    }
+
+    MOEPACK_DEVICE int slot_of(int number) const {
+        return u32(number * few.by_chunks) >> 20;
+    }
+
+    // The panel of a slot's expert; null if there is no such expert.
+    MOEPACK_DEVICE const u8* panel_of(int slot) const {
+        i64 expert = few.index ? few.index[slot] : 0;
+        if (expert < 0 || expert >= few.experts) return nullptr;
+        return matrix.data + (expert * panels() + panel) * matrix.panel_bytes;
+    }
+
+    MOEPACK_DEVICE Place place_of(int number) const {
+        int slot = slot_of(number);
+        return {slot, number - slot * few.chunks, number < end ? panel_of(slot) : nullptr};
+    }
+
+    // Goes on to the next number, `next`.
+    MOEPACK_DEVICE void advance(Place& place, int next) const {
+        if (++place.chunk < few.chunks) return;
+        ++place.slot, place.chunk = 0;
+        place.base = next < end ? panel_of(place.slot) : nullptr;
+    }
+
+    // Starts to copy the codes of `ahead`, a number, to a part of the ring; what lies behind the panel counts as zeros.
+    MOEPACK_DEVICE void fetch(int number, int part) {
+        const u8* base = ahead.base;
+        if (base && number < end) {
+            int from = int(matrix.codes_at(ahead.chunk)) + threadIdx.x % WARP * 16, left = int(matrix.panel_bytes) - from;
+            Shared to = shared_address(ring + part * Codebook::CODES) + threadIdx.x % WARP * 16;
+#pragma unroll
+            for (int i = 0; i < ceil_div(Codebook::CODES, WARP * 16); ++i) {
+                int more = i * WARP * 16;
+                if (threadIdx.x % WARP * 16 + more >= Codebook::CODES) break;
+                copy_async(to + more, base + (more < left ? from + more : 0), more < left ? 16 : 0, KEEP);
+            }
+        }
+        commit_copies();
+        advance(ahead, number + 1);
+    }
+
+    // Begins a unit: a panel, of `gated` of one slot.
+    MOEPACK_DEVICE void begin(int unit) {
+        panel = GATED ? unit % panels() : unit;
+        int first = GATED ? unit / panels() * few.chunks : 0, count = GATED ? few.chunks : few.slots * few.chunks;
+        at = first + count * warp / WARPS, end = first + count * (warp + 1) / WARPS, turn = 0;
+        here = ahead = place_of(at);
+        __syncwarp();
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; ++i) fetch(at + i, i);
+    }
+
+    // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk.
+    MOEPACK_DEVICE void multiply(const u8* cells, const float* notes) {
+        int column = least(lane.row / 2, columns - 1), token = least(t, few.tokens - 1);
+#pragma unroll 1
+        for (; at < end; ++at) {
+            wait_copies<AHEAD - 1>();
+            __syncwarp();
+            fetch(at + AHEAD, turn == 0 ? AHEAD : turn - 1);
+            Place place = here;
+            const u8* codes = ring + turn * Codebook::CODES;
+            int cell = GATED ? place.chunk : at;
+            advance(here, at + 1);
+            turn = turn == AHEAD ? 0 : turn + 1;
+            if (!place.base) continue;
+            lane.enter(place.base + matrix.block_at(matrix.block_of(place.chunk)));
+            const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
+            add(codes, x, notes[cell * few.tokens + token]);
+        }
+    }
+
+    // Adds a chunk to the sums of rows 2 g and 2 g + 1 and of token t.
+    MOEPACK_DEVICE void add(const u8* codes, const Pair* x, float note) {
+        u32 step_codes[2][4];
+        Codebook::unpack(codes, lane, step_codes);
+        int sums[PLANES][4] = {};
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            Pair b = x[step * columns * 4];
+            Selector<BITS> first(step_codes[0][step]), second(step_codes[1][step]);
+#pragma unroll
+            for (int plane = 0; plane < PLANES; ++plane) {
+                const Table<BITS>&upper = lane.table[plane][0], &lower = lane.table[plane][1];
+                multiply_add(sums[plane], first.bytes(upper, 0), second.bytes(lower, 0), first.bytes(upper, 1),
+                             second.bytes(lower, 1), b.x, b.y);
+            }
+        }
+        // Columns 2 t and 2 t + 1 are the digits of token t.
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            int high = sums[0][2 * row] * 256 + sums[0][2 * row + 1];
+            if (PLANES == 2) high += sums[PLANES - 1][2 * row];
+            float total = float(high) * 256.0f;
+            if (PLANES == 2) total += float(sums[PLANES - 1][2 * row + 1]);
+            sum[row] += total * ((row ? lane.scale.y : lane.scale.x) * note);
+        }
+    }
+
+    // Gives this warp's sums to `sums` [warps of the block][token][row] and clears them.
+    MOEPACK_DEVICE void give(float* sums) {
+        float2* to = reinterpret_cast<float2*>(sums + (threadIdx.x / WARP * few.tokens + t) * PANEL + lane.row);
+        if (t < few.tokens) *to = {sum[0], sum[1]};
+        sum[0] = sum[1] = 0;
+    }
+};
+
+// Makes digits of all activations: rows of x times chunks, of which `tokens` share a chunk's cell.
+template <bool GATED>
+MOEPACK_DEVICE void stage(const Few& few, u8* cells, float* notes) {
+    constexpr int BATCH = 4, STRIDE = FEW_THREADS / 16;
+    int rows = GATED ? 1 : few.slots * few.tokens, columns = 2 * few.tokens;
+    for (int base = threadIdx.x / WARP * 2; base < rows * few.chunks; base += BATCH * STRIDE) {
+        u32 word[BATCH][8];
+        int first = base + threadIdx.x / 16 % 2;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            int item = least(first + i * STRIDE, rows * few.chunks - 1), row = u32(item * few.by_chunks) >> 20;
+            load_eight(few.x, row, (item - row * few.chunks) * CHUNK + threadIdx.x % 16 * 8, word[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            int item = first + i * STRIDE, row = u32(item * few.by_chunks) >> 20;
+            float value[8];
+            to_floats(few.x.type, word[i], value);
+            Digits digits(value);
+            if (item >= rows * few.chunks) continue;
+            int token = row % few.tokens, cell = row / few.tokens * few.chunks + item - row * few.chunks;
+            Pair* to = reinterpret_cast<Pair*>(cells) + ((cell * 4 + digits.step) * columns + 2 * token) * 4 + digits.place;
+            to[0] = digits.high, to[4] = digits.low;
+            float weight = few.weights ? few.weights[row] : 1.0f;
+            if (threadIdx.x % 16 == 0) notes[cell * few.tokens + token] = digits.unit * weight;
+        }
+    }
+}
+
+template <bool GATED>
+MOEPACK_DEVICE void run_few(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second) {
+    int cell_count = (GATED ? 1 : few.slots) * few.chunks;
+    u8* cells = shared_memory + FEW_WARPS * FEW_RING;
+    float* notes = reinterpret_cast<float*>(cells + cell_count * few.tokens * VALUE_BYTES);
+    float* sums = notes + ceil_div(cell_count * few.tokens, 4) * 4;
+    int size = FEW_WARPS * few.tokens * PANEL;
+    FewTokens<GATED> tokens(few, first, second);
+    int units = tokens.panels() * (GATED ? few.slots : 1);
+    if (int(blockIdx.x) < units) tokens.begin(blockIdx.x);
+    stage<GATED>(few, cells, notes);
+    __syncthreads();
+    for (int unit = blockIdx.x, turn = 0; unit < units; unit += gridDim.x, turn ^= 1) {
+        tokens.multiply(cells, notes);
+        // Two buffers in turn: one barrier a unit.
+        float* here = sums + turn * size;
+        tokens.give(here);
+        int panel = tokens.panel, slot = GATED ? unit / tokens.panels() : 0;
+        bool exists = !GATED || tokens.panel_of(slot);
+        if (unit + int(gridDim.x) < units) tokens.begin(unit + gridDim.x);
+        __syncthreads();
+        int token = threadIdx.x / PANEL, row = panel * PANEL + threadIdx.x % PANEL;
+        if (token >= few.tokens || row >= few.rows || !exists) continue;
+        float total[2] = {0, 0};
+        for (int warp = 0; warp < FEW_WARPS; ++warp)
+            total[GATED && warp >= FEW_WARPS / 2] += here[(warp * few.tokens + token) * PANEL + threadIdx.x % PANEL];
+        if (GATED) total[0] = total[0] / (1.0f + __expf(-total[0])) * total[1];
+        few.out[i64(GATED ? slot : token) * few.rows + row] = total[0];
+    }
+}
+
+// ---------------------------------------------------------------- whole rows
+
+// Multiplies values in shared memory by Sylvester's matrix of `width` columns, unscaled; all threads of a block.
+MOEPACK_DEVICE void turn(float* values, int width) {
+    for (int half = 1; half < width; half *= 2) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < width / 2; i += blockDim.x) {
+            int at = (i & -half) * 2 + (i & (half - 1));
+            float first = values[at], second = values[at + half];
+            values[at] = first + second;
+            values[at + half] = first - second;
+        }
+    }
+    __syncthreads();
+}
+
+// Turns the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones. Of
+// more columns than shared memory has floats for, what the last rounds add comes first: sums of parts of the row.
+template <class Value, class Use>
+MOEPACK_DEVICE void turn_row(int columns, int width, Value value, Use use) {
+    constexpr int MOST_WIDTH = 32768;
+    float* values = reinterpret_cast<float*>(shared_memory);
+    float unit = __fdiv_rn(1.0f, __fsqrt_rn(float(width)));
+    int part = least(width, MOST_WIDTH);
+    for (int start = 0; start < columns; start += part) {
+        int first = start / width * width, number = (start - first) / part;
+        for (int i = threadIdx.x; i < part; i += blockDim.x) {
+            float sum = value(first + i);
+            for (int j = 1; j < width / part; ++j) {
+                float other = value(first + j * part + i);
+                sum += __popc(number & j) & 1 ? -other : other;
+            }
+            values[i] = sum;
+        }
+        turn(values, part);
+        for (int i = threadIdx.x; i < part; i += blockDim.x) use(start + i, __fmul_rn(values[i], unit));
+        __syncthreads();
+    }
+}
+
+MOEPACK_DEVICE float activation(const Activations& x, i64 at) {
+    if (x.type == Type::f32) return static_cast<const float*>(x.data)[at];
+    u16 bits = static_cast<const u16*>(x.data)[at];
+    return x.type == Type::f16 ? half_value(bits) : bf16_value(bits);
+}
+
+// The largest of the threads' values, which are not negative; all threads of a block.
+MOEPACK_DEVICE float block_largest(float value) {
+    __shared__ float largest[WARP];
+    __syncthreads();
+#pragma unroll
+    for (int distance = WARP / 2; distance; distance /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
+    if (threadIdx.x % WARP == 0) largest[threadIdx.x / WARP] = value;
+    __syncthreads();
+    for (int i = 0; i < blockDim.x / WARP; ++i) value = fmaxf(value, largest[i]);
+    return value;
+}
+
+// What `bits` bits make of values between -low and high: step * (code - zero).
+struct Grid {
+    float step, zero, inverse, top;
+
+    MOEPACK_DEVICE Grid(float low, float high, int bits) : top(float((1 << bits) - 1)) {
+        step = __fdiv_rn(high + low, top);
+        inverse = __fdiv_rn(1.0f, step);
+        // A range whose step has no finite inverse becomes zeros.
+        if (inverse > 3.4028235e38f) step = inverse = 0;
+        zero = fminf(fmaxf(floorf(__fadd_rn(__fmul_rn(low, inverse), 0.5f)), 0.0f), top);
+    }
+    MOEPACK_DEVICE float round(float value) const {
+        float code = fminf(fmaxf(__fadd_rn(__fmul_rn(value, inverse), zero + 0.5f), 0.0f), top);
+        return step * (truncf(code) - zero);
+    }
+};
+
+}  // namespace moepack
+
+using namespace moepack;
+
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1)
+    gated_few(Few few, Codebook::Matrix gate, Codebook::Matrix up) {
+    run_few<true>(few, gate, up);
+}
+
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) combine_few(Few few, Codebook::Matrix matrix) {
+    run_few<false>(few, matrix, matrix);
+}
+
+// Turns each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at all).
+extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out) {
+    i64 start = i64(blockIdx.x) * x.columns;
+    float low = 0, high = 0, odd = 0;
+    auto use = [&](int column, float value) {
+        out[start + column] = value;
+        low = fmaxf(low, -value), high = fmaxf(high, value);
+        if (!(fabsf(value) < __uint_as_float(0x7f800000))) odd = 1;
+    };
+    auto value = [&](int column) { return activation(x, start + column); };
+    if (width > 1) turn_row(x.columns, width, value, use);
+    else for (int i = threadIdx.x; i < x.columns; i += blockDim.x) use(i, value(i));
+    if (bits == 0) return;
+    Grid grid(block_largest(low), block_largest(high), bits);
+    bool finite = block_largest(odd) == 0 && grid.step < __uint_as_float(0x7f800000);
+    for (int i = threadIdx.x; i < x.columns; i += blockDim.x)
+        out[start + i] = finite ? grid.round(out[start + i]) : __uint_as_float(0x7fc00000);
+}
+
+// The value of a row and a column.
+MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, int column) {
+    i64 expert = row / rows, panel = expert * ceil_div(rows, PANEL) + row % rows / PANEL;
+    int place = row % rows % PANEL, chunk = column / CHUNK, block = matrix.block_of(chunk);
+    const u8* data = matrix.data + panel * matrix.panel_bytes;
+    const u8 *codes = data + matrix.codes_at(chunk), *books = data + matrix.block_at(block);
+    u32 code = code_of<BITS>(codes, place, column % CHUNK);
+    int centroid = static_cast<signed char>(books[place * Codebook::ENTRIES + code]) * 256;
+    if (PLANES == 2) centroid += static_cast<signed char>(books[(PANEL + place) * Codebook::ENTRIES + code]);
+    const float* scales = reinterpret_cast<const float*>(books + PLANES * PANEL * Codebook::ENTRIES);
+    return __fmul_rn(scales[place], float(centroid));
+}
+
+// Writes the values of `count` rows, counted through all experts, from `first` on, turned back by matrices of `width`.
+extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width,
+                                      u16* out) {
+    for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
+        auto value = [&](int column) { return weight(matrix, rows, first + i, column); };
+        auto use = [&](int column, float value) { out[i * columns + column] = u16(to_bf16x2(value, 0)); };
+        if (width > 1) turn_row(columns, width, value, use);
+        else for (int column = threadIdx.x; column < columns; column += blockDim.x) use(column, value(column));
+    }
+}
+
+#define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+
+// Makes the cells of the slots of a layer's first and second launch.
+LAUNCH lay_out_tokens(Problem problem) {
+    lay_out_layer<Codebook, Mode::project, TOKENS>(problem);
+}
+
+LAUNCH lay_out_hidden(Problem problem) {
+    lay_out_layer<Codebook, Mode::combine, TOKENS>(problem);
+}
+
+LAUNCH gated(Problem problem, Codebook::Matrix gate, Codebook::Matrix up) {
+    run_layer<Codebook, Mode::gated, TOKENS>(problem, gate, up);
+}
+
+LAUNCH project(Problem problem, Codebook::Matrix matrix) {
+    run_layer<Codebook, Mode::project, TOKENS>(problem, matrix, matrix);
+}
+
+LAUNCH multiply(Problem problem, Codebook::Matrix matrix) {
+    run_layer<Codebook, Mode::multiply, TOKENS>(problem, matrix, matrix);
+}
+
+LAUNCH combine(Problem problem, Codebook::Matrix matrix) {
+    run_layer<Codebook, Mode::combine, TOKENS>(problem, matrix, matrix);
+}

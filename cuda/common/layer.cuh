@@ -1,0 +1,559 @@
+// The two launches of a layer of experts, for formats whose rows lie in blocks of 16 and whose columns come in chunks of
+// 128: `Layer<Format, MODE, MOST_TOKENS>::run` multiplies the tokens of all active experts.
+//
+// Launch: a persistent grid of two blocks of 8 warps an SM. Every block builds the routing (common/routing.cuh) and takes
+// a contiguous share of the *units*: a row tile (`row_blocks` blocks of 16 rows) of one tile of tokens, or, in COMBINE, a
+// row tile of all tiles, whose outputs the block alone sums. Chunks of all tiles have one number, tile * chunks + chunk.
+// Within a unit the warps split (matrix, block of 16 rows, range of chunks) among them:
+//
+//     warp = (matrix * row_blocks + row block) * parts + part
+//
+// Each warp streams its chunks through a ring of its own in shared memory (cp.async, DEPTH - 1 chunks in flight) and runs
+// ahead over ends of rounds and units, so that memory never waits for a barrier. Activations come in *rounds*: as many
+// cells (common/tokens.cuh) as fit. What the warps of a row block have summed meets in shared memory; every sum has one
+// order, which the routing and the launch determine.
+//
+// A Format gives
+//     Matrix                     what the launch says of the weights
+//     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
+//     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
+//     LAYS_OUT                   launches of more than eight tokens always give `cells`
+//     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step, part)`
+//                                gives part[i], the row's for token i, summed over what begins at `first` by `step`
+//     Lane(lane)                 constants of a lane
+//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, counted through all experts
+//     Source                     instead of it, where the place of a chunk follows from the last one's (see `Fetching`)
+//     multiply<N>(lane, stage, cells, tokens, sum)   sum[i] += chunk x cells of tokens 8 i to 8 i + 7
+// where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1: {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t),
+// (2g + 1, 2t + 1)} for lane 4 g + t.
+#pragma once
+#include "common/ptx.cuh"
+#include "common/routing.cuh"
+#include "common/tokens.cuh"
+
+namespace moepack {
+
+constexpr int WARPS = 8;
+constexpr int THREADS = WARPS * WARP;
+constexpr int BLOCK_ROWS = 16;
+
+enum class Mode {
+    gated,     // out[slot] = silu(gate x) * (up x)
+    project,   // out[slot] = matrix x
+    multiply,  // out[slot] = silu(out[slot]) * (matrix x)
+    combine,   // out[token] = sum over its slots of weight * (matrix x[slot])
+};
+
+// Division by a number that the launch knows, without dividing: `inverse` is (2^32 - 1) / by, rounded down.
+struct Divisor {
+    u32 by, inverse;
+
+#if defined(__CUDACC__)
+    MOEPACK_DEVICE int quotient(int value) const {
+        u32 estimate = __umulhi(u32(value), inverse);  // right or one too small
+        return int(estimate + (u32(value) - estimate * by >= by));
+    }
+
+    MOEPACK_DEVICE int remainder(int value) const {
+        return value - quotient(value) * int(by);
+    }
+#endif
+};
+
+// The arguments of a launch beside the matrices.
+struct Problem {
+    Activations x;
+    const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
+    const float* weights;  // [tokens * top_k], or null: 1
+    float* out;            // [slots, rows]; combine: [splits, tokens, rows]
+    u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
+    int tokens, experts, rows;
+    int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
+    int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
+    Divisor top_k, chunks, row_tiles;
+
+    MOEPACK_BOTH int blocks() const {
+        return ceil_div(rows, BLOCK_ROWS);
+    }
+
+    MOEPACK_BOTH int slots() const {
+        return tokens * int(top_k.by);
+    }
+};
+
+#if defined(__CUDACC__)
+extern __shared__ __align__(128) u8 shared_memory[];
+
+// Chunks `first` to `last` of a row tile.
+struct Unit {
+    int first, last, rows;
+};
+
+// The same computation for all warps: which units a block has, and which chunks a warp multiplies in each round.
+template <Mode MODE>
+struct Schedule {
+    const Problem& problem;
+    const Routing& routing;
+    int capacity;  // cells that fit
+
+    MOEPACK_DEVICE int chunks() const {
+        return int(problem.chunks.by);
+    }
+
+    MOEPACK_DEVICE int units() const {
+        return int(problem.row_tiles.by) * (MODE == Mode::combine ? problem.splits : routing.tiles);
+    }
+
+    MOEPACK_DEVICE Unit unit(int number) const {
+        if (MODE != Mode::combine) {
+            int tile = problem.row_tiles.quotient(number);
+            return {tile * chunks(), (tile + 1) * chunks(), problem.row_tiles.remainder(number)};
+        }
+        u32 total = u32(routing.tiles * chunks()), splits = problem.splits;
+        if (splits == 1) return {0, int(total), number};
+        u32 split = u32(number) % splits;
+        return {int(total * split / splits), int(total * (split + 1) / splits), int(u32(number) / splits)};
+    }
+
+    // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.
+    MOEPACK_DEVICE int round_end(int first, int last) const {
+        int tile = problem.chunks.quotient(first), rest = least((tile + 1) * chunks() - first, last - first);
+        int used = routing.tile[tile].tokens * rest;
+        if (used > capacity) return first + capacity / routing.tile[tile].tokens;
+        int end = first + rest;
+        while (rest == chunks() && end + rest <= last) {
+            used += routing.tile[++tile].tokens * rest;
+            if (used > capacity) break;
+            end += rest;
+        }
+        return end;
+    }
+};
+
+// The chunks that a warp of a block multiplies, one after the other, over all rounds and units.
+template <Mode MODE>
+struct Cursor {
+    Schedule<MODE> schedule;
+    int part, part_bits, row_block;  // of the warp: which of 2^part_bits ranges, which block of the row tile
+    int number = 0, stop = 0;        // units
+    Unit unit = {0, 0, 0};
+    int round = 0, at = 0, end = 0, tile = 0, chunk = 0;
+
+    MOEPACK_DEVICE void start(int first, int last) {
+        number = first, stop = last, unit = {0, 0, 0};
+        if (number < stop) unit = schedule.unit(number);
+        round = unit.first;
+    }
+
+    MOEPACK_DEVICE int block() const {
+        return unit.rows * schedule.problem.row_blocks + row_block;
+    }
+
+    // The warp's share of a round.
+    MOEPACK_DEVICE void enter(int first, int last) {
+        at = first + ((last - first) * part >> part_bits);
+        end = block() < schedule.problem.blocks() ? first + ((last - first) * (part + 1) >> part_bits) : at;
+    }
+
+    // Takes the chunks of one tile off the share: from `chunk` of `tile` on, as many as it returns.
+    MOEPACK_DEVICE int take() {
+        tile = schedule.problem.chunks.quotient(at), chunk = at - tile * schedule.chunks();
+        int count = least(end - at, schedule.chunks() - chunk);
+        at += count;
+        return count;
+    }
+
+    // Finds the next share where this one is at its end; false behind the last.
+    MOEPACK_DEVICE bool find() {
+        while (at >= end) {
+            if (number >= stop) return false;
+            if (round >= unit.last) {
+                start(number + 1, stop);
+                continue;
+            }
+            int first = round;
+            round = schedule.round_end(first, unit.last);
+            enter(first, round);
+        }
+        return true;
+    }
+};
+
+// Copies the chunks of a block of rows one after the other, by the Format's `fetch`.
+template <class Format, class = void>
+struct Fetching {
+    typename Format::Matrix matrix;
+    i64 block;
+    int chunk, lane;
+
+    MOEPACK_DEVICE Fetching() {}
+
+    MOEPACK_DEVICE Fetching(const typename Format::Matrix& matrix, i64 block, int chunk, int lane)
+        : matrix(matrix), block(block), chunk(chunk), lane(lane) {}
+
+    MOEPACK_DEVICE void fetch(Shared to, u64 policy) {
+        Format::fetch(matrix, block, chunk++, to, lane, policy);
+    }
+};
+
+// The same by its `Source`.
+template <class Format>
+struct Fetching<Format, decltype(void(sizeof(typename Format::Source)))> : Format::Source {
+    using Format::Source::Source;
+};
+
+// Whether a Format's launches of many tokens find their cells laid out (`LAYS_OUT`), so that they need not make them.
+template <class Format, class = void>
+struct LaysOut {
+    static constexpr bool value = false;
+};
+
+template <class Format>
+struct LaysOut<Format, decltype(void(Format::LAYS_OUT))> {
+    static constexpr bool value = Format::LAYS_OUT;
+};
+
+// The same for `CORRECTS`.
+template <class Format, class = void>
+struct Corrects {
+    static constexpr bool value = false;
+};
+
+template <class Format>
+struct Corrects<Format, decltype(void(Format::CORRECTS))> {
+    static constexpr bool value = Format::CORRECTS;
+};
+
+// The cells of the places from `start` on in the routing, and of `width` chunks from `chunk` on.
+struct Cells {
+    int start, places, chunk;
+    Divisor width;
+};
+
+// Walks over the cells (place, chunk) that sixteen lanes have: every `step`-th.
+template <Mode MODE>
+struct Walk {
+    const Problem& problem;
+    const Routing& routing;
+    const Cells& cells;
+    int place, k, more_places, more_chunks;
+    int slot, token, tokens, before;  // of the place; tokens of its tile, and of the tiles before it
+
+    MOEPACK_DEVICE Walk(const Problem& problem, const Routing& routing, const Cells& cells, int first, int step)
+        : problem(problem), routing(routing), cells(cells), place(cells.width.quotient(first)),
+          k(cells.width.remainder(first)), more_places(cells.width.quotient(step)),
+          more_chunks(cells.width.remainder(step)) {
+        enter();
+    }
+
+    // Reads what the routing says of the place; the last one's behind the end.
+    MOEPACK_DEVICE void enter() {
+        int at = cells.start + least(place, cells.places - 1);
+        const Tile& tile = routing.tile[routing.at[at]];
+        slot = routing.order[at], token = at - tile.start, tokens = tile.tokens, before = tile.start - cells.start;
+    }
+
+    MOEPACK_DEVICE void next() {
+        int old = place;
+        place += more_places, k += more_chunks;
+        if (k >= int(cells.width.by)) k -= int(cells.width.by), ++place;
+        if (place != old) enter();
+    }
+
+    MOEPACK_DEVICE bool exists() const {
+        return place < cells.places;
+    }
+
+    MOEPACK_DEVICE void load(u32 (&word)[8]) const {
+        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
+        load_eight(problem.x, row, (cells.chunk + k) * CHUNK + threadIdx.x % 16 * 8, word);
+    }
+
+    template <class Format>
+    MOEPACK_DEVICE void write(u8* to, const u32 (&word)[8]) const {
+        float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+        to_floats(problem.x.type, word, value);
+        to += i64(before * int(cells.width.by) + tokens * k) * (VALUE_BYTES + 4 * Format::NOTES);
+        write_cell<Format>(to, token, tokens, value, weight, exists());
+    }
+};
+
+// Makes cells: sixteen lanes the `first`-th, first + step and so on. `meanwhile` runs when the last values have been asked
+// for, so that they do not queue behind weights.
+template <class Format, Mode MODE, class Meanwhile>
+MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, const Cells& cells, u8* to, int first, int step,
+                               Meanwhile meanwhile) {
+    // Cells whose values are asked for before the first is written: what registers allow.
+    constexpr int BATCH = MODE == Mode::combine && !Corrects<Format>::value ? 4 : 2;
+    Walk<MODE> loading(problem, routing, cells, first, step), writing = loading;
+    // Two groups of sixteen lanes shuffle together.
+    for (int base = first & ~1, items = cells.places * int(cells.width.by);; base += BATCH * step) {
+        u32 word[BATCH][8];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i, loading.next())
+            if (base + i * step < items) loading.load(word[i]);
+        bool last = base + BATCH * step >= items;
+        if (last) meanwhile();
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i, writing.next())
+            if (base + i * step < items) writing.template write<Format>(to, word[i]);
+        if (last) return;
+    }
+}
+
+// Makes the cells of all slots, in global memory, by all blocks of a launch.
+template <class Format, Mode MODE>
+MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
+    Cells cells = {0, routing.slots, 0, problem.chunks};
+    int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16;
+    if (routing.slots > 0) make_cells<Format, MODE>(problem, routing, cells, problem.cells, first, gridDim.x * groups, [] {});
+}
+
+template <class Format, Mode MODE, int MOST_TOKENS>
+struct Layer {
+    using Matrix = typename Format::Matrix;
+    static constexpr int MATRICES = MODE == Mode::gated ? 2 : 1;
+    static constexpr int RING = Format::DEPTH * Format::STAGE;
+    static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
+    static constexpr int SLACK = 4 * Format::NOTES * MOST_TOKENS;  // notes of tokens that do not exist, read and not used
+
+    const Problem& problem;
+    const Routing& routing;
+    Matrix matrix;              // this warp's
+    int lane, columns;          // of `sums`
+    Schedule<MODE> schedule;
+    Cursor<MODE> ahead, here;   // what is copied, what is multiplied
+    Fetching<Format> source;
+    int remaining = 0;          // chunks of `source`
+    u64 policy;
+    u8 *ring, *into, *from;     // this warp's chunks; the next to be copied, to be multiplied
+    float* sums;                // [WARPS][columns][16]
+    u8* cells;
+    typename Format::Lane constants;
+
+    MOEPACK_DEVICE Layer(const Problem& problem, const Routing& routing, const Matrix& first, const Matrix& second)
+        : problem(problem), routing(routing),
+          matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first), lane(threadIdx.x % WARP),
+          columns(MODE == Mode::combine ? problem.tokens : least(problem.slots(), MOST_TOKENS)),
+          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / CELL}, ahead(cursor()), here(cursor()),
+          policy(read_once()), constants(threadIdx.x % WARP) {
+        ring = into = from = shared_memory + threadIdx.x / WARP * RING;
+        sums = reinterpret_cast<float*>(shared_memory + WARPS * RING);
+        cells = shared_memory + cells_at();
+    }
+
+    MOEPACK_DEVICE int cells_at() const {
+        return WARPS * (RING + columns * BLOCK_ROWS * 4);
+    }
+
+    MOEPACK_DEVICE Cursor<MODE> cursor() const {
+        int warp = threadIdx.x / WARP, bits = 31 - __clz(WARPS / MATRICES) - (31 - __clz(problem.row_blocks));
+        return {schedule, warp & ((1 << bits) - 1), bits, (warp >> bits) & (problem.row_blocks - 1)};
+    }
+
+    // Brings the activations of a round to shared memory: a range of tokens times a range of chunks. The first round also
+    // starts the ring, behind its own loads.
+    MOEPACK_DEVICE void stage(int first, int last, bool is_first) {
+        int tile = problem.chunks.quotient(first), chunk = first - tile * schedule.chunks();
+        const Tile &begin = routing.tile[tile], &end = routing.tile[problem.chunks.quotient(last - 1)];
+        int width = least(schedule.chunks() - chunk, last - first), places = end.start + end.tokens - begin.start;
+        auto start = [&] {
+#pragma unroll 1
+            for (int i = 0; is_first && i < Format::DEPTH - 1; ++i) fetch();
+        };
+        if constexpr (MOST_TOKENS == 8 || !LaysOut<Format>::value) {
+            if (!problem.cells) {
+                Cells made = {begin.start, places, chunk, {u32(width), ~0u / u32(width)}};
+                return make_cells<Format, MODE>(problem, routing, made, cells, threadIdx.x / 16, THREADS / 16, start);
+            }
+        }
+        const u8* data = problem.cells + (i64(begin.start) * schedule.chunks() + i64(begin.tokens) * chunk) * CELL;
+        for (int i = threadIdx.x * 16; i < places * width * CELL; i += THREADS * 16)
+            copy_async(shared_address(cells + i), data + i, 16, KEEP);
+        commit_copies();
+        start();
+        if (is_first) wait_copies<Format::DEPTH - 1>();
+        else wait_copies<0>();
+    }
+
+    // Starts the copy of the next chunk, if there is one.
+    MOEPACK_DEVICE void fetch() {
+        if (remaining == 0 && ahead.find()) {
+            remaining = ahead.take();
+            i64 block = i64(routing.tile[ahead.tile].expert) * problem.blocks() + ahead.block();
+            source = Fetching<Format>(matrix, block, ahead.chunk, lane);
+        }
+        if (remaining > 0) {
+            source.fetch(shared_address(into), policy);
+            --remaining;
+        }
+        commit_copies();
+        into += Format::STAGE;
+        if (into == ring + RING) into = ring;
+    }
+
+    // Multiplies chunks of one tile, whose cells follow each other.
+    template <int N>
+    MOEPACK_DEVICE void multiply(int count, const Tile& tile, const u8* cell) {
+        float sum[N][4] = {};
+        int tokens = tile.tokens;
+        for (; count > 0; --count) {
+            wait_copies<Format::DEPTH - 2>();
+            __syncwarp();
+            fetch();
+            Format::template multiply<N>(constants, from, cell, tokens, sum);
+            cell += tokens * CELL;
+            from += Format::STAGE;
+            if (from == ring + RING) from = ring;
+        }
+        add(tile, sum);
+    }
+
+    // Multiplies this warp's share of a round.
+    MOEPACK_DEVICE void multiply(int first, int last) {
+        int number = problem.chunks.quotient(first), chunk = first - number * schedule.chunks();
+        int width = least(schedule.chunks() - chunk, last - first), start = routing.tile[number].start;
+        for (here.enter(first, last); here.at < here.end;) {
+            int count = here.take();
+            const Tile& tile = routing.tile[here.tile];
+            const u8* cell = cells + ((tile.start - start) * width + tile.tokens * (here.chunk - chunk)) * CELL;
+            if (MOST_TOKENS == 8 || tile.tokens <= 8) multiply<1>(count, tile, cell);
+            else if (MOST_TOKENS == 16 || tile.tokens <= 16) multiply<2>(count, tile, cell);
+            else multiply<MOST_TOKENS / 8>(count, tile, cell);
+        }
+    }
+
+    // Adds a tile's sums to this warp's part of `sums`. The four lanes of a row take turns: a token that chose an expert
+    // twice has two columns, and their order is fixed.
+    template <int N>
+    MOEPACK_DEVICE void add(const Tile& tile, const float (&sum)[N][4]) {
+        float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane / 4 * 2;
+#pragma unroll 1
+        for (int turn = 0; turn < 4 && 2 * turn < tile.tokens; ++turn) {
+#pragma unroll
+            for (int i = 0; i < 2 * N; ++i) {
+                int token = i / 2 * 8 + turn * 2 + i % 2;
+                if (lane % 4 != turn || token >= tile.tokens) continue;
+                int column = MODE == Mode::combine ? problem.top_k.quotient(routing.order[tile.start + token]) : token;
+                float2* to = reinterpret_cast<float2*>(mine + column * BLOCK_ROWS);
+                *to = {to->x + sum[i / 2][i % 2], to->y + sum[i / 2][2 + i % 2]};
+            }
+            __syncwarp();
+        }
+    }
+
+    // Adds what a Format has besides chunks, for a tile, to this warp's part of `sums`: half a warp the 16 rows, both halves
+    // of all warps of a row block a share of the sum.
+    MOEPACK_DEVICE void correct(const Tile& tile) {
+        float part[MOST_TOKENS] = {};
+        float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane % BLOCK_ROWS;
+        int row = here.block() * BLOCK_ROWS + lane % BLOCK_ROWS;
+        Format::template correct<MOST_TOKENS>(matrix, tile, routing.order, least(row, problem.rows - 1),
+                                              here.part * 2 + lane / BLOCK_ROWS, 2 << here.part_bits, part);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < MOST_TOKENS; ++i) {
+            part[i] += __shfl_xor_sync(~0u, part[i], BLOCK_ROWS);
+            if (i >= tile.tokens || lane >= BLOCK_ROWS) continue;
+            int slot = routing.order[tile.start + i];
+            float weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+            mine[(MODE == Mode::combine ? problem.top_k.quotient(slot) : i) * BLOCK_ROWS] += part[i] * weight;
+        }
+        __syncwarp();
+    }
+
+    // The same for all tiles of a unit, once.
+    MOEPACK_DEVICE void correct(const Unit& unit, int split) {
+        if (here.block() >= problem.blocks() || split > 0) return;
+        int tile = MODE == Mode::combine ? 0 : problem.chunks.quotient(unit.first);
+        int end = MODE == Mode::combine ? routing.tiles : tile + 1;
+        for (; tile < end; ++tile) correct(routing.tile[tile]);
+    }
+
+    // The sum over the warps of an output; `sums` is zero again.
+    MOEPACK_DEVICE float take(int block, int column, int row) {
+        float part[WARPS], total = 0;
+        float* from = sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row;
+        int step = columns * BLOCK_ROWS, parts = 1 << here.part_bits;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) part[i] = i < parts ? from[i * step] : 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            total += part[i];
+            if (i < parts) from[i * step] = 0;
+        }
+        return total;
+    }
+
+    MOEPACK_DEVICE void write(const Unit& unit, int split) {
+        const Tile& tile = routing.tile[problem.chunks.quotient(unit.first)];
+        int bits = 4 + 31 - __clz(problem.row_blocks), outputs = MODE == Mode::combine ? problem.tokens : tile.tokens;
+        for (int item = threadIdx.x; item < outputs << bits; item += THREADS) {
+            int column = item >> bits, place = item & ((1 << bits) - 1), block = place / BLOCK_ROWS;
+            float value = take(block, column, place % BLOCK_ROWS);
+            if (MODE == Mode::gated)
+                value = silu(value) * take(problem.row_blocks + block, column, place % BLOCK_ROWS);
+            place += unit.rows << bits;
+            if (place >= problem.rows) continue;
+            int line = MODE == Mode::combine ? split * problem.tokens + column : routing.order[tile.start + column];
+            float& to = problem.out[i64(line) * problem.rows + place];
+            to = MODE == Mode::multiply ? silu(to) * value : value;
+        }
+    }
+
+    static MOEPACK_DEVICE float silu(float x) {
+        return x / (1.0f + __expf(-x));
+    }
+
+    // Makes the round's activations be in shared memory; `staged` are the chunks whose activations are.
+    MOEPACK_DEVICE void enter_round(int begin, int end, Unit& staged) {
+        // All experts read the same activations of an only token.
+        const Tile& tile = routing.tile[problem.chunks.quotient(begin)];
+        bool same = MODE != Mode::combine && problem.tokens == 1 && tile.tokens == 1;
+        int first = same ? problem.chunks.remainder(begin) : begin, last = first + end - begin;
+        if (first == staged.first && last == staged.last && same == staged.rows) return;
+        __syncthreads();
+        stage(begin, end, staged.last < 0);
+        __syncthreads();
+        staged = {first, last, same};
+    }
+
+    MOEPACK_DEVICE void run() {
+        for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS; i += THREADS) sums[i] = 0;
+        int units = schedule.units(), share = units / gridDim.x, more = units % gridDim.x;
+        int first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
+        ahead.start(first, last);
+        Unit staged = {-1, -1, 0};
+        for (here.start(first, last); here.number < last; here.start(here.number + 1, last)) {
+            for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
+                end = schedule.round_end(begin, here.unit.last);
+                enter_round(begin, end, staged);
+                multiply(begin, end);
+            }
+            int split = problem.splits > 1 ? here.number % problem.splits : 0;
+            if constexpr (Corrects<Format>::value) correct(here.unit, split);
+            __syncthreads();
+            write(here.unit, split);
+            __syncthreads();
+        }
+        wait_copies<0>();
+    }
+};
+
+// What a kernel of a layer does, and one that makes its cells beforehand.
+template <class Format, Mode MODE, int MOST_TOKENS>
+MOEPACK_DEVICE void run_layer(const Problem& problem, const typename Format::Matrix& first, const typename Format::Matrix& second) {
+    __shared__ Routing routing;
+    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    Layer<Format, MODE, MOST_TOKENS>(problem, routing, first, second).run();
+}
+
+template <class Format, Mode MODE, int MOST_TOKENS>
+MOEPACK_DEVICE void lay_out_layer(const Problem& problem) {
+    __shared__ Routing routing;
+    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    lay_out<Format, MODE>(problem, routing);
+}
+#endif
+
+}  // namespace moepack

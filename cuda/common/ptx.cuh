@@ -1,0 +1,186 @@
+// Single instructions as functions. Those that decode also exist for a host compiler, bit for bit; a host that checks a
+// product of a warp defines `multiply_add` and `copy_async` itself.
+#pragma once
+#include "common/types.cuh"
+
+namespace moepack {
+
+// Lets the compiler hold a value in its register instead of computing it again where it is used.
+MOEPACK_BOTH void hold(u32& value) {
+#if defined(__CUDA_ARCH__)
+    asm("" : "+r"(value));
+#endif
+}
+
+// (a & b) | c in one instruction.
+MOEPACK_BOTH u32 and_or(u32 a, u32 b, u32 c) {
+#if defined(__CUDA_ARCH__)
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+#else
+    return (a & b) | c;
+#endif
+}
+
+// Four of the eight bytes of (a, b), one for each half-byte of the selector.
+MOEPACK_BOTH u32 permute(u32 a, u32 b, u32 selector) {
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(a, b, selector);
+#else
+    u64 bytes = (u64(b) << 32) | a;
+    u32 d = 0;
+    for (int i = 0; i < 4; ++i) d |= u32(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+    return d;
+#endif
+}
+
+#if !defined(__CUDA_ARCH__)
+inline float half_value(u16 bits) {
+    int exponent = (bits >> 10) & 31;
+    float mantissa = float(bits & 1023);
+    float magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+    return bits >> 15 ? -magnitude : magnitude;
+}
+
+inline float bf16_value(u16 bits) {
+    u32 word = u32(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+// The bits of a value that is a finite f16 exactly, as decoded weights are.
+inline u16 half_bits(float value) {
+    u32 low = 0, high = 0x7c00;
+    while (high - low > 1) (half_value(u16((low + high) / 2)) <= std::fabs(value) ? low : high) = (low + high) / 2;
+    return half_value(u16(low)) == std::fabs(value) ? u16(low | (value < 0 ? 0x8000 : 0)) : 0x7e00;
+}
+
+void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+void copy_async(Shared to, const void* from, int bytes, u64 policy);
+#endif
+
+// The f16 bits of an integer from -2048 to 2048, in both halves of a word.
+MOEPACK_BOTH constexpr u32 half2_integer(int value) {
+    int size = value < 0 ? -value : value, exponent = 0;
+    while (size >> (exponent + 1)) ++exponent;
+    u32 bits = size == 0 ? 0 : u32(15 + exponent) << 10 | (u32(size) << 10 >> exponent & 1023);
+    return (bits | (value < 0 ? 0x8000u : 0u)) * 0x10001u;
+}
+
+// 2^-power as f16, in both halves of a word.
+MOEPACK_BOTH constexpr u32 half2_fraction(int power) {
+    return (u32(15 - power) << 10) * 0x10001u;
+}
+
+// a * b + c on two f16.
+MOEPACK_BOTH u32 half2_fma(u32 a, u32 b, u32 c) {
+#if defined(__CUDA_ARCH__)
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+#else
+    u32 low = half_bits(half_value(u16(a)) * half_value(u16(b)) + half_value(u16(c)));
+    u32 high = half_bits(half_value(u16(a >> 16)) * half_value(u16(b >> 16)) + half_value(u16(c >> 16)));
+    return high << 16 | low;
+#endif
+}
+
+// a + b on two f16.
+MOEPACK_BOTH u32 half2_add(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__)
+    u32 d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+#else
+    return half2_fma(a, 0x3c003c00, b);
+#endif
+}
+
+#if defined(__CUDACC__)
+MOEPACK_DEVICE float half_value(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+MOEPACK_DEVICE float bf16_value(u16 bits) {
+    return __uint_as_float(u32(bits) << 16);
+}
+
+// Two floats rounded to f16, the first in the low half.
+MOEPACK_DEVICE u32 to_half2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+MOEPACK_DEVICE u32 to_bf16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+// c += a b: a 16x16 f16 (rows lane/4 and lane/4 + 8), b 16x8 f16 (column lane/4), c 16x8 f32.
+MOEPACK_DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c += a b: a 16x32 s8, b 32x8 s8, c 16x8 s32.
+MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// What many blocks read: no wish of the L2.
+constexpr u64 KEEP = 0x1000000000000000;
+
+MOEPACK_DEVICE Shared shared_address(const void* pointer) {
+    return Shared(__cvta_generic_to_shared(pointer));
+}
+
+// Bytes of dynamic shared memory of the launch.
+MOEPACK_DEVICE u32 shared_size() {
+    u32 size;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(size));
+    return size;
+}
+
+MOEPACK_DEVICE Quad load_quad(const void* from) {
+    Quad q;
+    asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(from));
+    return q;
+}
+
+// What reads each byte once asks the L2 to drop it first, so that activations stay there.
+MOEPACK_DEVICE u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Starts to copy `bytes` (0 to 16) to shared memory and zeros up to 16.
+MOEPACK_DEVICE void copy_async(Shared to, const void* from, int bytes, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
+                 "l"(policy)
+                 : "memory");
+}
+
+MOEPACK_DEVICE void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all copies of this thread but those of the latest groups.
+template <int LATEST>
+MOEPACK_DEVICE void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");
+}
+#endif
+
+}  // namespace moepack

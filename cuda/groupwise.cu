@@ -1,0 +1,301 @@
+// Integers of 2, 3, 4 or 8 bits with a scale, and maybe an offset, for each group of columns (docs/format.md, section 6).
+//
+// Layout: the bytes on disk. A block of 16 rows is a run of records: parameters of a group or two, then 64-byte registers
+// of word w of each of its rows. Rows 2 g and 2 g + 1 are rows g and g + 8 of m16n8k16's operand A, so that a lane loads
+// its words of both with one 8-byte load; and columns are permuted so that these words hold the lane's own
+// (common/integers.cuh).
+//
+// Decoding: a code under the exponent of 1024 is the f16 1024 + code 2^position; one addition or multiplication and
+// addition gives the integer, exactly. Sums of a group are multiplied by its scale in f32, offsets by sums of activations.
+// So weights are exact and f32 rounds sums only. Instructions a weight of the decoding: 2 bits 1.25, 3 bits 1.38 (groups
+// of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
+//
+// Launch: common/layer.cuh. Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters are
+// f16, otherwise bf16), TOKENS (most of a tile: 8 or 16),
+// RESIDENT (blocks of an SM), RANK_BITS (of the values of low-rank factors; 0: there are none)..
+//
+// Bounds: bytes of codes and parameters over the memory's rate. At 3 TB/s an SM of an H100 has 31 cycles a quarter for the
+// 8 weights a lane of a product at 3 bits in groups of 64; decoding takes 17 of its integer pipe.
+#include "common/factors.cuh"
+#include "common/integers.cuh"
+#include "common/layer.cuh"
+
+namespace moepack {
+
+struct Groupwise {
+    // Columns of a chunk that share parameters, groups of a chunk.
+    static constexpr int WIDTH = GROUP == 0 || GROUP > CHUNK ? CHUNK : GROUP, GROUPS = CHUNK / WIDTH;
+    static constexpr int REGISTER = 64, UNIT = 32, UNITS = CHUNK / UNIT, UNIT_BYTES = BITS * REGISTER;
+    // A record (docs/format.md): its groups, the bytes of a group's parameters and of all, and its units.
+    static constexpr int RECORD_GROUPS = GROUP != 0 && (SYMMETRIC || GROUP < UNIT) ? 2 : 1;
+    static constexpr int GROUP_BYTES = SYMMETRIC ? 32 : 64;
+    static constexpr int PARAMETERS = ceil_div(RECORD_GROUPS * GROUP_BYTES, REGISTER) * REGISTER;
+    static constexpr int RECORD_UNITS = GROUP == 0 ? 0 : RECORD_GROUPS * GROUP / UNIT;
+    static constexpr int RECORD = PARAMETERS + RECORD_UNITS * UNIT_BYTES;
+    // Whether a chunk is whole records; otherwise one group's parameters and a part of its codes.
+    static constexpr bool WHOLE = GROUP != 0 && RECORD_UNITS <= UNITS;
+
+    static constexpr int STAGE = WHOLE ? UNITS / most(RECORD_UNITS, 1) * RECORD : REGISTER + UNITS * UNIT_BYTES;
+    static constexpr int DEPTH = most(3, 4608 / STAGE);
+    static constexpr int SUMS = SYMMETRIC ? 0 : GROUPS, NOTES = ceil_div(1 + SUMS, 4) * 4;
+    static constexpr bool LAYS_OUT = true;
+    static constexpr int MIDDLE = SYMMETRIC ? 1 << (BITS - 1) : 0;
+    using Decoder = Codes<BITS, BITS == 3 ? (WIDTH >= 64) : (WIDTH >= 32)>;
+
+    struct Matrix {
+        const u8* data;  // the first block
+        i64 block_bytes;
+#if RANK_BITS
+        Factors factors;
+#endif
+    };
+
+#if RANK_BITS
+    static constexpr bool CORRECTS = true;
+
+    template <int MOST>
+    static MOEPACK_DEVICE void correct(const Matrix& matrix, const Tile& tile, const u16* order, int row, int first, int step,
+                                       float (&part)[MOST]) {
+        multiply_left<RANK_BITS, MOST>(matrix.factors, tile, order, row, first, step, part);
+    }
+#endif
+
+    struct Lane {
+        int lane;
+        Decoder decoder;
+        MOEPACK_DEVICE explicit Lane(int lane) : lane(lane), decoder(lane, MIDDLE) {
+            decoder.hold();
+        }
+    };
+
+    static MOEPACK_DEVICE constexpr Place place(int quad) {
+        constexpr int QUADS = Decoder::UNITS * 8;
+        Place place = Decoder::place(quad % QUADS);
+        return {quad / QUADS * Decoder::UNITS + place.step, place.lane, place.half};
+    }
+
+    // Chunks of a block of rows from one on.
+    struct Source {
+        const u8* data;  // WHOLE: this lane's piece of the next chunk; otherwise the block
+        int left;        // bytes of the block from there on
+        int chunk, lane;
+
+        MOEPACK_DEVICE Source() {}
+
+        MOEPACK_DEVICE Source(const Matrix& matrix, i64 block, int chunk, int lane) : chunk(chunk), lane(lane) {
+            i64 at = WHOLE ? i64(chunk) * STAGE + lane * 16 : 0;
+            data = matrix.data + block * matrix.block_bytes + at;
+            left = int(matrix.block_bytes - at);
+        }
+
+        // The distance of a piece of the next chunk from `data`.
+        MOEPACK_DEVICE int distance(int piece) const {
+            if (WHOLE) return piece * (WARP * 16);
+            int unit = chunk * UNITS, record = GROUP == 0 ? 0 : unit / most(RECORD_UNITS, 1);
+            int in_record = unit - record * RECORD_UNITS, at = piece * WARP + lane;
+            int group = GROUP == 0 ? 0 : in_record * UNIT / most(GROUP, 1);
+            if (at < REGISTER / 16) return record * RECORD + group * GROUP_BYTES + at * 16;
+            return record * RECORD + PARAMETERS + in_record * UNIT_BYTES + at * 16 - REGISTER;
+        }
+
+        MOEPACK_DEVICE void fetch(Shared to, u64 policy) {
+#pragma unroll
+            for (int i = 0; i < ceil_div(STAGE / 16, WARP); ++i) {
+                if (i * WARP + lane >= STAGE / 16) break;
+                int from = distance(i);
+                copy_async(to + (i * WARP + lane) * 16, data + from, from < left ? 16 : 0, policy);
+            }
+            if (WHOLE) data += STAGE, left -= STAGE;
+            ++chunk;
+        }
+    };
+
+    // Where in a stage a unit's registers, and a group's parameters, are.
+    static MOEPACK_DEVICE constexpr int unit_at(int unit) {
+        if (!WHOLE) return REGISTER + unit * UNIT_BYTES;
+        constexpr int PER = most(RECORD_UNITS, 1);
+        return unit / PER * RECORD + PARAMETERS + unit % PER * UNIT_BYTES;
+    }
+
+    static MOEPACK_DEVICE constexpr int parameters_at(int group) {
+        return WHOLE ? group / RECORD_GROUPS * RECORD + group % RECORD_GROUPS * GROUP_BYTES : 0;
+    }
+
+    // The parameters of rows 2 g and 2 g + 1.
+    static MOEPACK_DEVICE float2 parameters(const u8* at) {
+        u32 pair = *reinterpret_cast<const u32*>(at);
+        if (HALVES) return {half_value(u16(pair)), half_value(u16(pair >> 16))};
+        return {bf16_value(u16(pair)), bf16_value(u16(pair >> 16))};
+    }
+
+    // out += what a group's sums of codes times activations give; `sum` is zero again.
+    template <int N>
+    static MOEPACK_DEVICE void scale(const u8* stage, int group, int lane, const float* notes, float (&sum)[N][4],
+                                     float (*out)[4]) {
+        const u8* at = stage + parameters_at(group) + lane / 4 * 4;
+        float2 scales = parameters(at);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float* first = notes + (8 * i + lane % 4 * 2) * NOTES;
+            const float* second = first + NOTES;
+            out[i][0] += scales.x * first[0] * sum[i][0], out[i][1] += scales.x * second[0] * sum[i][1];
+            out[i][2] += scales.y * first[0] * sum[i][2], out[i][3] += scales.y * second[0] * sum[i][3];
+            if constexpr (!SYMMETRIC) {
+                float2 offsets = parameters(at + 32);
+                out[i][0] += offsets.x * first[1 + group], out[i][1] += offsets.x * second[1 + group];
+                out[i][2] += offsets.y * first[1 + group], out[i][3] += offsets.y * second[1 + group];
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[i][j] = 0;
+        }
+    }
+
+    template <int N>
+    static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
+        constexpr int QUADS = Decoder::UNITS * 2;
+        const u8* x[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            x[i] = cells + least(8 * i + lane.lane / 4, tokens - 1) * STEP_BYTES + lane.lane % 4 * 16;
+        const float* notes = reinterpret_cast<const float*>(cells + tokens * VALUE_BYTES);
+        float sum[N][4] = {};
+#pragma unroll
+        for (int unit = 0; unit < UNITS; unit += Decoder::UNITS) {
+            u32 quad[2][QUADS][2];
+            decode(lane, stage + unit_at(unit), quad);
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) {
+                int step = unit + j / 2;
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    Pair b = *reinterpret_cast<const Pair*>(x[i] + step * tokens * STEP_BYTES + j % 2 * 8);
+                    multiply_add(sum[i], quad[0][j][0], quad[1][j][0], quad[0][j][1], quad[1][j][1], b.x, b.y);
+                }
+                int columns = unit * UNIT + (j + 1) * 16;
+                if (columns % WIDTH == 0) scale<N>(stage, columns / WIDTH - 1, lane.lane, notes, sum, out);
+            }
+        }
+    }
+
+    // The quads of rows 2 g and 2 g + 1.
+    static MOEPACK_DEVICE void decode(const Lane& lane, const u8* units, u32 (&quad)[2][Decoder::UNITS * 2][2]) {
+        u32 first[Decoder::WORDS], second[Decoder::WORDS];
+#pragma unroll
+        for (int i = 0; i < Decoder::WORDS; ++i) {
+            const u8* at = units + Decoder::word(lane.lane, i) * REGISTER + lane.lane / 4 * 8;
+            Pair words = *reinterpret_cast<const Pair*>(at);
+            first[i] = words.x, second[i] = words.y;
+        }
+        lane.decoder.decode(first, quad[0]);
+        lane.decoder.decode(second, quad[1]);
+    }
+};
+
+#if defined(__CUDACC__)
+// Code i of quad q of a unit.
+MOEPACK_DEVICE u32 code_of(const u32 (&word)[BITS], int q, int i) {
+    if (BITS == 3 && q >= 6)
+        return (word[q - 6] >> (8 * i + 6) & 3) | (word[BITS - 1] >> (8 * i + q) & 1) << 2;
+    constexpr int PER = BITS == 3 ? 2 : 8 / BITS;
+    return word[q / PER] >> (8 * i + q % PER * BITS) & ((1u << BITS) - 1);
+}
+
+// The 32 values of a unit of a row of a block; columns behind the last give anything.
+MOEPACK_DEVICE void unit_values(const u8* block, int row, int column, int columns, float (&value)[Groupwise::UNIT]) {
+    using G = Groupwise;
+    int unit = column / G::UNIT, record = G::RECORD_UNITS ? unit / most(G::RECORD_UNITS, 1) : 0;
+    const u8* codes = block + i64(record) * G::RECORD + G::PARAMETERS + i64(unit - record * G::RECORD_UNITS) * G::UNIT_BYTES;
+    u32 word[BITS];
+#pragma unroll
+    for (int i = 0; i < BITS; ++i) word[i] = reinterpret_cast<const u32*>(codes + i * G::REGISTER)[row];
+#pragma unroll
+    for (int i = 0; i < G::UNIT; ++i) {
+        int group = GROUP ? least(column + i, columns - 1) / most(GROUP, 1) : 0;
+        const u8* at = block + i64(group / G::RECORD_GROUPS) * G::RECORD + group % G::RECORD_GROUPS * G::GROUP_BYTES;
+        u16 scale = reinterpret_cast<const u16*>(at)[row], offset = reinterpret_cast<const u16*>(at + 32)[row];
+        value[i] = (HALVES ? half_value(scale) : bf16_value(scale)) * (int(code_of(word, i / 4, i % 4)) - G::MIDDLE);
+        if (!SYMMETRIC) value[i] += HALVES ? half_value(offset) : bf16_value(offset);
+    }
+}
+
+#if RANK_BITS
+// Adds U V of a row of an expert to the 32 values from `column` on, which are half a chunk of V.
+MOEPACK_DEVICE void add_factors(const Factors& f, int expert, int row, int column, float (&value)[Groupwise::UNIT]) {
+    for (int j = f.starts[expert]; j < f.starts[expert + 1]; ++j) {
+        i64 chunk = i64(j) * ceil_div(f.columns, FACTOR_CHUNK) + column / FACTOR_CHUNK;
+        float u = factor_at<RANK_BITS>(f.left, f.left_scales, j, f.rows, row);
+        if (RANK_BITS < 16) u *= half_value(f.right_scales[chunk]);
+        const u8* right = f.right + chunk * (RANK_BITS * FACTOR_CHUNK / 8);
+#pragma unroll
+        for (int i = 0; i < Groupwise::UNIT; ++i)
+            value[i] += u * factor_value<RANK_BITS>(right, column % FACTOR_CHUNK + i);
+    }
+}
+#endif
+#endif
+
+}  // namespace moepack
+
+#if defined(__CUDACC__)
+using namespace moepack;
+
+#define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+
+// Makes the cells of the slots of a layer's first and second launch.
+LAUNCH lay_out_tokens(Problem problem) {
+    lay_out_layer<Groupwise, Mode::project, TOKENS>(problem);
+}
+
+LAUNCH lay_out_hidden(Problem problem) {
+    lay_out_layer<Groupwise, Mode::combine, TOKENS>(problem);
+}
+
+LAUNCH gated(Problem problem, Groupwise::Matrix gate, Groupwise::Matrix up) {
+    run_layer<Groupwise, Mode::gated, TOKENS>(problem, gate, up);
+}
+
+LAUNCH project(Problem problem, Groupwise::Matrix matrix) {
+    run_layer<Groupwise, Mode::project, TOKENS>(problem, matrix, matrix);
+}
+
+LAUNCH multiply(Problem problem, Groupwise::Matrix matrix) {
+    run_layer<Groupwise, Mode::multiply, TOKENS>(problem, matrix, matrix);
+}
+
+LAUNCH combine(Problem problem, Groupwise::Matrix matrix) {
+    run_layer<Groupwise, Mode::combine, TOKENS>(problem, matrix, matrix);
+}
+
+// Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32 columns.
+extern "C" __global__ void __launch_bounds__(256, RANK_BITS ? 1 : 2)
+dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int columns, u16* out) {
+    constexpr int UNIT = Groupwise::UNIT;
+    int units = ceil_div(columns, UNIT), per_expert = ceil_div(rows, BLOCK_ROWS);
+    i64 items = blocks * units * BLOCK_ROWS;
+    for (i64 item = i64(blockIdx.x) * blockDim.x + threadIdx.x; item < items; item += i64(gridDim.x) * blockDim.x) {
+        int row = item % BLOCK_ROWS, unit = item / BLOCK_ROWS % units;
+        i64 block = item / BLOCK_ROWS / units;
+        int in_expert = block % per_expert * BLOCK_ROWS + row;
+        if (in_expert >= rows) continue;
+        float value[UNIT];
+        unit_values(matrix.data + (first + block) * matrix.block_bytes, row, unit * UNIT, columns, value);
+#if RANK_BITS
+        add_factors(matrix.factors, (first + block) / per_expert, in_expert, unit * UNIT, value);
+#endif
+        u16* to = out + (block / per_expert * rows + in_expert) * columns + unit * UNIT;
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i)
+            if (unit * UNIT + i < columns) to[i] = u16(to_bf16x2(value[i], 0));
+    }
+}
+
+#if RANK_BITS
+// Multiplies by V what a launch will multiply by Wq; slots divided by `shared` give rows of x.
+extern "C" __global__ void __launch_bounds__(THREADS)
+multiply_by_right(Problem problem, Factors factors, int shared) {
+    __shared__ Routing routing;
+    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    project_right<RANK_BITS, TOKENS>(factors, problem.x, routing, shared);
+}
+#endif
+#endif

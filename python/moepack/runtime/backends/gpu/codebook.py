@@ -1,0 +1,180 @@
+"""Products by codebook weights on a GPU: launches of `cuda/codebook.cu`.
+
+Tensors that were made for rounded activations, or store turned weights, have their tokens prepared by another launch.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moepack.runtime.backends.gpu.layer import (
+    BLOCK_ROWS,
+    CHUNK,
+    RESIDENT,
+    TOKENS,
+    TYPES,
+    LayerKernels,
+    Struct,
+    device_of,
+)
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.program import Argument, Program
+
+__all__ = ["KERNELS", "CodebookKernels"]
+
+_MATRIX = np.dtype(
+    [("data", np.uint64), ("panel_bytes", np.int64), ("block_chunks", np.int32), ("reciprocal", np.int32)]
+)
+_ACTIVATIONS = np.dtype([("data", np.uint64), ("type", np.int32), ("columns", np.int32)])
+_FEW = np.dtype(
+    [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
+    + [(name, np.uint64) for name in ("index", "weights", "out")]
+    + [(name, np.int32) for name in ("slots", "tokens", "experts", "rows", "chunks", "by_chunks")]
+)
+_FEW_TOKENS = 4
+"""Most tokens of a linear layer that share a product."""
+
+_FEW_THREADS = 512
+_FEW_CHUNKS = 64
+"""Of all rings of a block together."""
+
+_CELL_BYTES = 256
+"""Of a token's chunk in shared memory, without its note."""
+
+_ROW_THREADS = 512
+"""Of the kernels that have a block for each row."""
+
+_TURNED = 32768
+"""Most columns that a block turns at a time."""
+
+
+class CodebookKernels(LayerKernels):
+    """Kernels of `codebook`."""
+
+    lays_out = True
+
+    def cell_bytes(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.cell_bytes`."""
+        return 272
+
+    def specification(self, matrix: DeviceMatrix) -> tuple[int, int, int, int]:
+        """Bits of codes, bytes of a centroid; bits of activations and columns turned together."""
+        details = matrix.details
+        rounded = details["activation_bits"]
+        return details["bits"], 1 if rounded else 2, rounded, details["hadamard"]
+
+    def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
+        """See `LayerKernels.program`."""
+        bits, planes, *_ = self.specification(matrix)
+        return _compiled(bits, planes, tokens)
+
+    def struct(self, matrix: DeviceMatrix) -> Struct:
+        """The kernels' `Codebook::Matrix`."""
+        experts, rows, columns = matrix.shape
+        size = matrix.sections["panels"][1] // max(experts * -(-rows // BLOCK_ROWS), 1)
+        chunks = matrix.details["block_size"] // CHUNK
+        reciprocal = 0 if chunks >= -(-columns // CHUNK) else -(-(1 << 20) // chunks)
+        return np.array([(matrix.pointer("panels"), size, chunks, reciprocal)], _MATRIX)
+
+    def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
+        """See `Kernels.linear`."""
+        if len(x) <= _FEW_TOKENS and _few_bytes(matrix, 1, len(x)):
+            self._few("combine_few", [matrix], x, None, None, out)
+        else:
+            super().linear(matrix, x, out)
+
+    def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
+        """See `LayerKernels.gated`."""
+        if len(x) == 1 and self.specification(gate) == self.specification(up) and _few_bytes(gate, index.numel(), 1):
+            self._few("gated_few", [gate, up], x, index, None, hidden)
+        else:
+            super().gated(gate, up, x, index, hidden)
+
+    def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
+        """See `LayerKernels.combine`."""
+        if len(out) == 1 and _few_bytes(down, index.numel(), 1):
+            self._few("combine_few", [down], hidden, index, weights, out)
+        else:
+            super().combine(down, hidden, index, weights, out)
+
+    def _few(
+        self,
+        kernel: str,
+        matrices: list[DeviceMatrix],
+        x: Tensor,
+        index: Tensor | None,
+        weights: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Launch a kernel for few tokens: one token and its experts, or the tokens of a linear layer."""
+        first = matrices[0]
+        experts, rows, columns = first.shape
+        x = self.activations(first, x)
+        # Rows begin at multiples of 16 bytes.
+        x = functional.pad(x, (0, -columns % 8)) if columns % 8 else x
+        slots, tokens = (1, len(x)) if index is None else (index.numel(), 1)
+        chunks = -(-columns // CHUNK)
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
+        sizes = (slots, tokens, experts, rows, chunks, -(-(1 << 20) // chunks))
+        problem = np.array([(x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, *sizes)], _FEW)
+        units = -(-rows // BLOCK_ROWS) * (slots if kernel == "gated_few" else 1)
+        grid = min(units, device_of(out).processors)
+        arguments = [problem, *map(self.struct, matrices)]
+        self.program(first, TOKENS[0]).launch(kernel, grid, _FEW_THREADS, arguments, _few_bytes(first, slots, tokens))
+
+    def activations(self, matrix: DeviceMatrix, x: Tensor) -> Tensor:
+        """Tokens turned and rounded, float32; x itself where the tensor wants neither."""
+        *_, bits, turned = self.specification(matrix)
+        if not bits and turned == 1:
+            return x
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        tokens = np.array([(x.data_ptr(), TYPES[x.dtype], x.shape[1])], _ACTIVATIONS)
+        arguments: list[Argument] = [tokens, turned, bits, out]
+        program = self.program(matrix, TOKENS[0])
+        program.launch("prepare_tokens", len(x), _ROW_THREADS, arguments, _turned_bytes(turned))
+        return out
+
+    def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
+        """See `Kernels.dequantize`."""
+        _, rows, columns = matrix.shape
+        turned = matrix.details["hadamard"]
+        count = len(out) * rows
+        if not count * columns:
+            return
+        grid = min(count, 16 * device_of(out).processors)
+        arguments: list[Argument] = [
+            self.struct(matrix), np.int64(first * rows), np.int64(count), rows, columns, turned, out,
+        ]  # fmt: skip
+        self.program(matrix, TOKENS[0]).launch("dequantize", grid, _ROW_THREADS, arguments, _turned_bytes(turned))
+
+
+KERNELS = CodebookKernels()
+
+
+def _few_bytes(matrix: DeviceMatrix, slots: int, tokens: int) -> int:
+    """The shared memory that a kernel for few tokens takes; 0 if it is too much, or the kernels cannot divide."""
+    chunks = -(-matrix.shape[2] // CHUNK)
+    cells = slots * tokens * chunks
+    ring = _FEW_CHUNKS * BLOCK_ROWS * CHUNK // 8 * matrix.details["bits"]
+    size = ring + cells * _CELL_BYTES + 16 * -(-cells // 4) + 2 * 4 * tokens * BLOCK_ROWS * _FEW_THREADS // 32
+    return size if size <= _space(matrix.device) and slots * chunks * chunks < 1 << 20 else 0
+
+
+@cache
+def _space(device: torch.device) -> int:
+    """Bytes of dynamic shared memory that a block may have."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - 1024
+
+
+def _turned_bytes(turned: int) -> int:
+    return 4 * min(turned, _TURNED) if turned > 1 else 0
+
+
+@cache
+def _compiled(bits: int, planes: int, tokens: int) -> Program:
+    return Program(
+        "codebook.cu", BITS=bits, PLANES=planes, TOKENS=tokens, RESIDENT=RESIDENT if tokens == TOKENS[0] else 1
+    )

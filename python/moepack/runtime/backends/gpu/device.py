@@ -1,0 +1,59 @@
+"""Whether a GPU can be used, and how much of its memory is free."""
+
+from functools import cache
+
+import torch
+
+from moepack.errors import DeviceError, DeviceMemoryError
+from moepack.runtime.backends.gpu.compiler import architecture
+
+__all__ = ["allocate", "free_bytes", "missing_memory", "require"]
+
+
+def require(device: torch.device) -> torch.device:
+    """Return a GPU with its index, the current one where none is named, after making sure that kernels can run on it.
+
+    Raises:
+        DeviceError: torch has no CUDA, there is no GPU or not this one, its driver is too old, or it is too old itself.
+    """
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without CUDA
+        raise DeviceError(f"no GPU can be used here: {' '.join(str(error).split())}") from error
+    if index >= (count := torch.cuda.device_count()):
+        raise DeviceError(f"there is no 'cuda:{index}': this machine has {count} GPU" + "s" * (count != 1))
+    _require_capability(index)
+    return torch.device("cuda", index)
+
+
+@cache
+def _require_capability(index: int) -> None:
+    architecture(torch.cuda.get_device_capability(index))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how many bytes can still be allocated on a GPU, those that torch keeps for itself included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def missing_memory(what: str, size: int, free: int, device: torch.device) -> DeviceMemoryError:
+    """The error for bytes that do not fit; it says how many are missing."""
+    needed, found, missing = (f"{count / 1e9:.2f} GB" for count in (size, free, size - free))
+    return DeviceMemoryError(
+        f"{what} takes {needed} and {found} are free on '{device}', {missing} are missing; "
+        'device_map="auto" puts the layers that do not fit on other GPUs and on the CPU'
+    )
+
+
+def allocate(size: int, device: torch.device, what: str) -> torch.Tensor:
+    """Return new bytes on a GPU, flat uint8.
+
+    Raises:
+        DeviceMemoryError: they do not fit.
+    """
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise missing_memory(what, size, min(free_bytes(device), size - 1), device) from error

@@ -1,0 +1,30 @@
+"""Which kernels multiply which format. A family is a module here with an object `KERNELS` (`matrix.Kernels`)."""
+
+from functools import cache
+from importlib import import_module
+
+from moepack.errors import LoadError
+from moepack.runtime.backends.gpu.matrix import Kernels
+
+__all__ = ["FAMILIES", "kernels_of"]
+
+FAMILIES = {
+    "groupwise": "groupwise",
+    "compensated": "groupwise",
+    "ternary": "ternary",
+    "codebook": "codebook",
+}
+"""The module of each kind of packed tensor. `coded-groupwise` becomes `groupwise` when it is uploaded."""
+
+
+@cache
+def kernels_of(kind: str) -> Kernels:
+    """Return the kernels of a kind.
+
+    Raises:
+        LoadError: there are none: the format is written in Python, or runs on the CPU alone.
+    """
+    if kind not in FAMILIES:
+        raise LoadError(f"tensors of the kind '{kind}' run on the CPU, there are no GPU kernels for them")
+    kernels: Kernels = import_module(f"{__package__}.{FAMILIES[kind]}").KERNELS
+    return kernels

@@ -1,0 +1,131 @@
+"""Products by group-wise integers on a GPU, with and without low-rank factors: launches of `cuda/groupwise.cu`.
+
+Weights are decoded exactly; activations are rounded to f16 under a power of two for each token and 128 columns, which
+keeps bfloat16 and float16 as they are and 11 bits of float32; sums are float32.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack.runtime.backends.gpu.layer import (
+    BLOCK_ROWS,
+    CHUNK,
+    RESIDENT,
+    THREADS,
+    TOKENS,
+    LayerKernels,
+    Struct,
+    device_of,
+    tile_tokens,
+)
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.program import Argument, Program
+
+__all__ = ["KERNELS", "GroupwiseKernels"]
+
+_GROUPS = (16, 32, 64, 128, 256)
+_MATRIX = np.dtype([("data", np.uint64), ("block_bytes", np.int64)])
+_FACTORS = np.dtype(
+    [(name, np.uint64) for name in ("starts", "right_scales", "left_scales", "right", "left", "product")]
+    + [(name, np.int32) for name in ("most", "columns", "rows", "unused")]
+)
+_COMPENSATED = np.dtype([("matrix", _MATRIX), ("factors", _FACTORS)])
+_HEADER = 128
+"""Bytes before the blocks of a group-wise tensor."""
+
+
+class GroupwiseKernels(LayerKernels):
+    """Kernels of `groupwise` and `compensated`. Tables of a compensated matrix:
+
+    - `starts`, int32 [E + 1]: each expert's first row of either factor;
+    - `most`, int64 on the CPU: the largest rank.
+
+    V x takes memory of torch's allocator and a launch of its own.
+    """
+
+    lays_out = True
+
+    def prepare(self, matrix: DeviceMatrix) -> None:
+        """See `Kernels.prepare`."""
+        if matrix.kind == "compensated":
+            offset, size = matrix.sections["ranks"]
+            ranks = matrix.data[offset : offset + size].cpu().view(torch.int32)
+            starts = torch.zeros(len(ranks) + 1, dtype=torch.int32)
+            starts[1:] = ranks.cumsum(0)
+            matrix.tables["starts"] = starts.to(matrix.device)
+            matrix.tables["most"] = ranks.max() if len(ranks) else torch.zeros(())
+        super().prepare(matrix)
+
+    def specification(self, matrix: DeviceMatrix) -> tuple[int, int, bool, bool, int]:
+        """Bits, group size (0: the whole row), symmetry, whether parameters are float16, bits of factors (0: none)."""
+        details = matrix.details
+        group = details["group_size"] if details["group_size"] in _GROUPS else 0
+        return details["bits"], group, details["symmetric"], details["dtype"] == "float16", details.get("rank_bits", 0)
+
+    def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
+        """See `LayerKernels.program`."""
+        return _compiled(*self.specification(matrix), tokens)
+
+    def struct(self, matrix: DeviceMatrix) -> Struct:
+        """The kernels' `Groupwise::Matrix`, whose V x is nowhere."""
+        experts, rows, columns = matrix.shape
+        compensated = matrix.kind == "compensated"
+        section = "base" if compensated else "blocks"
+        header = _HEADER if compensated else 0
+        size = (matrix.sections[section][1] - header) // max(experts * -(-rows // BLOCK_ROWS), 1)
+        base = matrix.pointer(section) + header, size
+        if not compensated:
+            return np.array([base], _MATRIX)
+        sides = [matrix.pointer(name) for name in ("right_scales", "left_scales", "right", "left")]
+        numbers = int(matrix.tables["most"]), columns, rows, 0
+        return np.array([(base, (matrix.tables["starts"].data_ptr(), *sides, 0, *numbers))], _COMPENSATED)
+
+    def launched(self, matrix: DeviceMatrix, problem: Struct, shared: int) -> tuple[Struct, Tensor | None]:
+        """Multiply by V; see `LayerKernels.launched`."""
+        struct = self.struct(matrix)
+        if matrix.kind != "compensated":
+            return struct, None
+        slots, most = int(problem["tokens"][0] * problem["top_k"]["by"][0]), int(matrix.tables["most"])
+        product = torch.empty((slots, max(most, 1)), dtype=torch.float32, device=matrix.device)
+        struct["factors"]["product"] = product.data_ptr()
+        program = self.program(matrix, tile_tokens(problem))
+        grid = max(1, min(slots * most, 2 * RESIDENT * device_of(product).processors))
+        program.launch("multiply_by_right", grid, THREADS, [problem, struct["factors"].copy(), shared])
+        return struct, product
+
+    def cell_bytes(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.cell_bytes`."""
+        _, group, symmetric, *_ = self.specification(matrix)
+        sums = 0 if symmetric else CHUNK // min(group or CHUNK, CHUNK)
+        return 2 * CHUNK + 16 * -(-(1 + sums) // 4)
+
+    def ring_bytes(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.ring_bytes`; at most 512 bytes of a chunk are parameters."""
+        return max(4608, 3 * (CHUNK // 32 * 64 * self.specification(matrix)[0] + 512))
+
+    def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
+        """See `Kernels.dequantize`."""
+        _, rows, columns = matrix.shape
+        blocks = -(-rows // BLOCK_ROWS)
+        items = len(out) * blocks * BLOCK_ROWS * -(-columns // 32)
+        if not items:
+            return
+        grid = min(-(-items // THREADS), 16 * device_of(out).processors)
+        arguments: list[Argument] = [
+            self.struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), rows, columns, out,
+        ]  # fmt: skip
+        self.program(matrix, TOKENS[0]).launch("dequantize", grid, THREADS, arguments)
+
+
+KERNELS = GroupwiseKernels()
+
+
+@cache
+def _compiled(bits: int, group: int, symmetric: bool, halves: bool, rank_bits: int, tokens: int) -> Program:
+    return Program(
+        "groupwise.cu", BITS=bits, GROUP=group, SYMMETRIC=int(symmetric), HALVES=int(halves), TOKENS=tokens,
+        RESIDENT=RESIDENT, RANK_BITS=rank_bits,
+    )  # fmt: skip

@@ -1,0 +1,272 @@
+"""Launches of kernels that are built on `cuda/common/layer.cuh`: how work is cut, and the structures that they take."""
+
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.program import Program
+
+__all__ = [
+    "BLOCK_ROWS",
+    "CHUNK",
+    "RESIDENT",
+    "THREADS",
+    "TOKENS",
+    "TYPES",
+    "Division",
+    "LayerKernels",
+    "Struct",
+    "device_of",
+]
+
+THREADS = 256
+BLOCK_ROWS = 16
+CHUNK = 128
+"""Columns of a chunk."""
+
+RESIDENT = 2
+"""Blocks of a multiprocessor at a time, for whose registers and shared memory kernels are compiled."""
+
+TOKENS = (8, 16)
+"""Most tokens of a tile, the columns of a product: a program each."""
+
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+_STATIC_BYTES = 9 << 10
+"""Shared memory of a block beside what it is launched with: the routing, and what the driver takes."""
+
+_FEW = 4
+"""Most tokens whose activations every block lays out for itself."""
+
+_FEW_CELLS = 128
+"""Most of their cells."""
+
+_DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
+_PROBLEM = np.dtype(
+    [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
+    + [(name, np.uint64) for name in ("index", "weights", "out", "cells")]
+    + [(name, np.int32) for name in ("tokens", "experts", "rows", "row_blocks", "splits")]
+    + [(name, _DIVISOR) for name in ("top_k", "chunks", "row_tiles")]
+    + [("unused", np.int32)]
+)
+
+Struct = NDArray[Any]
+
+
+class Device(NamedTuple):
+    """What a launch asks of a GPU.
+
+    Attributes:
+        processors: its multiprocessors.
+        shared: dynamic shared memory of a block of `RESIDENT` on one of them, in bytes.
+        most_shared: of a block that has one for itself.
+    """
+
+    processors: int
+    shared: int
+    most_shared: int
+
+
+class Division(NamedTuple):
+    """How a launch is cut.
+
+    Attributes:
+        row_blocks: blocks of 16 rows of a row tile.
+        splits: parts of the sum over columns.
+    """
+
+    row_blocks: int
+    splits: int = 1
+
+
+class LayerKernels(ABC):
+    """The launches of a family whose Format fills `Layer` (`cuda/common/layer.cuh`)."""
+
+    lays_out = False
+    """Whether there are kernels `lay_out_tokens` and `lay_out_hidden`."""
+
+    @abstractmethod
+    def cell_bytes(self, matrix: DeviceMatrix) -> int:
+        """Bytes of a token's chunk in shared memory."""
+
+    def ring_bytes(self, matrix: DeviceMatrix) -> int:
+        """At least what a warp's chunks on their way take (RING in the kernels)."""
+        return 6 << 10
+
+    @abstractmethod
+    def specification(self, matrix: DeviceMatrix) -> tuple[Any, ...]:
+        """What the kernels of a matrix are specialized to."""
+
+    @abstractmethod
+    def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
+        """The kernels of a matrix for tiles of so many tokens."""
+
+    @abstractmethod
+    def struct(self, matrix: DeviceMatrix) -> Struct:
+        """The Format's `Matrix`."""
+
+    def launched(self, matrix: DeviceMatrix, problem: Struct, shared: int) -> tuple[Struct, Tensor | None]:
+        """Launch what comes before a product.
+
+        Args:
+            matrix: of the product.
+            problem: its arguments.
+            shared: slots that have a row of x in common: 1, or the experts of a token.
+
+        Returns:
+            The Format's `Matrix`, and what must live until the product is launched.
+        """
+        return self.struct(matrix), None
+
+    def activations(self, matrix: DeviceMatrix, x: Tensor) -> Tensor:
+        """What the kernels of a matrix read instead of x."""
+        return x
+
+    def prepare(self, matrix: DeviceMatrix) -> None:
+        """See `Kernels.prepare`."""
+        for tokens in TOKENS:
+            self.program(matrix, tokens).load()
+
+    def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
+        """See `Kernels.linear`."""
+        self._sum(matrix, x, None, None, out)
+
+    def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
+        """See `Kernels.gated`; a gate and an up projection of different specifications are two launches."""
+        if self.specification(gate) == self.specification(up):
+            self._by_slot("gated", [gate, up], x, index, hidden)
+        else:
+            self._by_slot("project", [gate], x, index, hidden)
+            self._by_slot("multiply", [up], x, index, hidden)
+
+    def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
+        """See `Kernels.combine`; where the sum is split over blocks, its parts take memory of torch's allocator."""
+        self._sum(down, hidden, index, weights, out)
+
+    def by_slot(self, matrix: DeviceMatrix, slots: int) -> Division:
+        """How to cut a launch that writes a row for each slot; more rows of a tile share its activations."""
+        _, _, columns = matrix.shape
+        return Division(4 if slots > _FEW * 4 or columns > 16 * CHUNK else 2)
+
+    def of_sum(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
+        """How to cut the launch that sums the outputs of each token."""
+        blocks, resident = -(-matrix.shape[1] // BLOCK_ROWS), RESIDENT * device_of(matrix.data).processors
+        if tokens > _FEW:
+            return Division(4, max(1, min(8, resident // -(-blocks // 4))))
+        return Division(next(of_tile for of_tile in (4, 2, 1) if of_tile == 1 or blocks // of_tile > 0.8 * resident))
+
+    def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
+        """Launch a kernel that writes a row for each slot."""
+        first = matrices[0]
+        x = _padded(self.activations(first, x))
+        problem = _problem(first, x, index, None, out, len(x), self.by_slot(first, index.numel()))
+        cells = self._lay_out("lay_out_tokens", first, problem)
+        before = [self.launched(matrix, problem, index.shape[1]) for matrix in matrices]
+        self._launch(kernel, first, problem, [struct for struct, _ in before])
+        del cells, before
+
+    def _sum(self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor) -> None:
+        """Launch the kernel that sums the outputs of each token; of half of them at a time where memory is short."""
+        if self._shared(matrix, len(out)) > device_of(out).most_shared and len(out) > 1:
+            per_token = len(x) // len(out)
+            for tokens in (slice(0, len(out) // 2), slice(len(out) // 2, len(out))):
+                slots = slice(tokens.start * per_token, tokens.stop * per_token)
+                some, scales = (None if tensor is None else tensor[tokens] for tensor in (index, weights))
+                self._sum(matrix, x[slots], some, scales, out[tokens])
+            return
+        division = self.of_sum(matrix, len(x), len(out))
+        parts = out
+        if division.splits > 1:
+            parts = torch.empty((division.splits, *out.shape), dtype=torch.float32, device=out.device)
+        x = _padded(self.activations(matrix, x))
+        problem = _problem(matrix, x, index, weights, parts, len(out), division)
+        cells = self._lay_out("lay_out_hidden", matrix, problem)
+        struct, before = self.launched(matrix, problem, 1)
+        self._launch("combine", matrix, problem, [struct])
+        del cells, before
+        if division.splits > 1:
+            torch.sum(parts, 0, out=out)
+
+    def _lay_out(self, kernel: str, matrix: DeviceMatrix, problem: Struct) -> Tensor | None:
+        """Make the cells of all slots in a launch of its own, where blocks making their own would take longer.
+
+        Returns:
+            The cells; whoever launches the kernel that reads them keeps them until then.
+        """
+        tokens, top_k, chunks = problem["tokens"][0], problem["top_k"]["by"][0], problem["chunks"]["by"][0]
+        if not self.lays_out or (tokens <= _FEW and tokens * top_k * chunks <= _FEW_CELLS):
+            return None
+        cells = torch.empty(
+            int(tokens * top_k * chunks) * self.cell_bytes(matrix), dtype=torch.uint8, device=matrix.device
+        )
+        problem["cells"] = cells.data_ptr()
+        self._launch(kernel, matrix, problem, [])
+        return cells
+
+    def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, structs: list[Struct]) -> None:
+        """Launch a kernel of a matrix with as many blocks as run at a time."""
+        device = device_of(of.data)
+        program = self.program(of, tile_tokens(problem))
+        shared = self._shared(of, int(problem["tokens"][0]))
+        program.launch(kernel, RESIDENT * device.processors, THREADS, [problem, *structs], shared)
+
+    def _shared(self, matrix: DeviceMatrix, tokens: int) -> int:
+        """Bytes of dynamic shared memory of a block: at least its rings, sums and the cells of a tile."""
+        warps = THREADS // 32
+        least = warps * (self.ring_bytes(matrix) + tokens * BLOCK_ROWS * 4) + 2 * TOKENS[-1] * self.cell_bytes(matrix)
+        return max(least, device_of(matrix.data).shared)
+
+
+def tile_tokens(problem: Struct) -> int:
+    """Most tokens of a tile of a launch."""
+    return next((most for most in TOKENS if problem["tokens"][0] <= most), TOKENS[-1])
+
+
+def device_of(tensor: Tensor) -> Device:
+    """The GPU of a tensor."""
+    return _device(tensor.device.index)
+
+
+@cache
+def _device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    shared = properties.shared_memory_per_multiprocessor // RESIDENT - _STATIC_BYTES
+    most = properties.shared_memory_per_block_optin - _STATIC_BYTES
+    return Device(properties.multi_processor_count, shared // 128 * 128, most)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Activations whose rows begin at multiples of 16 bytes."""
+    more = -x.shape[1] % 8
+    return functional.pad(x, (0, more)) if more else x
+
+
+def _divisor(by: int) -> tuple[int, int]:
+    """The kernels' `Divisor`."""
+    return by, (2**32 - 1) // by
+
+
+def _problem(
+    matrix: DeviceMatrix,
+    x: Tensor,
+    index: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor,
+    tokens: int,
+    division: Division,
+) -> Struct:
+    """The arguments of a launch beside the matrices."""
+    experts, rows, columns = matrix.shape
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
+    top_k = 1 if index is None else index.shape[1]
+    tiles = -(-rows // (BLOCK_ROWS * division.row_blocks))
+    divisors = map(_divisor, (top_k, -(-columns // CHUNK), tiles))
+    values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, tokens, experts, rows, *division, *divisors, 0)
+    return np.array([values], _PROBLEM)

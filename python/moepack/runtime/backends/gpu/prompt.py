@@ -1,0 +1,104 @@
+"""Products of many tokens: weights are decoded to bfloat16, a few experts at a time, and multiplied by cuBLAS.
+
+The decoded weights cost as many bytes as a bfloat16 model reads, once a call instead of once a token; with more than
+some 60 tokens an expert that is less than the arithmetic. The host learns how many tokens each expert has, which waits
+for the device, so this path cannot be captured in a CUDA graph.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moepack.runtime.backends.base import Activation
+from moepack.runtime.backends.gpu.families import kernels_of
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+
+__all__ = ["experts", "linear"]
+
+DECODED_BYTES = 512 << 20
+"""The most bytes of decoded weights at a time, unless one expert of a layer has more."""
+
+
+def linear(matrix: DeviceMatrix, x: Tensor) -> Tensor:
+    """Multiply x [N, C] to [N, R] float32."""
+    return (x.to(torch.bfloat16) @ _decoded(matrix, 0, 1)[0].T).float()
+
+
+def experts(
+    matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, activation: Activation
+) -> Tensor:
+    """Sum the outputs of each token's experts; arguments and result as for `Backend.experts`, on one GPU."""
+    count = matrices[0].shape[0]
+    flat = index.reshape(-1)
+    flat = torch.where((flat >= 0) & (flat < count), flat, count)
+    sorted_experts, order = flat.sort(stable=True)
+    # A search finds where each expert's run ends; counting by atomics would be no faster and needs no less waiting.
+    ends = torch.searchsorted(sorted_experts, torch.arange(count, device=flat.device), right=True).tolist()
+    outputs = torch.zeros((flat.numel(), matrices[-1].shape[1]), dtype=torch.float32, device=x.device)
+    for run in _runs(matrices, ends):
+        places = order[run.tokens]
+        outputs[places] = _run(matrices, x[places // index.shape[1]].to(torch.bfloat16), run, activation)
+    shape = (*index.shape, outputs.shape[1])
+    return torch.einsum("tk,tkh->th", weights, outputs.view(shape))
+
+
+class _Run:
+    """Neighbouring experts whose weights are decoded together, and the run of their tokens.
+
+    Attributes:
+        first: the first expert.
+        ends: where the tokens of each end, counted from the first token of the run.
+        tokens: the run's tokens in the order of the experts.
+    """
+
+    def __init__(self, first: int, start: int, ends: Sequence[int]) -> None:
+        self.first = first
+        self.ends = [end - start for end in ends]
+        self.tokens = slice(start, ends[-1])
+
+
+def _runs(matrices: Sequence[DeviceMatrix], ends: Sequence[int]) -> list[_Run]:
+    """Runs of experts, without those that begin or end a run and have no tokens."""
+    size = 2 * max(rows * columns for _, rows, columns in (matrix.shape for matrix in matrices))
+    most = max(1, DECODED_BYTES // size)
+    starts = [0, *ends]
+    runs, expert = [], 0
+    while expert < len(ends):
+        last = min(expert + most, len(ends))
+        used = [e for e in range(expert, last) if ends[e] > starts[e]]
+        if used:
+            first, last = used[0], used[-1] + 1
+            runs.append(_Run(first, starts[first], ends[first:last]))
+        expert = last
+    return runs
+
+
+def _run(matrices: Sequence[DeviceMatrix], x: Tensor, run: _Run, activation: Activation) -> Tensor:
+    """Outputs [n, H] of a run's tokens x [n, C], bfloat16."""
+    first, *middle, last = matrices
+    inner = activation(_product(first, x, run))
+    for matrix in middle:
+        inner = inner * _product(matrix, x, run)
+    return _product(last, inner, run).float()
+
+
+def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
+    """Each expert's rows of x by its weights, bfloat16."""
+    weights = _decoded(matrix, run.first, len(run.ends))
+    _, rows, columns = weights.shape
+    if x.is_cuda and rows % 8 == 0 and columns % 8 == 0 and torch.cuda.get_device_capability(x.device) >= (9, 0):
+        ends = torch.tensor(run.ends, dtype=torch.int32, device=x.device)
+        product: Tensor = torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        return product
+    starts = [0, *run.ends]
+    places = [slice(start, end) for start, end in zip(starts, run.ends, strict=False)]
+    return torch.cat([x[place] @ weights[expert].T for expert, place in enumerate(places)])
+
+
+def _decoded(matrix: DeviceMatrix, first: int, count: int) -> Tensor:
+    """The values of some experts, [count, R, C] bfloat16."""
+    _, rows, columns = matrix.shape
+    out = torch.empty((count, rows, columns), dtype=torch.bfloat16, device=matrix.device)
+    kernels_of(matrix.kind).dequantize(matrix, first, out)
+    return out

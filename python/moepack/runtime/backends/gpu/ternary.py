@@ -1,0 +1,292 @@
+"""Products by ternary weights on a GPU: tables and launches of `cuda/ternary.cu`."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moepack._core import ternary_table
+from moepack.errors import LoadError
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.program import Program
+
+__all__ = ["KERNELS", "TernaryKernels"]
+
+WARP = 32
+TABLE_BYTES = 8192
+STATIC_BYTES = 8192
+"""More than the kernels' static shared memory."""
+
+PRODUCTS = 8192
+"""Most products that a block of `combine` keeps, in floats."""
+
+_Struct = NDArray[Any]
+_POINTER, _INT = np.uint64, np.int32
+
+_MATRIX = np.dtype(
+    [("row", _POINTER), ("column", _POINTER), ("payload", _POINTER), ("table", _POINTER)]
+    + [(name, _INT) for name in ("experts", "rows", "columns", "dictionaries", "pad")],
+    align=True,
+)
+_LAUNCH = np.dtype(
+    [("x", _POINTER), ("type", _INT), ("columns", _INT), ("index", _POINTER), ("slots", _INT), ("shared", _INT)],
+    align=True,
+)
+_TENSOR = np.dtype(
+    [("levels", _POINTER), ("index", _POINTER), ("starts", _POINTER)]
+    + [(name, _INT) for name in ("experts", "rows", "columns", "level_type", "symmetric", "wide", "three_slots")],
+    align=True,
+)
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class _Form(NamedTuple):
+    """How a launch runs.
+
+    Attributes:
+        tokens: of a tile.
+        in_global: activations stay in global memory.
+        staged: tiles whose activations are in shared memory at a time.
+        shared: bytes of shared memory.
+    """
+
+    tokens: int
+    in_global: bool
+    staged: int
+    shared: int
+
+
+class TernaryKernels:
+    """Kernels of `fsv8` and `dict16`. The tables of a matrix:
+
+    - `rows`, 16 bytes a row: start, length and dictionary, levels;
+    - `columns`, int16: the column of every 32nd code;
+    - `entries`, int32: the words of the codes;
+    - `numbers`, int64 on the CPU: dictionaries, longest word, codes.
+    """
+
+    def prepare(self, matrix: DeviceMatrix) -> None:
+        """See `Kernels.prepare`.
+
+        Raises:
+            LoadError: the tensor has more than 2^32 codes.
+        """
+        experts, rows, _ = matrix.shape
+        header = matrix.data[:64].cpu().numpy()
+        numbers = [None] if _is_dict16(matrix) else [int(number) for number in header[14 : 14 + header[13]]]
+        words = [_words(number) for number in numbers]
+        codes = matrix.sections["payload"][1] // (2 if _is_dict16(matrix) else 1)
+        if codes >= 1 << 32:
+            raise LoadError(f"GPU kernels read at most 2^32 ternary codes of a tensor, this one has {codes}")
+        device = matrix.device
+        entries = torch.from_numpy(np.concatenate([word.entries for word in words]).view(np.int32))
+        matrix.tables["entries"] = entries.to(device)
+        matrix.tables["numbers"] = torch.tensor([len(words), max(word.longest for word in words), codes])
+        matrix.tables["rows"] = torch.empty(max(experts * rows, 1) * 16, dtype=torch.uint8, device=device)
+        matrix.tables["columns"] = torch.empty(codes // 32 + 2, dtype=torch.int16, device=device)
+        if not experts * rows:
+            return
+        for tokens, slots in ((1, 1), (1, 2), (4, 2)):
+            _program(_is_dict16(matrix), tokens, _lanes(matrix), False, slots).load()
+        three_slots = sum(word.three_slots << i for i, word in enumerate(words))
+        program = _program(_is_dict16(matrix), 1, _lanes(matrix), False)
+        groups = experts * rows if _is_dict16(matrix) else experts * -(-rows // 64)
+        program.launch("find_rows", *_threads(groups), [_tensor(matrix, header, three_slots), matrix.tables["rows"]])
+        program.launch("find_columns", *_threads(experts * rows), [_struct(matrix), matrix.tables["columns"]])
+
+    def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
+        """See `Kernels.linear`."""
+        self._combine(matrix, x, None, None, out)
+
+    def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
+        """See `Kernels.gated`.
+
+        Raises:
+            LoadError: one projection is `fsv8` and the other `dict16`.
+        """
+        if _is_dict16(gate) != _is_dict16(up):
+            raise LoadError(f"GPU kernels multiply gate and up of one code, not {gate.format} and {up.format}")
+        pad = max(_pad(gate), _pad(up))
+        form = _gated_form(gate, up, pad, index)
+        launch = _launch(x, index, index.shape[1])
+        arguments: list[Any] = [_struct(gate, pad), _struct(up, pad), launch, hidden]
+        _launched("gated", gate, form, index.numel(), _processors(gate.device), arguments, _lanes(gate))
+
+    def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
+        """See `Kernels.combine`."""
+        self._combine(down, hidden, index, weights, out)
+
+    def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
+        """See `Kernels.dequantize`."""
+        row_bytes = -(-matrix.shape[2] // 8) * 16
+        block = _block(_is_dict16(matrix), 1, WARP, 1)
+        warps = min(block // WARP, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
+        rows = out.shape[0] * out.shape[1]
+        threads = WARP * warps or block
+        grid = min(-(-rows * WARP // threads), _processors(matrix.device))
+        program = _program(_is_dict16(matrix), 1, WARP, warps == 0)
+        shared = _table_bytes(matrix) + warps * row_bytes
+        program.launch("dequantize", grid, threads, [_struct(matrix), first, out.shape[0], out], shared)
+
+    def _combine(
+        self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor
+    ) -> None:
+        """A linear layer is a sum over one expert without weights."""
+        each = 1 if index is None else index.shape[1]
+        rows, slots = matrix.shape[1], len(x)
+        grid = max(_processors(matrix.device), -(-rows * slots // PRODUCTS) if each > 1 else 1)
+        form = _combine_form(matrix, slots, -(-rows // grid) * slots if each > 1 else 0)
+        launch = _launch(x, index, 1)
+        arguments = [_struct(matrix), launch, weights, each, form.staged, out]
+        _launched("combine", matrix, form, slots, grid, arguments, _lanes(matrix))
+
+
+KERNELS = TernaryKernels()
+
+
+class _Words(NamedTuple):
+    """The table of a dictionary as the kernels read it (`cuda/ternary.cuh`).
+
+    Attributes:
+        entries: uint32; of FSV8 2048, whatever the class bits.
+        longest: word, in weights.
+        three_slots: the form of the entries.
+    """
+
+    entries: NDArray[np.uint32]
+    longest: int
+    three_slots: bool
+
+
+@cache
+def _words(dictionary: int | None) -> _Words:
+    """The table of an FSV8 dictionary, or of dict16."""
+    entries, class_bits, three_slots = ternary_table(dictionary)
+    # The upper two bits of 0.0, of -2.0 for symbol 1 and of 2.0 for symbol 2.
+    kinds = np.array([0, 3, 1, 0], np.uint32)
+    symbols = [kinds[entries >> (16 + 2 * slot) & 3] for slot in range(3)]
+    lengths = entries >> 24
+    if three_slots:
+        slots = [(entries >> (5 * slot) & 31) | symbols[slot] << 6 for slot in range(3)]
+        packed = slots[0] | slots[1] << 8 | lengths << 16 | slots[2] << 24
+    else:
+        packed = entries & 0xFFFF | lengths << 16 | symbols[0] << 30 | symbols[1] << 28
+    if class_bits == 2:
+        packed = packed.repeat(2)
+    return _Words(packed.astype(np.uint32), int(lengths.max()), three_slots)
+
+
+def _block(dict16: bool, tokens: int, lanes: int, slots: int) -> int:
+    """Threads of a block: many where there is much to do; all of them run what comes before the first row."""
+    if tokens > 1 or dict16:
+        return 768
+    return 896 if slots > 1 else 512 if lanes == WARP else 768
+
+
+@cache
+def _program(dict16: bool, tokens: int, lanes: int, in_global: bool, slots: int = 1) -> Program:
+    threads = _block(dict16, tokens, lanes, slots)
+    return Program("ternary.cu", DICT16=int(dict16), TOKENS=tokens, LANES=lanes, GLOBAL=int(in_global), THREADS=threads)
+
+
+def _launched(
+    kernel: str, matrix: DeviceMatrix, form: _Form, slots: int, grid: int, arguments: list[Any], lanes: int
+) -> None:
+    """Launch a kernel of a form; slots beyond the second make no difference."""
+    key = _is_dict16(matrix), form.tokens, lanes
+    program = _program(*key, form.in_global, min(slots, 2))
+    program.launch(kernel, grid, _block(*key, slots), arguments, form.shared)
+
+
+def _gated_form(gate: DeviceMatrix, up: DeviceMatrix, pad: int, index: Tensor) -> _Form:
+    """Tiles of one or four tokens, whichever fits and reads fewer weights."""
+    space = _space(gate.device)
+    for tokens in _tile_sizes(index.numel(), gate.shape[0]):
+        shared = _table_bytes(gate) + _table_bytes(up) + (gate.shape[2] + 2 * pad) * 4 * tokens
+        if shared <= space:
+            return _Form(tokens, False, 1, shared)
+    return _Form(1, True, 1, _table_bytes(gate) + _table_bytes(up))
+
+
+def _combine_form(matrix: DeviceMatrix, slots: int, products: int) -> _Form:
+    """As many tiles at a time as fit beside the products."""
+    experts, _, columns = matrix.shape
+    pad, fixed = _pad(matrix), _table_bytes(matrix) + 4 * products
+    for tokens in _tile_sizes(slots, experts):
+        tile = -(-(pad + columns) * tokens // 4) * 16
+        rest = _space(matrix.device) - fixed - pad * 4 * tokens
+        if rest >= tile:
+            staged = min(slots, rest // tile)
+            return _Form(tokens, False, staged, fixed + pad * 4 * tokens + staged * tile)
+    return _Form(1, True, slots, fixed)
+
+
+def _tile_sizes(slots: int, experts: int) -> tuple[int, ...]:
+    """Tokens of a tile, the best first: four where experts have more than one or two."""
+    return (4, 1) if slots > 2 * min(slots, experts) else (1,)
+
+
+def _is_dict16(matrix: DeviceMatrix) -> bool:
+    return bool(matrix.details["code"] == "dict16")
+
+
+def _numbers(matrix: DeviceMatrix) -> list[int]:
+    numbers: list[int] = matrix.tables["numbers"].tolist()
+    return numbers
+
+
+def _table_bytes(matrix: DeviceMatrix) -> int:
+    return 0 if _is_dict16(matrix) else _numbers(matrix)[0] * TABLE_BYTES
+
+
+def _pad(matrix: DeviceMatrix) -> int:
+    """Columns that a lane's eight codes, one that begins in front of them and one behind them reach."""
+    return -(-(9 * _numbers(matrix)[1] + 8) // 4) * 4
+
+
+def _lanes(matrix: DeviceMatrix) -> int:
+    """The lanes of a row: a round of eight codes a lane should cover about half of it."""
+    experts, rows, _ = matrix.shape
+    codes = _numbers(matrix)[2] / max(experts * rows, 1)
+    return 8 if codes <= 200 else 16 if codes <= 320 else 32
+
+
+def _struct(matrix: DeviceMatrix, pad: int | None = None) -> _Struct:
+    """The kernels' `Matrix`."""
+    tables = matrix.tables
+    pointers = (tables["rows"].data_ptr(), tables["columns"].data_ptr(), matrix.pointer("payload"))
+    dictionaries = 0 if _is_dict16(matrix) else _numbers(matrix)[0]
+    last = (dictionaries, _pad(matrix) if pad is None else pad)
+    return np.array([(*pointers, tables["entries"].data_ptr(), *matrix.shape, *last)], _MATRIX)
+
+
+def _launch(x: Tensor, index: Tensor | None, shared: int) -> _Struct:
+    """The kernels' `Launch`: slots are those of the index, or the rows of x."""
+    pointer, slots = (0, len(x)) if index is None else (index.data_ptr(), index.numel())
+    return np.array([(x.data_ptr(), _TYPES[x.dtype], x.shape[1], pointer, slots, shared)], _LAUNCH)
+
+
+def _tensor(matrix: DeviceMatrix, header: NDArray[np.uint8], three_slots: int) -> _Struct:
+    """The kernels' `Tensor`; the header is that of docs/format.md, section 5."""
+    pointers = tuple(matrix.pointer(section) for section in ("levels", "index", "starts"))
+    wide = -(-matrix.shape[2] // 4) > 4095
+    return np.array([(*pointers, *matrix.shape, header[11], header[22], wide, three_slots)], _TENSOR)
+
+
+def _threads(count: int) -> tuple[int, int]:
+    """Grid and block for so many threads."""
+    return -(-count // 128), 128
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _space(device: torch.device) -> int:
+    """Bytes of dynamic shared memory that a block may have."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - STATIC_BYTES

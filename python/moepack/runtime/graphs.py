@@ -1,0 +1,230 @@
+"""Decoding on a GPU by replaying a recorded step: one launch a token instead of hundreds.
+
+A step of a packed model is some thousand small kernels, which are launched more slowly than they run. `StepGraphs`
+records the kernels of one step in a CUDA graph and replays it for every token. What changes between tokens lies in
+tensors with fixed addresses: the input, its position, the mask; keys and values are appended to buffers with room for
+more tokens (`moepack.runtime.cache`), all of which attention reads, the free places masked.
+
+Invariants:
+- A recording is for the buffers of one cache and for the model as it was: where the buffers grow, or anything that was
+  read is replaced, a new one is made.
+- The first step of a cache is never recorded: kernels are loaded and libraries make their workspaces there. So caches
+  that take turns are not recorded at all.
+- What cannot be recorded (a model over several devices, layers on the CPU, an operation that waits for the device) runs
+  as transformers runs it.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from moepack.runtime.cache import GrowingLayer, Room
+from moepack.runtime.plan import Guard
+
+__all__ = ["StepGraphs", "record"]
+
+Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""Takes a function; gives what repeats it, and its result, which each repetition writes anew."""
+
+
+def record(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Record the kernels of a function in a CUDA graph; they run when the graph is replayed, not before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = function()
+    return graph.replay, output
+
+
+class StepGraphs:
+    """Decoding steps of one decoder.
+
+    Args:
+        recorder: what records a step.
+    """
+
+    def __init__(self, recorder: Recorder = record) -> None:
+        self._recorder = recorder
+        self._recording: _Recording | None = None
+        self._last: Callable[[], Any] = lambda: None
+        self._possible = True
+        self._lock = Lock()
+
+    def step(
+        self, model: Any, forward: Callable[..., Any], given: dict[str, Tensor], cache: DynamicCache, **seen: Any
+    ) -> Tensor | None:
+        """Take one token of each sequence through the decoder.
+
+        Args:
+            model: the decoder without its head.
+            forward: of its class.
+            given: `input_ids` [B, 1] or `inputs_embeds` [B, 1, H].
+            cache: the tokens before; the step's are appended.
+            **seen: `attention_mask`, None or [B, tokens], and `position_ids`, None or [B, 1].
+
+        Returns:
+            [B, 1, H], or None where this step is not replayed and nothing has changed.
+        """
+        mask, positions = seen.get("attention_mask"), seen.get("position_ids")
+        layers = _growing(cache)
+        plain = (mask is None or mask.ndim == 2) and (positions is None or positions.ndim == 2)
+        if not (self._possible and plain and layers and self._lock.acquire(blocking=False)):
+            return None
+        try:
+            with torch.inference_mode():
+                length = layers[0].get_seq_length()
+                rooms = [layer.room(1) for layer in layers]
+                recording = self._ready(model, forward, given, cache, rooms, length)
+                if recording is None:
+                    return None
+                output = recording.replay(given, length, mask, positions)
+            for layer, room in zip(layers, rooms, strict=True):
+                layer.show(room, length + 1)
+            return output.clone()
+        finally:
+            self._lock.release()
+
+    def _ready(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        given: dict[str, Tensor],
+        cache: DynamicCache,
+        rooms: Sequence[Room],
+        length: int,
+    ) -> "_Recording | None":
+        """A recording for these buffers; None for a cache's first step and where none can be made."""
+        if self._recording is not None and self._recording.is_for(given, rooms):
+            return self._recording
+        self._recording = None  # its memory serves the next one
+        again, self._last = self._last() is cache, weakref.ref(cache)
+        if not again:
+            return None
+        try:
+            self._recording = _Recording(model, forward, given, rooms, length, self._recorder)
+        except RuntimeError:  # something waited for the device, or is on another one
+            self._possible = False
+        return self._recording
+
+
+class _Recording:
+    """A recorded step with its inputs.
+
+    Attributes:
+        replay: repeats the step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        given: dict[str, Tensor],
+        rooms: Sequence[Room],
+        length: int,
+        recorder: Recorder,
+    ) -> None:
+        ((self._name, example),) = given.items()
+        self._guard = Guard.of(model)
+        if not self._guard.holds() or len({tensor.device for tensor in model.parameters()}) > 1:
+            raise RuntimeError("hooks, or several devices")
+        self._rooms = list(rooms)
+        batch, capacity = len(example), rooms[0].capacity
+        self._input = example.clone()
+        self._place = torch.full((1,), length, device=example.device)
+        self._positions = torch.full((batch, 1), length, device=example.device)
+        self._hidden = torch.finfo(_dtype(model)).min
+        self._mask = torch.full((batch, 1, 1, capacity), self._hidden, dtype=_dtype(model), device=example.device)
+        self._visible, self._sees_all = 0, False  # from where on the mask hides all places; whether it hides no other
+        for room in rooms:  # masked places are multiplied by zero, which must not meet a NaN
+            room.keys[:, :, length:].zero_()
+            room.values[:, :, length:].zero_()
+        appended = _Appended(self._rooms, self._place)
+        self._replay, self._output = recorder(
+            lambda: (
+                forward(
+                    **{self._name: self._input},
+                    attention_mask=self._mask,
+                    position_ids=self._positions,
+                    past_key_values=appended,
+                    use_cache=True,
+                ).last_hidden_state
+            )
+        )
+
+    def is_for(self, given: dict[str, Tensor], rooms: Sequence[Room]) -> bool:
+        """Whether it may be replayed for an input and buffers."""
+        ((name, tensor),) = given.items()
+        same = name == self._name and tensor.shape == self._input.shape and tensor.dtype == self._input.dtype
+        return same and all(map(_is, rooms, self._rooms)) and len(rooms) == len(self._rooms) and self._guard.holds()
+
+    def replay(self, given: dict[str, Tensor], length: int, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Take the token behind `length` others; the result is overwritten by the next one."""
+        self._input.copy_(given[self._name])
+        self._place.fill_(length)
+        self._positions.fill_(length) if positions is None else self._positions.copy_(positions)
+        self._show(length + 1, mask)
+        self._replay()
+        return self._output
+
+    def _show(self, tokens: int, mask: Tensor | None) -> None:
+        """Let attention see the first tokens but those that a mask hides."""
+        seen = self._mask[:, 0, 0, :tokens]
+        if mask is not None:
+            seen.copy_(torch.where(mask.to(seen.device, torch.bool), 0.0, self._hidden))
+        elif self._sees_all and self._visible == tokens - 1:
+            seen[:, -1].zero_()
+        else:
+            seen.zero_()
+        self._mask[:, 0, 0, tokens : max(tokens, self._visible)].fill_(self._hidden)  # the cache was cropped
+        self._visible, self._sees_all = tokens, mask is None
+
+
+class _Appended:
+    """What attention appends to and reads while a step is recorded, in place of a cache.
+
+    Args:
+        rooms: buffers of each layer.
+        place: [1], where the token goes.
+    """
+
+    is_compileable = False
+
+    def __init__(self, rooms: Sequence[Room], place: Tensor) -> None:
+        self._rooms, self._place = rooms, place
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the token's keys and values; those of all places."""
+        room = self._rooms[layer_idx]
+        room.keys.index_copy_(2, self._place, keys)
+        room.values.index_copy_(2, self._place, values)
+        return room.keys, room.values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """All places count: the mask says which hold tokens."""
+        return self._rooms[layer_idx].capacity - 1
+
+
+def _growing(cache: DynamicCache) -> list[GrowingLayer]:
+    """The layers of a cache, made to grow in place; none where they are of other kinds or differ in length."""
+    layers: list[Any] = cache.layers
+    lengths = {layer.get_seq_length() for layer in layers}
+    if any(type(layer) not in (DynamicLayer, GrowingLayer) for layer in layers) or len(lengths) != 1 or 0 in lengths:
+        return []
+    for number, layer in enumerate(layers):
+        if type(layer) is DynamicLayer:
+            layers[number] = GrowingLayer.of(layer)
+    return layers
+
+
+def _is(room: Room, other: Room) -> bool:
+    return room.keys is other.keys and room.values is other.values
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Of the activations, which the masks of attention share."""
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+    return dtype

@@ -1,0 +1,121 @@
+"""Packed products as operators of torch, for `torch.compile` and `torch.export`.
+
+A compiler must not look into packed bytes: it traces a model with tensors that have no memory, and what it keeps must
+not depend on Python objects. So each product is one operator of tensors, numbers and names: the packed bytes are an
+argument, and the operator finds the matrix that is open over them (`store.matrix_over`). Outside of compiled code
+modules call their backend directly.
+
+A backward pass is compiled too, before anybody asks for it, and raises when it runs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moepack.runtime.backends import Activation, backend_for, is_silu
+from moepack.runtime.store import matrix_over
+
+__all__ = ["activation_name", "experts", "linear"]
+
+_torch: Any = torch.library  # whose functions have no types
+_library = _torch.Library("moepack", "DEF")
+_library.define("linear(Tensor x, Tensor data, SymInt rows, str? mode) -> Tensor")
+_library.define(
+    "experts(Tensor x, Tensor index, Tensor weights, Tensor[] data, SymInt rows, str activation, str? mode) -> Tensor"
+)
+_library.define("no_gradient(Tensor gradient) -> Tensor")
+
+_activations: dict[str, Activation] = {"silu": functional.silu}
+
+
+def activation_name(activation: Activation) -> str:
+    """Return the name by which operators find an activation again; it is the same in every process."""
+    if is_silu(activation):
+        return "silu"
+    name: str = getattr(activation, "__qualname__", None) or repr(activation)
+    _activations[name] = activation
+    return name
+
+
+def linear(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
+    """Multiply x [N, C] by the packed matrix of bytes `data`, to [N, rows] float32; see `Backend.linear`."""
+    product: Tensor = torch.ops.moepack.linear(x, data, rows, mode)
+    return product
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    data: Sequence[Tensor],
+    rows: int,
+    activation: str,
+    mode: str | None,
+) -> Tensor:
+    """Sum the outputs of each token's experts, to [T, rows] float32; see `Backend.experts`.
+
+    Args:
+        x: [T, H].
+        index: [T, k].
+        weights: [T, k].
+        data: the packed bytes of the projections, in the order of the computation.
+        rows: of the last projection.
+        activation: its name (`activation_name`).
+        mode: a compute mode, or None.
+    """
+    outputs: Tensor = torch.ops.moepack.experts(x, index, weights, list(data), rows, activation, mode)
+    return outputs
+
+
+def _linear(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
+    return backend_for(x.device).linear(matrix_over(data), x, mode)
+
+
+def _experts(
+    x: Tensor, index: Tensor, weights: Tensor, data: list[Tensor], rows: int, activation: str, mode: str | None
+) -> Tensor:
+    matrices = [matrix_over(bytes_) for bytes_ in data]
+    return backend_for(x.device).experts(matrices, x, index, weights, _activations[activation], mode)
+
+
+def _refuse(gradient: Tensor) -> Tensor:
+    raise RuntimeError("packed weights run inference only: there is no gradient through them")
+
+
+def _linear_fake(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
+    return x.new_empty((x.shape[0], rows), dtype=torch.float32)
+
+
+def _experts_fake(
+    x: Tensor, index: Tensor, weights: Tensor, data: list[Tensor], rows: int, activation: str, mode: str | None
+) -> Tensor:
+    return x.new_empty((x.shape[0], rows), dtype=torch.float32)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.inputs = len(inputs)
+    ctx.like = inputs[0].dtype, inputs[0].shape
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """A gradient of the activations, of the right shape, that cannot be computed."""
+    dtype, shape = ctx.like
+    refused = torch.ops.moepack.no_gradient(gradient)
+    return refused.sum().to(dtype).expand(shape), *(None for _ in range(ctx.inputs - 1))
+
+
+def _install(name: str, function: Any, fake: Any, backward: Any) -> None:
+    """Give an operator its implementation on the CPU and on GPUs, its shapes, and its gradient."""
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
+    _torch.register_fake(f"moepack::{name}", fake, lib=_library)
+    if backward is not None:
+        _torch.register_autograd(f"moepack::{name}", backward, setup_context=_remember, lib=_library)
+
+
+_install("linear", _linear, _linear_fake, _backward)
+_install("experts", _experts, _experts_fake, _backward)
+_install("no_gradient", _refuse, torch.empty_like, None)

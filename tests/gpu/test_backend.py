@@ -1,0 +1,180 @@
+"""What the GPU backend does around its kernels, which stand-ins on the CPU replace."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import functional
+
+import moepack
+from moepack.runtime.backends.cpu import CpuBackend
+from moepack.runtime.backends.gpu import backend, prompt
+from moepack.runtime.backends.gpu.backend import GpuBackend
+from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.upload import PIECE, pieces
+from runtime_support import dense_blob
+
+
+class Kernels:
+    """Products by weights that a matrix has as a table, in float64."""
+
+    def __init__(self):
+        self.calls = []
+
+    def linear(self, matrix, x, out):
+        self.calls.append("linear")
+        out.copy_(x.double() @ weights_of(matrix)[0].T)
+
+    def gated(self, gate, up, x, index, hidden):
+        self.calls.append("gated")
+        for slot, expert in enumerate(index.flatten().tolist()):
+            if 0 <= expert < gate.shape[0]:
+                token = x[slot // index.shape[1]].double()
+                hidden[slot] = functional.silu(weights_of(gate)[expert] @ token) * (weights_of(up)[expert] @ token)
+
+    def combine(self, down, hidden, index, weights, out):
+        self.calls.append("combine")
+        out.zero_()
+        for slot, expert in enumerate(index.flatten().tolist()):
+            if 0 <= expert < down.shape[0]:
+                product = weights_of(down)[expert] @ hidden[slot].double()
+                out[slot // index.shape[1]] += weights.flatten()[slot] * product
+
+    def dequantize(self, matrix, first, out):
+        self.calls.append("dequantize")
+        out.copy_(weights_of(matrix)[first : first + len(out)])
+
+
+def weights_of(matrix):
+    return matrix.tables["weights"].double()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Stand-ins for the kernels of every format, on the CPU."""
+    found = Kernels()
+    for module in (backend, prompt):
+        monkeypatch.setattr(module, "kernels_of", lambda kind: found)
+    monkeypatch.setattr(backend, "_current", lambda needed, x: nullcontext())
+    return found
+
+
+def matrices(shapes, seed=0, kinds=None):
+    """The same weights, exact in bfloat16, as matrices of the CPU and of stand-ins."""
+    generator = torch.Generator().manual_seed(seed)
+    both = []
+    for place, shape in enumerate(shapes):
+        weights = (torch.randn(shape, generator=generator) / max(shape[2], 1) ** 0.5).bfloat16().float()
+        blob = torch.from_numpy(dense_blob(weights.numpy()))
+        kind = kinds[place] if kinds else "groupwise"
+        matrix = DeviceMatrix(blob, shape, kind, kind, {}, {}, {"weights": weights})
+        both.append((CpuBackend().open(blob), matrix))
+    return [cpu for cpu, _ in both], [gpu for _, gpu in both]
+
+
+def layer(experts, inner, hidden):
+    return [(experts, inner, hidden), (experts, inner, hidden), (experts, hidden, inner)]
+
+
+def routed(tokens, choices, experts, hidden, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    index = torch.randint(-1, experts + 2, (tokens, choices), generator=generator)
+    return x, index, torch.rand(tokens, choices, generator=generator)
+
+
+def for_the_cpu(index, experts):
+    """Without negative numbers, which only GPUs skip."""
+    return torch.where(index < 0, experts, index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "choices", "path"), [(1, 2, "gated"), (64, 8, "gated"), (65, 2, "dequantize")])
+def test_layers_are_what_the_cpu_computes(kernels, tokens, choices, path, dtype):
+    experts, hidden = 7, 48
+    cpu, gpu = matrices(layer(experts, 40, hidden))
+    x, index, weights = routed(tokens, choices, experts, hidden, dtype)
+    for activation in (functional.silu, functional.gelu):
+        kernels.calls.clear()
+        found = GpuBackend().experts(gpu, x, index, weights, activation, None)
+        expected = CpuBackend().experts(cpu, x, for_the_cpu(index, experts), weights, activation, None)
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+        assert kernels.calls[0] == (path if activation is functional.silu else "dequantize")
+
+
+@pytest.mark.parametrize("decoded", [1, 3 * 40 * 48 * 2, 1 << 30])
+@pytest.mark.parametrize("tokens", [1, 70, 300])
+def test_prompts_are_decoded_a_few_experts_at_a_time(kernels, monkeypatch, decoded, tokens):
+    monkeypatch.setattr(prompt, "DECODED_BYTES", decoded)
+    cpu, gpu = matrices(layer(7, 40, 48))
+    x, index, weights = routed(tokens, 2, 7, 48)
+    index[index == 3] = 4  # an expert without tokens in the middle
+    found = prompt.experts(gpu, x, index, weights, functional.silu)
+    expected = CpuBackend().experts(cpu, x, for_the_cpu(index, 7), weights, functional.silu, None)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+
+
+def test_two_projections_and_families_that_differ_are_decoded(kernels):
+    cpu, gpu = matrices([(3, 40, 48), (3, 48, 40)])
+    x, index, weights = routed(5, 1, 3, 48)
+    found = GpuBackend().experts(gpu, x, index, weights, functional.relu, None)
+    expected = CpuBackend().experts(cpu, x, for_the_cpu(index, 3), weights, functional.relu, None)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+    _, gpu = matrices(layer(3, 40, 48), kinds=["groupwise", "codebook", "ternary"])
+    GpuBackend().experts(gpu, x, index, weights, functional.silu, None)
+    _, gpu = matrices(layer(3, 40, 48), kinds=["groupwise", "compensated", "ternary"])
+    GpuBackend().experts(gpu, x, index, weights, functional.silu, None)
+    assert set(kernels.calls[:-2]) == {"dequantize"} and kernels.calls[-2:] == ["gated", "combine"]
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65])
+def test_linear_layers(kernels, tokens):
+    cpu, gpu = matrices([(1, 33, 47)])
+    x = torch.randn(tokens, 47)
+    found = GpuBackend().linear(gpu[0], x, None)
+    torch.testing.assert_close(found, CpuBackend().linear(cpu[0], x, None), rtol=0.03, atol=0.03)
+    assert kernels.calls == ["linear" if tokens <= 64 else "dequantize"]
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (3, 4, 0)])
+def test_nothing_gives_zeros(kernels, shape):
+    _, gpu = matrices(layer(*shape))
+    x, index, weights = routed(5, 2, shape[0], shape[2])
+    assert torch.equal(GpuBackend().experts(gpu, x, index, weights, functional.silu, None), torch.zeros(5, shape[2]))
+    assert GpuBackend().experts(gpu, x[:0], index[:0], weights[:0], functional.silu, None).shape == (0, shape[2])
+    assert not kernels.calls
+
+
+def test_wrong_activations_are_refused(kernels):
+    _, (matrix,) = matrices([(1, 33, 47)])
+    for x in (torch.ones(3, 47, dtype=torch.long), torch.ones(47), torch.ones(2, 3, 47, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="activations must be"):
+            GpuBackend().linear(matrix, x, None)
+
+
+def test_strided_and_shifted_activations(kernels):
+    _, (matrix,) = matrices([(1, 33, 47)])
+    wide = torch.randn(9, 2 * 47 + 1)
+    for x in (wide[:, 1:48], wide[:, ::2][:, :47], wide.T[:47].T):
+        expected = GpuBackend().linear(matrix, x.clone(), None)
+        assert torch.equal(GpuBackend().linear(matrix, x, None), expected)
+
+
+def test_tensors_on_different_devices_are_refused():
+    _, gpu = matrices([(1, 33, 47)])
+    with pytest.raises(moepack.LoadError, match="packed weights on 'cpu' cannot be used on 'meta'"):
+        backend._current(gpu, torch.ones(1, 47, device="meta"))
+
+
+def test_formats_without_kernels_are_named():
+    assert {"groupwise", "compensated", "ternary", "codebook"} <= set(FAMILIES)
+    with pytest.raises(moepack.LoadError, match="'test-dense' run on the CPU"):
+        kernels_of("test-dense")
+
+
+@pytest.mark.parametrize("size", [1, PIECE - 1, PIECE, 2 * PIECE + 5])
+def test_uploads_come_in_pieces_that_fit_a_buffer(size):
+    places = pieces(size)
+    assert [place.start for place in places] == [0, *(place.stop for place in places[:-1])]
+    assert places[-1].stop == size and max(place.stop - place.start for place in places) <= PIECE

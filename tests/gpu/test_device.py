@@ -1,0 +1,188 @@
+"""Packed models on a GPU that is there."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+
+import moepack
+from moepack import GroupwiseTensor, _core
+from moepack.errors import DeviceError, DeviceMemoryError, LoadError
+from moepack.methods import create
+from moepack.runtime import ops
+from moepack.runtime.backends.gpu import Uploader
+from moepack.runtime.backends.gpu.device import allocate
+from moepack.runtime.backends.gpu.program import Program
+from moepack.runtime.decoder import set_decoding
+from moepack.runtime.device import DeviceStore
+from moepack.runtime.linear import PackedLinear
+from moepack.runtime.packed import PackedModule
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module", params=["ternary", "finequant"])
+def directory(request, mixtral, tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / request.param
+    moepack.compress(mixtral, path, method=create(request.param))
+    return path
+
+
+def ids(tokens, batch=2):
+    return torch.randint(3, 250, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+@torch.inference_mode()
+def logits(model, tokens=20):
+    return model(ids(tokens).to(model.device)).logits.float().cpu()
+
+
+def assert_near(found, expected):
+    """Within what activations lose that are rounded to bfloat16."""
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 100])
+def test_a_model_on_a_gpu_computes_what_it_does_on_the_cpu(directory, tokens):
+    cpu, gpu = (moepack.load(directory, dtype="float32", device=device) for device in ("cpu", "cuda"))
+    assert {buffer.device for _, buffer in gpu.named_buffers()} == {GPU}
+    assert_near(logits(gpu, tokens), logits(cpu, tokens))
+
+
+def test_models_move_between_devices(directory):
+    model = moepack.load(directory, dtype="float32")
+    expected = logits(model)
+    model.to("cuda")
+    assert_near(logits(model), expected)
+    twin = copy.deepcopy(model)
+    assert_near(logits(twin), expected)
+    assert torch.equal(logits(model.to("cpu")), expected)
+
+
+def test_half_the_layers_on_the_cpu(directory):
+    expected = logits(moepack.load(directory, dtype="float32"))
+    model = moepack.load(directory, dtype="float32", device_map={"": 0, "model.layers.1": "cpu"})
+    first, second = (module for module in model.modules() if isinstance(module, PackedModule))
+    assert {buffer.device for buffer in first.buffers()} == {GPU}
+    assert {buffer.device.type for buffer in second.buffers()} == {"cpu"}
+    assert_near(logits(model), expected)
+
+
+def test_automatic_maps_fall_back_to_the_cpu_by_layers(directory):
+    expected = logits(moepack.load(directory, dtype="float32"))
+    cpu = moepack.load(directory, dtype="float32")
+    layer = sum(tensor.nbytes for tensor in (*cpu.model.layers[0].parameters(), *cpu.model.layers[0].buffers()))
+    room = {0: cpu.get_input_embeddings().weight.nbytes + int(1.2 * layer), "cpu": 10**9}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, device_map="auto", max_memory=room, dtype=torch.float32
+    )
+    assert {str(device) for device in model.hf_device_map.values()} == {"0", "cpu"}
+    assert_near(logits(model.eval()), expected)
+
+
+def test_generation_replays_graphs(directory):
+    model = moepack.load(directory, dtype="bfloat16", device="cuda")
+    prompt = ids(9, batch=3).cuda()
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    assert model.model.forward.steps > 30
+    try:
+        set_decoding("transformers")
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    finally:
+        set_decoding(None)
+    assert (found == expected).float().mean() > 0.6  # rounding of bfloat16 makes texts part ways
+
+
+def test_compiled_models(directory):
+    model = moepack.load(directory, dtype="float32", device="cuda")
+    expected = logits(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        assert_near(compiled(ids(20).cuda()).logits.float().cpu(), expected)
+
+
+def test_streams_and_threads_at_once(directory):
+    model = moepack.load(directory, dtype="float32", device="cuda")
+    expected = [logits(model, tokens) for tokens in range(1, 9)]
+    found = [None] * 8
+
+    def run(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(5):
+                found[number] = logits(model, number + 1)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def integers():
+    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+    return GroupwiseTensor.quantize(weight, 4, 64)
+
+
+def test_coded_integers_are_decoded_when_they_are_uploaded():
+    tensor, x = integers(), torch.randn(5, 128)
+    layer = PackedLinear(40, 128)
+    DeviceStore(GPU).put(layer, "packed", torch.from_numpy(_core.code_groupwise(tensor.data)), tensor="packed")
+    assert layer.nbytes == tensor.nbytes
+    assert_near(layer(x.cuda()).cpu(), tensor.matmul(x))
+
+
+def test_operators_obey_torch():
+    data = torch.from_numpy(integers().data.copy()).cuda()
+    torch.library.opcheck(torch.ops.moepack.linear.default, (torch.randn(5, 128, device=GPU), data, 40, None))
+
+
+def test_a_captured_product_follows_its_input():
+    tensor = integers()
+    data, x = torch.from_numpy(tensor.data.copy()).cuda(), torch.randn(3, 128, device=GPU)
+    ops.linear(x, data, 40, None)
+    layer = PackedLinear(40, 128)
+    layer.attach("packed", data)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        out = layer(x)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert_near(out.cpu(), tensor.matmul(x.cpu()))
+
+
+def test_nothing_is_loaded_while_a_graph_is_captured():
+    program = Program("groupwise.cu", BITS=4, GROUP=32, SYMMETRIC=1, HALVES=0, TOKENS=8, RESIDENT=2, NEVER_LOADED=1)
+    with pytest.raises(DeviceError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=GPU)
+        program.kernel("combine")
+
+
+def test_uploads_are_exact():
+    source = torch.randint(0, 256, ((64 << 20) + 12345,), dtype=torch.uint8)
+    target = torch.zeros(len(source), dtype=torch.uint8, device=GPU)
+    Uploader(GPU).copy(source, target)
+    assert torch.equal(target.cpu(), source)
+
+
+def test_too_little_memory():
+    with pytest.raises(DeviceMemoryError, match=r"'packed' takes 1125899.91 GB .* missing"):
+        allocate(1 << 50, GPU, "'packed'")
+
+
+def test_tensors_elsewhere_are_refused():
+    layer = PackedLinear(40, 128)
+    layer.attach("packed", torch.from_numpy(integers().data.copy()).cuda())
+    with pytest.raises(LoadError, match=r"'cuda:0' cannot be used on 'cpu'"):
+        layer(torch.randn(5, 128))
+    with pytest.raises(DeviceError, match="there is no 'cuda:77'"):
+        DeviceStore(torch.device("cuda", 77))

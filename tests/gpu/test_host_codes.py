@@ -1,0 +1,73 @@
+"""Ternary codes and codes into codebooks as a GPU decodes them, compiled for the host: they are the core's."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moepack import _core, encode_ternary
+from moepack.runtime.backends.gpu.compiler import sources
+from moepack.runtime.backends.gpu.ternary import _words
+
+_COMPILER = shutil.which("g++")
+
+
+def build(folder, name, *options):
+    if _COMPILER is None:
+        pytest.skip("g++ is missing")
+    source, path = Path(__file__).parent / "host" / f"{name}.cpp", folder / name
+    subprocess.run(
+        [_COMPILER, "-std=c++17", "-O1", f"-I{sources()}", *options, str(source), "-o", str(path)], check=True
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def ternary_program(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("host"), "ternary")
+
+
+@pytest.mark.parametrize("positive", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("zeros", [0.45, 0.6, 0.75, 0.82, 0.885, 0.93, 0.97])
+def test_words_of_every_kind_of_dictionary_decode_to_the_codes(ternary_program, tmp_path, zeros, positive):
+    columns = 6001
+    drawn = torch.rand(1, columns, generator=torch.Generator().manual_seed(int(1000 * zeros)))
+    codes = (drawn > zeros).to(torch.int8) - 2 * (drawn > zeros + positive * (1 - zeros)).to(torch.int8)
+    data = encode_ternary(codes, levels=torch.tensor([[-1.0, 1.0]])).data
+    sections = _core.PackedTensor(data).sections()
+    field = int(data[sections["index"][0] : sections["index"][0] + 2].view(np.uint16)[0]) >> 12
+    words = _words(int(data[14 + (field & 7)]))
+    start, length = sections["payload"]
+    assert length < -(-columns // 4), "the row is stored raw"
+    (tmp_path / "table").write_bytes(words.entries.tobytes())
+    (tmp_path / "codes").write_bytes(data[start : start + length].tobytes() + bytes(-length % 8))
+    arguments = [tmp_path / "table", tmp_path / "codes", str(columns), str(2 + words.three_slots)]
+    printed = subprocess.run([ternary_program, *arguments], stdout=subprocess.PIPE, check=True).stdout
+    # Symbol 1 is the negative level unless the row swaps them.
+    values = np.array([0, 1, -1, 9] if field >> 3 else [0, -1, 1, 9], np.int8)
+    np.testing.assert_array_equal(values[np.frombuffer(printed, np.uint8)], codes[0].numpy())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_codes_into_codebooks_come_in_the_order_of_the_activations(tmp_path, bits):
+    random = np.random.default_rng(bits)
+    codes = random.integers(0, 1 << bits, (1, 16, 128), dtype=np.uint8)
+    centroids = np.zeros((1, 16, 1, 1 << bits), np.int16)
+    data = _core.encode_codebook(
+        codes, centroids, np.ones((1, 16, 1), np.float32), bits=bits, block=128, ndim=2, activation_bits=8
+    )
+    (tmp_path / "chunk").write_bytes(data[-16 * 128 * bits // 8 :].tobytes())
+    program = build(tmp_path, "codebook", f"-DBITS={bits}")
+    printed = subprocess.run([program, tmp_path / "chunk"], stdout=subprocess.PIPE, check=True).stdout
+    printed = np.frombuffer(printed, np.uint8)
+    np.testing.assert_array_equal(printed[2048:].reshape(16, 128), codes[0])
+    t, step, part, byte = np.meshgrid(*map(np.arange, (4, 4, 2, 4)), indexing="ij")
+    place = 2 * part + byte // 2
+    if bits == 2:
+        columns = 16 * (2 * t + step // 2) + 8 * (step % 2) + place + 4 * (byte % 2)
+    else:
+        columns = 32 * step + 4 * t + place + 16 * (byte % 2)
+    np.testing.assert_array_equal(printed[:2048].reshape(16, 128), codes[0][:, columns.reshape(-1)])

@@ -1,0 +1,161 @@
+"""Every kernel, compiled for each architecture and disassembled: registers, spills, local memory, operations that
+decoding takes for each weight. Needs no GPU."""
+
+import re
+import shutil
+
+import pytest
+from sass import DISASSEMBLER, INTEGER, disassemble
+
+from moepack.errors import DeviceError
+from moepack.runtime.backends.gpu import codebook as codebook_kernels
+from moepack.runtime.backends.gpu import compiler
+from moepack.runtime.backends.gpu import groupwise as groupwise_kernels
+from moepack.runtime.backends.gpu import ternary as ternary_kernels
+from moepack.runtime.backends.gpu.families import FAMILIES
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_90a")
+
+
+def groupwise(bits, group, symmetric, tokens=8, rank_bits=0):
+    return groupwise_kernels._compiled(bits, group, bool(symmetric), True, rank_bits, tokens)
+
+
+def codebook(bits, planes, tokens=8):
+    return codebook_kernels._compiled(bits, planes, tokens)
+
+
+def ternary(dict16, tokens, lanes, in_global=False):
+    return ternary_kernels._program(bool(dict16), tokens, lanes, in_global)
+
+
+PROGRAMS = {
+    **{f"int{bits} by 64": groupwise(bits, 64, 0) for bits in (2, 3, 4, 8)},
+    **{f"int{bits} by 64, 32 tokens": groupwise(bits, 64, 0, 32) for bits in (3, 8)},
+    "int3 by 64 symmetric": groupwise(3, 64, 1),
+    "int4 by 16": groupwise(4, 16, 0),
+    "int2 by 256": groupwise(2, 256, 1),
+    "int8 a row": groupwise(8, 0, 1),
+    "int3 by 64 and factors": groupwise(3, 64, 0, rank_bits=3),
+    **{f"codebook {bits} bits": codebook(bits, 2) for bits in (2, 3, 4)},
+    "codebook 4 bits, 32 tokens": codebook(4, 2, 32),
+    "codebook 4 bits, rounded": codebook(4, 1),
+    "fsv8": ternary(0, 1, 32),
+    "fsv8, 4 tokens, short rows": ternary(0, 4, 8),
+    "fsv8, long rows": ternary(0, 1, 32, True),
+    "dict16": ternary(1, 1, 16),
+    "dict16, 4 tokens": ternary(1, 4, 32),
+}
+"""A program of each kind of inner loop."""
+
+_USE = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+SPILLS = {
+    "int3 by 64 symmetric": 64,  # on sm_80 alone
+    "int3 by 64, 32 tokens": 256,
+    "int8 by 64, 32 tokens": 64,
+    "int3 by 64 and factors": 64,
+    "codebook 4 bits": 64,
+    "fsv8, long rows": 64,
+}
+"""Bytes of stack or of spills that a kernel may have. Two blocks of a multiprocessor leave 128 registers to a thread: a
+few bytes outside of the inner loop cost less than a block."""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_keep_what_they_need_in_registers(name, arch):
+    cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0)
+    kernels = _USE.findall(cubin.log)
+    assert {"gated", "combine", "dequantize"} <= {kernel for kernel, *_ in kernels}
+    for kernel, *bytes_, registers in kernels:
+        assert max(map(int, bytes_)) <= most, f"{kernel}: bytes of stack, stored and loaded: {bytes_}"
+        assert int(registers) < 255, kernel
+    for kernel, code in disassemble(cubin.path).items():
+        local = code.count("LDL", "STL")
+        assert local <= most // 2, f"{kernel}: {local} accesses to local memory"
+        assert "gated" not in kernel or name.startswith(("fsv8", "dict16")) or code.count("HMMA", "IMMA") > 0
+
+
+OPERATIONS = {
+    # The program, weights of a lane in a product of its tensor cores, integer and f16 operations a weight at most.
+    "int2 by 64": (8, 2.0),
+    "int3 by 64": (8, 2.0),
+    "int4 by 64": (8, 2.0),
+    "int8 by 64": (8, 1.6),
+    "codebook 4 bits": (16 / 4, 2.9),
+    "codebook 3 bits": (16 / 4, 1.8),
+    "codebook 2 bits": (16 / 4, 2.0),
+    "codebook 4 bits, rounded": (16 / 2, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_decoding_takes_few_operations(name):
+    weights, most = OPERATIONS[name]
+    block = disassemble(PROGRAMS[name].cubin("sm_90a").path)["gated"].products()
+    products = block["HMMA"] + block["IMMA"]
+    operations = sum(count for opcode, count in block.items() if opcode in INTEGER | {"HADD2", "HFMA2", "HMUL2"})
+    assert products >= 4 and operations / (weights * products) <= most, block
+
+
+def test_every_family_has_programs():
+    assert {program.source for program in PROGRAMS.values()} == {f"{module}.cu" for module in FAMILIES.values()}
+    assert {path.name for path in compiler.sources().glob("*.cu")} == {p.source for p in PROGRAMS.values()}
+
+
+@pytest.fixture
+def copied_sources(tmp_path, monkeypatch):
+    """A copy of the sources that may be changed, and an empty folder for machine code."""
+    folder = tmp_path / "cuda"
+    shutil.copytree(compiler.sources(), folder)
+    monkeypatch.setattr(compiler, "sources", lambda: folder)
+    monkeypatch.setattr(compiler, "_folder", lambda: tmp_path)
+    compiler._includes.cache_clear()
+    yield folder
+    compiler._includes.cache_clear()
+
+
+def test_a_kernel_that_does_not_compile_says_where(copied_sources):
+    (copied_sources / "broken.cu").write_text('#include "common/types.cuh"\nextern "C" __global__ void k() { what; }\n')
+    with pytest.raises(DeviceError, match=r'broken\.cu: does not compile for sm_90a: broken\.cu\(2\).*"what"'):
+        compiler.compile_source("broken.cu", "sm_90a")
+    with pytest.raises(DeviceError, match="does not compile for sm_1"):
+        compiler.compile_source("broken.cu", "sm_1")
+
+
+def test_machine_code_is_kept_until_a_header_changes(copied_sources):
+    (copied_sources / "small.cu").write_text('extern "C" __global__ void k(int* p) { *p = VALUE; }\n')
+    first = compiler.compile_source("small.cu", "sm_90", ("-DVALUE=1",))
+    time = first.path.stat().st_mtime_ns
+    assert compiler.compile_source("small.cu", "sm_90", ("-DVALUE=1",)) == first
+    assert first.path.stat().st_mtime_ns == time
+    assert compiler.compile_source("small.cu", "sm_90", ("-DVALUE=2",)).path != first.path
+    assert compiler.compile_source("small.cu", "sm_80", ("-DVALUE=1",)).path != first.path
+    (copied_sources / "common" / "new.cuh").write_text("// changed\n")
+    assert compiler.compile_source("small.cu", "sm_90", ("-DVALUE=1",)).path != first.path
+
+
+def test_a_folder_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(compiler.VARIABLE, str(tmp_path / "file"))
+    assert compiler._folder.__wrapped__().is_dir()
+
+
+def test_the_compiler_is_missing(monkeypatch):
+    def fail():
+        raise ImportError("No module named 'cupy_backends'")
+
+    monkeypatch.setattr(compiler, "_nvrtc", compiler._nvrtc.__wrapped__)
+    monkeypatch.setitem(__import__("sys").modules, "cupy_backends.cuda.libs", None)
+    with pytest.raises(DeviceError, match=r"pip install 'moepack\[gpu\]'"):
+        compiler.require_compiler()
+
+
+def test_the_disassembler_is_there():
+    assert DISASSEMBLER is not None
