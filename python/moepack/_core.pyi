@@ -19,7 +19,9 @@ __all__ = [
     "__version__",
     "available_isas",
     "code_groupwise",
+    "decode_coded",
     "encode_codebook",
+    "encode_coded",
     "encode_compensated",
     "encode_groupwise",
     "encode_ternary",
@@ -118,7 +120,10 @@ class PackedTensor:
     def details(self) -> dict[str, Any]:
         """Return what the format says of the tensor beside its shape, JSON values in a fixed order."""
     def decode(self) -> NDArray[Any]:
-        """Return the codes [experts, rows, columns], int8 of ternary tensors, uint8 of others; CorruptionError."""
+        """Return the codes [experts, rows, columns], int8 of ternary and coded tensors, uint8 of others.
+
+        Raises CorruptionError; ValueError if a byte does not hold them (see `decode_coded`).
+        """
     def dequantize(self, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
         """Return the values [experts, rows, columns], bfloat16 as its bits in uint16; ValueError, CorruptionError."""
     def parameters(self, name: str) -> NDArray[Any]:
@@ -127,7 +132,8 @@ class PackedTensor:
         Args:
             name: "levels" [experts, rows, 2] of ternary tensors; "scales" and, unless symmetric, "offsets" [experts,
                 rows, groups] of group-wise ones, and of compensated ones "ranks" [experts], "right" [sum, columns] and
-                "left" [sum, rows]; "scales" [experts, rows, blocks] and "centroids" [..., 2^bits] of codebooks.
+                "left" [sum, rows]; "scales" [experts, rows, blocks] and "centroids" [..., 2^bits] of codebooks;
+                "scales" [experts, rows] or [1, 1] of coded ones.
         """
     def verify(self) -> None:
         """Check every byte: codes, parameters, offsets, padding; CorruptionError says where."""
@@ -218,6 +224,26 @@ def code_groupwise(data: _Bytes) -> _Bytes:
 
 def expand_groupwise(data: _Bytes) -> _Bytes:
     """Undo `code_groupwise`; CorruptionError if the bytes are no coded tensor."""
+
+def encode_coded(
+    codes: NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32],
+    scales: _Floats,
+    *,
+    ndim: int,
+    stream_rows: int | None = None,
+) -> _Bytes:
+    """Entropy code integers, uint8 [bytes]; a weight is `scale * code`.
+
+    Args:
+        codes: int8, int16 or int32 [experts, rows, columns], none beyond 2^30 in magnitude; small ones near each other
+            take the fewest bits.
+        scales: float32 [experts, rows], or [1, 1] for the whole tensor; finite.
+        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
+        stream_rows: rows that are coded together, 16 or 64; by default what suits the columns.
+    """
+
+def decode_coded(data: _Bytes) -> NDArray[np.int32]:
+    """Return the codes of a coded tensor, int32 [experts, rows, columns], however large; CorruptionError."""
 
 def encode_codebook(
     codes: _Bytes,
