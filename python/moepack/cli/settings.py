@@ -13,6 +13,7 @@ from moepack.cli.device import usable_device
 
 METHODS = {
     "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text (the default)",
+    "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; needs no text",
     "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
     "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
     "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",
@@ -26,7 +27,8 @@ METHODS_OF = {
     "samples": ("qmoe", "codequant", "milo"),
     "sequence_length": ("qmoe", "codequant", "milo"),
     "bits": ("finequant", "milo", "qmoe"),
-    "bits_per_weight": ("qmoe", "finequant"),
+    "bits_per_weight": ("rate", "qmoe", "finequant"),
+    "dense": ("rate",),
     "group_size": ("finequant", "milo", "qmoe"),
     "dense_bits": ("finequant", "qmoe"),
     "symmetric": ("finequant", "milo"),
@@ -101,8 +103,8 @@ BitsPerWeight = Annotated[
     float | None,
     _option(
         "bits_per_weight",
-        "of ternary experts, 0.4 to 2, everything counted. finequant: the budget of --group-size budget.",
-        panel="Options of qmoe",
+        "everything counted: of all that is packed (rate, 0.4 to 8), of ternary experts (qmoe, 0.4 to 2), or for "
+        "--group-size budget (finequant).",
     ),
 ]
 GroupSize = Annotated[
@@ -116,6 +118,10 @@ GroupSize = Annotated[
 DenseBits = Annotated[
     str | None,
     _option("dense_bits", "pack attention, shared experts and dense layers too: 8, or attention=4,shared=8."),
+]
+Dense = Annotated[
+    str | None,
+    _option("dense", "Linear layers outside the experts: all (default), none, or some of attention,shared,mlp,head."),
 ]
 WeightBits = Annotated[int | None, _option("weight_bits", "2, 3 or 4 bits of a code; default 4.")]
 ActivationBits = Annotated[

@@ -9,6 +9,7 @@ from moepack.methods.codequant import CodeQuant
 from moepack.methods.finequant import FineQuant
 from moepack.methods.milo import Milo
 from moepack.methods.qmoe import Qmoe
+from moepack.methods.rate import Rate
 from moepack.methods.ternary import Ternary
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -16,6 +17,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "finequant": FineQuant,
     "milo": Milo,
     "qmoe": Qmoe,
+    "rate": Rate,
     "ternary": Ternary,
 }
 """The methods by name; each is called with its settings as keywords."""

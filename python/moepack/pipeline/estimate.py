@@ -30,7 +30,7 @@ from moepack.pipeline.plan import Plan, make_plan, space_bound
 
 __all__ = ["Estimate", "Part", "estimate"]
 
-SECONDS = {"ternary": 15, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
+SECONDS = {"ternary": 15, "rate": 60, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
 """Seconds in which one thread of a Zen 3 packs 10^9 weights, by method; calibration comes on top."""
 
 TOKEN_SECONDS = 3e-10

@@ -1,0 +1,208 @@
+"""Integers on one uniform step, rounded with the length of their code in mind.
+
+An entropy coder charges exactly what is used, so a weight w of step d becomes the integer q that minimises
+
+    (w / d - q)^2 + PRICE * bits(q),
+
+its squared error and the bits that its code takes. `PRICE` is the slope of the error over the rate of a uniform
+quantizer at high rates: its error d^2 / 12 falls by a factor of four a bit. Rounding so loses less at equal bits than
+rounding to nearest with a larger step, most of all at low rates, where it is the dead zone around zero that widens.
+
+Lengths depend on how wide rows are in units of the step, and on little else: tiles of 16 rows, which share a table in
+the coded format, belong to the *class* of their root mean square, and a class has one list of lengths. What a model's
+weights look like, class by class, is a `Profile`, from which the lengths and the bits of any step follow without
+another look at the weights.
+
+Source: entropy-constrained scalar quantization (Chou, Lookabaugh and Gray, 1989).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["PRICE", "TILE_ROWS", "Lengths", "Profile", "round_priced"]
+
+PRICE = math.log(2) / 6
+"""Squared steps that a bit is worth."""
+
+TILE_ROWS = 16
+"""Rows of a tile."""
+
+LARGEST = 31
+"""The largest magnitude with a length of its own; larger ones are stored as exceptions."""
+
+EXCEPTION_BITS = 32.0
+"""What an exception takes beside the code of the symbol in its place."""
+
+CLASSES, NARROWEST = 128, -24.0
+"""Classes, a quarter of an octave each, and the base-two logarithm of the first one's root mean square."""
+
+BINS, REACH = 4096, 16
+"""Bins of a class in a profile; the magnitude of the last ones in root mean squares, where all beyond are counted."""
+
+ROUNDS = 4
+"""Rounds of rounding and counting; another one moves the rate by less than a thousandth."""
+
+HALF_COUNT = 0.5
+"""What is added to every count, so that symbols that a sample lacks have a length."""
+
+
+def classes_of(values: Tensor) -> Tensor:
+    """The classes [tiles] int64 of the tiles of a matrix [R, C] float32, by their root mean squares."""
+    squares = values.square().mean(1, dtype=torch.float64)
+    tiles = torch.arange(len(squares)) // TILE_ROWS
+    counts = torch.bincount(tiles).double()
+    octaves = 0.5 * torch.log2(torch.zeros_like(counts).index_add_(0, tiles, squares) / counts)
+    return (4 * (octaves - NARROWEST)).round().nan_to_num(0, CLASSES - 1, 0).clamp(0, CLASSES - 1).long()
+
+
+def _scale(number: int) -> float:
+    """The root mean square in the middle of a class."""
+    return float(2.0 ** (NARROWEST + number / 4))
+
+
+class Profile:
+    """What weights look like: how many lie where, class by class.
+
+    Attributes:
+        counts: [CLASSES, BINS] float64, of weights by their values in units of the class's root mean square.
+    """
+
+    def __init__(self) -> None:
+        """Start without weights."""
+        self.counts = torch.zeros(CLASSES, BINS, dtype=torch.float64)
+
+    @property
+    def mean_square(self) -> float:
+        """The mean square of the weights, about."""
+        scales = torch.tensor([_scale(number) for number in range(CLASSES)], dtype=torch.float64)
+        squares = self.counts @ _centers().square().double() * scales.square()
+        return float(squares.sum() / self.counts.sum().clamp(min=1))
+
+    def add(self, values: Tensor, factor: float) -> None:
+        """Count weights.
+
+        Args:
+            values: [R, C] float32, finite.
+            factor: how many weights each of them stands for.
+        """
+        for number, rows in _by_class(values):
+            places = values[rows] / _scale(number) * (BINS / (2 * REACH)) + BINS / 2
+            found = torch.bincount(places.clamp(0, BINS - 1).long().flatten(), minlength=BINS)
+            self.counts[number] += found * factor
+
+    def bits(self, step: float, lengths: Lengths, price: float = PRICE) -> float:
+        """Bits of the weights rounded to a step."""
+        counts = self._symbols(step, lengths, price)
+        exceptions = self.counts.sum() - counts.sum()
+        return float((counts * lengths.bits).sum() + EXCEPTION_BITS * exceptions)
+
+    def lengths(self, step: float, price: float = PRICE) -> Lengths:
+        """Learn the lengths of the weights rounded to a step, rounding and counting in turns."""
+        found = Lengths(torch.zeros(CLASSES, 2 * LARGEST + 1))
+        for _ in range(ROUNDS):
+            found = Lengths(_lengths(self._symbols(step, found, price)))
+        return found
+
+    def _symbols(self, step: float, lengths: Lengths, price: float) -> Tensor:
+        """How often each symbol comes in each class, [CLASSES, 2 * LARGEST + 1] float64; exceptions are left out."""
+        counts = torch.zeros(CLASSES, 2 * LARGEST + 1, dtype=torch.float64)
+        for number in self.counts.sum(1).nonzero().flatten().tolist():
+            values = _centers() * (_scale(number) / step)
+            symbols = lengths.cheapest(values, number, price)
+            listed = symbols.abs() <= LARGEST
+            counts[number].index_add_(0, symbols[listed].long() + LARGEST, self.counts[number][listed])
+        return counts
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Bits of symbols by class.
+
+    Attributes:
+        bits: [CLASSES, 2 * LARGEST + 1] float32, of the symbols from -LARGEST on.
+    """
+
+    bits: Tensor
+
+    def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
+        """The integers int32 of values of class `number`, given in units of the step."""
+        borders, symbols = _cells(self.bits[number], price)
+        found = symbols[torch.bucketize(values, borders, out_int32=True)]
+        large = values.abs() > LARGEST
+        return torch.where(large, values.round().clamp(-MOST, MOST).int(), found) if bool(large.any()) else found
+
+
+MOST = float(1 << 30)
+"""The largest integer."""
+
+
+def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = PRICE) -> Tensor:
+    """Round a matrix.
+
+    Args:
+        values: [R, C] float32, finite.
+        step: what an integer is worth.
+        lengths: bits of the symbols.
+        price: squared steps that a bit is worth.
+
+    Returns:
+        [R, C] int32.
+    """
+    rounded = torch.empty(values.shape, dtype=torch.int32)
+    for number, rows in _by_class(values):
+        rounded[rows] = lengths.cheapest(values[rows] / step, number, price)
+    return rounded
+
+
+def _by_class(values: Tensor) -> list[tuple[int, Tensor]]:
+    """The rows of each class of a matrix, [n] int64."""
+    if values.numel() == 0:
+        return []
+    classes = classes_of(values).repeat_interleave(TILE_ROWS)[: len(values)]
+    return [(number, (classes == number).nonzero().flatten()) for number in sorted(set(classes.tolist()))]
+
+
+def _cells(bits: Tensor, price: float) -> tuple[Tensor, Tensor]:
+    """Which symbol is the cheapest where: the lower envelope of all costs, less w^2 lines in w.
+
+    Args:
+        bits: [2 * LARGEST + 1], of the symbols from -LARGEST on.
+        price: squared steps that a bit is worth.
+
+    Returns:
+        borders [K - 1] float32, ascending, and the symbols [K] int32 between them; on a border the left one is taken.
+    """
+    hull: list[tuple[int, float]] = []
+    borders: list[float] = []
+    for symbol, length in enumerate(bits.tolist(), -LARGEST):
+        cost = symbol * symbol + price * length
+        while hull:
+            # Two costs are equal where -2 a w + c = -2 b w + d.
+            border = (cost - hull[-1][1]) / (2 * (symbol - hull[-1][0]))
+            if not borders or border > borders[-1]:
+                borders.append(border)
+                break
+            hull.pop()
+            borders.pop()
+        hull.append((symbol, cost))
+    return torch.tensor(borders), torch.tensor([symbol for symbol, _ in hull], dtype=torch.int32)
+
+
+def _centers() -> Tensor:
+    """The values in the middle of a profile's bins, [BINS] float32 in root mean squares."""
+    return (torch.arange(BINS) + 0.5 - BINS / 2) * (2 * REACH / BINS)
+
+
+def _lengths(counts: Tensor) -> Tensor:
+    """Bits [CLASSES, symbols] float32 of symbols counted so often; classes that have none take the nearest one's."""
+    seen = counts.sum(1).nonzero().flatten()
+    if len(seen) == 0:
+        return torch.zeros(counts.shape)
+    nearest = (torch.arange(len(counts))[:, None] - seen).abs().argmin(1)
+    counts = counts[seen][nearest] + HALF_COUNT
+    return -torch.log2(counts / counts.sum(1, keepdim=True)).float()

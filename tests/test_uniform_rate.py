@@ -1,0 +1,152 @@
+"""The method `rate`: the bits that were asked for, what bad weights do, and the way through the whole program."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moepack
+import packed_support as support
+from moepack import _core
+from moepack.checkpoint import Checkpoint, describe
+from moepack.errors import InvalidTensorError
+from moepack.format import PackedDirectory
+from moepack.methods import create
+from moepack.methods.rate import Rate
+from moepack.methods.rate.sample import take_sample
+from moepack.methods.rate.step import find_step
+
+TINY_MOE = Path(__file__).parents[1] / "examples" / "tiny-moe"
+
+
+def rate_of(directory: Path) -> float:
+    records = PackedDirectory.open(directory).manifest.packed().values()
+    weights = sum(torch.Size(record.shape).numel() for record in records)
+    return 8 * sum(record.nbytes for record in records) / weights
+
+
+@pytest.mark.parametrize("bits", [1.5, 3.0, 5.0])
+def test_takes_the_bits_that_were_asked_for(bits: float, tmp_path: Path) -> None:
+    """Within a hundredth on a model whose rows are short and whose tensors are small."""
+    moepack.compress(TINY_MOE, tmp_path / "packed", method=Rate(bits))
+    assert rate_of(tmp_path / "packed") == pytest.approx(bits, rel=0.01)
+
+
+def test_more_bits_lose_less(tmp_path: Path) -> None:
+    text = TINY_MOE.parent / "texts" / "white-fang.txt"
+    losses = []
+    for bits in (1.5, 2.5, 5.0):
+        moepack.compress(TINY_MOE, tmp_path / str(bits), method=Rate(bits))
+        losses.append(moepack.evaluate(tmp_path / str(bits), text, 4000).loss)
+    original = moepack.evaluate(TINY_MOE, text, 4000).loss
+    assert losses[0] > losses[1] > losses[2] > original - 0.02
+    assert losses[2] < original + 0.02
+
+
+def test_packs_what_roles_say(mixtral: Path, tmp_path: Path) -> None:
+    found = {}
+    for dense in ("none", "attention", "all"):
+        moepack.compress(mixtral, tmp_path / dense, method=Rate(3.0, dense=dense))
+        records = PackedDirectory.open(tmp_path / dense).manifest.packed().values()
+        assert {record.kind for record in records} == {"coded"}
+        found[dense] = {record.details.get("role", "experts") for record in records}
+    assert found["none"] == {"experts"} and found["attention"] == {"experts", "attention"}
+    assert found["all"] == {"experts", "attention", "head"}
+
+
+def test_bytes_do_not_depend_on_threads_or_interruptions(mixtral: Path, tmp_path: Path) -> None:
+    torch_threads, core_threads = torch.get_num_threads(), _core.threads()
+    try:
+        moepack.compress(mixtral, tmp_path / "one", method=Rate(2.5), threads=1)
+        moepack.compress(mixtral, tmp_path / "four", method=Rate(2.5), threads=4)
+    finally:
+        torch.set_num_threads(torch_threads)
+        _core.set_threads(core_threads)
+    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "four")
+    stopping = Rate(2.5)
+    solve, calls = stopping.solve, []
+
+    def few(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return solve(*arguments)
+
+    stopping.solve = few  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        moepack.compress(mixtral, tmp_path / "again", method=stopping)
+    assert moepack.compress(mixtral, tmp_path / "again", method=Rate(2.5)).resumed_weights > 0
+    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "again")
+
+
+def changed(source: Path, directory: Path, name: str, change: Any) -> Path:
+    """A copy of a checkpoint with one tensor changed."""
+    directory.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (directory / file.name).write_bytes(file.read_bytes())
+            continue
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name] = change(tensors[name].clone())
+        save_file(tensors, directory / file.name, metadata={"format": "pt"})
+    return directory
+
+
+def a_tensor(source: Path) -> str:
+    return describe(Checkpoint.open(source)).layers[0].projections[0].parts[0].tensor
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_is_refused_and_the_tensor_named(value: float, mixtral: Path, tmp_path: Path) -> None:
+    def damage(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[tensor.numel() // 2] = value
+        return tensor
+
+    name = a_tensor(mixtral)
+    model = changed(mixtral, tmp_path / "model", name, damage)
+    with pytest.raises(InvalidTensorError, match="NaN or infinite"):
+        moepack.compress(model, tmp_path / "packed", method=Rate(3.0))
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e6])
+def test_zeros_and_outliers_survive(factor: float, mixtral: Path, tmp_path: Path) -> None:
+    """A matrix of zeros, and a weight of a million times the usual size, which becomes an exception."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not factor:
+            return torch.zeros_like(tensor)
+        tensor.view(-1)[5] *= factor
+        return tensor
+
+    model = changed(mixtral, tmp_path / "model", a_tensor(mixtral), change)
+    moepack.compress(model, tmp_path / "packed", method=Rate(3.0))
+    assert not list(moepack.verify(tmp_path / "packed"))
+
+
+@pytest.mark.parametrize("bits", [0.39, 8.1, float("nan")])
+def test_rates_out_of_range_are_refused(bits: float) -> None:
+    with pytest.raises(ValueError, match=r"bits_per_weight must be 0\.4 to 8"):
+        create("rate", bits_per_weight=bits)
+
+
+def test_unknown_roles_are_refused() -> None:
+    with pytest.raises(ValueError, match="routers"):
+        create("rate", bits_per_weight=2, dense="attention,routers")
+
+
+def test_a_rate_below_the_metadata_is_refused_with_the_least(mixtral: Path) -> None:
+    checkpoint = Checkpoint.open(mixtral)
+    sample = take_sample(checkpoint, describe(checkpoint), frozenset())
+    with pytest.raises(ValueError, match=r"already take \d\.\d+ bits a weight"):
+        find_step(sample, 0.01)
+
+
+def test_the_bound_holds() -> None:
+    for shape in [(1, 1, 1), (1, 3, 15), (2, 65, 100), (0, 3, 4), (2, 5, 0)]:
+        symbols = torch.randint(-(1 << 20), 1 << 20, shape, dtype=torch.int32).numpy()
+        blob = _core.encode_coded(symbols, torch.ones(1, 1).numpy(), ndim=3)
+        assert blob.nbytes <= Rate(8.0).bound(shape)
