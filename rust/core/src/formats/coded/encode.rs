@@ -149,16 +149,13 @@ impl<'a, T: Code> Source<'a, T> {
         for (block, registers) in symbols.chunks_exact_mut(quads).enumerate() {
             for (number, codes) in self.block(stream, block).chunks_exact(columns).enumerate() {
                 if coder.look_up(codes, row) {
-                    let none = row.iter_mut().enumerate().filter(|(_, symbol)| **symbol == NONE);
-                    for (column, symbol) in none {
-                        let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
-                        let code = codes[column].into();
+                    for (column, code) in take_out(codes, row, favourite) {
                         if !(-LARGEST..=LARGEST).contains(&code) {
                             let row = self.first_row(stream, block) + number;
                             return invalid(format!("code {code} in row {row} of all experts' is too large"));
                         }
+                        let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
                         exceptions.push((place as u32, code - usual));
-                        *symbol = favourite;
                     }
                 }
                 for (symbols, register) in row.as_chunks::<QUAD>().0.iter().zip(&mut *registers) {
@@ -169,6 +166,18 @@ impl<'a, T: Code> Source<'a, T> {
         exceptions.sort_unstable();
         Ok(exceptions)
     }
+}
+
+/// Replaces what is no symbol by the favourite; gives the columns and codes of these places.
+fn take_out<T: Code>(codes: &[T], symbols: &mut [u8], favourite: u8) -> impl Iterator<Item = (usize, i32)> {
+    let none = symbols
+        .iter_mut()
+        .enumerate()
+        .filter(|(_, symbol)| **symbol == NONE);
+    none.map(move |(column, symbol)| {
+        *symbol = favourite;
+        (column, codes[column].into())
+    })
 }
 
 /// What a thread keeps from stream to stream.

@@ -1,0 +1,121 @@
+"""Coded integers: size against the entropy, speed of encoding, decoding and products, beside int4 of groups of 64.
+
+    python benches/coded.py --threads 1 --out build/coded.json
+
+Codes are those of a Gaussian or a Laplace source, rounded to multiples of a step that gives the entropy asked for.
+Speeds are 10^9 weights a second, of products by all tokens; decoding is that of a whole check. Products multiply by
+copies of a tensor in turn, together larger than any cache, and the fastest call counts.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import machine
+from moepack import _core
+from peers import aligned, encode
+
+SOURCES = ("gaussian", "laplace")
+ENTROPIES = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+MODES = ("int8", "exact", "auto")
+
+
+def entropy(codes: NDArray[np.int16]) -> float:
+    """Bits a code, by how often each occurs."""
+    shares = np.unique(codes, return_counts=True)[1] / codes.size
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def draw(source: str, bits: float, rows: int, columns: int) -> NDArray[np.int16]:
+    """Codes of about so many bits of entropy."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((1, rows, columns)) if source == "gaussian" else rng.laplace(size=(1, rows, columns))
+    low, high = 0.01, 10.0
+    for _ in range(30):
+        step = math.sqrt(low * high)
+        low, high = (step, high) if entropy(np.rint(values[0, :256] / step).astype(np.int16)) > bits else (low, step)
+    return np.rint(values / step).astype(np.int16)
+
+
+def fastest(calls: Iterator[Callable[[], object]], seconds: float) -> float:
+    """The time of the fastest of calls, at least three."""
+    best, end = math.inf, time.perf_counter() + seconds
+    for number, call in enumerate(calls):
+        if number >= 3 and time.perf_counter() > end:
+            break
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def products(data: NDArray[np.uint8], weights: int, options: argparse.Namespace) -> dict[str, float]:
+    """The speed of each mode and number of tokens."""
+    copies = max(1, min(8, options.cold // data.nbytes))
+    blobs = [_core.PackedTensor(aligned(data)) for _ in range(copies)]
+    figures = {}
+    for tokens in options.tokens:
+        x = np.random.default_rng(tokens).standard_normal((tokens, blobs[0].shape[2])).astype(np.float32)
+        for mode in MODES:
+            calls = (partial(blob.matmul, x, mode=mode) for blob in itertools.cycle(blobs))
+            figures[f"{mode} {tokens}"] = round(tokens * weights / fastest(calls, options.seconds) / 1e9, 2)
+    return figures
+
+
+def measure(source: str, bits: float, columns: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Size and speeds of one tensor."""
+    rows = options.weights // columns
+    codes, one = draw(source, bits, rows, columns), np.ones((1, 1), np.float32)
+    make = partial(_core.encode_coded, codes, one, ndim=2)
+    data = make()
+    blob, exact = _core.PackedTensor(data), entropy(codes)
+    stored = 8 * data.nbytes / codes.size
+    encoding, decoding = (fastest(itertools.repeat(call), options.seconds) for call in (make, blob.verify))
+    return {
+        "source": source, "columns": columns, "entropy": round(exact, 3), "bits": round(stored, 4),
+        "efficiency": round(100 * exact / stored, 2), "tables": blob.details()["tables"],
+        "exceptions": blob.details()["exceptions"] / codes.size,
+        "encode": round(codes.size / encoding / 1e9, 3),
+        "decode": round(codes.size / decoding / 1e9, 2),
+        **products(data, codes.size, options),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure everything and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
+    parser.add_argument("--weights", type=int, default=1 << 24, help="of a tensor")
+    parser.add_argument("--columns", type=int, nargs="*", default=[256, 2048])
+    parser.add_argument("--entropies", type=float, nargs="*", default=ENTROPIES)
+    parser.add_argument("--sources", nargs="*", default=SOURCES, choices=SOURCES)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--cold", type=int, default=1 << 27, help="bytes of the copies that products go through")
+    parser.add_argument("--out", type=Path, default=Path("build/coded.json"))
+    options = parser.parse_args()
+    _core.set_threads(options.threads)
+    print(machine.describe(options.threads), _core.kernels()["coded"], flush=True)
+    figures = []
+    for columns in options.columns:
+        plain = encode((1, options.weights // columns, columns), 4, 64)
+        int4 = {"source": "int4 group 64", "columns": columns, **products(plain, options.weights, options)}
+        cases = ((source, bits) for source in options.sources for bits in options.entropies)
+        for row in (int4, *(measure(source, bits, columns, options) for source, bits in cases)):
+            figures.append(row)
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
