@@ -1,8 +1,10 @@
 """Every kernel, compiled for each architecture and disassembled: registers, spills, local memory, operations that
 decoding takes for each weight. Needs no GPU."""
 
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sass import DISASSEMBLER, INTEGER, disassemble
@@ -66,6 +68,17 @@ SPILLS = {
 }
 """Bytes of stack or of spills that a kernel may have. Two blocks of a multiprocessor leave 128 registers to a thread: a
 few bytes cost less than a block. Symmetric int3 and codebooks of 2 and 3 bits need them on sm_80 alone."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request):
+    """Compiles what the selected tests need on all cores; an error is that of the test that needs the program."""
+    here = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
+    parameters = [item.callspec.params for item in here]
+    wanted = {(each["name"], each.get("arch", "sm_90a")) for each in parameters if "name" in each}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for job in [pool.submit(PROGRAMS[name].cubin, arch) for name, arch in sorted(wanted)]:
+            job.exception()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
