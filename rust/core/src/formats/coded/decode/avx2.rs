@@ -176,47 +176,49 @@ unsafe fn next<const BANKS: usize, const WIDE: bool>(
         (symbols, look_up(&table.frequencies), look_up(&table.starts))
     };
     let rest = _mm256_sub_epi8(*low, starts);
-    let zero = _mm256_setzero_si256();
-    let [first, second] = match WIDE {
-        true => {
-            let words =
-                |high, frequencies, rest| _mm256_add_epi16(_mm256_mullo_epi16(high, frequencies), rest);
-            [
-                words(
-                    _mm256_unpacklo_epi8(*high, zero),
-                    _mm256_unpacklo_epi8(frequencies, zero),
-                    _mm256_unpacklo_epi8(rest, zero),
-                ),
-                words(
-                    _mm256_unpackhi_epi8(*high, zero),
-                    _mm256_unpackhi_epi8(frequencies, zero),
-                    _mm256_unpackhi_epi8(rest, zero),
-                ),
-            ]
-        }
-        false => {
-            let one = _mm256_set1_epi8(1);
-            [
-                _mm256_maddubs_epi16(
-                    _mm256_unpacklo_epi8(*high, one),
-                    _mm256_unpacklo_epi8(frequencies, rest),
-                ),
-                _mm256_maddubs_epi16(
-                    _mm256_unpackhi_epi8(*high, one),
-                    _mm256_unpackhi_epi8(frequencies, rest),
-                ),
-            ]
-        }
-    };
+    let [first, second] = states::<WIDE>(*high, frequencies, rest);
     let byte = _mm256_set1_epi16(255);
     let low_bytes = _mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(second, byte));
     let high_bytes = _mm256_packus_epi16(_mm256_srli_epi16::<8>(first), _mm256_srli_epi16::<8>(second));
-    let short = _mm256_and_si256(_mm256_cmpeq_epi8(high_bytes, zero), active);
+    let short = _mm256_and_si256(_mm256_cmpeq_epi8(high_bytes, _mm256_setzero_si256()), active);
     // SAFETY: the caller's bytes.
     let (spread, taken) = unsafe { spread(_mm256_movemask_epi8(short) as u32, bytes) };
     *high = _mm256_blendv_epi8(high_bytes, low_bytes, short);
     *low = _mm256_blendv_epi8(low_bytes, spread, short);
     (symbols, taken)
+}
+
+/// The new states `high * frequencies + rest` as words, of the low and of the high half of each 16 lanes.
+#[inline]
+#[target_feature(enable = "avx2,popcnt")]
+fn states<const WIDE: bool>(high: __m256i, frequencies: __m256i, rest: __m256i) -> [__m256i; 2] {
+    if !WIDE {
+        let one = _mm256_set1_epi8(1);
+        return [
+            _mm256_maddubs_epi16(
+                _mm256_unpacklo_epi8(high, one),
+                _mm256_unpacklo_epi8(frequencies, rest),
+            ),
+            _mm256_maddubs_epi16(
+                _mm256_unpackhi_epi8(high, one),
+                _mm256_unpackhi_epi8(frequencies, rest),
+            ),
+        ];
+    }
+    let zero = _mm256_setzero_si256();
+    let words = |high, frequencies, rest| _mm256_add_epi16(_mm256_mullo_epi16(high, frequencies), rest);
+    [
+        words(
+            _mm256_unpacklo_epi8(high, zero),
+            _mm256_unpacklo_epi8(frequencies, zero),
+            _mm256_unpacklo_epi8(rest, zero),
+        ),
+        words(
+            _mm256_unpackhi_epi8(high, zero),
+            _mm256_unpackhi_epi8(frequencies, zero),
+            _mm256_unpackhi_epi8(rest, zero),
+        ),
+    ]
 }
 
 /// Sixteen bytes of a table in both halves.

@@ -128,38 +128,7 @@ unsafe fn next<const WIDE: bool>(
         )
     };
     let rest = _mm512_sub_epi8(*low, starts);
-    let [first, second] = match WIDE {
-        true => {
-            let zero = _mm512_setzero_si512();
-            let words =
-                |high, frequencies, rest| _mm512_add_epi16(_mm512_mullo_epi16(high, frequencies), rest);
-            [
-                words(
-                    _mm512_unpacklo_epi8(*high, zero),
-                    _mm512_unpacklo_epi8(frequencies, zero),
-                    _mm512_unpacklo_epi8(rest, zero),
-                ),
-                words(
-                    _mm512_unpackhi_epi8(*high, zero),
-                    _mm512_unpackhi_epi8(frequencies, zero),
-                    _mm512_unpackhi_epi8(rest, zero),
-                ),
-            ]
-        }
-        false => {
-            let one = _mm512_set1_epi8(1);
-            [
-                _mm512_maddubs_epi16(
-                    _mm512_unpacklo_epi8(*high, one),
-                    _mm512_unpacklo_epi8(frequencies, rest),
-                ),
-                _mm512_maddubs_epi16(
-                    _mm512_unpackhi_epi8(*high, one),
-                    _mm512_unpackhi_epi8(frequencies, rest),
-                ),
-            ]
-        }
-    };
+    let [first, second] = states::<WIDE>(*high, frequencies, rest);
     let low_bytes = _mm512_permutex2var_epi8(first, low_positions, second);
     let high_positions = _mm512_or_si512(low_positions, _mm512_set1_epi8(1));
     let high_bytes = _mm512_permutex2var_epi8(first, high_positions, second);
@@ -167,4 +136,37 @@ unsafe fn next<const WIDE: bool>(
     *high = _mm512_mask_mov_epi8(high_bytes, short, low_bytes);
     *low = _mm512_mask_expand_epi8(low_bytes, short, bytes);
     (symbols, short.count_ones() as usize)
+}
+
+/// The new states `high * frequencies + rest` as words, of the low and of the high half of each 16 lanes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+fn states<const WIDE: bool>(high: __m512i, frequencies: __m512i, rest: __m512i) -> [__m512i; 2] {
+    if !WIDE {
+        let one = _mm512_set1_epi8(1);
+        return [
+            _mm512_maddubs_epi16(
+                _mm512_unpacklo_epi8(high, one),
+                _mm512_unpacklo_epi8(frequencies, rest),
+            ),
+            _mm512_maddubs_epi16(
+                _mm512_unpackhi_epi8(high, one),
+                _mm512_unpackhi_epi8(frequencies, rest),
+            ),
+        ];
+    }
+    let zero = _mm512_setzero_si512();
+    let words = |high, frequencies, rest| _mm512_add_epi16(_mm512_mullo_epi16(high, frequencies), rest);
+    [
+        words(
+            _mm512_unpacklo_epi8(high, zero),
+            _mm512_unpacklo_epi8(frequencies, zero),
+            _mm512_unpacklo_epi8(rest, zero),
+        ),
+        words(
+            _mm512_unpackhi_epi8(high, zero),
+            _mm512_unpackhi_epi8(frequencies, zero),
+            _mm512_unpackhi_epi8(rest, zero),
+        ),
+    ]
 }
