@@ -1,4 +1,4 @@
-// Runs Groupwise::fetch and ::multiply for the 32 lanes of a warp on the host, and prints the weights that they multiply.
+// Runs Groupwise::Source::fetch and ::multiply for the 32 lanes of a warp on the host, and prints the weights that they multiply.
 //
 // Usage: groupwise FILE OFFSET BLOCK_BYTES BLOCKS COLUMNS: for each block of 16 rows and each column the products of its
 // chunk with a token that is one in that column, [BLOCKS, 16, COLUMNS] f32 on the standard output.
@@ -90,7 +90,7 @@ int main(int, char** arguments) {
     std::vector<float> out(size_t(16) * columns);
     for (int block = 0; block < blocks; ++block) {
         for (int chunk = 0; chunk * CHUNK < columns; ++chunk) {
-            for (int lane = 0; lane < WARP; ++lane) Groupwise::fetch(matrix, block, chunk, stage, lane, 0);
+            for (int lane = 0; lane < WARP; ++lane) Groupwise::Source(matrix, block, chunk, lane).fetch(stage, 0);
             for (int part = 0; part < CHUNK / 8; ++part) {
                 float values[16][8];
                 multiply_chunk(stage, part, values);
