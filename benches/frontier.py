@@ -22,7 +22,7 @@ from yardstick import Yardstick
 
 def contestants(rates: list[float]) -> dict[str, Method]:
     """The methods by the name that tables give them."""
-    found = {f"rate {rate:g}": create("rate", bits_per_weight=rate, dense="none") for rate in rates}
+    found = {f"rate {rate:g}": create("rate", bits_per_weight=rate, roles="none") for rate in rates}
     return found | {f"finequant {bits}": create("finequant", bits=bits) for bits in (2, 3, 4)}
 
 

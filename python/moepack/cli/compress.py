@@ -35,7 +35,7 @@ def compress_command(
     method: Annotated[str, typer.Option(help=f"Compression method: {', '.join(settings.METHODS)}.")] = "finequant",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")] = False,
     code: settings.Code = None,
-    dense: settings.Dense = None,
+    roles: settings.Roles = None,
     alpha: settings.Alpha = None,
     search: settings.Search = None,
     scales: settings.Scales = None,

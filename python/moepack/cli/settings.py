@@ -28,7 +28,7 @@ METHODS_OF = {
     "sequence_length": ("qmoe", "codequant", "milo"),
     "bits": ("finequant", "milo", "qmoe"),
     "bits_per_weight": ("rate", "qmoe", "finequant"),
-    "dense": ("rate",),
+    "roles": ("rate",),
     "group_size": ("finequant", "milo", "qmoe"),
     "dense_bits": ("finequant", "qmoe"),
     "symmetric": ("finequant", "milo"),
@@ -105,6 +105,7 @@ BitsPerWeight = Annotated[
         "bits_per_weight",
         "everything counted: of all that is packed (rate, 0.4 to 8), of ternary experts (qmoe, 0.4 to 2), or for "
         "--group-size budget (finequant).",
+        panel="Options of qmoe",
     ),
 ]
 GroupSize = Annotated[
@@ -119,9 +120,9 @@ DenseBits = Annotated[
     str | None,
     _option("dense_bits", "pack attention, shared experts and dense layers too: 8, or attention=4,shared=8."),
 ]
-Dense = Annotated[
+Roles = Annotated[
     str | None,
-    _option("dense", "Linear layers outside the experts: all (default), none, or some of attention,shared,mlp,head."),
+    _option("roles", "Linear layers outside the experts: all (default), none, or some of attention,shared,mlp,head."),
 ]
 WeightBits = Annotated[int | None, _option("weight_bits", "2, 3 or 4 bits of a code; default 4.")]
 ActivationBits = Annotated[

@@ -33,12 +33,12 @@ class Rate(Method):
 
     Attributes:
         bits_per_weight: of everything that is packed, all metadata counted; 0.4 to 8.
-        dense: linear layers outside the experts that are packed at the same price: "all", "none", or roles with commas
+        roles: linear layers outside the experts that are packed at the same price: "all", "none", or some with commas
             (attention, shared, mlp, head).
     """
 
     bits_per_weight: float
-    dense: str = "all"
+    roles: str = "all"
     name: ClassVar[str] = "rate"
     _step: Step | None = field(default=None, init=False, repr=False)
     _widths: dict[str, float] = field(default_factory=dict, init=False, repr=False)
@@ -46,9 +46,9 @@ class Rate(Method):
     def __post_init__(self) -> None:
         if not LEAST_BITS <= self.bits_per_weight <= MOST_BITS:
             raise ValueError(f"bits_per_weight must be {LEAST_BITS} to {MOST_BITS:g}, not {self.bits_per_weight}")
-        given = {"all": ROLES, "none": ()}.get(self.dense, tuple(self.dense.split(",")))
+        given = {"all": ROLES, "none": ()}.get(self.roles, tuple(self.roles.split(",")))
         if unknown := sorted(set(given) - set(ROLES)):
-            raise ValueError(f"dense must be all, none, or some of {', '.join(ROLES)}, not {', '.join(unknown)}")
+            raise ValueError(f"roles must be all, none, or some of {', '.join(ROLES)}, not {', '.join(unknown)}")
         self._roles = frozenset(given)
 
     @property
@@ -56,7 +56,7 @@ class Rate(Method):
         """Every setting that changes the bytes."""
         return {
             "bits_per_weight": self.bits_per_weight,
-            "dense": ",".join(role for role in ROLES if role in self._roles),
+            "roles": ",".join(role for role in ROLES if role in self._roles),
         }
 
     @property
