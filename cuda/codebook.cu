@@ -20,7 +20,7 @@
 //
 // Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most of a tile), RESIDENT (blocks of a multiprocessor).
 #include "codebook.cuh"
-#include "common/layer.cuh"
+#include "common/kernels.cuh"
 
 namespace moepack {
 
@@ -572,29 +572,4 @@ extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 co
     }
 }
 
-#define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-
-// Makes the cells of the slots of a layer's first and second launch.
-LAUNCH lay_out_tokens(Problem problem) {
-    lay_out_layer<Codebook, Mode::project, TOKENS>(problem);
-}
-
-LAUNCH lay_out_hidden(Problem problem) {
-    lay_out_layer<Codebook, Mode::combine, TOKENS>(problem);
-}
-
-LAUNCH gated(Problem problem, Codebook::Matrix gate, Codebook::Matrix up) {
-    run_layer<Codebook, Mode::gated, TOKENS>(problem, gate, up);
-}
-
-LAUNCH project(Problem problem, Codebook::Matrix matrix) {
-    run_layer<Codebook, Mode::project, TOKENS>(problem, matrix, matrix);
-}
-
-LAUNCH multiply(Problem problem, Codebook::Matrix matrix) {
-    run_layer<Codebook, Mode::multiply, TOKENS>(problem, matrix, matrix);
-}
-
-LAUNCH combine(Problem problem, Codebook::Matrix matrix) {
-    run_layer<Codebook, Mode::combine, TOKENS>(problem, matrix, matrix);
-}
+MOEPACK_LAYER_KERNELS(Codebook)

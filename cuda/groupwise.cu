@@ -21,7 +21,7 @@
 // two tiles.
 #include "common/factors.cuh"
 #include "common/integers.cuh"
-#include "common/layer.cuh"
+#include "common/kernels.cuh"
 
 namespace moepack {
 
@@ -242,32 +242,7 @@ MOEPACK_DEVICE void add_factors(const Factors& f, int expert, int row, int colum
 #if defined(__CUDACC__)
 using namespace moepack;
 
-#define LAUNCH extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-
-// Makes the cells of the slots of a layer's first and second launch.
-LAUNCH lay_out_tokens(Problem problem) {
-    lay_out_layer<Groupwise, Mode::project, TOKENS>(problem);
-}
-
-LAUNCH lay_out_hidden(Problem problem) {
-    lay_out_layer<Groupwise, Mode::combine, TOKENS>(problem);
-}
-
-LAUNCH gated(Problem problem, Groupwise::Matrix gate, Groupwise::Matrix up) {
-    run_layer<Groupwise, Mode::gated, TOKENS>(problem, gate, up);
-}
-
-LAUNCH project(Problem problem, Groupwise::Matrix matrix) {
-    run_layer<Groupwise, Mode::project, TOKENS>(problem, matrix, matrix);
-}
-
-LAUNCH multiply(Problem problem, Groupwise::Matrix matrix) {
-    run_layer<Groupwise, Mode::multiply, TOKENS>(problem, matrix, matrix);
-}
-
-LAUNCH combine(Problem problem, Groupwise::Matrix matrix) {
-    run_layer<Groupwise, Mode::combine, TOKENS>(problem, matrix, matrix);
-}
+MOEPACK_LAYER_KERNELS(Groupwise)
 
 // Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32 columns.
 extern "C" __global__ void __launch_bounds__(256, RANK_BITS ? 1 : 2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moepack.solvers.priced import CLASSES, LARGEST, PRICE, TILE_ROWS, Lengths, Profile, classes_of, round_priced
+from moepack.solvers.priced import BLOCK_ROWS, CLASSES, LARGEST, PRICE, Lengths, Profile, classes_of, round_priced
 
 
 def lengths(seed: int) -> Lengths:
@@ -29,12 +29,12 @@ def test_no_symbol_is_cheaper(values: np.ndarray, seed: int, price: float) -> No
     table, given_values = lengths(seed), torch.from_numpy(values)
     found = round_priced(given_values, 1.0, table, price)
     alphabet = torch.arange(-LARGEST, LARGEST + 1)
-    for start in range(0, len(values), TILE_ROWS):
-        tile = given_values[start : start + TILE_ROWS].double()
-        bits = table.bits[int(classes_of(tile.float())[0])].double()
-        costs = (tile[..., None] - alphabet).square() + price * bits
-        chosen = costs.gather(-1, (found[start : start + TILE_ROWS] + LARGEST).long()[..., None])[..., 0]
-        assert bool((chosen <= costs.amin(-1) + 1e-4 * (1 + tile.square())).all())
+    for start in range(0, len(values), BLOCK_ROWS):
+        block = given_values[start : start + BLOCK_ROWS].double()
+        bits = table.bits[int(classes_of(block.float())[0])].double()
+        costs = (block[..., None] - alphabet).square() + price * bits
+        chosen = costs.gather(-1, (found[start : start + BLOCK_ROWS] + LARGEST).long()[..., None])[..., 0]
+        assert bool((chosen <= costs.amin(-1) + 1e-4 * (1 + block.square())).all())
 
 
 def test_without_a_price_rounds_to_nearest() -> None:
@@ -80,7 +80,7 @@ def test_a_profile_knows_the_bits(step: float) -> None:
     profile.add(values, 3.0)
     table = profile.lengths(step)
     symbols = round_priced(values, step, table)
-    classes = classes_of(values).repeat_interleave(TILE_ROWS)
+    classes = classes_of(values).repeat_interleave(BLOCK_ROWS)
     bits = sum(
         float(table.bits[number][(symbols[row] + LARGEST).long()].sum()) for row, number in enumerate(classes.tolist())
     )

@@ -61,7 +61,7 @@ def kernels(monkeypatch):
 
 
 def matrices(shapes, seed=0, kinds=None):
-    """The same weights, exact in bfloat16, as matrices of the CPU and of stand-ins."""
+    """Random weights, exact in bfloat16, as matrices of the CPU and as those of stand-ins."""
     generator = torch.Generator().manual_seed(seed)
     both = []
     for place, shape in enumerate(shapes):

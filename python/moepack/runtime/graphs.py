@@ -225,6 +225,6 @@ def _is(room: Room, other: Room) -> bool:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Of the activations, which the masks of attention share."""
+    """The dtype of a model's activations, which the masks of attention share."""
     dtype: torch.dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
     return dtype

@@ -8,10 +8,10 @@ its squared error and the bits that its code takes. `PRICE` is the slope of the 
 quantizer at high rates: its error d^2 / 12 falls by a factor of four a bit. Rounding so loses less at equal bits than
 rounding to nearest with a larger step, most of all at low rates, where it is the dead zone around zero that widens.
 
-Lengths depend on how wide rows are in units of the step, and on little else: tiles of 16 rows, which share a table in
-the coded format, belong to the *class* of their root mean square, and a class has one list of lengths. What a model's
-weights look like, class by class, is a `Profile`, from which the lengths and the bits of any step follow without
-another look at the weights.
+Lengths depend on how wide rows are in units of the step, and on little else: row blocks (16 rows), which share a
+table in the coded format, belong to the *class* of their root mean square, and a class has one list of lengths. What
+a model's weights look like, class by class, is a `Profile`, from which the lengths and the bits of any step follow
+without another look at the weights.
 
 Source: entropy-constrained scalar quantization (Chou, Lookabaugh and Gray, 1989).
 """
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PRICE", "TILE_ROWS", "Lengths", "Profile", "round_priced"]
+__all__ = ["BLOCK_ROWS", "PRICE", "Lengths", "Profile", "round_priced"]
 
 PRICE = math.log(2) / 6
 """Squared steps that a bit is worth."""
 
-TILE_ROWS = 16
-"""Rows of a tile."""
+BLOCK_ROWS = 16
+"""Rows of a row block."""
 
 LARGEST = 31
 """The largest magnitude with a length of its own; larger ones are stored as exceptions."""
@@ -52,11 +52,11 @@ HALF_COUNT = 0.5
 
 
 def classes_of(values: Tensor) -> Tensor:
-    """The classes [tiles] int64 of the tiles of a matrix [R, C] float32, by their root mean squares."""
+    """The classes [blocks] int64 of the row blocks of a matrix [R, C] float32, by their root mean squares."""
     squares = values.square().mean(1, dtype=torch.float64)
-    tiles = torch.arange(len(squares)) // TILE_ROWS
-    counts = torch.bincount(tiles).double()
-    octaves = 0.5 * torch.log2(torch.zeros_like(counts).index_add_(0, tiles, squares) / counts)
+    blocks = torch.arange(len(squares)) // BLOCK_ROWS
+    counts = torch.bincount(blocks).double()
+    octaves = 0.5 * torch.log2(torch.zeros_like(counts).index_add_(0, blocks, squares) / counts)
     return (4 * (octaves - NARROWEST)).round().nan_to_num(0, CLASSES - 1, 0).clamp(0, CLASSES - 1).long()
 
 
@@ -163,7 +163,7 @@ def _by_class(values: Tensor) -> list[tuple[int, Tensor]]:
     """The rows of each class of a matrix, [n] int64."""
     if values.numel() == 0:
         return []
-    classes = classes_of(values).repeat_interleave(TILE_ROWS)[: len(values)]
+    classes = classes_of(values).repeat_interleave(BLOCK_ROWS)[: len(values)]
     return [(number, (classes == number).nonzero().flatten()) for number in sorted(set(classes.tolist()))]
 
 

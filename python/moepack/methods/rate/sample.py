@@ -1,7 +1,7 @@
 """A sample of a model's weights: what is known of every tensor before it is packed.
 
-A sample is tiles of 16 rows at even distances over a tensor's matrices, as many as keep the model's sample at `MOST`
-weights about, and one at least.
+A sample is row blocks (16 rows) at even distances over a tensor's matrices, as many as keep the model's sample at
+`MOST` weights about, and one at least.
 """
 
 import math
@@ -17,7 +17,7 @@ from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import DenseLinear
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Shape
-from moepack.solvers.priced import TILE_ROWS, Profile
+from moepack.solvers.priced import BLOCK_ROWS, Profile
 
 __all__ = ["Sample", "take_sample"]
 
@@ -72,12 +72,12 @@ def take_sample(checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str]) 
     sample = Sample({source.name: source.shape for source in sources}, widths, Profile())
     for source in sources:
         experts, rows, columns = source.shape
-        tiles = -(-rows // TILE_ROWS) * experts if columns else 0
-        count = min(tiles, max(1, round(tiles * MOST / sample.weights)))
-        found = [_tile(source, number * tiles // count) for number in range(count)]
-        taken = sum(tile.numel() for tile in found)
-        for tile in found:
-            sample.profile.add(tile / widths[source.name], math.prod(source.shape) / taken)
+        blocks = -(-rows // BLOCK_ROWS) * experts if columns else 0
+        count = min(blocks, max(1, round(blocks * MOST / sample.weights)))
+        found = [_block(source, number * blocks // count) for number in range(count)]
+        taken = sum(block.numel() for block in found)
+        for block in found:
+            sample.profile.add(block / widths[source.name], math.prod(source.shape) / taken)
     return sample
 
 
@@ -96,11 +96,11 @@ def _only(linear: DenseLinear) -> Callable[[int], Tensor]:
     return lambda _: linear.matrix()
 
 
-def _tile(source: _Source, number: int) -> Tensor:
-    """A tile of a tensor, counted through all experts."""
+def _block(source: _Source, number: int) -> Tensor:
+    """A row block of a tensor, counted through all experts."""
     _, rows, _ = source.shape
-    expert, tile = divmod(number, -(-rows // TILE_ROWS))
-    values = source.matrix(expert)[tile * TILE_ROWS : (tile + 1) * TILE_ROWS].float()
+    expert, block = divmod(number, -(-rows // BLOCK_ROWS))
+    values = source.matrix(expert)[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS].float()
     if not bool(torch.isfinite(values).all()):
         raise InvalidTensorError("has NaN or infinite weights", tensor=source.name)
     return values

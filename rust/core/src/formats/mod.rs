@@ -5,4 +5,5 @@ pub mod coded;
 pub mod coded_groupwise;
 pub mod compensated;
 pub mod groupwise;
+mod header;
 pub mod ternary;

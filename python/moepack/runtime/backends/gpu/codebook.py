@@ -38,14 +38,16 @@ _FEW_TOKENS = 4
 """Most tokens of a linear layer that share a product."""
 
 _FEW_THREADS = 512
+"""Threads of a block in kernels for few tokens."""
+
 _FEW_CHUNKS = 64
-"""Of all rings of a block together."""
+"""Chunks that all rings of a block hold together."""
 
 _CELL_BYTES = 256
-"""Of a token's chunk in shared memory, without its note."""
+"""Bytes of a chunk of a token in shared memory, without its note."""
 
 _ROW_THREADS = 512
-"""Of the kernels that have a block for each row."""
+"""Threads of a block in kernels that have a block for each row."""
 
 _TURNED = 32768
 """Most columns that a block turns at a time."""

@@ -2,6 +2,7 @@
 
 use super::bits::{QUADS, REGISTER, step_columns, step_registers};
 use super::{BLOCK_UNIT, HEADER_BYTES, MAGIC, PANEL, VERSION, corrupt, invalid};
+use crate::formats::header;
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
@@ -172,17 +173,7 @@ impl Layout {
     }
 
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
-        let Some(header) = data.get(..HEADER_BYTES) else {
-            let message = format!("codebook tensor: {} bytes hold no header", data.len());
-            return Err(Error::InsufficientData(message));
-        };
-        if header[..8] != MAGIC {
-            return corrupt("wrong magic");
-        }
-        let version = u16::from_le_bytes([header[8], header[9]]);
-        if version != VERSION {
-            return corrupt(format!("version {version}"));
-        }
+        let header: &[u8; HEADER_BYTES] = header::read(data, "codebook tensor", MAGIC, VERSION)?;
         if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
         }

@@ -222,7 +222,7 @@ fn shared_out(counts: &[f64], rarest: f64) -> Vec<u8> {
     }
 }
 
-/// The same without integers of no slots at both ends.
+/// Removes the integers without slots from both ends of a table.
 fn trimmed(found: Frequencies) -> Frequencies {
     let Frequencies { lowest, counts } = found;
     let first = counts.iter().position(|&slots| slots > 0).unwrap_or(0);

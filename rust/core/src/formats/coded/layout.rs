@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use super::{BLOCK_ROWS, LANES, MAGIC, MAX_COLUMNS, QUAD, VERSION, corrupt, invalid};
+use crate::Result;
+use crate::formats::header;
 use crate::limits::MAX_ROWS;
 use crate::types::Shape;
-use crate::{Error, Result};
 
 /// The length of the header in bytes.
 pub(super) const HEADER_BYTES: usize = 64;
@@ -184,17 +185,7 @@ impl Layout {
     }
 
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
-        let Some(header) = data.get(..HEADER_BYTES) else {
-            let message = format!("coded tensor: {} bytes hold no header", data.len());
-            return Err(Error::InsufficientData(message));
-        };
-        if header[..8] != MAGIC {
-            return corrupt("wrong magic");
-        }
-        let version = u16::from_le_bytes([header[8], header[9]]);
-        if version != VERSION {
-            return corrupt(format!("version {version}; this library reads {VERSION}"));
-        }
+        let header: &[u8; HEADER_BYTES] = header::read(data, "coded tensor", MAGIC, VERSION)?;
         let size = |at: usize| {
             let word = header[at..at + 8].try_into().map_or(u64::MAX, u64::from_le_bytes);
             usize::try_from(word).unwrap_or(usize::MAX)

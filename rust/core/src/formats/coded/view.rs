@@ -234,7 +234,7 @@ impl<'a> CodedView<'a> {
     /// into its part of `out`, which has a place for each weight.
     ///
     /// # Errors
-    /// That of `put`. [`Error::InvalidArgument`]: `out` has another length.
+    /// Errors of `put` are passed on; [`Error::InvalidArgument`]: `out` has another length.
     pub fn decode_rows<T: Send>(
         &self,
         isa: Isa,

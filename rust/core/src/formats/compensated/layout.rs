@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::chunk::{CHUNK, Width};
 use super::{ALIGNMENT, HEADER_BYTES, MAGIC, VERSION, corrupt, invalid};
-use crate::formats::groupwise;
+use crate::formats::{groupwise, header};
 use crate::types::Shape;
 use crate::{Error, Result};
 
@@ -150,17 +150,7 @@ impl Layout {
 
     /// Reads header, embedded header and ranks; the ranks as running sums, E + 1 of them.
     pub(super) fn read(data: &[u8]) -> Result<(Layout, Vec<usize>)> {
-        let Some(header) = data.get(..HEADER_BYTES) else {
-            let message = format!("compensated tensor: {} bytes hold no header", data.len());
-            return Err(Error::InsufficientData(message));
-        };
-        if header[..8] != MAGIC {
-            return corrupt("wrong magic");
-        }
-        let version = u16::from_le_bytes([header[8], header[9]]);
-        if version != VERSION {
-            return corrupt(format!("version {version}; this library reads {VERSION}"));
-        }
+        let header: &[u8; HEADER_BYTES] = header::read(data, "compensated tensor", MAGIC, VERSION)?;
         if header[11..16].iter().chain(&header[32..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
         }

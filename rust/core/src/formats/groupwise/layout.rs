@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 
 use super::{BLOCK_ROWS, HEADER_BYTES, MAGIC, ParameterType, REGISTER_BYTES, VERSION, corrupt, invalid};
 use crate::bits::{UNIT, WIDTHS};
+use crate::formats::header;
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
@@ -256,17 +257,7 @@ impl Layout {
 
     /// The layout that a header says, however many bytes follow it.
     pub(crate) fn read_header(data: &[u8]) -> Result<Layout> {
-        let Some(header) = data.get(..HEADER_BYTES) else {
-            let message = format!("group-wise tensor: {} bytes hold no header", data.len());
-            return Err(Error::InsufficientData(message));
-        };
-        if header[..8] != MAGIC {
-            return corrupt("wrong magic");
-        }
-        let version = u16::from_le_bytes([header[8], header[9]]);
-        if version != VERSION {
-            return corrupt(format!("version {version}; this library reads {VERSION}"));
-        }
+        let header: &[u8; HEADER_BYTES] = header::read(data, "group-wise tensor", MAGIC, VERSION)?;
         if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
         }

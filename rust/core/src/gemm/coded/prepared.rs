@@ -15,7 +15,7 @@ pub struct Token {
     pub values: Vec<f32>,
     /// The bytes; none of exact products.
     pub bytes: Vec<i8>,
-    /// Of each piece the worth of a byte's unit, and the sum of its bytes.
+    /// For each piece of columns, the scale of its bytes and their sum.
     pub units: Vec<(f32, i32)>,
 }
 

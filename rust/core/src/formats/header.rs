@@ -1,0 +1,29 @@
+//! The start of a packed tensor, which most formats have in common: a magic number, a version, and fields of the format's own.
+
+use crate::{Error, Result};
+
+/// The header of a tensor, `N` bytes, after its magic number and version were checked; errors name the tensor as `what`.
+///
+/// # Errors
+/// [`Error::InsufficientData`]: there is no whole header. [`Error::Corruption`]: it is another format's, or has another version.
+pub(super) fn read<'a, const N: usize>(
+    data: &'a [u8],
+    what: &str,
+    magic: [u8; 8],
+    version: u16,
+) -> Result<&'a [u8; N]> {
+    let Some(header) = data.first_chunk::<N>() else {
+        let message = format!("{what}: {} bytes hold no header", data.len());
+        return Err(Error::InsufficientData(message));
+    };
+    if header[..8] != magic {
+        return Err(Error::Corruption(format!("{what}: wrong magic")));
+    }
+    let found = u16::from_le_bytes([header[8], header[9]]);
+    match found == version {
+        true => Ok(header),
+        false => Err(Error::Corruption(format!(
+            "{what}: version {found}; this library reads {version}"
+        ))),
+    }
+}
