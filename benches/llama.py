@@ -169,14 +169,14 @@ def gguf_file(path: Path, kind: str) -> None:
 class Packed:
     """The model in moepack."""
 
-    def __init__(self, path: Path, threads: int, resident: bool = False) -> None:
+    def __init__(self, path: Path, threads: int, **options: Any) -> None:
         import torch
 
         import moepack
         from moepack.runtime.threads import set_threads
 
         set_threads(threads)
-        self.torch, self.model = torch, moepack.load(path, dtype=torch.bfloat16, resident=resident)
+        self.torch, self.model = torch, moepack.load(path, dtype=torch.bfloat16, **options)
 
     def read(self, tokens: list[int]) -> None:
         """One pass over a prompt, from which the next token's logits come."""
@@ -231,7 +231,7 @@ class Llama:
 def serve(options: argparse.Namespace) -> None:
     """A side's process: a round for each line of its input."""
     if options.side.is_dir():
-        side: Packed | Llama = Packed(options.side, options.threads, options.resident)
+        side: Packed | Llama = Packed(options.side, options.threads, resident=options.resident)
     else:
         side = Llama(options.side, options.threads)
     random = np.random.default_rng(0)

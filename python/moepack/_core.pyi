@@ -126,6 +126,11 @@ class PackedTensor:
         Group-wise tensors have "blocks", codebooks "panels", ternary ones "levels", "index", "starts", "payload",
         compensated ones "base", "ranks", "right_scales", "right", "left_scales", "left" (docs/format.md).
         """
+    def payloads(self) -> NDArray[np.int64]:
+        """Return where the bytes of each expert's codes lie, [experts, 2]: the first and the one behind the last.
+
+        Opening the tensor and products with other experts do not read them.
+        """
     def decode(self) -> NDArray[Any]:
         """Return the codes [experts, rows, columns], int8 of ternary and coded tensors, uint8 of others.
 

@@ -1,4 +1,25 @@
-"""Numbers as people read them."""
+"""Numbers as people read and write them."""
+
+import re
+
+_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def byte_count(text: str | float) -> int:
+    """Return the bytes that a text such as `8GB` (decimal), `7.5 GiB` (binary) or `5e6` stands for.
+
+    Raises:
+        ValueError: it is no number of bytes above 0.
+    """
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", str(text).strip().lower())
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    count = int(number * (1024 if found and found[3] else 1000) ** _PREFIXES[found[2] or ""]) if found else 0
+    if count < 1:
+        raise ValueError(f"{text!r} is no size: write it as 8GB, 7.5GiB or a number of bytes")
+    return count
 
 
 def size(count: float) -> str:

@@ -1,17 +1,23 @@
-"""The option `--device` of commands that run models."""
+"""Where the weights are: options of commands that run models."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-__all__ = ["places", "usable_device"]
+__all__ = ["Device", "HostMemory", "places", "usable_device"]
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: all GPUs, then the CPU, layer by layer.")]
+HostMemory = Annotated[
+    str | None, typer.Option(help="Most memory for the weights, such as 8GB: the other experts stay on the drive.")
+]
 
 
-def places(name: str | None) -> dict[str, Any]:
-    """Return the arguments of `moepack.load` that put a model where the option says."""
-    if name is None:
-        return {}
-    return {"device_map": name} if name == "auto" else {"device": name}
+def places(device: str | None, host_memory: str | None = None) -> dict[str, Any]:
+    """Return the arguments of `moepack.load` that put a model where the options say."""
+    memory = {} if host_memory is None else {"host_memory": host_memory}
+    if device is None:
+        return memory
+    return {"device_map": device, **memory} if device == "auto" else {"device": device, **memory}
 
 
 def usable_device(name: str | None) -> str | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moepack.cli.device import places
+from moepack.cli.device import Device, HostMemory, places
 from moepack.cli.usage import wrong_usage
 
 __all__ = ["eval_command", "quiet_transformers"]
@@ -31,9 +31,8 @@ def eval_command(
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",
     mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: all GPUs, then the CPU, layer by layer.")
-    ] = None,
+    device: Device = None,
+    host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
     """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement."""
@@ -45,7 +44,7 @@ def eval_command(
     if threads is not None:
         set_threads(threads)
     with _bar() as progress, wrong_usage():
-        model = open_model(directory, dtype, mode=mode, **places(device))
+        model = open_model(directory, dtype, mode=mode, **places(device, host_memory))
         other = None if reference is None else open_model(reference, dtype, **places(device))
         report = evaluate(model, text, chars, other, tokenizer=open_tokenizer(directory), progress=progress)
     if as_json:

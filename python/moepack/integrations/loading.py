@@ -18,7 +18,9 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import DeviceError, LoadError, MoepackError
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
+from moepack.runtime.streaming import StreamingStore
 from moepack.runtime.threads import set_threads
+from moepack.units import byte_count
 
 __all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
 
@@ -33,6 +35,7 @@ def load(
     resident: bool = False,
     device: torch.device | str | None = None,
     device_map: Mapping[str, Any] | str | None = None,
+    host_memory: str | int | None = None,
 ) -> Any:
     """Load a packed directory as a transformers model, in evaluation mode.
 
@@ -53,14 +56,17 @@ def load(
         device_map: where each layer goes, instead of `device`: "auto" fills the GPUs, then the CPU; or a device by the
             path of a module, as transformers takes it. Layers on the CPU beside others on GPUs stay in the mapped files
             and are multiplied there.
+        host_memory: the most that the weights may take of the CPU's memory, for example "8GB" or "7.5GiB". What every
+            token needs stays there; experts are read from the drive as they are chosen, and the rest of the memory
+            keeps those of the last tokens (docs/offload.md). None maps the files.
 
     Returns:
         The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
 
     Raises:
         CheckpointError: the hub does not give the model.
-        LoadError: the directory is no packed model, needs a newer moepack, or is to be resident and larger than the
-            available memory.
+        LoadError: the directory is no packed model, needs a newer moepack, is to be resident and larger than the
+            available memory, or needs more than `host_memory`.
         DeviceError: the GPU cannot be used: there is none, or it or its driver is too old.
         DeviceMemoryError: the GPU has too little memory; the message says how much is missing.
         CorruptionError: its files contradict each other or are truncated.
@@ -70,7 +76,7 @@ def load(
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
-    return open_model(directory, dtype, threads, mode, resident, device, device_map)
+    return open_model(directory, dtype, threads, mode, resident, device, device_map, host_memory)
 
 
 def open_model(
@@ -81,11 +87,15 @@ def open_model(
     resident: bool = False,
     device: torch.device | str | None = None,
     device_map: Mapping[str, Any] | str | None = None,
+    host_memory: str | int | None = None,
 ) -> Any:
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`."""
     directory = resolve_model(directory)
     config = _read_config(directory)
     places = _device_map(device, device_map, resident)
+    memory = None if host_memory is None else byte_count(host_memory)
+    if memory is not None and (resident or places is not None):
+        raise ValueError("host_memory is for models on the CPU that are not resident")
     if threads is not None:
         set_threads(threads)
     import transformers
@@ -112,6 +122,8 @@ def open_model(
         set_compute_mode(mode, model)
     if resident:
         ResidentStore().take(model, Path(directory).glob("*.safetensors"))
+    if memory is not None:
+        StreamingStore(memory).take(model)
     return model.eval()
 
 

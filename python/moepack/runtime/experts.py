@@ -47,8 +47,12 @@ class _Experts(PackedModule):
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         backend = backend_for(hidden_states.device)
-        matrices = self.store.fetch(self, index, hidden_states.device)
-        return backend.experts(matrices, hidden_states, index, weights, self.act_fn, self.mode)
+        outputs: torch.Tensor | None = None
+        for matrices, chosen in self.store.portions(self, index, hidden_states.device):
+            portion = backend.experts(matrices, hidden_states, chosen, weights, self.act_fn, self.mode)
+            outputs = portion if outputs is None else outputs.add_(portion)
+        assert outputs is not None
+        return outputs
 
 
 class PackedExperts(_Experts):

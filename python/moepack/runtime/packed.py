@@ -48,6 +48,7 @@ class PackedModule(ComputingModule):
     Attributes:
         store: where their bytes are.
         shapes: the projections' shapes, in the order of the computation.
+        places: where their bytes come from, for messages.
         readers: the store's notes.
         home: where the bytes are, if activations may come from elsewhere: they are brought there, and products back.
             None where activations must be where the bytes are.
@@ -59,6 +60,7 @@ class PackedModule(ComputingModule):
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         super().__init__()
         self.shapes = {name: shapes[name] for name in self.projections}
+        self.places: dict[str, dict[str, Any]] = {}
         self.readers: dict[str, tuple[int, Matrix]] = {}
         self.store: ExpertStore = MappedStore()
 

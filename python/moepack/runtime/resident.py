@@ -85,7 +85,7 @@ class ResidentStore(MappedStore):
         for module in packed:
             module.store = self
             for projection in module.projections:
-                module.attach(projection, module.get_buffer(projection), tensor=projection)
+                module.attach(projection, module.get_buffer(projection), **module.places[projection])
         for file in files:
             _forget(file)
 

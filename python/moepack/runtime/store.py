@@ -6,6 +6,7 @@ they are needed; the modules compute the same.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from os import PathLike
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -17,10 +18,16 @@ from moepack.arrays import AnyTensor, as_bytes
 from moepack.errors import LoadError
 from moepack.runtime.backends import Matrix, backend_for
 
-__all__ = ["ExpertStore", "Layer", "MappedStore", "Shape", "matrix_over"]
+__all__ = ["ExpertStore", "Layer", "MappedStore", "Matrices", "Portion", "Shape", "matrix_over"]
 
 Shape = tuple[int, int, int]
 """Experts, rows and columns; a linear layer has one expert."""
+
+Matrices = tuple[Matrix, ...]
+"""All projections of a layer."""
+
+Portion = tuple[Matrices, Tensor]
+"""The projections of a layer, and the experts of a call whose bytes are there; another number stands for others."""
 
 
 _open: WeakValueDictionary[tuple[torch.device, int], Matrix] = WeakValueDictionary()
@@ -53,10 +60,12 @@ class Layer(Protocol):
 
     Attributes:
         shapes: of the projections, in the order of the computation.
+        places: file and tensor of the projections' bytes, as far as they are known, for messages.
         readers: opened matrices by projection, each with the address of its bytes; the store's own notes.
     """
 
     shapes: dict[str, Shape]
+    places: dict[str, dict[str, Any]]
     readers: dict[str, tuple[int, Matrix]]
     _buffers: Any
 
@@ -93,7 +102,7 @@ class ExpertStore(ABC):
         """
 
     @abstractmethod
-    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> tuple[Matrix, ...]:
+    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
         """Return the matrices of all projections, the bytes of some experts on a device.
 
         Args:
@@ -105,6 +114,22 @@ class ExpertStore(ABC):
         Raises:
             LoadError: the layer has no bytes yet, or they cannot be had on the device.
         """
+
+    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """Give the chosen experts in portions that can be on the device at a time, one by default.
+
+        The outputs of a call are the sum of the portions' outputs. A portion's bytes are there until the next one is
+        asked for, or the iterator is closed.
+
+        Args:
+            layer: whose experts.
+            experts: their numbers, [T, k], as in `fetch`.
+            device: where they are used.
+
+        Raises:
+            LoadError: as in `fetch`.
+        """
+        yield self.fetch(layer, experts, device), experts
 
     @abstractmethod
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
@@ -130,9 +155,10 @@ class MappedStore(ExpertStore):
             raise LoadError(message, **place)
         layer._buffers.pop(projection, None)
         layer.register_buffer(projection, buffer)
+        layer.places[projection] = place
         layer.readers[projection] = buffer.data_ptr(), matrix
 
-    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> tuple[Matrix, ...]:
+    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
         """Return matrices that read all bytes in place; see `ExpertStore.fetch`."""
         return tuple(self._matrix(layer, projection, device) for projection in layer.shapes)
 
@@ -148,6 +174,6 @@ class MappedStore(ExpertStore):
             raise LoadError(f"packed weights on '{buffer.device}' cannot be used on '{device}'")
         pointer, matrix = layer.readers.get(projection, (None, None))
         if matrix is None or pointer != buffer.data_ptr():
-            self.put(layer, projection, buffer, tensor=projection)
+            self.put(layer, projection, buffer, **layer.places.get(projection, {"tensor": projection}))
             matrix = layer.readers[projection][1]
         return matrix

@@ -147,6 +147,19 @@ impl PackedTensor {
         Ok(sections)
     }
 
+    /// Where the bytes of each expert's codes lie: int64 [experts, 2], the first and the one behind the last. Opening
+    /// the tensor and products with other experts do not read them.
+    fn payloads<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let runs = self.reading(py, |tensor, data, _| tensor::payloads(tensor, data))?;
+        let ends: Vec<i64> = runs
+            .iter()
+            .flat_map(|run| [run.start as i64, run.end as i64])
+            .collect();
+        ends.into_pyarray(py)
+            .into_any()
+            .call_method1("reshape", ((runs.len(), 2),))
+    }
+
     /// The codes [experts, rows, columns]: int8 of ternary and coded tensors, uint8 of others.
     ///
     /// Raises CorruptionError that says where, ValueError if a byte does not hold a code.

@@ -137,6 +137,30 @@ pub trait Tensor: Send + Sync {
     fn projection<'a>(&'a self, data: &'a [u8], compute: Compute) -> Result<Box<dyn Projection + 'a>>;
 }
 
+/// Where the bytes of each expert's codes lie in a tensor: one run of bytes an expert, which products with other experts
+/// do not read, and which nothing reads that opens the tensor. Everything else belongs to all experts.
+///
+/// # Errors
+/// As [`Tensor::projection`].
+pub fn payloads(tensor: &dyn Tensor, data: &[u8]) -> Result<Vec<Range<usize>>> {
+    let compute = Compute {
+        mode: tensor.modes()[0],
+        activation_bits: None,
+        isa: Isa::Scalar,
+    };
+    let projection = tensor.projection(data, compute)?;
+    let Shape { experts, rows, .. } = tensor.shape();
+    let place = |expert| {
+        let codes = projection.memory(expert, 0..rows);
+        let start = match codes.is_empty() {
+            true => 0,
+            false => codes.as_ptr().addr() - data.as_ptr().addr(),
+        };
+        start..start + codes.len()
+    };
+    Ok((0..experts).map(place).collect())
+}
+
 /// The error of [`Tensor::parameters`].
 fn no_parameters<T>(tensor: &dyn Tensor, name: &str, known: &[&str]) -> Result<T> {
     let (format, known) = (tensor.name(), known.join(", "));

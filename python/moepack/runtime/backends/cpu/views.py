@@ -22,6 +22,7 @@ __all__ = [
     "decode",
     "dense_matrix",
     "dense_product",
+    "expert_payloads",
     "first_sequence",
     "packed_matrix",
     "vector",
@@ -54,6 +55,11 @@ def dense_matrix(weight: Tensor) -> DenseMatrix:
 def packed_matrix(matrix: Matrix, mode: str | None) -> tuple[PackedTensor, str | None] | None:
     """A matrix and the mode of its products; None where the core does not know the format."""
     return (matrix, product_mode(matrix, mode)) if isinstance(matrix, PackedTensor) else None
+
+
+def expert_payloads(matrix: Matrix) -> NDArray[np.int64]:
+    """Where the bytes of each expert's codes lie in a packed tensor, [E, 2]; all empty where only the format knows."""
+    return matrix.payloads() if isinstance(matrix, PackedTensor) else np.zeros((matrix.shape[0], 2), np.int64)
 
 
 def dense_product(matrix: DenseMatrix, x: Tensor) -> Tensor:

@@ -1,0 +1,205 @@
+"""Which experts are in memory, within a budget of bytes.
+
+Threads that compute with experts *hold* them: what is held is never dropped, what is missing is read by a pool of
+threads, several reads at a time, because the rate of a drive comes from their number. Two threads that miss one expert
+read it once. When room is needed, an expert goes that nobody holds: of those whose last use is longest ago
+(`CANDIDATES` of them) the one with the fewest uses.
+
+Invariants:
+- The bytes of resident experts, those that are being read included, never exceed the budget.
+- A thread waits for room only while it holds nothing, so that waiting ends.
+- An expert that could not be read is not resident, and the error reaches everyone who waits for it.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from threading import Condition
+
+from moepack.runtime.streaming.region import Region
+from moepack.runtime.streaming.source import Source
+
+__all__ = ["Expert", "Residency", "Statistics"]
+
+CANDIDATES = 8
+"""Experts of which the least used goes."""
+
+
+@dataclass
+class Statistics:
+    """What streaming did so far.
+
+    Attributes:
+        hits: experts that were in memory when they were needed, counted at each layer of each call.
+        misses: experts that were not.
+        bytes_read: bytes that came from the drive.
+        reads: how many reads brought them.
+        waited: seconds that computing threads waited for experts.
+        resident: bytes of experts in memory now.
+        most: the most that they ever were.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    reads: int = 0
+    waited: float = 0.0
+    resident: int = 0
+    most: int = 0
+
+
+@dataclass(eq=False)
+class Expert:
+    """An expert of a layer: its codes in the regions of all projections.
+
+    Attributes:
+        regions: those of the projections.
+        number: which expert it is.
+        nbytes: bytes that come and go.
+    """
+
+    regions: Sequence[Region]
+    number: int
+    nbytes: int = field(init=False)
+    holders: int = 0
+    uses: float = 0
+    ready: Future[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(region.sizes[self.number] for region in self.regions)
+
+    def reads(self) -> Iterator[tuple[Source, memoryview, int]]:
+        """The reads that bring it, as those of `Region`."""
+        for region in self.regions:
+            yield from region.reads(self.number)
+
+    def drop(self) -> None:
+        """Give its memory back."""
+        for region in self.regions:
+            region.drop(self.number)
+
+
+class Residency:
+    """Experts in memory.
+
+    Args:
+        budget: the most bytes that they may take.
+        readers: threads that read.
+        recent_first: look for the expert that goes among those of the latest use instead. Where the experts of one
+            token do not fit, those of the layers behind are used next, and those just used last.
+    """
+
+    def __init__(self, budget: int, readers: int, *, recent_first: bool = False) -> None:
+        self.budget, self._recent_first = budget, recent_first
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="moepack-read")
+        self._changed = Condition()
+        self._resident: OrderedDict[Expert, None] = OrderedDict()
+        self._held = 0
+        self._statistics = Statistics()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What happened so far."""
+        with self._changed:
+            return replace(self._statistics)
+
+    def hold(self, experts: Sequence[Expert]) -> None:
+        """Have experts in memory, together at most as large as the budget, until `release`.
+
+        Raises:
+            CorruptionError, LoadError: one cannot be read; none is held.
+        """
+        start = time.perf_counter()
+        missing, coming = self._claim(experts)
+        try:
+            self._read(missing)
+            for ready in coming:
+                ready.result()
+        except BaseException:
+            self.release(experts)
+            raise
+        with self._changed:
+            self._statistics.waited += time.perf_counter() - start
+
+    def release(self, experts: Sequence[Expert]) -> None:
+        """Let experts that were held go when room is needed."""
+        with self._changed:
+            for expert in experts:
+                expert.holders -= 1
+                self._held -= 0 if expert.holders else expert.nbytes
+            self._changed.notify_all()
+
+    def _claim(self, experts: Sequence[Expert]) -> tuple[list[Expert], list[Future[None]]]:
+        """Hold experts and make room for those that are missing; returns these, and what says that all are there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held + _unheld(experts) <= self.budget)
+            self._held += _unheld(experts)
+            missing = [expert for expert in experts if expert.ready is None]
+            coming = []
+            for expert in experts:
+                expert.holders += 1
+                expert.uses += 1
+                expert.ready = expert.ready or Future()
+                coming.append(expert.ready)
+                self._resident[expert] = None
+                self._resident.move_to_end(expert)
+            self._make_room(sum(expert.nbytes for expert in missing))
+            self._statistics.hits += len(experts) - len(missing)
+            self._statistics.misses += len(missing)
+        return missing, coming
+
+    def _make_room(self, coming: int) -> None:
+        """Drop experts until `coming` bytes fit."""
+        counts = self._statistics
+        while counts.resident + coming > self.budget:
+            order = reversed(self._resident) if self._recent_first else iter(self._resident)
+            free = (expert for expert in order if not expert.holders)
+            self._drop(min(islice(free, CANDIDATES), key=lambda expert: expert.uses))
+        counts.resident += coming
+        counts.most = max(counts.most, counts.resident)
+
+    def _drop(self, expert: Expert) -> None:
+        del self._resident[expert]
+        expert.ready, expert.uses = None, expert.uses / 2
+        expert.drop()
+        self._statistics.resident -= expert.nbytes
+
+    def _read(self, missing: Sequence[Expert]) -> None:
+        """Read experts, all at a time."""
+        started = [
+            (expert, [self._pool.submit(source.read, memory, place) for source, memory, place in expert.reads()])
+            for expert in missing
+        ]
+        try:
+            wait([read for _, reads in started for read in reads])
+        finally:
+            for expert, reads in started:
+                self._settle(expert, reads)
+
+    def _settle(self, expert: Expert, reads: Sequence[Future[None]]) -> None:
+        """Say to everyone who waits for an expert how its reads ended; those that have not begun never will."""
+        ready = expert.ready
+        assert ready is not None
+        for read in reads:
+            read.cancel()
+        wait(reads)
+        errors = [CancelledError() if read.cancelled() else read.exception() for read in reads]
+        error = next(filter(None, errors), None)
+        with self._changed:
+            if error is not None:
+                self._drop(expert)
+            else:
+                self._statistics.reads += len(reads)
+                self._statistics.bytes_read += expert.nbytes
+        if error is not None:
+            ready.set_exception(error)
+        else:
+            ready.set_result(None)
+
+
+def _unheld(experts: Sequence[Expert]) -> int:
+    """Bytes of the experts that nobody holds."""
+    return sum(expert.nbytes for expert in experts if not expert.holders)

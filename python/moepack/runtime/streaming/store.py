@@ -1,0 +1,193 @@
+"""A store that keeps experts on disk and reads them as they are chosen, within a budget for all weights.
+
+What every token needs (parameters, packed linear layers, the shared parts of experts) stays in memory; the rest of the
+budget is for experts. Where the experts of a call are larger than that, as those of a prompt may be, they come in
+portions, each of which is read while the one before is multiplied.
+
+Invariant: outputs depend on weights, inputs and the budget alone, never on what happens to be in memory: portions are
+cut by the experts' numbers, and their outputs are added up in that order.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from moepack.arrays import AnyTensor
+from moepack.checkpoint.architectures import described
+from moepack.errors import CorruptionError, LoadError, MoepackWarning
+from moepack.format.header import Header, read_header
+from moepack.runtime.backends import Matrix
+from moepack.runtime.backends.cpu.views import expert_payloads
+from moepack.runtime.packed import PackedModule
+from moepack.runtime.store import ExpertStore, Layer, Matrices, Portion, matrix_over
+from moepack.runtime.streaming.region import Region
+from moepack.runtime.streaming.residency import Expert, Residency, Statistics
+from moepack.runtime.streaming.source import Source
+from moepack.units import size
+
+__all__ = ["StreamingStore", "statistics_of"]
+
+READERS = 16
+"""Threads that read: drives reach their rate with 8 to 16 reads at a time."""
+
+AHEAD = 4
+"""Threads that read the next portion of a call."""
+
+_CPU = torch.device("cpu")
+
+
+class StreamingStore(ExpertStore):
+    """Keeps a model's weights within a number of bytes.
+
+    Args:
+        memory: the most bytes that weights may take, those that are always in memory included.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._layers: WeakKeyDictionary[Any, tuple[Matrices, list[Expert]]] = WeakKeyDictionary()
+        self._sources: dict[Path, tuple[Source, Header]] = {}
+        self._ahead = ThreadPoolExecutor(AHEAD, thread_name_prefix="moepack-ahead")
+        self._residency: Residency
+
+    @property
+    def statistics(self) -> Statistics:
+        """What streaming did so far."""
+        return self._residency.statistics
+
+    def take(self, model: Any) -> None:
+        """Take over the experts of a model whose packed bytes are mapped, on the CPU.
+
+        Args:
+            model: a packed model as `moepack.load` gives it.
+
+        Raises:
+            CorruptionError: a file is not what it was when it was mapped.
+            LoadError: the weights that every token needs and one expert are larger than the memory, a file cannot be
+                read, or the model has no packed experts.
+        """
+        modules = [module for module in model.modules() if isinstance(module, PackedModule)]
+        layers = [module for module in modules if module.shapes[module.projections[0]][0] > 1]
+        if not layers:
+            raise LoadError("the model has no packed experts that could stay on disk")
+        taken = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
+        always = sum(tensor.nbytes for tensor in model.parameters())
+        always += sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in taken)
+        for layer in layers:
+            regions = self._take_layer(layer)
+            always += sum(region.shared for region in regions)
+        for source, _ in self._sources.values():
+            source.forget()
+        self._residency = self._checked_residency(always, described(model.config.model_type).top_k(vars(model.config)))
+
+    def _take_layer(self, layer: PackedModule) -> list[Region]:
+        """Move a layer into regions."""
+        mapped = layer.store.fetch(layer, None, _CPU)
+        regions = [self._region(layer, *each) for each in zip(layer.projections, mapped, strict=True)]
+        for name, region in zip(layer.projections, regions, strict=True):
+            layer._buffers.pop(name)
+            layer.readers[name] = region.data.data_ptr(), matrix_over(region.data, **layer.places[name])
+        experts = [Expert(regions, number) for number in range(len(regions[0].sizes))]
+        self._layers[layer] = tuple(layer.readers[name][1] for name in layer.projections), experts
+        layer.store = self
+        return regions
+
+    def _region(self, layer: PackedModule, projection: str, matrix: Matrix) -> Region:
+        """The region of a projection."""
+        place, buffer = layer.places[projection], layer.get_buffer(projection)
+        if place.get("file") is None:
+            raise LoadError(f"the bytes of {projection} do not come from a file that experts could be read from")
+        file, tensor = Path(place["file"]), place["tensor"]
+        if file not in self._sources:
+            self._sources[file] = Source(file), read_header(file, CorruptionError)
+        source, header = self._sources[file]
+        info = header.tensors.get(tensor)
+        if info is None or info.nbytes != buffer.nbytes:
+            raise CorruptionError("is not what it was when it was opened", **place)
+        return Region(source, info.offset, buffer.numpy(), expert_payloads(matrix))
+
+    def _checked_residency(self, always: int, top_k: int) -> Residency:
+        """The experts' part of the memory, if it is enough."""
+        sizes = [max(expert.nbytes for expert in experts) for _, experts in self._layers.values()]
+        least, budget, demand = always + max(sizes), self._memory - always, top_k * sum(sizes)
+        if self._memory < least:
+            raise LoadError(
+                f"{size(self._memory)} of memory for the weights are too little: every token needs {size(always)} of "
+                f"them and an expert takes {size(max(sizes))}; {size(always + demand)} keep the experts of one token"
+            )
+        if budget < demand:
+            message = (
+                f"{size(budget)} of memory are left for experts, less than the {size(demand)} that one token uses: "
+                f"most are read again for each token; give the weights {size(always + demand)} or more"
+            )
+            warnings.warn(message, MoepackWarning, stacklevel=2)
+        return Residency(budget, READERS, recent_first=budget < demand)
+
+    def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
+        """Refuse: bytes come by `take`."""
+        raise LoadError("a model that streams its experts does not take new weights", **place)
+
+    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
+        """Refuse: experts are in memory while `portions` says so, and no longer."""
+        raise LoadError("experts that stay on disk cannot be had all at once")
+
+    def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
+        """Do nothing: reads that computing waits for come first, and from a drive guesses rarely pay."""
+
+    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """Read the chosen experts, in portions where they are larger than the memory; see `ExpertStore.portions`."""
+        if device != _CPU:
+            raise LoadError(f"experts that stay on disk are multiplied on the CPU, not on '{device}'")
+        matrices, own = self._layers[layer]
+        numbers = [number for number in sorted(set(experts.flatten().tolist())) if 0 <= number < len(own)]
+        parts = _cut(own, numbers, self._residency.budget)
+        for part in self._held([[own[number] for number in part] for part in parts]):
+            if len(parts) == 1:
+                yield matrices, experts
+            else:
+                chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
+                yield matrices, torch.where(chosen, experts, len(own))
+
+    def _held(self, parts: Sequence[list[Expert]]) -> Iterator[list[Expert]]:
+        """Hold one part after the other, and read the next one meanwhile."""
+        ahead: Future[None] | None = None
+        try:
+            for number, part in enumerate(parts):
+                coming, ahead = ahead, None
+                self._residency.hold(part) if coming is None else coming.result()
+                if number + 1 < len(parts):
+                    ahead = self._ahead.submit(self._residency.hold, parts[number + 1])
+                try:
+                    yield part
+                finally:
+                    self._residency.release(part)
+        finally:
+            if ahead is not None and ahead.exception() is None:
+                self._residency.release(parts[number + 1])
+
+
+def statistics_of(model: Any) -> Statistics | None:
+    """Return what streaming did so far for a model; None if its experts are not streamed."""
+    stores = (module.store for module in model.modules() if isinstance(module, PackedModule))
+    return next((store.statistics for store in stores if isinstance(store, StreamingStore)), None)
+
+
+def _cut(experts: Sequence[Expert], numbers: Sequence[int], budget: int) -> list[list[int]]:
+    """Numbers of experts in portions: one if the budget takes them all, else of half the budget or one expert each."""
+    if sum(experts[number].nbytes for number in numbers) <= budget:
+        return [list(numbers)]
+    portions: list[list[int]] = [[]]
+    left = budget // 2
+    for number in numbers:
+        if portions[-1] and experts[number].nbytes > left:
+            portions.append([])
+            left = budget // 2
+        portions[-1].append(number)
+        left -= experts[number].nbytes
+    return portions
