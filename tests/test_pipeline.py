@@ -91,7 +91,7 @@ def test_killed_from_outside_it_does_not_repeat_finished_layers(tmp_path: Path) 
     command = [sys.executable, "-m", "moepack", "compress", model, out, "--method", "ternary", "--quiet"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE)
     lines = tmp_path / "out.partial" / journal.JOURNAL
-    while process.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") >= 2):
+    while process.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") >= 3):
         time.sleep(0.001)
     process.kill()
     if process.wait() == 0:
@@ -119,8 +119,9 @@ def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, t
         moepack.compress(mixtral, out, method="ternary", progress=StopAfter(3))
     partial.rename(tmp_path / "kept")
     text = (tmp_path / "kept" / journal.JOURNAL).read_bytes()
-    assert text.count(b"\n") == 3
-    first, second = (text.find(b"\n", text.find(b"\n") + 1) + 1, len(text))
+    lines = text.splitlines(keepends=True)
+    assert len(lines) == 4  # the job, its files and two shards
+    first, second = len(b"".join(lines[:3])), len(text)
     cuts = [first, first + 1, (first + second) // 2, second - 1]
     for cut in cuts:
         shutil.rmtree(out, ignore_errors=True)
@@ -137,6 +138,33 @@ def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, t
     report = moepack.compress(mixtral, out, method="ternary")
     assert report.resumed_weights == report.expert_weights // 2
     assert support.contents(out) == support.contents(packed)
+
+
+def test_a_source_that_was_written_to_is_not_continued(mixtral: Path, tmp_path: Path) -> None:
+    model, out = Path(shutil.copytree(mixtral, tmp_path / "model")), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        moepack.compress(model, out, method="ternary", progress=StopAfter(2))
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.block_sparse_moe.experts.2.w3.weight"].view(-1)[1] += 1
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ResumeError, match=r"written to since \(model.safetensors\); --no-resume starts over"):
+        moepack.compress(model, out, method="ternary")
+    moepack.compress(model, out, method="ternary", resume=False)
+    moepack.compress(model, tmp_path / "reference", method="ternary")
+    assert support.contents(out) == support.contents(tmp_path / "reference")
+
+
+def test_a_source_that_is_written_to_meanwhile_is_noticed(mixtral: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(mixtral, tmp_path / "model"))
+    checkpoint = Checkpoint.open(model)
+    name = next(iter(checkpoint.names()))
+    checkpoint.tensor(name)
+    with open(model / "model.safetensors", "r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"x")
+    with pytest.raises(moepack.CheckpointError, match=r"model.safetensors: .* changed while it was in use"):
+        checkpoint.tensor(name)
 
 
 def test_another_job_is_refused(mixtral: Path, tmp_path: Path) -> None:

@@ -91,3 +91,12 @@ def test_sizes_need_a_whole_specification():
             _core.packed_bytes(kind, (2, 16, 640), **specification)
     with pytest.raises(TypeError):
         _core.packed_bytes("groupwise", (2, 16, 64), bits=4.5)
+
+
+@pytest.mark.parametrize(("experts", "rows"), [(2**31 - 1, 16), (1, 2**40), (2**40, 0)])
+def test_tensors_of_nothing_cannot_ask_for_endless_work(experts, rows):
+    none = np.zeros((1, 16, 0), np.float32)
+    header = _core.encode_groupwise(none.astype(np.uint8), none, none, bits=4, group_size=64, ndim=3).copy()
+    header[16:40] = np.array([experts, rows, 0], np.uint64).view(np.uint8)
+    with pytest.raises(CorruptionError):
+        open_tensor(header)

@@ -181,17 +181,26 @@ def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_che
     file = tmp_path / f"pieces{STATE}"
     good = file.read_bytes()
     state = safetensors.torch.load(good)
-    file.write_bytes(safetensors.torch.save({**state, "rotation": state["rotation"] * 1.5}))
+    with safetensors.safe_open(file, "pt") as opened:
+        owner = opened.metadata()
+    file.write_bytes(safetensors.torch.save({**state, "rotation": state["rotation"] * 1.5}, owner))
     with pytest.raises(ResumeError, match="orthogonal"):
         compress(source, tmp_path / "pieces", method=method(text, **chosen))
     file.write_bytes(b"no safetensors")
     with pytest.raises(ResumeError, match="cannot be read"):
         compress(source, tmp_path / "pieces", method=method(text, **chosen))
     file.write_bytes(good)
+    with pytest.raises(ResumeError, match="unfinished work of another job"):
+        compress(source, tmp_path / "pieces", method=method(text, **{**chosen, "rotation_steps": 9}))
+    assert file.read_bytes() == good  # a refused job leaves the state of the other
     report = compress(source, tmp_path / "pieces", method=method(text, **chosen))
     assert report.resumed_weights > 0
     whole, pieces = (sorted((tmp_path / name).iterdir()) for name in ("whole", "pieces"))
     assert [f.read_bytes() for f in whole] == [f.read_bytes() for f in pieces]
+    stale = tmp_path / f"stale{STATE}"
+    stale.write_bytes(safetensors.torch.save({**state, "rotation": -state["rotation"]}, {"owner": "another job"}))
+    compress(source, tmp_path / "stale", method=method(text, **chosen))
+    assert [f.read_bytes() for f in sorted((tmp_path / "stale").iterdir())] == [f.read_bytes() for f in whole]
 
 
 def test_the_place_is_tried_before_a_rotation_is_learned(tiny_checkpoint, text, tmp_path, monkeypatch):

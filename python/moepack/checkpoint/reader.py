@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from moepack.errors import CheckpointError, UnsupportedModelError
-from moepack.format.header import Header, TensorInfo, parse_json, read_header
+from moepack.format.header import Header, TensorInfo, parse_json, read_header, stamp_of
 
 __all__ = ["Checkpoint", "sampled"]
 
@@ -133,8 +133,8 @@ class Checkpoint:
         start = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY
         try:
             with info.file.open("rb") as stream:
-                if stream.seek(0, 2) != self.shards[info.file.name].size:
-                    raise CheckpointError("changed its size while it was in use", file=info.file, tensor=name)
+                if stamp_of(stream) != self.shards[info.file.name].stamp:
+                    raise CheckpointError("changed while it was in use", file=info.file, tensor=name)
                 # Copy-on-write, so that the array is writable as torch wants it; one mapping for each tensor, because
                 # the kernel may refuse a private mapping larger than the machine's memory.
                 mapping = mmap.mmap(
@@ -145,6 +145,10 @@ class Checkpoint:
                 f"cannot be mapped: {cause.strerror or cause}", file=info.file, tensor=name
             ) from cause
         return np.frombuffer(mapping, dtype=np.uint8, count=info.nbytes, offset=info.offset - start)
+
+    def stamps(self) -> dict[str, str]:
+        """What the file system said of each shard when the checkpoint was opened; a later write changes it."""
+        return {name: header.stamp for name, header in self.shards.items()}
 
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, of what identifies the checkpoint.

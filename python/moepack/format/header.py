@@ -14,6 +14,7 @@ So a slice built from a `TensorInfo` never leaves the file, and a truncated file
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 
 from moepack.errors import CheckpointError, MoepackError
 
-__all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "parse_json", "read_header"]
+__all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "parse_json", "read_header", "stamp_of"]
 
 MAX_HEADER = 100_000_000
 """Largest accepted JSON header in bytes; the limit that the safetensors library sets."""
@@ -85,6 +86,7 @@ class Header:
         tensors: the tensors by name, in the order of their data.
         metadata: the free-form strings under `__metadata__`.
         digest: SHA-256 of the length and the JSON, in hexadecimal.
+        stamp: what the file system says of the file, which a later write changes (`stamp_of`).
     """
 
     file: Path
@@ -92,6 +94,13 @@ class Header:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     digest: str
+    stamp: str
+
+
+def stamp_of(stream: BinaryIO) -> str:
+    """Return size, time of the last write and inode of an open file."""
+    status = os.fstat(stream.fileno())
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 
 
 def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Header:
@@ -108,6 +117,7 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
+            stamp = stamp_of(stream)
             raw = _read_json_bytes(stream, size, file, error)
     except OSError as cause:
         raise error(f"cannot be read: {cause.strerror or cause}", file=file) from cause
@@ -116,7 +126,7 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
     infos = [_tensor_info(name, field, len(raw), file, error) for name, field in fields.items()]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     _check_tiling(infos, len(raw), size, file, error)
-    return Header(file, size, {info.name: info for info in infos}, metadata, hashlib.sha256(raw).hexdigest())
+    return Header(file, size, {info.name: info for info in infos}, metadata, hashlib.sha256(raw).hexdigest(), stamp)
 
 
 def parse_json(raw: bytes, file: Path, error: type[MoepackError] = CheckpointError) -> dict[str, Any]:

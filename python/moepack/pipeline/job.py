@@ -109,9 +109,9 @@ def compress(
     described = describe(checkpoint)
     try_creating(target)  # before the methods below look at the whole model
     state = target.with_name(target.name + STATE)
-    checkpoint, described = _looked_at(checkpoint, described, assignment, state, resume, progress)
+    checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
     try:
-        return Job(checkpoint, described, assignment, progress, peak).run(target, resume, started)
+        return Job(checkpoint, described, assignment, progress, peak, keep).run(target, resume, started)
     finally:
         if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
             state.unlink()
@@ -119,17 +119,21 @@ def compress(
 
 def _looked_at(
     checkpoint: Checkpoint, model: MoeModel, assignment: Assignment, state: Path, resume: bool, progress: Progress
-) -> tuple[Checkpoint, MoeModel]:
-    """Let methods change the checkpoint and decide what concerns all of it; returns what is to be packed."""
+) -> tuple[Checkpoint, MoeModel, Callable[[], None]]:
+    """Let methods change the checkpoint and decide what concerns all of it.
+
+    Returns:
+        What is to be packed, its description, and what keeps the change for a resumed run.
+    """
     if any(method.looks_ahead for method in assignment.methods):
         progress.prepare(f"{assignment.method.name} looks at the whole model first")
-    changed = rewritten(checkpoint, model, assignment.method, state, resume)
+    changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
         checkpoint, model = changed, describe(changed)
     with naming_files(checkpoint):
         for method in assignment.methods:
             method.prepare(checkpoint, model)
-    return checkpoint, model
+    return checkpoint, model, keep
 
 
 @contextmanager
@@ -147,9 +151,25 @@ class Job:
     """One compression, from an open checkpoint and prepared methods to a published directory."""
 
     def __init__(
-        self, checkpoint: Checkpoint, model: MoeModel, assignment: Assignment, progress: Progress, peak: PeakMemory
+        self,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        assignment: Assignment,
+        progress: Progress,
+        peak: PeakMemory,
+        keep_state: Callable[[], None] = lambda: None,
     ) -> None:
-        """Decide what will be done; errors as of `make_plan` and `LayerPacker`."""
+        """Decide what will be done; errors as of `make_plan` and `LayerPacker`.
+
+        Args:
+            checkpoint: what is packed.
+            model: its description.
+            assignment: which method packs what.
+            progress: where progress is shown.
+            peak: the largest memory so far.
+            keep_state: keeps what a resumed run needs of the methods; called once the directory is this job's.
+        """
+        self._keep_state = keep_state
         self.checkpoint, self.model, self.assignment = checkpoint, model, assignment
         self.progress, self.peak = progress, peak
         self.plan: Plan = make_plan(checkpoint, model, assignment)
@@ -162,8 +182,10 @@ class Job:
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
         """Do the work that is missing, publish, report."""
         partial = target.with_name(target.name + PARTIAL)
-        workspace = Workspace.open(partial, self._fingerprint(), resume, self._sources.digests)
+        stamps = self.checkpoint.stamps()
+        workspace = Workspace.open(partial, self._fingerprint(), resume, self._sources.digests, stamps)
         try:
+            self._keep_state()
             before = self._done_weights(workspace)
             if not workspace.complete:
                 self._write(workspace)

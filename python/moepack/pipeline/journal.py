@@ -1,10 +1,11 @@
 """The journal of an unfinished `compress`: whose work a partial directory is, and which shards in it are done.
 
-`journal.jsonl` lies in the partial directory. Its first line is the job's fingerprint; each further line is a finished
-shard with everything that the manifest will say about it. A line is appended and flushed after its shard was published,
-so whatever moment a process is killed at, the journal never claims more than the disk holds. A torn last line is a
-shard that must be done again. A job that failed by its checkpoint adds what its shards were made of: where only the
-model's fingerprint differs, a later run keeps the shards that it would make of the same.
+`journal.jsonl` lies in the partial directory. Its first line is the job's fingerprint, its second what the file system
+said of the model's files, for a fingerprint that samples may miss a change; each further line is a finished shard with
+everything that the manifest will say about it. A line is appended and flushed after its shard was published, so
+whatever moment a process is killed at, the journal never claims more than the disk holds. A torn last line is a shard
+that must be done again. A job that failed by its checkpoint adds what its shards were made of: where only the model's
+fingerprint differs, a later run keeps the shards that it would make of the same.
 
 One process works in a directory at a time: it holds a lock that the kernel drops with the process.
 """
@@ -27,6 +28,7 @@ from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 JOURNAL = "journal.jsonl"
 
 _MADE_OF = "made_of"
+_STAMPS = "stamps"
 
 Fingerprint = Mapping[str, str]
 
@@ -74,10 +76,16 @@ class Workspace:
         self.complete = False
         self._lock = lock
         self._made_of: Mapping[str, str] = {}
+        self._stamps: Mapping[str, str] = {}
 
     @classmethod
     def open(
-        cls, path: Path, fingerprint: Fingerprint, resume: bool, digests: Digests = lambda files: {}
+        cls,
+        path: Path,
+        fingerprint: Fingerprint,
+        resume: bool,
+        digests: Digests = lambda files: {},
+        stamps: Mapping[str, str] | None = None,
     ) -> "Workspace":
         """Create `path`, or continue in it if it is the work of the same job.
 
@@ -86,9 +94,11 @@ class Workspace:
             fingerprint: identity of the job.
             resume: False starts over, whatever job the directory belongs to.
             digests: what shards are made of now, to be compared with what `note` kept of a model since mended.
+            stamps: what the file system says of each of the model's files.
 
         Raises:
-            ResumeError: another job's work, another process at work, or a directory that moepack did not make.
+            ResumeError: another job's work, another process at work, a directory that moepack did not make, or files of
+                the model that were written to since.
             DiskError: it cannot be created.
         """
         with disk_errors(path, "create"):
@@ -96,7 +106,7 @@ class Workspace:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         workspace = cls(path, lock)
         try:
-            workspace._claim(fingerprint, resume, digests)
+            workspace._claim(fingerprint, resume, digests, stamps or {})
         except BaseException:
             workspace.close()
             raise
@@ -169,17 +179,21 @@ class Workspace:
             self.path.rename(target)
             sync_directory(target.parent)
 
-    def _claim(self, fingerprint: Fingerprint, resume: bool, digests: Digests) -> None:
+    def _claim(self, fingerprint: Fingerprint, resume: bool, digests: Digests, stamps: Mapping[str, str]) -> None:
         self._take_lock()
         names = sorted(entry.name for entry in self.path.iterdir() if not is_temporary(entry.name))
         if names and JOURNAL not in names and MANIFEST not in names:
             raise ResumeError(f"exists and is not the work of moepack: it holds '{names[0]}'", file=self.path)
         if names and resume:
-            self._continue(fingerprint, digests)
+            self._continue(fingerprint, digests, stamps)
         else:
             self._clear()
         if not self.complete:
-            lines = [_line(fingerprint), *(record.to_line() for record in self.done.values())]
+            lines = [
+                _line(fingerprint),
+                _line({_STAMPS: dict(stamps)}),
+                *(record.to_line() for record in self.done.values()),
+            ]
             lines += [_line({_MADE_OF: dict(self._made_of)})] if self._made_of else []
             write_file(self.path / JOURNAL, b"".join(lines))
 
@@ -189,7 +203,7 @@ class Workspace:
         except OSError as error:
             raise ResumeError("another process is at work in it", file=self.path) from error
 
-    def _continue(self, fingerprint: Fingerprint, digests: Digests) -> None:
+    def _continue(self, fingerprint: Fingerprint, digests: Digests, stamps: Mapping[str, str]) -> None:
         journal = self.path / JOURNAL
         if not journal.exists():
             try:
@@ -213,12 +227,18 @@ class Workspace:
                 self._made_of = {name: now[name] for name in self.done if name in self._made_of}
                 return
         _compare(found, fingerprint, self.path)
+        if changed := sorted(name for name in {*stamps, *self._stamps} if stamps.get(name) != self._stamps.get(name)):
+            message = f"is unfinished work on files that were written to since ({', '.join(changed)})"
+            raise ResumeError(f"{message}; --no-resume starts over", file=self.path)
 
     def _read(self, lines: Iterable[bytes]) -> None:
         """Take over what the journal says was done and is still there; a torn line ends it."""
         for line in lines:
             try:
                 content = json.loads(line)
+                if _STAMPS in content:
+                    self._stamps = {str(name): str(stamp) for name, stamp in content[_STAMPS].items()}
+                    continue
                 if _MADE_OF in content:
                     self._made_of = {str(name): str(digest) for name, digest in content[_MADE_OF].items()}
                     continue

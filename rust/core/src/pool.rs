@@ -1,7 +1,11 @@
 //! The thread pool of the core, its own so that it never changes anybody else's.
 //!
 //! Results never depend on the number of threads: work is cut at places that the data fixes, and no sum crosses a cut.
+//!
+//! A forked process has none of its parent's threads. So each process has a pool of its own, found by the process's
+//! number, and touches no lock of its parent's, which a thread may have held that the fork left behind.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -11,32 +15,62 @@ use crate::{Error, Result};
 /// More threads than any machine that this library is meant for.
 const MAX_THREADS: usize = 1024;
 
-fn slot() -> &'static RwLock<Option<Arc<ThreadPool>>> {
-    static POOL: OnceLock<RwLock<Option<Arc<ThreadPool>>>> = OnceLock::new();
-    POOL.get_or_init(|| RwLock::new(None))
+/// The pool of a process.
+struct Process {
+    id: u32,
+    /// How many threads were asked for; 0 for one on each core that the process may use.
+    threads: AtomicUsize,
+    pool: RwLock<Option<Arc<ThreadPool>>>,
+    /// The process that was forked from this one, in that process's copy of the memory.
+    child: OnceLock<Box<Process>>,
 }
 
-fn build(threads: usize) -> Result<Arc<ThreadPool>> {
-    ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|i| format!("moepack-{i}"))
-        .build()
-        .map(Arc::new)
-        .map_err(|e| Error::InvalidArgument(format!("cannot start {threads} threads: {e}")))
+impl Process {
+    fn new(threads: usize) -> Process {
+        Process {
+            id: std::process::id(),
+            threads: AtomicUsize::new(threads),
+            pool: RwLock::new(None),
+            child: OnceLock::new(),
+        }
+    }
+
+    /// The process that runs.
+    fn current() -> &'static Process {
+        static FIRST: OnceLock<Process> = OnceLock::new();
+        let mut process = FIRST.get_or_init(|| Process::new(0));
+        while process.id != std::process::id() {
+            let fork = || Box::new(Process::new(process.threads.load(Ordering::Relaxed)));
+            process = process.child.get_or_init(fork);
+        }
+        process
+    }
+
+    fn build(&self) -> Result<Arc<ThreadPool>> {
+        let threads = match self.threads.load(Ordering::Relaxed) {
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            threads => threads,
+        };
+        ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|i| format!("moepack-{i}"))
+            .build()
+            .map(Arc::new)
+            .map_err(|e| Error::InvalidArgument(format!("cannot start {threads} threads: {e}")))
+    }
 }
 
-/// The pool in use; the first call starts it with one thread for each core that the process may use.
+/// The pool in use; the first call starts it, with one thread for each core unless [`set_threads`] said otherwise.
 pub fn current() -> Result<Arc<ThreadPool>> {
-    if let Some(pool) = slot().read().unwrap_or_else(|e| e.into_inner()).as_ref() {
+    let process = Process::current();
+    if let Some(pool) = process.pool.read().unwrap_or_else(|e| e.into_inner()).as_ref() {
         return Ok(pool.clone());
     }
-    let mut guard = slot().write().unwrap_or_else(|e| e.into_inner());
+    let mut guard = process.pool.write().unwrap_or_else(|e| e.into_inner());
     if let Some(pool) = guard.as_ref() {
         return Ok(pool.clone());
     }
-    let pool = build(std::thread::available_parallelism().map_or(1, |n| n.get()))?;
-    *guard = Some(pool.clone());
-    Ok(pool)
+    Ok(guard.insert(process.build()?).clone())
 }
 
 /// Replaces the pool by one of `threads` threads (1 to 1024). Running calls finish on the pool that they started on.
@@ -46,8 +80,12 @@ pub fn set_threads(threads: usize) -> Result<()> {
             "threads must be 1 to {MAX_THREADS}, not {threads}"
         )));
     }
-    let pool = build(threads)?;
-    *slot().write().unwrap_or_else(|e| e.into_inner()) = Some(pool);
+    let process = Process::current();
+    let before = process.threads.swap(threads, Ordering::Relaxed);
+    let pool = process
+        .build()
+        .inspect_err(|_| process.threads.store(before, Ordering::Relaxed))?;
+    *process.pool.write().unwrap_or_else(|e| e.into_inner()) = Some(pool);
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use std::sync::RwLock;
 
 use super::{Format, MAGIC_BYTES, Tensor};
 use super::{codebook, coded, coded_groupwise, compensated, groupwise, ternary};
+use crate::types::Shape;
 use crate::{Error, Result};
 
 /// The formats of this crate.
@@ -51,19 +52,37 @@ pub fn format(kind: &str) -> Result<&'static dyn Format> {
     found.map_or_else(|| invalid(format!("unknown kind of packed tensor {kind:?}")), Ok)
 }
 
+/// The most matrices and rows of a tensor without weights, which take no bytes and so could be any number.
+const MOST_EMPTY: usize = 1 << 16;
+
 /// Opens a packed tensor by its magic.
 ///
 /// # Errors
 /// [`Error::InsufficientData`]: the bytes are too short to have a magic. [`Error::UnknownFormat`]: no format has it.
-/// Otherwise as [`Format::open`].
+/// [`Error::Corruption`]: there are more than 65,536 rows without columns, or matrices without rows. Otherwise as
+/// [`Format::open`].
 pub fn open(data: &[u8]) -> Result<Box<dyn Tensor>> {
+    let tensor = find(data)?.open(data)?;
+    let shape = tensor.shape();
+    let rows = shape.experts.checked_mul(shape.rows.max(1));
+    if shape.weights() == Some(0) && rows.is_none_or(|rows| rows > MOST_EMPTY) {
+        let Shape { experts, rows, .. } = shape;
+        let message =
+            format!("{experts} matrices of {rows} rows without weights: at most {MOST_EMPTY} are read");
+        return Err(Error::Corruption(message));
+    }
+    Ok(tensor)
+}
+
+/// The format of a packed tensor by its magic.
+fn find(data: &[u8]) -> Result<&'static dyn Format> {
     let Some(magic) = data.first_chunk::<MAGIC_BYTES>() else {
         let message = format!("{} bytes cannot be a packed tensor", data.len());
         return Err(Error::InsufficientData(message));
     };
     let formats = formats();
     match formats.iter().find(|format| format.magic() == *magic) {
-        Some(format) => format.open(data),
+        Some(format) => Ok(*format),
         None => {
             let known: Vec<_> = formats
                 .iter()
