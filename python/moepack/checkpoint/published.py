@@ -23,7 +23,8 @@ import torch
 from moepack.checkpoint.qmoe import QmoeCheckpoint
 from moepack.checkpoint.reader import Checkpoint, sampled
 from moepack.errors import CheckpointError, UnsupportedModelError
-from moepack.format.header import TensorInfo, parse_json
+from moepack.format.header import TensorInfo
+from moepack.format.regular import read_json
 
 __all__ = ["PublishedCheckpoint"]
 
@@ -63,10 +64,7 @@ class PublishedCheckpoint(Checkpoint):
         packed = QmoeCheckpoint.open(published)
         path = Path(published if original is None else original)
         file = path / "config.json"
-        try:
-            config = parse_json(file.read_bytes(), file)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
+        config = read_json(file, CheckpointError)
         if config.get("model_type") != _ARCHITECTURE:
             raise UnsupportedModelError(f"model type '{config.get('model_type')}', not '{_ARCHITECTURE}'", file=file)
         for key in _SIZES:

@@ -26,7 +26,7 @@ import torch
 
 from moepack import _core
 from moepack.errors import CheckpointError, UnsupportedModelError
-from moepack.format.header import parse_json
+from moepack.format.regular import read_json
 from moepack.ternary import TernaryTensor, encode_ternary
 
 __all__ = ["QmoeCheckpoint", "read_matrix"]
@@ -55,10 +55,7 @@ class QmoeCheckpoint:
         if not any(name.endswith(".w_comp") for name in tensors):
             raise UnsupportedModelError("holds no tensor in QMoE's format", file=directory)
         file = directory / "config.json"
-        try:
-            config = parse_json(file.read_bytes(), file)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
+        config = read_json(file, CheckpointError)
         return cls(directory, config, tensors)
 
     def matrices(self) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 
 from moepack.errors import CheckpointError, UnsupportedModelError
-from moepack.format.header import Header, TensorInfo, parse_json, read_header, stamp_of
+from moepack.format.header import Header, TensorInfo, read_header, stamp_of
+from moepack.format.regular import read_json
 
 __all__ = ["Checkpoint", "sampled"]
 
@@ -68,7 +69,7 @@ class Checkpoint:
         directory = Path(path)
         if not directory.is_dir():
             raise CheckpointError("no such directory, and no id of the hub (ORGANIZATION/NAME)", file=directory)
-        config = _read_json(directory / "config.json")
+        config = read_json(directory / "config.json", CheckpointError)
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("has no model_type", file=directory / "config.json")
         if (directory / _SINGLE).is_file():
@@ -203,22 +204,12 @@ def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise CheckpointError("does not exist", file=file)
-    try:
-        raw = file.read_bytes()
-    except OSError as cause:
-        raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=file) from cause
-    return parse_json(raw, file)
-
-
 def _weight_map(directory: Path) -> dict[str, str]:
     """The index of a sharded checkpoint: tensor names to names of files that exist in the directory."""
     index = directory / _INDEX
     if not index.exists():
         raise _no_weights(directory)
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("has no weight_map", file=index)
     for tensor, shard in weight_map.items():

@@ -10,7 +10,6 @@ Invariant: `tensors()` are slices of read-only mappings, 64-byte aligned, inside
 while it is mapped kills the process when it is touched, as with any mapped file: never write into an open directory.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from moepack.errors import CorruptionError, LoadError
 from moepack.format.header import Header, read_header
 from moepack.format.manifest import MANIFEST, MAX_MANIFEST, Manifest, TensorRecord
+from moepack.format.regular import read_json
 from moepack.format.shard import ALIGNMENT, DTYPE_NAMES
 from moepack.mapping import map_file
 from moepack.memory import available_bytes
@@ -107,14 +107,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read `path`/config.json; `CorruptionError` if it is missing or no JSON object."""
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptionError(f"cannot be read: {error}", file=file) from error
-    if not isinstance(config, dict):
-        raise CorruptionError("must be a JSON object", file=file)
-    return config
+    return read_json(path / "config.json", CorruptionError)
 
 
 def check_size(file: Path, size: int) -> None:

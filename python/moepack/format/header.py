@@ -12,19 +12,19 @@ So a slice built from a `TensorInfo` never leaves the file, and a truncated file
 """
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
 from moepack.errors import CheckpointError, MoepackError
+from moepack.format.regular import open_regular, parse_json
 
-__all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "parse_json", "read_header", "stamp_of"]
+__all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "read_header", "stamp_of"]
 
 MAX_HEADER = 100_000_000
 """Largest accepted JSON header in bytes; the limit that the safetensors library sets."""
@@ -114,7 +114,7 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
         error: the file cannot be opened, is truncated, or contradicts the format.
     """
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
             stamp = stamp_of(stream)
@@ -127,30 +127,6 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     _check_tiling(infos, len(raw), size, file, error)
     return Header(file, size, {info.name: info for info in infos}, metadata, hashlib.sha256(raw).hexdigest(), stamp)
-
-
-def parse_json(raw: bytes, file: Path, error: type[MoepackError] = CheckpointError) -> dict[str, Any]:
-    """Parse `raw` as one JSON object without duplicate keys; `file` is named in the error.
-
-    Raises:
-        error: the bytes are no such object.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise error(f"the JSON holds '{twice}' twice", file=file)
-        return fields
-
-    try:
-        fields = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as cause:
-        raise error(f"not valid JSON: {cause}", file=file) from cause
-    if not isinstance(fields, dict):
-        raise error(f"expected a JSON object, found {type(fields).__name__}", file=file)
-    return fields
 
 
 def _read_json_bytes(stream: BinaryIO, size: int, file: Path, error: type[MoepackError]) -> bytes:

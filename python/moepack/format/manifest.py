@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moepack.errors import CorruptionError
-from moepack.format.header import DTYPES, parse_json
+from moepack.format.header import DTYPES
+from moepack.format.regular import parse_json
 
 T = TypeVar("T")
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from moepack.errors import CorruptionError
 from moepack.format.directory import check_header, open_blob, read_manifest
-from moepack.format.header import Header, parse_json, read_header
+from moepack.format.header import Header, read_header
 from moepack.format.hub import CONFIG, INDEX, contradictions
 from moepack.format.manifest import MANIFEST, Manifest
+from moepack.format.regular import read_json
 from moepack.mapping import map_file
 
 TRANSPORT = frozenset({".gitattributes", ".git", ".cache"})
@@ -178,11 +179,9 @@ def _agreement(directory: Path, manifest: Manifest) -> Iterator[Fault]:
     parsed = {}
     for name in (CONFIG, INDEX):
         try:
-            parsed[name] = parse_json((directory / name).read_bytes(), directory / name, CorruptionError)
+            parsed[name] = read_json(directory / name, CorruptionError)
         except CorruptionError as error:
             yield _fault(error, name)
-        except OSError:
-            yield Fault(name, "missing")
     if len(parsed) == 2:
         for name, what in contradictions(manifest, parsed[CONFIG], parsed[INDEX]).items():
             yield Fault(name, what)

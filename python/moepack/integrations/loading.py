@@ -3,7 +3,6 @@
 `load` is for packed directories. `open_model` also takes ordinary checkpoints, because evaluation compares the two.
 """
 
-import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import DeviceError, LoadError, MoepackError
+from moepack.format.regular import read_json
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
 from moepack.runtime.streaming import StreamingStore
@@ -178,13 +178,4 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
 
 
 def _read_config(directory: str | PathLike[str]) -> dict[str, Any]:
-    file = Path(directory) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LoadError(f"cannot be read: {error.strerror}", file=file) from error
-    except ValueError as error:
-        raise LoadError(f"is not valid JSON: {error}", file=file) from error
-    if not isinstance(config, dict):
-        raise LoadError("is no JSON object", file=file)
-    return config
+    return read_json(Path(directory) / "config.json", LoadError)

@@ -1,0 +1,75 @@
+"""Files that come from elsewhere, opened with care: only regular ones, and JSON only up to a size.
+
+A name may stand for a pipe, which keeps whoever opens it waiting, for a device without an end, or for a file that is
+mostly holes and larger than the memory.
+"""
+
+import errno
+import json
+import os
+import stat
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from moepack.errors import CheckpointError, MoepackError
+
+__all__ = ["MAX_JSON", "open_regular", "parse_json", "read_json"]
+
+MAX_JSON = 256 << 20
+"""Largest accepted JSON file in bytes; the index of a model of 10^6 tensors has about half of it."""
+
+
+def open_regular(file: str | PathLike[str]) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device or a directory.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json(file: Path, error: type[MoepackError]) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        error: the file is missing, cannot be read, is no regular file, larger than `MAX_JSON`, or no JSON object.
+    """
+    try:
+        with open_regular(file) as stream:
+            raw = stream.read(MAX_JSON + 1)
+    except FileNotFoundError as cause:
+        raise error("does not exist", file=file) from cause
+    except OSError as cause:
+        raise error(f"cannot be read: {cause.strerror or cause}", file=file) from cause
+    if len(raw) > MAX_JSON:
+        raise error(f"longer than {MAX_JSON} bytes", file=file)
+    return parse_json(raw, file, error)
+
+
+def parse_json(raw: bytes, file: Path, error: type[MoepackError] = CheckpointError) -> dict[str, Any]:
+    """Parse `raw` as one JSON object without duplicate keys; `file` is named in the error.
+
+    Raises:
+        error: the bytes are no such object.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise error(f"the JSON holds '{twice}' twice", file=file)
+        return fields
+
+    try:
+        fields = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as cause:
+        raise error(f"not valid JSON: {cause}", file=file) from cause
+    if not isinstance(fields, dict):
+        raise error(f"expected a JSON object, found {type(fields).__name__}", file=file)
+    return fields
