@@ -39,12 +39,24 @@ def test_no_symbol_is_cheaper(values: np.ndarray, seed: int, price: float) -> No
 
 def test_without_a_price_rounds_to_nearest() -> None:
     values = torch.randn(70, 33, generator=torch.Generator().manual_seed(1)) * 3
-    assert torch.equal(round_priced(values, 0.5, lengths(0), 0.0), (values / 0.5).round().int())
+    assert torch.equal(round_priced(values, 0.5, lengths(0), 0.0).int(), (values / 0.5).round().int())
 
 
 def test_large_values_go_to_the_nearest_integer() -> None:
     values = torch.tensor([[1e6, -40.4, 31.2, 0.1]])
     assert round_priced(values, 1.0, learned(values, 1.0))[0, :2].tolist() == [1_000_000, -40]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_dtype_is_rounded_as_its_values_are(dtype: torch.dtype) -> None:
+    values = torch.randn(40, 33, generator=torch.Generator().manual_seed(4)).mul(3).to(dtype)
+    assert torch.equal(round_priced(values, 0.7, lengths(1)), round_priced(values.float(), 0.7, lengths(1)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="NaN or infinite weights in rows 16 to 32"):
+        round_priced(torch.tensor([[0.0]] * 20 + [[value]]), 1.0, lengths(0))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (17, 3)])

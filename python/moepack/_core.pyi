@@ -35,6 +35,7 @@ __all__ = [
     "pack_int3",
     "packed_bytes",
     "refine_codebooks",
+    "round_priced",
     "set_threads",
     "ternary_table",
     "threads",
@@ -335,6 +336,31 @@ def kmeans(
     Returns:
         Centroids, float32 [rows, clusters], ascending; codes of the nearest centroid, uint8 [rows, columns]; errors,
         float64 [rows].
+    """
+
+def round_priced(
+    weights: _Vector,
+    lengths: _Floats,
+    *,
+    step: float,
+    price: float,
+    width: float = 1.0,
+    isa: str | None = None,
+) -> NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32]:
+    """Round weights w to the integers q of least `(w / step - q)^2 + price * bits(q)`.
+
+    Args:
+        weights: float32, or bfloat16 as its bits in uint16; [rows, columns], finite.
+        lengths: float32 [N, 2 L + 1], bits of the integers from -L to L (at most 1,023) in each class of row blocks
+            (16 rows) by their root mean square: a quarter of an octave each from 2^-24 on. The last class also has all
+            wider row blocks; one class has them all.
+        step: what an integer is worth.
+        price: squared steps that a bit is worth.
+        width: classes are those of the weights in units of it.
+
+    Returns:
+        [rows, columns], of the narrowest of the types that holds all of them. Beyond L it is the nearest integer, at
+        most 2^30 in magnitude.
     """
 
 def refine_codebooks(

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack import _core
+
 __all__ = ["BLOCK_ROWS", "PRICE", "Lengths", "Profile", "round_priced"]
 
 PRICE = math.log(2) / 6
@@ -34,6 +36,9 @@ BLOCK_ROWS = 16
 
 LARGEST = 31
 """The largest magnitude with a length of its own; larger ones are stored as exceptions."""
+
+MOST = float(1 << 30)
+"""The largest integer."""
 
 EXCEPTION_BITS = 32.0
 """What an exception takes beside the code of the symbol in its place."""
@@ -130,33 +135,30 @@ class Lengths:
     bits: Tensor
 
     def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
-        """The integers int32 of values of class `number`, given in units of the step."""
-        borders, symbols = _cells(self.bits[number], price)
-        found = symbols[torch.bucketize(values, borders, out_int32=True)]
-        large = values.abs() > LARGEST
-        return torch.where(large, values.round().clamp(-MOST, MOST).int(), found) if bool(large.any()) else found
+        """The integers of values [n] of class `number`, given in units of the step."""
+        lengths = self.bits[number : number + 1].numpy()
+        return torch.from_numpy(_core.round_priced(values[None].numpy(), lengths, step=1.0, price=price))[0]
 
 
-MOST = float(1 << 30)
-"""The largest integer."""
-
-
-def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = PRICE) -> Tensor:
+def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = PRICE, *, width: float = 1.0) -> Tensor:
     """Round a matrix.
 
     Args:
-        values: [R, C] float32, finite.
+        values: [R, C] of a floating type, on the CPU.
         step: what an integer is worth.
         lengths: bits of the symbols.
         price: squared steps that a bit is worth.
+        width: classes are those of the values in units of it.
 
     Returns:
-        [R, C] int32.
+        [R, C] of the narrowest of int8, int16 and int32 that holds all of them.
+
+    Raises:
+        ValueError: a value is NaN or infinite.
     """
-    rounded = torch.empty(values.shape, dtype=torch.int32)
-    for number, rows in _by_class(values):
-        rounded[rows] = lengths.cheapest(values[rows] / step, number, price)
-    return rounded
+    values = values.contiguous() if values.dtype == torch.bfloat16 else values.float().contiguous()
+    given = (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+    return torch.from_numpy(_core.round_priced(given, lengths.bits.numpy(), step=step, price=price, width=width))
 
 
 def _by_class(values: Tensor) -> list[tuple[int, Tensor]]:
@@ -165,32 +167,6 @@ def _by_class(values: Tensor) -> list[tuple[int, Tensor]]:
         return []
     classes = classes_of(values).repeat_interleave(BLOCK_ROWS)[: len(values)]
     return [(number, (classes == number).nonzero().flatten()) for number in sorted(set(classes.tolist()))]
-
-
-def _cells(bits: Tensor, price: float) -> tuple[Tensor, Tensor]:
-    """Which symbol is the cheapest where: the lower envelope of all costs, less w^2 lines in w.
-
-    Args:
-        bits: [2 * LARGEST + 1], of the symbols from -LARGEST on.
-        price: squared steps that a bit is worth.
-
-    Returns:
-        borders [K - 1] float32, ascending, and the symbols [K] int32 between them; on a border the left one is taken.
-    """
-    hull: list[tuple[int, float]] = []
-    borders: list[float] = []
-    for symbol, length in enumerate(bits.tolist(), -LARGEST):
-        cost = symbol * symbol + price * length
-        while hull:
-            # Two costs are equal where -2 a w + c = -2 b w + d.
-            border = (cost - hull[-1][1]) / (2 * (symbol - hull[-1][0]))
-            if not borders or border > borders[-1]:
-                borders.append(border)
-                break
-            hull.pop()
-            borders.pop()
-        hull.append((symbol, cost))
-    return torch.tensor(borders), torch.tensor([symbol for symbol, _ in hull], dtype=torch.int32)
 
 
 def _centers() -> Tensor:

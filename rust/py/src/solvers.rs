@@ -1,12 +1,12 @@
 //! Solvers that are written in Rust: clustering, refinement of codebooks, least-squares grids.
 
-use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows};
+use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, priced};
 use moepack_core::{pool, simd};
+use numpy::{IntoPyArray, PyReadonlyArray4, PyReadwriteArray2};
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray2, PyReadonlyArray3};
-use numpy::{PyReadonlyArray4, PyReadwriteArray2};
 use pyo3::prelude::*;
 
-use crate::arrays::{chosen_isa, contiguous, lengths, optional, places, values, zeros};
+use crate::arrays::{Activations, chosen_isa, contiguous, lengths, optional, places, values, zeros};
 use crate::error::{invalid, raise};
 
 type Floats<'py> = Bound<'py, PyArray2<f32>>;
@@ -162,6 +162,39 @@ pub fn fit_groups<'py>(
             .map_err(raise)?;
     }
     Ok(found)
+}
+
+/// Rounds weights to integers with the length of their code in mind.
+#[pyfunction]
+#[pyo3(signature = (weights, lengths, *, step, price, width=1.0, isa=None))]
+pub fn round_priced<'py>(
+    py: Python<'py>,
+    weights: Activations<'py>,
+    lengths: PyReadonlyArray2<'py, f32>,
+    step: f64,
+    price: f64,
+    width: f64,
+    isa: Option<&str>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let ([rows, columns], [_, integers]) = (weights.shape(), crate::arrays::lengths(&*lengths));
+    let isa = chosen_isa(isa)?;
+    let problem = priced::Problem {
+        weights: weights.values()?,
+        columns,
+        step,
+        width,
+        lengths: values(&lengths, "lengths")?,
+        integers,
+        price,
+    };
+    let found = py
+        .detach(|| priced::round(problem, isa, &*pool::current()?))
+        .map_err(raise)?;
+    Ok(match found {
+        priced::Integers::I8(found) => found.into_pyarray(py).reshape([rows, columns])?.into_any(),
+        priced::Integers::I16(found) => found.into_pyarray(py).reshape([rows, columns])?.into_any(),
+        priced::Integers::I32(found) => found.into_pyarray(py).reshape([rows, columns])?.into_any(),
+    })
 }
 
 fn storage(dtype: &str) -> PyResult<fitting::Storage> {

@@ -17,7 +17,6 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import ROLES
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
-from moepack.methods.parallel import for_experts
 from moepack.methods.rate.sample import take_sample
 from moepack.methods.rate.step import Step, find_step
 from moepack.solvers.priced import round_priced
@@ -99,27 +98,21 @@ class Rate(Method):
         return float(torch.tensor(self._step.size * self._widths[name]).bfloat16())
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Round one tensor, several experts at a time; holds its integers, a byte a weight where 127 is the largest."""
+        """Round one tensor, expert by expert; holds its integers, a byte a weight where 127 is the largest."""
         assert self._step is not None, "prepare comes first"
-        lengths = self._step.lengths
         ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
         step, width = self._step_of(weights.name), self._widths[weights.name]
-        symbols: list[torch.Tensor] = [torch.empty(0)] * experts
-
-        def quantize(expert: int) -> None:
-            values = weights.expert(expert).float()
-            if not bool(torch.isfinite(values).all()):
-                raise InvalidTensorError("has NaN or infinite weights", tensor=weights.sources[expert])
-            found = round_priced(values / width, step / width, lengths)
-            symbols[expert] = found.char() if found.numel() and int(found.abs().max()) <= 127 else found
-
-        for_experts(quantize, experts, lambda: stage.advance(rows * columns), alone=True)
-        narrow = all(found.dtype == torch.int8 for found in symbols)
-        whole = torch.empty(weights.shape, dtype=torch.int8 if narrow else torch.int32)
+        whole = torch.empty(weights.shape, dtype=torch.int8)
         for expert in range(experts):
-            whole[expert] = symbols[expert]
-            symbols[expert] = torch.empty(0)
+            try:
+                found = round_priced(weights.expert(expert), step, self._step.lengths, width=width)
+            except ValueError as cause:
+                raise InvalidTensorError(str(cause), tensor=weights.sources[expert]) from cause
+            if found.dtype.itemsize > whole.dtype.itemsize:
+                whole = whole.to(found.dtype)
+            whole[expert] = found
+            stage.advance(rows * columns)
         return {name: Solution({"symbols": whole, "step": torch.tensor([[step]])})}
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:

@@ -3,3 +3,4 @@
 pub mod clustering;
 pub mod fitting;
 pub mod kmeans;
+pub mod priced;

@@ -1,0 +1,275 @@
+//! Integers on one uniform step, rounded with the length of their code in mind.
+//!
+//! A weight w of step d becomes the integer q that minimises `(w / d - q)^2 + price * bits(q)`, its squared error and what
+//! its code takes. How long codes are depends on how wide rows are: a row block (16 rows) belongs to the *class* of its
+//! root mean square, a quarter of an octave each, and a class has one list of lengths. python/moepack/solvers/priced.py
+//! says where lengths come from.
+//!
+//! Invariants: a row block's integers depend on its own weights only, neither on the number of threads nor on the
+//! instruction set. All instruction sets follow the same rules of arithmetic:
+//! - units: a weight in units of the step is its product in f32 by the f32 nearest to `1 / step`;
+//! - class: squares are added up in f64, value i to sum i mod 16, and sums i and i + 8, i and i + 4, and so on;
+//! - integer: the one between whose borders ([`Envelope`]) the units lie, on a border the lower one; beyond the largest
+//!   integer with a length the nearest one, ties to even, at most 2^30 in magnitude.
+
+mod envelope;
+#[cfg(test)]
+mod tests;
+
+use std::sync::OnceLock;
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use crate::simd::{Isa, vectorized};
+use crate::types::Activations;
+use crate::{Error, Result};
+use envelope::Envelope;
+
+/// Rows of a row block.
+const BLOCK_ROWS: usize = 16;
+/// The base-two logarithm of the first class's root mean square.
+const NARROWEST: f64 = -24.0;
+/// Classes an octave.
+const CLASSES_AN_OCTAVE: f64 = 4.0;
+/// Values that are looked up at a time: their units and cells stay in the nearest cache.
+const CHUNK: usize = 256;
+/// Most integers with a length.
+const MAX_INTEGERS: usize = 2048;
+/// The largest integer.
+const MOST: f32 = (1 << 30) as f32;
+
+/// Weights, and what their integers cost.
+#[derive(Debug, Clone, Copy)]
+pub struct Problem<'a> {
+    /// R x C.
+    pub weights: Activations<'a>,
+    /// The number of columns C.
+    pub columns: usize,
+    /// What an integer is worth.
+    pub step: f64,
+    /// Classes are those of the weights in units of it.
+    pub width: f64,
+    /// Bits of the integers from -L to L in each class, N x (2 L + 1). The last class also has all wider rows; one class
+    /// has them all.
+    pub lengths: &'a [f32],
+    /// Integers with a length, 2 L + 1.
+    pub integers: usize,
+    /// Squared steps that a bit is worth.
+    pub price: f64,
+}
+
+/// R x C integers of the narrowest type that holds all of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)] // The names say it.
+pub enum Integers {
+    I8(Vec<i8>),
+    I16(Vec<i16>),
+    I32(Vec<i32>),
+}
+
+/// Rounds weights.
+///
+/// # Errors
+/// [`Error::InvalidArgument`]: sizes do not match, a number is out of range, or a weight is NaN or infinite.
+pub fn round(problem: Problem, isa: Isa, pool: &ThreadPool) -> Result<Integers> {
+    let rounding = Rounding::new(problem, isa)?;
+    pool.install(|| {
+        // Most rates need no more than bytes, and to find the largest integer takes as long as to round.
+        let (bytes, largest) = rounding.all::<i8>()?;
+        if largest <= i8::MAX.into() {
+            return Ok(Integers::I8(bytes));
+        }
+        drop(bytes);
+        match i16::try_from(largest) {
+            Ok(_) => Ok(Integers::I16(rounding.all()?.0)),
+            Err(_) => Ok(Integers::I32(rounding.all()?.0)),
+        }
+    })
+}
+
+fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::InvalidArgument(format!("rounding: {what}")))
+}
+
+/// An integer type that may be too narrow, in which case it keeps the low bits.
+trait Integer: Copy + Default + Send {
+    fn narrowed(integer: i32) -> Self;
+}
+
+impl Integer for i8 {
+    fn narrowed(integer: i32) -> i8 {
+        integer as i8
+    }
+}
+
+impl Integer for i16 {
+    fn narrowed(integer: i32) -> i16 {
+        integer as i16
+    }
+}
+
+impl Integer for i32 {
+    fn narrowed(integer: i32) -> i32 {
+        integer
+    }
+}
+
+/// A problem whose sizes match, and the envelopes of the classes that were met.
+struct Rounding<'a> {
+    problem: Problem<'a>,
+    inverse: f32,
+    isa: Isa,
+    envelopes: Vec<OnceLock<Envelope>>,
+}
+
+impl<'a> Rounding<'a> {
+    fn new(problem: Problem<'a>, isa: Isa) -> Result<Rounding<'a>> {
+        let (weights, columns) = (problem.weights.len(), problem.columns);
+        if columns == 0 && weights > 0 || columns > 0 && !weights.is_multiple_of(columns) {
+            return invalid(format!("{weights} weights are no rows of {columns} columns"));
+        }
+        let (lengths, integers) = (problem.lengths.len(), problem.integers);
+        if integers % 2 == 0 || integers > MAX_INTEGERS || lengths == 0 || !lengths.is_multiple_of(integers) {
+            return invalid(format!("{lengths} lengths of {integers} integers"));
+        }
+        let inverse = (1.0 / problem.step) as f32;
+        if !(inverse.is_normal() && inverse > 0.0 && problem.width.is_normal() && problem.width > 0.0) {
+            let Problem { step, width, .. } = problem;
+            return invalid(format!("step {step} and width {width} must be positive"));
+        }
+        let envelopes = (0..lengths / integers).map(|_| OnceLock::new());
+        Ok(Rounding {
+            problem,
+            inverse,
+            isa: isa.require()?,
+            envelopes: envelopes.collect(),
+        })
+    }
+
+    /// The integers of all weights, and their largest magnitude.
+    fn all<T: Integer>(&self) -> Result<(Vec<T>, i32)> {
+        let mut integers = vec![T::default(); self.problem.weights.len()];
+        let size = (BLOCK_ROWS * self.problem.columns).max(1);
+        let blocks = integers.par_chunks_mut(size).enumerate();
+        let rounded = blocks.map_init(Vec::new, |values, (block, out)| {
+            values.resize(out.len(), 0.0);
+            self.problem.weights.widen(block * size, values);
+            self.block(values, out).map_or_else(
+                || {
+                    let rows = (block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS);
+                    invalid(format!(
+                        "NaN or infinite weights in rows {} to {}",
+                        rows.0, rows.1
+                    ))
+                },
+                Ok,
+            )
+        });
+        let largest = rounded.try_reduce(|| 0, |a, b| Ok(a.max(b)))?;
+        Ok((integers, largest))
+    }
+
+    /// Rounds a row block; returns the largest magnitude, or `None` if a weight is not finite.
+    fn block<T: Integer>(&self, values: &[f32], out: &mut [T]) -> Option<i32> {
+        let squares = sum_of_squares(self.isa, values);
+        if !squares.is_finite() {
+            return None;
+        }
+        let class = self.class(squares / values.len() as f64);
+        let envelope = self.envelopes[class].get_or_init(|| {
+            let integers = self.problem.integers;
+            Envelope::new(
+                &self.problem.lengths[class * integers..][..integers],
+                self.problem.price,
+            )
+        });
+        let (mut units, mut largest) = ([0.0; CHUNK], 0);
+        for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
+            let units = &mut units[..values.len()];
+            let reach = scale(self.isa, values, self.inverse, units);
+            let mut found = [0; CHUNK];
+            let found = &mut found[..values.len()];
+            envelope.look_up(self.isa, units, found);
+            if reach > envelope.largest() as f32 {
+                nearest(self.isa, units, envelope.largest() as f32, found);
+            }
+            largest = magnitude(self.isa, found).max(largest);
+            out.iter_mut()
+                .zip(found)
+                .for_each(|(out, found)| *out = T::narrowed(*found));
+        }
+        Some(largest)
+    }
+
+    /// The class of a mean square.
+    fn class(&self, mean_square: f64) -> usize {
+        let octaves = 0.5 * mean_square.log2() - self.problem.width.log2();
+        let number = (CLASSES_AN_OCTAVE * (octaves - NARROWEST)).round_ties_even();
+        // Negative numbers and minus infinity become zero.
+        (number as usize).min(self.envelopes.len() - 1)
+    }
+}
+
+vectorized! {
+    /// The sum of squares by the rule of the module.
+    fn sum_of_squares(values: &[f32]) -> f64 = squares_portable;
+}
+
+#[inline(always)]
+fn squares_portable(values: &[f32]) -> f64 {
+    let mut sums = [0.0; 16];
+    let (chunks, rest) = values.as_chunks::<16>();
+    let mut add = |values: &[f32]| {
+        for (sum, &value) in sums.iter_mut().zip(values) {
+            *sum += f64::from(value) * f64::from(value);
+        }
+    };
+    chunks.iter().for_each(|chunk| add(chunk));
+    add(rest);
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            sums[i] += sums[i + half];
+        }
+    }
+    sums[0]
+}
+
+vectorized! {
+    /// Writes values in units of the step; returns the largest magnitude.
+    fn scale(values: &[f32], inverse: f32, units: &mut [f32]) -> f32 = scale_portable;
+}
+
+#[inline(always)]
+fn scale_portable(values: &[f32], inverse: f32, units: &mut [f32]) -> f32 {
+    for (value, unit) in values.iter().zip(&mut *units) {
+        *unit = value * inverse;
+    }
+    // Magnitudes are ordered as their bits are, whose maximum compilers find with vectors.
+    let bits = units.iter().map(|unit| unit.abs().to_bits());
+    f32::from_bits(bits.fold(0, u32::max))
+}
+
+vectorized! {
+    /// Rounds units beyond `largest` to the nearest integer.
+    fn nearest(units: &[f32], largest: f32, found: &mut [i32]) = nearest_portable;
+}
+
+#[inline(always)]
+fn nearest_portable(units: &[f32], largest: f32, found: &mut [i32]) {
+    for (&unit, found) in units.iter().zip(found) {
+        if unit.abs() > largest {
+            *found = unit.round_ties_even().clamp(-MOST, MOST) as i32;
+        }
+    }
+}
+
+vectorized! {
+    /// The largest magnitude of integers.
+    fn magnitude(found: &[i32]) -> i32 = magnitude_portable;
+}
+
+#[inline(always)]
+fn magnitude_portable(found: &[i32]) -> i32 {
+    found.iter().fold(0, |most, found| most.max(found.abs()))
+}
