@@ -6,9 +6,10 @@ use rayon::prelude::*;
 use super::decode::Register;
 use super::fit::{self, Frequencies, Histogram, INTEGERS};
 use super::layout::STATE_BYTES;
-use super::table::{SLOTS, Table};
+use super::table::Table;
 use super::{BLOCK_ROWS, LANES, Layout, QUAD, invalid};
 use crate::Result;
+use crate::simd::{self, Isa, vectorized};
 use crate::types::Shape;
 
 /// Streams that tables are fitted to, at most.
@@ -52,7 +53,8 @@ pub fn encode<T: Code>(
     layout.wide_scales = scales
         .iter()
         .any(|&scale| half::bf16::from_f32(scale).to_f32() != scale);
-    let source = Source { codes, layout };
+    let isa = simd::active()?;
+    let source = Source { codes, layout, isa };
     pool.install(|| {
         let tables = source.tables();
         let streams = source.encode_all(&tables)?;
@@ -72,6 +74,7 @@ struct Stream {
 struct Source<'a, T> {
     codes: &'a [T],
     layout: Layout,
+    isa: Isa,
 }
 
 impl<'a, T: Code> Source<'a, T> {
@@ -124,8 +127,8 @@ impl<'a, T: Code> Source<'a, T> {
                 };
                 let exceptions = self.symbols(stream, &coders[table], buffers)?;
                 let rows = |block| self.layout.rows_of(stream % self.layout.streams(), block);
-                let bytes =
-                    coders[table].encode(&mut buffers.bytes, &buffers.symbols, self.layout.blocks, rows);
+                let Buffers { symbols, bytes, .. } = buffers;
+                let bytes = coders[table].encode(self.isa, bytes, symbols, self.layout.blocks, rows);
                 Ok(Stream {
                     bytes,
                     table,
@@ -194,46 +197,34 @@ struct Coder {
     table: Table,
     /// The symbol of each integer from -128 on, or [`NONE`], which follows for all others.
     symbols: [u8; INTEGERS + 1],
+    /// All integers from the lowest to the highest have slots.
+    gapless: bool,
     steps: [Step; LANES],
-}
-
-/// How a state takes up a symbol.
-#[derive(Clone, Copy, Default)]
-struct Step {
-    /// 2^24 / frequency, rounded up: the quotient of a state below 2^16 by a frequency below 2^8 is exact, for the error
-    /// of the product is below 2^16 * 2^8.
-    reciprocal: u32,
-    /// The state gives off a byte first if it is as large.
-    limit: u32,
-    /// What each slot of the quotient adds to the state: 256 less the frequency.
-    rise: u32,
-    start: u32,
 }
 
 impl Coder {
     fn new(table: Table) -> Coder {
         let mut coder = Coder {
             symbols: [NONE; INTEGERS + 1],
-            steps: [Step::default(); LANES],
+            gapless: table.frequencies[..table.count].iter().all(|&slots| slots > 0),
+            steps: [Step(0); LANES],
             table,
         };
         for (i, symbol) in coder.symbols[..INTEGERS].iter_mut().enumerate() {
             *symbol = coder.table.symbol(i as i32 - 128).unwrap_or(NONE);
         }
-        for (symbol, step) in coder.steps.iter_mut().enumerate() {
-            let frequency = u32::from(coder.table.frequencies[symbol]);
-            *step = Step {
-                reciprocal: (1u32 << 24).div_ceil(frequency.max(1)),
-                limit: frequency << 8,
-                rise: SLOTS as u32 - frequency,
-                start: coder.table.starts[symbol].into(),
-            };
+        let slots = coder.table.frequencies.iter().zip(&coder.table.starts);
+        for (step, (&frequency, &start)) in coder.steps.iter_mut().zip(slots) {
+            *step = Step::new(frequency, start);
         }
         coder
     }
 
     /// Looks up the symbols of codes; returns whether there are codes without one, whose symbol is none of the table.
     fn look_up<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
+        if self.gapless && self.subtract(codes, symbols) {
+            return false;
+        }
         let mut highest = 0;
         for (&code, symbol) in codes.iter().zip(symbols) {
             let index = code.into().wrapping_add(128) as u32 as usize;
@@ -243,35 +234,35 @@ impl Coder {
         highest == NONE
     }
 
+    /// Subtracts the lowest integer, without looking anything up; returns whether all integers are in the table.
+    fn subtract<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
+        let (lowest, last) = (i32::from(self.table.lowest()), self.table.count as i32 - 1);
+        let mut out = 0;
+        for (&code, symbol) in codes.iter().zip(symbols) {
+            let number = code.into().wrapping_sub(lowest);
+            *symbol = number as u8;
+            out |= number | last.wrapping_sub(number);
+        }
+        out >= 0
+    }
+
     /// Encodes symbols from the last to the first; lanes of rows that do not exist stay at zero.
     fn encode(
         &self,
+        isa: Isa,
         buffer: &mut Vec<u8>,
         symbols: &[Register],
         blocks: usize,
         rows: impl Fn(usize) -> usize,
     ) -> Vec<u8> {
-        buffer.resize(symbols.len() * LANES, 0);
-        let mut at = buffer.len();
-        let mut states = [0u32; LANES];
+        buffer.resize((symbols.len() + 1) * LANES, 0);
+        let (mut at, mut states) = (buffer.len(), [0; LANES]);
         let registers = symbols.len() / blocks;
         for (block, symbols) in symbols.chunks_exact(registers).enumerate().rev() {
             let lanes = rows(block) * QUAD;
-            states[..lanes]
-                .iter_mut()
-                .filter(|state| **state == 0)
-                .for_each(|state| *state = 256);
-            for register in symbols.iter().rev() {
-                for (state, &symbol) in states[..lanes].iter_mut().zip(&register.0).rev() {
-                    let step = &self.steps[usize::from(symbol) % LANES];
-                    let full = *state >= step.limit;
-                    buffer[at - 1] = *state as u8;
-                    at -= usize::from(full);
-                    let kept = *state >> (8 * u32::from(full));
-                    let quotient = ((u64::from(kept) * u64::from(step.reciprocal)) >> 24) as u32;
-                    *state = kept + quotient * step.rise + step.start;
-                }
-            }
+            let silent = states[..lanes].iter_mut().filter(|state| **state == 0);
+            silent.for_each(|state| *state = 256);
+            at = take_up(isa, &self.steps, symbols, lanes, &mut states, &mut buffer[..at]);
         }
         let mut bytes = Vec::with_capacity(STATE_BYTES + buffer.len() - at);
         bytes.extend(states.map(|state| (state >> 8) as u8));
@@ -279,6 +270,80 @@ impl Coder {
         bytes.extend(&buffer[at..]);
         bytes
     }
+}
+
+/// How a state takes up a symbol: from the low bits up its frequency (8 bits), its first slot (8) and the reciprocal of the
+/// frequency, 2^16 / frequency rounded down (16, which 2^16 is clamped to).
+#[derive(Clone, Copy)]
+struct Step(u32);
+
+impl Step {
+    fn new(frequency: u8, start: u8) -> Step {
+        let reciprocal = (1u32 << 16) / u32::from(frequency.max(1));
+        Step(u32::from(frequency) | u32::from(start) << 8 | reciprocal.min(0xffff) << 16)
+    }
+
+    /// The next state, and whether the low byte of this one is given off first.
+    #[inline(always)]
+    fn next(self, state: u32) -> (u32, bool) {
+        let (frequency, start, reciprocal) = (self.0 & 255, self.0 >> 8 & 255, self.0 >> 16);
+        let full = state >= frequency << 8;
+        let kept = if full { state >> 8 } else { state };
+        // The reciprocal is short by less than one, or by one where it is clamped, and the state is below 2^16: the
+        // quotient is exact or one too small.
+        let quotient = (kept * reciprocal) >> 16;
+        let rest = kept - quotient * frequency;
+        let (quotient, rest) = match rest >= frequency {
+            true => (quotient + 1, rest.wrapping_sub(frequency)),
+            false => (quotient, rest),
+        };
+        ((quotient << 8) + rest + start, full)
+    }
+}
+
+vectorized! {
+    /// The states of `lanes` lanes take up registers of symbols from the last to the first, and give off bytes from the end
+    /// of `buffer` on, which has a place for each and 64 more; returns where these start.
+    fn take_up(
+        steps: &[Step; LANES],
+        symbols: &[Register],
+        lanes: usize,
+        states: &mut [u32; LANES],
+        buffer: &mut [u8],
+    ) -> usize = take_up_portable;
+}
+
+#[inline(always)]
+fn take_up_portable(
+    steps: &[Step; LANES],
+    symbols: &[Register],
+    lanes: usize,
+    states: &mut [u32; LANES],
+    buffer: &mut [u8],
+) -> usize {
+    let mut at = buffer.len();
+    for register in symbols.iter().rev() {
+        // Looked up one by one, then all lanes in vectors, then given off one by one without a branch.
+        let steps: [Step; LANES] = std::array::from_fn(|lane| steps[usize::from(register.0[lane]) % LANES]);
+        let (mut bytes, mut full) = ([0u8; LANES], [0u8; LANES]);
+        for lane in 0..LANES {
+            bytes[lane] = states[lane] as u8;
+            let (state, is_full) = steps[lane].next(states[lane]);
+            (states[lane], full[lane]) = (state, is_full.into());
+        }
+        states[lanes..].fill(0);
+        full[lanes..].fill(0);
+        let Some((_, room)) = buffer[..at].split_last_chunk_mut::<LANES>() else {
+            unreachable!("there is room for all symbols and a register more");
+        };
+        let mut left = LANES;
+        for lane in (0..LANES).rev() {
+            room[(left - 1) % LANES] = bytes[lane];
+            left -= usize::from(full[lane]);
+        }
+        at -= LANES - left;
+    }
+    at
 }
 
 /// Puts everything into its place.

@@ -4,7 +4,7 @@ use super::LANES;
 
 /// What the frequencies of a table add up to.
 pub(super) const SLOTS: usize = 256;
-/// Slots of a bucket, of which AVX2 looks up the first one's symbol and one edge.
+/// Slots of a bucket.
 pub(super) const BUCKET: usize = 16;
 
 /// A table. Symbols of no slots are never decoded.
@@ -16,18 +16,58 @@ pub struct Table {
     pub(super) frequencies: [u8; LANES],
     /// Each symbol's first slot.
     pub(super) starts: [u8; LANES],
-    /// For each bucket the symbol of its first slot, less the edges in `edges` before it.
-    pub(super) bases: [u8; BUCKET],
-    /// For each bucket the slot before the first at which the symbol rises by one, as [`signed`]; the largest for none.
-    pub(super) first_edges: [u8; BUCKET],
-    /// The slots before all other rises, in the same form.
-    pub(super) edges: Vec<u8>,
+    pub(super) buckets: Buckets,
     /// Symbols, those of no slots counted.
     pub(super) count: usize,
     /// The integer of symbol 0.
     pub(super) lowest: i8,
     /// A frequency is above 127: more than a signed byte.
     pub(super) wide: bool,
+}
+
+/// What AVX2, whose look-ups have 16 entries, finds symbols by. Rare symbols are those at both ends, so the first and the
+/// last bucket have a table of their own. Of the others most have one edge, a slot where the symbol rises by one.
+#[derive(Debug, Clone)]
+pub(super) struct Buckets {
+    /// For each bucket the symbol of its first slot, less the edges in `edges` before it.
+    pub bases: [u8; BUCKET],
+    /// For each bucket the slot before its first edge, as [`signed`]; the largest for none.
+    pub first_edges: [u8; BUCKET],
+    /// For each slot of the first and of the last bucket, how far its symbol is above that of the bucket's first slot.
+    pub outer: [[u8; BUCKET]; 2],
+    /// The slots before all other edges, in the form of `first_edges`.
+    pub edges: Vec<[u8; 2 * BUCKET]>,
+}
+
+impl Buckets {
+    fn new(symbols: &[u8; SLOTS]) -> Buckets {
+        let (buckets, _) = symbols.as_chunks::<BUCKET>();
+        let above = |bucket: usize| buckets[bucket].map(|symbol| symbol - buckets[bucket][0]);
+        let mut found = Buckets {
+            bases: [0; BUCKET],
+            first_edges: [signed(SLOTS - 1); BUCKET],
+            outer: [above(0), above(BUCKET - 1)],
+            edges: Vec::new(),
+        };
+        for (bucket, symbols) in buckets.iter().enumerate() {
+            found.bases[bucket] = symbols[0].wrapping_sub(found.edges.len() as u8);
+            if (1..BUCKET - 1).contains(&bucket) {
+                found.add_edges(bucket, symbols);
+            }
+        }
+        found
+    }
+
+    fn add_edges(&mut self, bucket: usize, symbols: &[u8; BUCKET]) {
+        let pairs = symbols.windows(2).enumerate();
+        let edges = pairs.flat_map(|(i, pair)| (pair[0]..pair[1]).map(move |_| signed(bucket * BUCKET + i)));
+        for (number, edge) in edges.enumerate() {
+            match number {
+                0 => self.first_edges[bucket] = edge,
+                _ => self.edges.push([edge; 2 * BUCKET]),
+            }
+        }
+    }
 }
 
 /// A byte for which signed comparison orders as unsigned comparison does the byte itself.
@@ -50,9 +90,7 @@ impl Table {
             symbols: [0; SLOTS],
             frequencies: [0; LANES],
             starts: [0; LANES],
-            bases: [0; BUCKET],
-            first_edges: [signed(SLOTS - 1); BUCKET],
-            edges: Vec::new(),
+            buckets: Buckets::new(&[0; SLOTS]),
             count: frequencies.len(),
             lowest,
             wide: frequencies.iter().any(|&f| f > 127),
@@ -65,26 +103,8 @@ impl Table {
             table.symbols[slot..end].fill(symbol as u8);
             slot = end;
         }
-        table.find_edges();
+        table.buckets = Buckets::new(&table.symbols);
         Some(table)
-    }
-
-    /// Fills in what AVX2 finds symbols by.
-    fn find_edges(&mut self) {
-        for bucket in 0..BUCKET {
-            let symbols = &self.symbols[bucket * BUCKET..][..BUCKET];
-            self.bases[bucket] = symbols[0].wrapping_sub(self.edges.len() as u8);
-            let mut first = true;
-            for (i, pair) in symbols.windows(2).enumerate() {
-                for _ in pair[0]..pair[1] {
-                    let before = signed(bucket * BUCKET + i);
-                    match std::mem::take(&mut first) {
-                        true => self.first_edges[bucket] = before,
-                        false => self.edges.push(before),
-                    }
-                }
-            }
-        }
     }
 
     /// The integer of symbol 0; that of symbol s is `lowest + s`.

@@ -68,24 +68,27 @@ pub(super) unsafe fn exact_avx512(codes: &[Register], x: &[f32], sums: &mut [f32
 /// The processor has AVX2; there are four activations a register.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn bytes_avx2(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+    let (pairs, last) = symbols.as_chunks::<2>();
     let mut sums = [_mm256_setzero_si256(); 2];
-    for (pair, symbols) in symbols.chunks(2).enumerate() {
-        for (half, sum) in sums.iter_mut().enumerate() {
-            let mut words = _mm256_setzero_si256();
-            for (i, symbols) in symbols.iter().enumerate() {
-                // SAFETY: the caller's activations; half a register has 32 bytes.
-                unsafe {
-                    let x = x
-                        .as_ptr()
-                        .add(QUAD * (2 * pair + i))
-                        .cast::<i32>()
-                        .read_unaligned();
-                    let symbols = _mm256_load_si256(symbols.0.as_ptr().cast::<__m256i>().add(half));
-                    words = _mm256_add_epi16(words, _mm256_maddubs_epi16(symbols, _mm256_set1_epi32(x)));
-                }
-            }
+    let mut add = |words: [__m256i; 2]| {
+        for (sum, words) in sums.iter_mut().zip(words) {
             *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
         }
+    };
+    for (number, [first, second]) in pairs.iter().enumerate() {
+        // SAFETY: the caller's activations.
+        let [first, second] = unsafe {
+            let x = x.as_ptr().add(2 * QUAD * number);
+            [words_avx2(first, x), words_avx2(second, x.add(QUAD))]
+        };
+        add([
+            _mm256_add_epi16(first[0], second[0]),
+            _mm256_add_epi16(first[1], second[1]),
+        ]);
+    }
+    for symbols in last {
+        // SAFETY: the caller's activations.
+        add(unsafe { words_avx2(symbols, x.as_ptr().add(2 * QUAD * pairs.len())) });
     }
     let mut rows = [0; BLOCK_ROWS];
     for (half, &sum) in sums.iter().enumerate() {
@@ -93,6 +96,21 @@ pub(super) unsafe fn bytes_avx2(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_R
         unsafe { _mm256_storeu_si256(rows.as_mut_ptr().add(8 * half).cast(), sum) }
     }
     rows
+}
+
+/// The products of a register by four bytes, added in pairs.
+///
+/// # Safety
+/// The processor has AVX2; four bytes at `x` are readable.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn words_avx2(symbols: &Register, x: *const i8) -> [__m256i; 2] {
+    // SAFETY: the caller's activations; a register has 64 bytes and is aligned.
+    unsafe {
+        let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+        let symbols = symbols.0.as_ptr().cast::<__m256i>();
+        [symbols, symbols.add(1)].map(|half| _mm256_maddubs_epi16(_mm256_load_si256(half), x))
+    }
 }
 
 /// See [`super::products::bytes`].

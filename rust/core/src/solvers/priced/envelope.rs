@@ -56,23 +56,29 @@ impl Envelope {
             cells: Vec::new(),
             largest,
         };
-        let last = largest * CELLS as i32;
-        envelope.cells = (-last..=last).map(|cell| envelope.cell(cell)).collect();
+        envelope.cells = envelope.cut();
         envelope
     }
 
-    /// The cell that starts at so many parts of a step.
-    fn cell(&self, number: i32) -> Cell {
-        let [start, end] = [number, number + 1].map(|number| {
-            let start = number as f32 / CELLS as f32;
-            self.borders.partition_point(|&border| border < start)
+    /// All cells.
+    fn cut(&self) -> Vec<Cell> {
+        let (last, mut place) = (self.largest * CELLS as i32, 0);
+        let cells = (-last..=last).map(|number| {
+            let start = place;
+            while place < self.borders.len() && self.borders[place] < (number + 1) as f32 / CELLS as f32 {
+                place += 1;
+            }
+            Cell {
+                border: self.borders.get(start).copied().unwrap_or(f32::INFINITY),
+                below: if place - start > 1 {
+                    MANY
+                } else {
+                    self.integers[start] as i16
+                },
+                above: self.integers[(start + 1).min(self.borders.len())] as i16,
+            }
         });
-        let integer = |place: usize| self.integers[place] as i16;
-        Cell {
-            border: self.borders.get(start).copied().unwrap_or(f32::INFINITY),
-            below: if end - start > 1 { MANY } else { integer(start) },
-            above: integer((start + 1).min(self.borders.len())),
-        }
+        cells.collect()
     }
 
     /// The largest integer with a length.
@@ -87,7 +93,7 @@ impl Envelope {
             let cell = self.cells[*found as usize];
             *found = match cell.below {
                 MANY => self.search(unit),
-                below if unit > cell.border => cell.above.into(),
+                _ if unit > cell.border => cell.above.into(),
                 below => below.into(),
             };
         }

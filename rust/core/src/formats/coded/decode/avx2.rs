@@ -1,20 +1,22 @@
-//! AVX2: half a register at a time. The symbol of a slot is that of its bucket's first slot and one more for each edge
-//! that the slot is behind: one edge of each bucket is looked up, all others are compared with one after the other.
-
-#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+//! AVX2: half a register at a time, two streams side by side, all of whose states stay in vector registers.
+//!
+//! The symbol of a slot is that of its bucket's first slot and one more if the slot is behind the bucket's edge, all of
+//! which are looked up, plus what the tables of the outer buckets add: their look-ups give zero for other slots. That
+//! leaves no edges to compare with one by one but at high rates. States are multiplied as words, lanes of even and of odd
+//! numbers apart, which keeps the shuffling units free for look-ups.
 
 use std::arch::x86_64::*;
 
 use super::{Chain, Register};
-use crate::formats::coded::table::BUCKET;
+use crate::formats::coded::table::{BUCKET, Table};
 use crate::formats::coded::{LANES, QUAD};
 
-/// For each mask of eight bytes the positions that spread so many bytes over it, 0x80 elsewhere.
-static SPREAD: [[u8; 8]; 256] = {
+/// For each mask of eight bytes the positions from `first` on that spread so many bytes over it, 0x80 elsewhere.
+const fn positions(first: u8) -> [[u8; 8]; 256] {
     let mut spread = [[0x80; 8]; 256];
     let mut mask = 0;
     while mask < 256 {
-        let (mut bit, mut next) = (0, 0);
+        let (mut bit, mut next) = (0, first);
         while bit < 8 {
             if mask >> bit & 1 == 1 {
                 spread[mask][bit] = next;
@@ -25,7 +27,10 @@ static SPREAD: [[u8; 8]; 256] = {
         mask += 1;
     }
     spread
-};
+}
+
+static LOWER: [[u8; 8]; 256] = positions(0);
+static UPPER: [[u8; 8]; 256] = positions(8);
 
 /// See [`super::decode`].
 ///
@@ -33,226 +38,245 @@ static SPREAD: [[u8; 8]; 256] = {
 /// The processor has the features; `out` has room for all registers.
 #[target_feature(enable = "avx2,popcnt")]
 pub(super) unsafe fn decode(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
-    let (mut chains, mut out) = (chains, out);
-    while !chains.is_empty() {
-        let count = if chains.len() >= SIDE { SIDE } else { 1 };
-        let (some, other) = chains.split_at_mut(count);
-        let (target, behind) = out.split_at_mut(count * registers);
-        let wide = some.iter().any(|chain| chain.table.wide);
-        let symbols = some.iter().map(|chain| chain.table.count).max().unwrap_or(0);
-        // SAFETY: the caller's processor; there are so many chains, and as many times the registers in `target`.
+    let pairs = chains.chunks_mut(2).zip(out.chunks_mut((2 * registers).max(1)));
+    for (chains, out) in pairs {
+        let symbols = chains.iter().map(|chain| chain.table.count).max().unwrap_or(0);
+        // SAFETY: the caller's processor; `out` has a chunk of so many registers for each chain.
         unsafe {
-            match (symbols.div_ceil(BUCKET), wide) {
-                (..=1, false) => some_or_one::<1, false>(some, registers, target),
-                (..=1, true) => some_or_one::<1, true>(some, registers, target),
-                (2, false) => some_or_one::<2, false>(some, registers, target),
-                (2, true) => some_or_one::<2, true>(some, registers, target),
-                (_, false) => some_or_one::<4, false>(some, registers, target),
-                (_, true) => some_or_one::<4, true>(some, registers, target),
+            match symbols.div_ceil(BUCKET) {
+                ..=1 => some::<1>(chains, registers, out),
+                2 => some::<2>(chains, registers, out),
+                _ => some::<4>(chains, registers, out),
             }
         }
-        (chains, out) = (other, behind);
     }
 }
 
-/// Chains that are decoded side by side.
-const SIDE: usize = 2;
-
-/// Decodes [`SIDE`] chains, or one.
+/// Decodes one or two chains whose tables have at most `16 * BANKS` symbols.
 ///
 /// # Safety
-/// As of [`run`], for the chains that there are.
+/// The processor has the features; there are `registers` registers in `out` for each chain.
 #[target_feature(enable = "avx2,popcnt")]
-unsafe fn some_or_one<const BANKS: usize, const WIDE: bool>(
-    chains: &mut [Chain],
-    registers: usize,
-    out: &mut [Register],
-) {
-    // SAFETY: the caller's.
-    unsafe {
-        match chains.len() {
-            SIDE => run::<SIDE, BANKS, WIDE>(chains, registers, out),
-            _ => run::<1, BANKS, WIDE>(chains, registers, out),
+unsafe fn some<const BANKS: usize>(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
+    match chains {
+        [one] => {
+            let mut states = States::load(one);
+            for out in &mut out[..registers] {
+                // SAFETY: the caller's processor and table.
+                unsafe { states.next::<BANKS>(one, out) }
+            }
+            states.store(one);
         }
-    }
-}
-
-/// Decodes `N` chains whose tables have at most `16 * BANKS` symbols.
-///
-/// # Safety
-/// The processor has the features; there are `N` chains, and `N * registers` registers in `out`.
-#[target_feature(enable = "avx2,popcnt")]
-unsafe fn run<const N: usize, const BANKS: usize, const WIDE: bool>(
-    chains: &mut [Chain],
-    registers: usize,
-    out: &mut [Register],
-) {
-    let chains: &mut [Chain; N] = chains.try_into().expect("the caller gives N chains");
-    let mut high = [[_mm256_setzero_si256(); 2]; N];
-    let (mut low, mut active) = (high, high);
-    for (i, half) in (0..N).flat_map(|i| [(i, 0), (i, 1)]) {
-        // SAFETY: a register has 64 bytes and is aligned.
-        unsafe {
-            high[i][half] = _mm256_load_si256(chains[i].high.0.as_ptr().cast::<__m256i>().add(half));
-            low[i][half] = _mm256_load_si256(chains[i].low.0.as_ptr().cast::<__m256i>().add(half));
-            let lanes = Register(std::array::from_fn(|lane| lane as u8));
-            let lanes = _mm256_load_si256(lanes.0.as_ptr().cast::<__m256i>().add(half));
-            active[i][half] = _mm256_cmpgt_epi8(_mm256_set1_epi8((chains[i].rows * QUAD) as i8), lanes);
-        }
-    }
-    let mut at: [usize; N] = std::array::from_fn(|i| chains[i].at);
-    for register in 0..registers {
-        for i in 0..N {
-            let chain = &chains[i];
-            let mut read = 0;
-            for half in 0..2 {
-                // SAFETY: `at <= length`, and 64 bytes follow the chain's `length` bytes, of which each half takes at
-                // most 32; `out` has the register.
+        [first, second] => {
+            let mut states = [States::load(first), States::load(second)];
+            let (left, right) = out[..2 * registers].split_at_mut(registers);
+            for (left, right) in left.iter_mut().zip(right) {
+                // SAFETY: the caller's processor and tables.
                 unsafe {
-                    let bytes = chain.bytes.as_ptr().add(at[i] + read);
-                    let (symbols, taken) = next::<BANKS, WIDE>(
-                        chain,
-                        &mut high[i][half],
-                        &mut low[i][half],
-                        active[i][half],
-                        bytes,
-                    );
-                    let to: *mut Register = out.as_mut_ptr().add(i * registers + register);
-                    _mm256_store_si256(to.cast::<__m256i>().add(half), symbols);
-                    read += taken;
+                    states[0].next::<BANKS>(first, left);
+                    states[1].next::<BANKS>(second, right);
                 }
             }
-            at[i] = (at[i] + read).min(chain.length);
+            let [left, right] = states;
+            left.store(first);
+            right.store(second);
         }
-    }
-    for (i, half) in (0..N).flat_map(|i| [(i, 0), (i, 1)]) {
-        chains[i].at = at[i];
-        // SAFETY: a register has 64 bytes and is aligned.
-        unsafe {
-            _mm256_store_si256(
-                chains[i].high.0.as_mut_ptr().cast::<__m256i>().add(half),
-                high[i][half],
-            );
-            _mm256_store_si256(
-                chains[i].low.0.as_mut_ptr().cast::<__m256i>().add(half),
-                low[i][half],
-            );
-        }
+        _ => {}
     }
 }
 
-/// Decodes half a register: its symbols, and how many bytes it took.
+/// The states of a chain, in halves.
 ///
-/// # Safety
-/// The processor has the features; 32 bytes at `bytes` are readable; the table has at most `16 * BANKS` symbols.
-#[inline]
-#[target_feature(enable = "avx2,popcnt")]
-unsafe fn next<const BANKS: usize, const WIDE: bool>(
-    chain: &Chain,
-    high: &mut __m256i,
-    low: &mut __m256i,
-    active: __m256i,
-    bytes: *const u8,
-) -> (__m256i, usize) {
-    let table = chain.table;
-    // SAFETY: the table's arrays have 16 bytes, or 16 for each bank.
-    let (symbols, frequencies, starts) = unsafe {
-        let bucket = _mm256_and_si256(_mm256_srli_epi16::<4>(*low), _mm256_set1_epi8(15));
-        let slot = _mm256_xor_si256(*low, _mm256_set1_epi8(-128));
-        let edge = _mm256_shuffle_epi8(bank(&table.first_edges, 0), bucket);
-        let base = _mm256_shuffle_epi8(bank(&table.bases, 0), bucket);
-        let mut symbols = _mm256_sub_epi8(base, _mm256_cmpgt_epi8(slot, edge));
-        for &edge in &table.edges {
-            symbols = _mm256_sub_epi8(symbols, _mm256_cmpgt_epi8(slot, _mm256_set1_epi8(edge as i8)));
-        }
-        let look_up = |of: &[u8; LANES]| {
-            let mut found = _mm256_shuffle_epi8(bank(of, 0), symbols);
-            for i in 1..BANKS {
-                let above = _mm256_cmpgt_epi8(symbols, _mm256_set1_epi8((BUCKET * i) as i8 - 1));
-                found = _mm256_blendv_epi8(found, _mm256_shuffle_epi8(bank(of, i), symbols), above);
-            }
-            found
-        };
-        (symbols, look_up(&table.frequencies), look_up(&table.starts))
-    };
-    let rest = _mm256_sub_epi8(*low, starts);
-    let [first, second] = states::<WIDE>(*high, frequencies, rest);
-    let byte = _mm256_set1_epi16(255);
-    let low_bytes = _mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(second, byte));
-    let high_bytes = _mm256_packus_epi16(_mm256_srli_epi16::<8>(first), _mm256_srli_epi16::<8>(second));
-    let short = _mm256_and_si256(_mm256_cmpeq_epi8(high_bytes, _mm256_setzero_si256()), active);
-    // SAFETY: the caller's bytes.
-    let (spread, taken) = unsafe { spread(_mm256_movemask_epi8(short) as u32, bytes) };
-    *high = _mm256_blendv_epi8(high_bytes, low_bytes, short);
-    *low = _mm256_blendv_epi8(low_bytes, spread, short);
-    (symbols, taken)
+/// Invariant: `at` is at most the chain's length.
+struct States {
+    high: [__m256i; 2],
+    low: [__m256i; 2],
+    /// Lanes that read bytes.
+    active: [__m256i; 2],
+    at: usize,
 }
 
-/// The new states `high * frequencies + rest` as words, of the low and of the high half of each 16 lanes.
+impl States {
+    #[inline]
+    #[target_feature(enable = "avx2,popcnt")]
+    fn load(chain: &Chain) -> States {
+        let lanes = Register(std::array::from_fn(|lane| {
+            if lane < chain.rows * QUAD { u8::MAX } else { 0 }
+        }));
+        States {
+            high: halves(&chain.high),
+            low: halves(&chain.low),
+            active: halves(&lanes),
+            at: chain.at,
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,popcnt")]
+    fn store(self, chain: &mut Chain) {
+        put(self.high, &mut chain.high);
+        put(self.low, &mut chain.low);
+        chain.at = self.at;
+    }
+
+    /// Decodes a register.
+    ///
+    /// # Safety
+    /// The processor has AVX2 and POPCNT; these are the chain's states, and its table has at most `16 * BANKS` symbols.
+    #[inline(always)] // Without, states would go through memory from register to register.
+    unsafe fn next<const BANKS: usize>(&mut self, chain: &Chain, out: &mut Register) {
+        // SAFETY: `at <= length`, and 64 bytes follow the chain's `length` bytes, of which each half takes at most 32.
+        unsafe {
+            let bytes = chain.bytes.as_ptr().add(self.at);
+            let (first, taken) = self.half::<BANKS, 0>(chain.table, bytes);
+            let (second, more) = self.half::<BANKS, 1>(chain.table, bytes.add(taken));
+            put([first, second], out);
+            self.at = (self.at + taken + more).min(chain.length);
+        }
+    }
+
+    /// Decodes half a register: its symbols, and how many bytes it took.
+    ///
+    /// # Safety
+    /// As of [`States::next`]; 32 bytes at `bytes` are readable.
+    #[inline(always)]
+    unsafe fn half<const BANKS: usize, const HALF: usize>(
+        &mut self,
+        table: &Table,
+        bytes: *const u8,
+    ) -> (__m256i, usize) {
+        let (high, low) = (self.high[HALF], self.low[HALF]);
+        // SAFETY: the caller's processor, table and bytes.
+        unsafe {
+            let symbols = symbols(table, low);
+            let frequencies = look_up::<BANKS>(&table.frequencies, symbols);
+            let rest = _mm256_sub_epi8(low, look_up::<BANKS>(&table.starts, symbols));
+            let [even, odd] = states(high, frequencies, rest);
+            let odd_lanes = _mm256_set1_epi16(-256);
+            let low = _mm256_blendv_epi8(even, _mm256_slli_epi16::<8>(odd), odd_lanes);
+            let high = _mm256_blendv_epi8(_mm256_srli_epi16::<8>(even), odd, odd_lanes);
+            let empty = _mm256_cmpeq_epi8(high, _mm256_setzero_si256());
+            let short = _mm256_and_si256(empty, self.active[HALF]);
+            let mask = _mm256_movemask_epi8(short) as u32;
+            self.high[HALF] = _mm256_blendv_epi8(high, low, short);
+            self.low[HALF] = _mm256_blendv_epi8(low, spread(mask, bytes), short);
+            (symbols, mask.count_ones() as usize)
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn halves(register: &Register) -> [__m256i; 2] {
+    let from = register.0.as_ptr().cast::<__m256i>();
+    // SAFETY: a register has 64 bytes and is aligned.
+    unsafe { [_mm256_load_si256(from), _mm256_load_si256(from.add(1))] }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn put([first, second]: [__m256i; 2], register: &mut Register) {
+    let to = register.0.as_mut_ptr().cast::<__m256i>();
+    // SAFETY: a register has 64 bytes and is aligned.
+    unsafe {
+        _mm256_store_si256(to, first);
+        _mm256_store_si256(to.add(1), second);
+    }
+}
+
+/// The symbols of slots.
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
-fn states<const WIDE: bool>(high: __m256i, frequencies: __m256i, rest: __m256i) -> [__m256i; 2] {
-    if !WIDE {
-        let one = _mm256_set1_epi8(1);
-        return [
-            _mm256_maddubs_epi16(
-                _mm256_unpacklo_epi8(high, one),
-                _mm256_unpacklo_epi8(frequencies, rest),
-            ),
-            _mm256_maddubs_epi16(
-                _mm256_unpackhi_epi8(high, one),
-                _mm256_unpackhi_epi8(frequencies, rest),
-            ),
-        ];
+fn symbols(table: &Table, low: __m256i) -> __m256i {
+    let buckets = &table.buckets;
+    let bucket = _mm256_and_si256(_mm256_srli_epi16::<4>(low), _mm256_set1_epi8(15));
+    let slot = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
+    // Sixteen slots from zero on keep the highest bit clear, and those bits are all that look-ups read.
+    let within = |slot: __m256i| _mm256_adds_epu8(slot, _mm256_set1_epi8(0x70));
+    let last = within(_mm256_sub_epi8(low, _mm256_set1_epi8(-16)));
+    let edge = _mm256_shuffle_epi8(bank(&buckets.first_edges, 0), bucket);
+    let base = _mm256_shuffle_epi8(bank(&buckets.bases, 0), bucket);
+    let outer = _mm256_add_epi8(
+        _mm256_shuffle_epi8(bank(&buckets.outer[0], 0), within(low)),
+        _mm256_shuffle_epi8(bank(&buckets.outer[1], 0), last),
+    );
+    let mut symbols = _mm256_sub_epi8(_mm256_add_epi8(base, outer), _mm256_cmpgt_epi8(slot, edge));
+    for edge in &buckets.edges {
+        // SAFETY: an edge has 32 bytes.
+        let edge = unsafe { _mm256_loadu_si256(edge.as_ptr().cast()) };
+        symbols = _mm256_sub_epi8(symbols, _mm256_cmpgt_epi8(slot, edge));
     }
-    let zero = _mm256_setzero_si256();
-    let words = |high, frequencies, rest| _mm256_add_epi16(_mm256_mullo_epi16(high, frequencies), rest);
+    symbols
+}
+
+/// The entries of symbols in a table of at most `16 * BANKS`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn look_up<const BANKS: usize>(table: &[u8; LANES], symbols: __m256i) -> __m256i {
+    let mut found = _mm256_shuffle_epi8(bank(table, 0), symbols);
+    for i in 1..BANKS {
+        let above = _mm256_cmpgt_epi8(symbols, _mm256_set1_epi8((BUCKET * i) as i8 - 1));
+        found = _mm256_blendv_epi8(found, _mm256_shuffle_epi8(bank(table, i), symbols), above);
+    }
+    found
+}
+
+/// The new states `high * frequencies + rest` as words, of the even and of the odd lanes.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn states(high: __m256i, frequencies: __m256i, rest: __m256i) -> [__m256i; 2] {
+    let byte = _mm256_set1_epi16(255);
+    let words = |of: [__m256i; 3]| _mm256_add_epi16(_mm256_mullo_epi16(of[0], of[1]), of[2]);
+    let operands = [high, frequencies, rest];
     [
-        words(
-            _mm256_unpacklo_epi8(high, zero),
-            _mm256_unpacklo_epi8(frequencies, zero),
-            _mm256_unpacklo_epi8(rest, zero),
-        ),
-        words(
-            _mm256_unpackhi_epi8(high, zero),
-            _mm256_unpackhi_epi8(frequencies, zero),
-            _mm256_unpackhi_epi8(rest, zero),
-        ),
+        words(operands.map(|operand| _mm256_and_si256(operand, byte))),
+        words(operands.map(|operand| _mm256_srli_epi16::<8>(operand))),
     ]
 }
 
 /// Sixteen bytes of a table in both halves.
-///
-/// # Safety
-/// The processor has AVX2, and the table has `16 * (i + 1)` bytes.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn bank<const N: usize>(table: &[u8; N], i: usize) -> __m256i {
-    // SAFETY: the caller's table.
-    unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().add(BUCKET * i).cast())) }
+fn bank<const N: usize>(table: &[u8; N], i: usize) -> __m256i {
+    let bytes: &[u8; BUCKET] = &table.as_chunks().0[i];
+    // SAFETY: there are 16 bytes.
+    unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())) }
 }
 
-/// The next bytes, spread over the set bits of a mask, and how many they are.
+/// The next bytes, spread over the set bits of a mask.
 ///
 /// # Safety
 /// The processor has the features, and 32 bytes are readable.
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
-unsafe fn spread(mask: u32, bytes: *const u8) -> (__m256i, usize) {
-    // SAFETY: before eight lanes at most as many bytes have been taken as there are lanes before them, at most 24.
-    let (sources, positions) = unsafe {
-        let source = |lanes: u32| {
-            let before = mask & ((1 << lanes) - 1);
-            _mm_loadl_epi64(bytes.add(before.count_ones() as usize).cast())
-        };
-        let position = |lanes: u32| _mm_loadl_epi64(SPREAD[(mask >> lanes & 255) as usize].as_ptr().cast());
-        let pair = |low, high| _mm_unpacklo_epi64(low, high);
-        (
-            _mm256_set_m128i(pair(source(16), source(24)), pair(source(0), source(8))),
-            _mm256_set_m128i(pair(position(16), position(24)), pair(position(0), position(8))),
-        )
-    };
-    let upper = _mm256_set_epi64x(0x0808_0808_0808_0808, 0, 0x0808_0808_0808_0808, 0);
-    let spread = _mm256_shuffle_epi8(sources, _mm256_add_epi8(positions, upper));
-    (spread, mask.count_ones() as usize)
+unsafe fn spread(mask: u32, bytes: *const u8) -> __m256i {
+    let before = |lanes: u32| (mask & ((1 << lanes) - 1)).count_ones() as usize;
+    let position = |of: &[[u8; 8]; 256], lanes: u32| of[(mask >> lanes & 255) as usize].as_ptr();
+    // SAFETY: before eight lanes at most as many bytes have been taken as there are lanes before them, at most 24;
+    // positions are of eight bytes.
+    unsafe {
+        let sources = _mm256_set_m128i(
+            pair(bytes.add(before(16)), bytes.add(before(24))),
+            pair(bytes, bytes.add(before(8))),
+        );
+        let positions = _mm256_set_m128i(
+            pair(position(&LOWER, 16), position(&UPPER, 24)),
+            pair(position(&LOWER, 0), position(&UPPER, 8)),
+        );
+        _mm256_shuffle_epi8(sources, positions)
+    }
+}
+
+/// Eight bytes from two places.
+///
+/// # Safety
+/// The processor has the features, and eight bytes at each are readable.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn pair(low: *const u8, high: *const u8) -> __m128i {
+    // SAFETY: the caller's bytes.
+    unsafe {
+        let low = _mm_castsi128_pd(_mm_loadl_epi64(low.cast()));
+        _mm_castpd_si128(_mm_loadh_pd(low, high.cast()))
+    }
 }
