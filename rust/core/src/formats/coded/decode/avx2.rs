@@ -100,13 +100,10 @@ impl States {
     #[inline]
     #[target_feature(enable = "avx2,popcnt")]
     fn load(chain: &Chain) -> States {
-        let lanes = Register(std::array::from_fn(|lane| {
-            if lane < chain.rows * QUAD { u8::MAX } else { 0 }
-        }));
         States {
             high: halves(&chain.high),
             low: halves(&chain.low),
-            active: halves(&lanes),
+            active: active(chain.rows * QUAD),
             at: chain.at,
         }
     }
@@ -163,6 +160,18 @@ impl States {
             (symbols, mask.count_ones() as usize)
         }
     }
+}
+
+/// A mask of the first lanes. Read from memory: masks that compilers know to be comparisons they compare again for every
+/// register.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn active(lanes: usize) -> [__m256i; 2] {
+    static MASKS: [[u8; LANES]; 2] = [[u8::MAX; LANES], [0; LANES]];
+    let from = &MASKS.as_flattened()[LANES - lanes..][..LANES];
+    let from = from.as_ptr().cast::<__m256i>();
+    // SAFETY: the slice has 64 bytes.
+    unsafe { [_mm256_loadu_si256(from), _mm256_loadu_si256(from.add(1))] }
 }
 
 #[inline]
