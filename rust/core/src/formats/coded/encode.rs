@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::decode::Register;
 use super::fit::{self, Frequencies, Histogram, INTEGERS};
+use super::give_off::{self, GiveOff};
 use super::layout::STATE_BYTES;
 use super::table::Table;
 use super::{BLOCK_ROWS, LANES, Layout, QUAD, invalid};
@@ -13,18 +14,35 @@ use crate::simd::{self, Isa, vectorized};
 use crate::types::Shape;
 
 /// Streams that tables are fitted to, at most.
-const SAMPLE: usize = 1024;
+const SAMPLE: usize = 256;
 /// Codes of a larger magnitude are refused.
 const LARGEST: i32 = 1 << 30;
 /// What no symbol is.
 const NONE: u8 = u8::MAX;
 
 /// The type of the codes that are given.
-pub trait Code: Copy + Send + Sync + Into<i32> {}
+pub trait Code: Copy + Send + Sync + PartialOrd + Into<i32> + From<i8> {
+    /// The low byte.
+    fn low(self) -> u8;
+}
 
-impl Code for i8 {}
-impl Code for i16 {}
-impl Code for i32 {}
+impl Code for i8 {
+    fn low(self) -> u8 {
+        self as u8
+    }
+}
+
+impl Code for i16 {
+    fn low(self) -> u8 {
+        self as u8
+    }
+}
+
+impl Code for i32 {
+    fn low(self) -> u8 {
+        self as u8
+    }
+}
 
 /// Encodes `codes`, E x R x C, none beyond 2^30 in magnitude. `scales` are E x R, or one for the whole tensor, and finite;
 /// they are stored in bf16 if it holds all of them exactly, otherwise in f32. Streams code 16 or 64 rows, by default what
@@ -236,14 +254,15 @@ impl Coder {
 
     /// Subtracts the lowest integer, without looking anything up; returns whether all integers are in the table.
     fn subtract<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
-        let (lowest, last) = (i32::from(self.table.lowest()), self.table.count as i32 - 1);
-        let mut out = 0;
+        let lowest = self.table.lowest();
+        let highest = (i32::from(lowest) + self.table.count as i32 - 1) as i8;
+        let (first, last) = (T::from(lowest), T::from(highest));
+        let mut outside = false;
         for (&code, symbol) in codes.iter().zip(symbols) {
-            let number = code.into().wrapping_sub(lowest);
-            *symbol = number as u8;
-            out |= number | last.wrapping_sub(number);
+            *symbol = code.low().wrapping_sub(lowest as u8);
+            outside |= (code < first) | (code > last);
         }
-        out >= 0
+        !outside
     }
 
     /// Encodes symbols from the last to the first; lanes of rows that do not exist stay at zero.
@@ -262,7 +281,16 @@ impl Coder {
             let lanes = rows(block) * QUAD;
             let silent = states[..lanes].iter_mut().filter(|state| **state == 0);
             silent.for_each(|state| *state = 256);
-            at = take_up(isa, &self.steps, symbols, lanes, &mut states, &mut buffer[..at]);
+            let give_off = give_off::fastest(isa);
+            at = take_up(
+                isa,
+                &self.steps,
+                symbols,
+                lanes,
+                &mut states,
+                &mut buffer[..at],
+                give_off,
+            );
         }
         let mut bytes = Vec::with_capacity(STATE_BYTES + buffer.len() - at);
         bytes.extend(states.map(|state| (state >> 8) as u8));
@@ -310,6 +338,7 @@ vectorized! {
         lanes: usize,
         states: &mut [u32; LANES],
         buffer: &mut [u8],
+        give_off: GiveOff,
     ) -> usize = take_up_portable;
 }
 
@@ -320,28 +349,24 @@ fn take_up_portable(
     lanes: usize,
     states: &mut [u32; LANES],
     buffer: &mut [u8],
+    give_off: GiveOff,
 ) -> usize {
     let mut at = buffer.len();
     for register in symbols.iter().rev() {
-        // Looked up one by one, then all lanes in vectors, then given off one by one without a branch.
+        // Steps are looked up one by one; all else is done to all lanes at once.
         let steps: [Step; LANES] = std::array::from_fn(|lane| steps[usize::from(register.0[lane]) % LANES]);
-        let (mut bytes, mut full) = ([0u8; LANES], [0u8; LANES]);
+        let (mut bytes, mut marks) = ([0u8; LANES], [0u8; LANES]);
         for lane in 0..LANES {
             bytes[lane] = states[lane] as u8;
-            let (state, is_full) = steps[lane].next(states[lane]);
-            (states[lane], full[lane]) = (state, is_full.into());
+            let (state, full) = steps[lane].next(states[lane]);
+            (states[lane], marks[lane]) = (state, if full { u8::MAX } else { 0 });
         }
         states[lanes..].fill(0);
-        full[lanes..].fill(0);
+        marks[lanes..].fill(0);
         let Some((_, room)) = buffer[..at].split_last_chunk_mut::<LANES>() else {
             unreachable!("there is room for all symbols and a register more");
         };
-        let mut left = LANES;
-        for lane in (0..LANES).rev() {
-            room[(left - 1) % LANES] = bytes[lane];
-            left -= usize::from(full[lane]);
-        }
-        at -= LANES - left;
+        at -= give_off(&bytes, &marks, room);
     }
     at
 }

@@ -42,6 +42,7 @@
 mod decode;
 mod encode;
 mod fit;
+mod give_off;
 mod layout;
 mod table;
 #[cfg(test)]

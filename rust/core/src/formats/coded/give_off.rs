@@ -1,0 +1,103 @@
+//! Which bytes an encoder gives off: those of some lanes of a register, packed together.
+
+use super::LANES;
+use crate::simd::Isa;
+
+/// Packs the bytes of the lanes that are marked by 255 (others by 0) at the end of `room`, in order; returns how many they
+/// are. What lies before them is worthless.
+pub(super) type GiveOff = fn(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize;
+
+/// The fastest way on a set that the processor runs.
+pub(super) fn fastest(isa: Isa) -> GiveOff {
+    match isa {
+        Isa::Scalar => portable,
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the processor runs the set, or one that contains it.
+        _ => |bytes, marks, room| unsafe { x86::give_off(bytes, marks, room) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => portable,
+    }
+}
+
+fn portable(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize {
+    let mut left = LANES;
+    for (&byte, &mark) in bytes.iter().zip(marks).rev() {
+        room[(left - 1) % LANES] = byte;
+        left -= usize::from(mark & 1);
+    }
+    LANES - left
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::LANES;
+
+    /// Lanes that are packed at a time.
+    const GROUP: usize = 8;
+
+    /// For each mask of eight bytes, where those that it has come from if they are packed at the end.
+    static SOURCES: [[u8; GROUP]; 256] = {
+        let mut sources = [[0x80; GROUP]; 256];
+        let mut mask = 0;
+        while mask < 256 {
+            let (mut lane, mut place) = (GROUP, GROUP);
+            while lane > 0 {
+                lane -= 1;
+                if mask >> lane & 1 == 1 {
+                    place -= 1;
+                    sources[mask][place] = lane as u8;
+                }
+            }
+            mask += 1;
+        }
+        sources
+    };
+
+    /// See [`super::GiveOff`].
+    ///
+    /// # Safety
+    /// The processor has AVX2 and POPCNT.
+    #[target_feature(enable = "avx2,popcnt")]
+    pub(super) unsafe fn give_off(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize {
+        let mut left = LANES;
+        for group in (0..LANES / GROUP).rev() {
+            // SAFETY: eight bytes of a register are read. Eight are written that end at `left`, which the groups behind
+            // this one have moved down by at most eight each, so at least `8 * (group + 1)` are left.
+            unsafe {
+                let marks = _mm_loadl_epi64(marks.as_ptr().add(GROUP * group).cast());
+                let mask = _mm_movemask_epi8(marks) as usize & 255;
+                let sources = _mm_loadl_epi64(SOURCES[mask].as_ptr().cast());
+                let bytes = _mm_loadl_epi64(bytes.as_ptr().add(GROUP * group).cast());
+                let packed = _mm_shuffle_epi8(bytes, sources);
+                _mm_storel_epi64(room.as_mut_ptr().add(left - GROUP).cast(), packed);
+                left -= mask.count_ones() as usize;
+            }
+        }
+        LANES - left
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::coded::tests::Random;
+
+    #[test]
+    fn every_set_packs_alike() {
+        let mut random = Random(2);
+        for share in 0..=8 {
+            let bytes: [u8; LANES] = std::array::from_fn(|_| random.next() as u8);
+            let marks: [u8; LANES] =
+                std::array::from_fn(|_| if random.next() % 8 < share { u8::MAX } else { 0 });
+            let wanted = bytes.iter().zip(&marks).filter(|(_, mark)| **mark > 0);
+            let wanted: Vec<u8> = wanted.map(|(byte, _)| *byte).collect();
+            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+                let mut room = [0; LANES];
+                let count = fastest(isa)(&bytes, &marks, &mut room);
+                assert_eq!(room[LANES - count..], wanted, "{}", isa.name());
+            }
+        }
+    }
+}
