@@ -104,17 +104,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/coded.json"))
     options = parser.parse_args()
     _core.set_threads(options.threads)
-    print(machine.describe(options.threads), _core.kernels()["coded"], flush=True)
-    figures = []
+    written = {"machine": machine.describe(options.threads), "kernel": _core.kernels()["coded"], "figures": []}
+    print(written, flush=True)
     for columns in options.columns:
         plain = encode((1, options.weights // columns, columns), 4, 64)
         int4 = {"source": "int4 group 64", "columns": columns, **products(plain, options.weights, options)}
         cases = ((source, bits) for source in options.sources for bits in options.entropies)
         for row in (int4, *(measure(source, bits, columns, options) for source, bits in cases)):
-            figures.append(row)
+            written["figures"].append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(figures, indent=1) + "\n")
+            options.out.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":
