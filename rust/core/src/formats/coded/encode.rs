@@ -300,8 +300,8 @@ impl Coder {
     }
 }
 
-/// How a state takes up a symbol: from the low bits up its frequency (8 bits), its first slot (8) and the reciprocal of the
-/// frequency, 2^16 / frequency rounded down (16, which 2^16 is clamped to).
+/// How a state takes up a symbol: from the low bits up its frequency (8 bits), its first slot (8) and the reciprocal of
+/// the frequency, 2^16 / frequency rounded down (16, which 2^16 is clamped to).
 #[derive(Clone, Copy)]
 struct Step(u32);
 
@@ -330,8 +330,8 @@ impl Step {
 }
 
 vectorized! {
-    /// The states of `lanes` lanes take up registers of symbols from the last to the first, and give off bytes from the end
-    /// of `buffer` on, which has a place for each and 64 more; returns where these start.
+    /// The states of `lanes` lanes take up registers of symbols from the last to the first, and give off bytes from the
+    /// end of `buffer` on, which has a place for each and 64 more; returns where these start.
     fn take_up(
         steps: &[Step; LANES],
         symbols: &[Register],

@@ -3,8 +3,8 @@
 use super::LANES;
 use crate::simd::Isa;
 
-/// Packs the bytes of the lanes that are marked by 255 (others by 0) at the end of `room`, in order; returns how many they
-/// are. What lies before them is worthless.
+/// Packs the bytes of the lanes that are marked by 255 (others by 0) at the end of `room`, in order; returns how many
+/// they are. What lies before them is worthless.
 pub(super) type GiveOff = fn(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize;
 
 /// The fastest way on a set that the processor runs.

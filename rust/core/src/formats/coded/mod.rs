@@ -35,9 +35,10 @@
 //! a decoder may read whole vectors.
 //!
 //! Invariants of [`Coded`]: frequencies of each table add up to 256, so any byte is the slot of a symbol; streams lie in
-//! the payload, and each has a table; a tensor has at most 1,424 weights for each of its bytes. Decoders bound their place in a stream after every register, so whatever its bytes
-//! are, they read no further than 64 bytes behind its end, and all instruction sets decode the same. [`CodedView::verify`]
-//! decodes everything: a stream must end with its last byte and with all states at 256.
+//! the payload, and each has a table; a tensor has at most 1,424 weights for each of its bytes. Decoders bound their place
+//! in a stream after every register, so whatever its bytes are, they read no further than 64 bytes behind its end, and all
+//! instruction sets decode the same. [`CodedView::verify`] decodes everything: a stream must end with its last byte and
+//! with all states at 256.
 
 mod decode;
 mod encode;

@@ -2,8 +2,8 @@
 //!
 //! The symbol of a slot is that of its bucket's first slot and one more if the slot is behind the bucket's edge, all of
 //! which are looked up, plus what the tables of the outer buckets add: their look-ups give zero for other slots. That
-//! leaves no edges to compare with one by one but at high rates. States are multiplied as words, lanes of even and of odd
-//! numbers apart, which keeps the shuffling units free for look-ups.
+//! leaves no edges to compare with one by one but at high rates. States are multiplied as words, lanes of even and of
+//! odd numbers apart, which keeps the shuffling units free for look-ups.
 
 use std::arch::x86_64::*;
 
@@ -162,8 +162,8 @@ impl States {
     }
 }
 
-/// A mask of the first lanes. Read from memory: masks that compilers know to be comparisons they compare again for every
-/// register.
+/// A mask of the first lanes. Read from memory: masks that compilers know to be comparisons they compare again for
+/// every register.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn active(lanes: usize) -> [__m256i; 2] {
