@@ -24,9 +24,9 @@ from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
 from moepack.methods import Qmoe, create
+from moepack.methods.coverage import coverage_notes
 from moepack.methods.qmoe import PUBLISHED
 from moepack.methods.qmoe.forms import GroupwiseForm
-from moepack.methods.qmoe.notes import coverage_notes
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.registry import open_tensor

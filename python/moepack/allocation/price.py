@@ -8,6 +8,7 @@ missed its budget can be tried again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -27,7 +28,7 @@ class PricedBudget:
             ladder: [P] prices, float64, each the same multiple of the one before.
             curves: by stage [E, P] float64, bits of each matrix at each price; E is the same for all.
         """
-        self.budget, self.ladder, self.curves = budget, ladder, curves
+        self.budget, self.ladder, self.curves = budget, ladder, dict(curves)
         self._spent = {stage: torch.full((len(own),), torch.nan, dtype=torch.float64) for stage, own in curves.items()}
         self._bias: dict[str, float] = {}
         self._last = 0.0
@@ -51,6 +52,10 @@ class PricedBudget:
         if expected > 0:
             self._bias[stage] = float(self._spent[stage][group].sum()) / expected
 
+    def expect(self, stage: str, curves: Tensor) -> None:
+        """Replace the curves [E, P] of a stage, of which more is known by now."""
+        self.curves[stage] = curves
+
     def excess(self) -> float | None:
         """What everything took over the budget, as a part of it; `None` while something is not booked."""
         total = float(sum(self._spent.values(), torch.zeros((), dtype=torch.float64)).sum())
@@ -68,7 +73,8 @@ class PricedBudget:
 
     def _lookup(self, curve: Tensor, price: float) -> float:
         """The value of a curve at a price; linear in its logarithm."""
-        steps = torch.log2(torch.tensor(price, dtype=torch.float64)) - torch.log2(self.ladder[0])
+        octaves = torch.log2(self.ladder)
+        steps = (math.log2(price) - octaves[0]) / (octaves[1] - octaves[0])
         position = steps.clamp(0, len(self.ladder) - 1)
         below = min(int(position), len(self.ladder) - 2)
         return float(torch.lerp(curve[below], curve[below + 1], position - below))

@@ -13,7 +13,7 @@ from moepack.cli.device import usable_device
 
 METHODS = {
     "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text (the default)",
-    "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; needs no text",
+    "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; better with a text",
     "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
     "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
     "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",
@@ -23,9 +23,9 @@ METHODS = {
 
 METHODS_OF = {
     "code": ("ternary", "qmoe"),
-    "calibration": ("qmoe", "codequant", "milo"),
-    "samples": ("qmoe", "codequant", "milo"),
-    "sequence_length": ("qmoe", "codequant", "milo"),
+    "calibration": ("rate", "qmoe", "codequant", "milo"),
+    "samples": ("rate", "qmoe", "codequant", "milo"),
+    "sequence_length": ("rate", "qmoe", "codequant", "milo"),
     "bits": ("finequant", "milo", "qmoe"),
     "bits_per_weight": ("rate", "qmoe", "finequant"),
     "roles": ("rate",),
@@ -33,7 +33,7 @@ METHODS_OF = {
     "dense_bits": ("finequant", "qmoe"),
     "symmetric": ("finequant", "milo"),
     "solver": ("milo", "qmoe"),
-    "device": ("qmoe", "codequant", "milo"),
+    "device": ("rate", "qmoe", "codequant", "milo"),
     "alpha": ("finequant",),
     "search": ("finequant",),
     "scales": ("finequant",),
@@ -92,7 +92,8 @@ def _option(setting: str, text: str, *declarations: str, panel: str | None = Non
 
 Code = Annotated[str | None, _option("code", "fsv8 (default) or dict16.", panel="Options of ternary")]
 Calibration = Annotated[
-    str | None, _option("calibration", "text file, JSON lines, directory, or data set of the hub. milo may do without.")
+    str | None,
+    _option("calibration", "text file, JSON lines, directory or hub data set. rate and milo may do without."),
 ]
 Samples = Annotated[int | None, _option("samples", "calibration samples; default 128.", min=1)]
 SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a sample; default 512.", min=1)]

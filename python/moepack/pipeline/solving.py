@@ -93,7 +93,7 @@ class LayerPacker:
                 continue
             if isinstance(chosen, PackedTensor):
                 packed[name] = chosen
-            elif chosen.request is None:
+            elif chosen.request is None or run is None:
                 packed |= self._solve(WholeTensor(layer, name), {})
         if run is not None:
             packed |= self._solve(run, packed)

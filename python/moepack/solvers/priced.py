@@ -139,6 +139,14 @@ class Lengths:
         lengths = self.bits[number : number + 1].numpy()
         return torch.from_numpy(_core.round_priced(values[None].numpy(), lengths, step=1.0, price=price))[0]
 
+    def total(self, values: Tensor, symbols: Tensor) -> float:
+        """Bits of all symbols [R, C] that a matrix [R, C] was rounded to, classes being those of the matrix."""
+        bits = 0.0
+        for number, rows in _by_class(values):
+            found = symbols[rows].clamp(-LARGEST, LARGEST).long() + LARGEST
+            bits += float(self.bits[number][found].sum(dtype=torch.float64))
+        return bits + EXCEPTION_BITS * float((symbols.abs() > LARGEST).sum())
+
 
 def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = PRICE, *, width: float = 1.0) -> Tensor:
     """Round a matrix.

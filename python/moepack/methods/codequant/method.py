@@ -26,7 +26,7 @@ from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution
 from moepack.methods.codequant.packing import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
-from moepack.methods.qmoe.notes import coverage_notes
+from moepack.methods.coverage import coverage_notes
 from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
 from moepack.solvers.fixed_point import centroid_bits

@@ -16,11 +16,11 @@ import torch
 
 from moepack.calibration import CalibrationRequest, CalibrationSettings
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.qmoe.dense import DenseSettings, pack_linear, solve_linears
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.grid import GridSolver, Rounding
-from moepack.methods.qmoe.notes import coverage_notes
 from moepack.methods.qmoe.rate import RateSolver
 from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.methods.ternary import Ternary

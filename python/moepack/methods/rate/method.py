@@ -1,8 +1,10 @@
 """The method `rate`: integers of one step for the whole model, rounded with their code's length in mind, at any rate.
 
-Nothing is calibrated: an error counts by what the checkpoint knows, the share of tokens that visit an expert. The step
-follows from the bits that were asked for and a sample of the model (`step`), weights are rounded to it
-(`moepack.solvers.priced`), and an entropy coder stores the integers in as many bytes as they carry information.
+Without a text an error counts by what the checkpoint knows, the share of tokens that visit an expert. The step follows
+from the bits that were asked for and a sample of the model (`step`), weights are rounded to it
+(`moepack.solvers.priced`), and an entropy coder stores the integers in as many bytes as they carry information. With a
+text, each layer takes the bits that this gives it, and GPTQ with the code's length as its price decides where they go
+(`layer`).
 """
 
 import math
@@ -13,10 +15,13 @@ from typing import Any, ClassVar
 import torch
 
 from moepack import _core
+from moepack.calibration import CalibrationRequest, CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import ROLES
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.coverage import coverage_notes
+from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.sample import take_sample
 from moepack.methods.rate.step import Step, find_step
 from moepack.solvers.priced import round_priced
@@ -34,10 +39,24 @@ class Rate(Method):
         bits_per_weight: of everything that is packed, all metadata counted; 0.4 to 8.
         roles: linear layers outside the experts that are packed at the same price: "all", "none", or some with commas
             (attention, shared, mlp, head).
+        calibration: text file, JSON lines, directory or data set of the hub; None does without.
+        samples: calibration windows, at most.
+        sequence_length: tokens a window.
+        group: experts solved together.
+        minimum_tokens: experts with fewer are named in the notes.
+        device: where the model and the solver run with a text.
+        seed: of the span corruption of encoder-decoder models.
     """
 
     bits_per_weight: float
     roles: str = "all"
+    calibration: str | None = None
+    samples: int = 128
+    sequence_length: int = 512
+    group: int = 16
+    minimum_tokens: int = 64
+    device: str = "cpu"
+    seed: int = 0
     name: ClassVar[str] = "rate"
     _step: Step | None = field(default=None, init=False, repr=False)
     _widths: dict[str, float] = field(default_factory=dict, init=False, repr=False)
@@ -49,14 +68,28 @@ class Rate(Method):
         if unknown := sorted(set(given) - set(ROLES)):
             raise ValueError(f"roles must be all, none, or some of {', '.join(ROLES)}, not {', '.join(unknown)}")
         self._roles = frozenset(given)
+        _ = self.request  # its checks
+
+    @property
+    def request(self) -> CalibrationRequest | None:
+        """The calibration set, and how the model runs; None without one."""
+        if self.calibration is None:
+            return None
+        settings = CalibrationSettings(
+            routing="compressed", drift=True, group=self.group, device=torch.device(self.device)
+        )
+        return CalibrationRequest(self.calibration, self.samples, self.sequence_length, settings, seed=self.seed)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes."""
-        return {
+        """Every setting that changes the bytes, but for the calibration set."""
+        found: dict[str, Any] = {
             "bits_per_weight": self.bits_per_weight,
             "roles": ",".join(role for role in ROLES if role in self._roles),
         }
+        if self.calibration is not None:
+            found |= {key: getattr(self, key) for key in ("samples", "sequence_length", "group", "seed")}
+        return found
 
     @property
     def dense_roles(self) -> frozenset[str]:
@@ -89,8 +122,14 @@ class Rate(Method):
         self._widths = dict(sample.widths)
 
     def decided(self, name: str) -> float:
-        """The step of a tensor."""
-        return self._step_of(name)
+        """The step of a tensor, or with a text the bits that it is given."""
+        assert self._step is not None, "prepare comes first"
+        return self._step_of(name) if self.calibration is None else self._step.bits[name]
+
+    def layer_plan(self, experts: int) -> LayerSolver | None:
+        """With a text, the stages of a layer share its bits."""
+        assert self._step is not None, "prepare comes first"
+        return None if self.calibration is None else LayerSolver(self._step.bits)
 
     def _step_of(self, name: str) -> float:
         assert self._step is not None, "prepare comes first"
@@ -98,28 +137,43 @@ class Rate(Method):
         return float(torch.tensor(self._step.size * self._widths[name]).bfloat16())
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Round one tensor, expert by expert; holds its integers, a byte a weight where 127 is the largest."""
+        """Solve a stage on what it reads, or round one tensor where nothing is known of that."""
         assert self._step is not None, "prepare comes first"
+        if stage.inputs is None:
+            return self._rounded(stage, self._step)
+        solver: LayerSolver | None = stage.plan
+        if solver is None:  # linear layers, whose stages are not seen in advance
+            solver = LayerSolver(self._step.bits)
+            solver.plan(stage)
+        return solver.solve(stage)
+
+    def _rounded(self, stage: Stage, found: Step) -> dict[str, Solution]:
+        """Round one tensor, expert by expert; holds its integers, a byte a weight where 127 is the largest."""
         ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
         step, width = self._step_of(weights.name), self._widths[weights.name]
         whole = torch.empty(weights.shape, dtype=torch.int8)
         for expert in range(experts):
             try:
-                found = round_priced(weights.expert(expert), step, self._step.lengths, width=width)
+                codes = round_priced(weights.expert(expert), step, found.lengths, width=width)
             except ValueError as cause:
                 raise InvalidTensorError(str(cause), tensor=weights.sources[expert]) from cause
-            if found.dtype.itemsize > whole.dtype.itemsize:
-                whole = whole.to(found.dtype)
-            whole[expert] = found
+            if codes.dtype.itemsize > whole.dtype.itemsize:
+                whole = whole.to(codes.dtype)
+            whole[expert] = codes
             stage.advance(rows * columns)
         return {name: Solution({"symbols": whole, "step": torch.tensor([[step]])})}
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Code the integers."""
-        symbols, step = solution.parts["symbols"].numpy(), solution.parts["step"].numpy()
+        # All experts have one step; with a text, each group of them brings it.
+        symbols, step = solution.parts["symbols"].numpy(), solution.parts["step"][:1].numpy()
         try:
             blob = _core.encode_coded(symbols, step, ndim=weights.ndim)
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
+        return coverage_notes(layers, self.minimum_tokens, priced=True)

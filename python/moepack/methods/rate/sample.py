@@ -1,7 +1,7 @@
 """A sample of a model's weights: what is known of every tensor before it is packed.
 
-A sample is row blocks (16 rows) at even distances over a tensor's matrices, as many as keep the model's sample at
-`MOST` weights about, and one at least.
+A sample is rows that are coded together (a stream) at even distances over a tensor's matrices, as many as keep the
+model's sample at `MOST` weights about, and one stream at least.
 """
 
 import math
@@ -19,10 +19,13 @@ from moepack.errors import InvalidTensorError
 from moepack.methods.base import Shape
 from moepack.solvers.priced import BLOCK_ROWS, Profile
 
-__all__ = ["Sample", "take_sample"]
+__all__ = ["Sample", "stream_rows", "take_sample"]
 
-MOST = 1 << 22
-"""Weights of a model's sample, about."""
+MOST = 1 << 25
+"""Weights of a model's sample, about: small models are seen whole."""
+
+NARROW = 2048
+"""Most columns of a tensor whose streams have 64 rows, not 16."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,26 @@ class Sample:
         shapes: by the tensor's name, experts, rows and columns.
         widths: by the tensor's name, its step over the model's: an error that counts less is allowed to be larger.
         profile: of the weights, each over the width of its tensor.
+        rows: by the tensor's name, those of its streams below one another, [R, C] in the checkpoint's type.
     """
 
     shapes: Mapping[str, Shape]
     widths: Mapping[str, float]
     profile: Profile
+    rows: Mapping[str, Tensor]
 
     @property
     def weights(self) -> int:
         """How many weights there are."""
         return sum(map(math.prod, self.shapes.values()))
+
+    def factor(self, name: str) -> float:
+        """How many weights of a tensor a sampled one stands for."""
+        return math.prod(self.shapes[name]) / max(self.rows[name].numel(), 1)
+
+    def values(self, name: str) -> Tensor:
+        """The rows of a tensor over its width, float32."""
+        return self.rows[name].float() / self.widths[name]
 
 
 @dataclass(frozen=True)
@@ -69,15 +82,13 @@ def take_sample(checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str]) 
     """
     sources = list(_sources(checkpoint, model, roles))
     widths = {source.name: source.importance**-0.5 for source in sources}
-    sample = Sample({source.name: source.shape for source in sources}, widths, Profile())
+    rows: dict[str, Tensor] = {}
+    sample = Sample({source.name: source.shape for source in sources}, widths, Profile(), rows)
+    weights = sample.weights
     for source in sources:
-        experts, rows, columns = source.shape
-        blocks = -(-rows // BLOCK_ROWS) * experts if columns else 0
-        count = min(blocks, max(1, round(blocks * MOST / sample.weights)))
-        found = [_block(source, number * blocks // count) for number in range(count)]
-        taken = sum(block.numel() for block in found)
-        for block in found:
-            sample.profile.add(block / widths[source.name], math.prod(source.shape) / taken)
+        rows[source.name] = _rows(source, weights)
+        if rows[source.name].numel():
+            sample.profile.add(sample.values(source.name), sample.factor(source.name))
     return sample
 
 
@@ -96,11 +107,26 @@ def _only(linear: DenseLinear) -> Callable[[int], Tensor]:
     return lambda _: linear.matrix()
 
 
-def _block(source: _Source, number: int) -> Tensor:
-    """A row block of a tensor, counted through all experts."""
-    _, rows, _ = source.shape
-    expert, block = divmod(number, -(-rows // BLOCK_ROWS))
-    values = source.matrix(expert)[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS].float()
+def _rows(source: _Source, weights: int) -> Tensor:
+    """Rows of a tensor, of a model with so many weights, [R, C]."""
+    experts, rows, columns = source.shape
+    streams = -(-rows // stream_rows(columns)) * experts if columns else 0
+    count = min(streams, max(1, round(streams * MOST / max(weights, 1))))
+    found = [_stream(source, number * streams // count) for number in range(count)]
+    return torch.cat(found) if found else torch.empty(0, columns)
+
+
+def _stream(source: _Source, number: int) -> Tensor:
+    """The rows of a stream, counted through all experts."""
+    _, rows, columns = source.shape
+    height = stream_rows(columns)
+    expert, stream = divmod(number, -(-rows // height))
+    values = source.matrix(expert)[stream * height : (stream + 1) * height]
     if not bool(torch.isfinite(values).all()):
         raise InvalidTensorError("has NaN or infinite weights", tensor=source.name)
-    return values
+    return values.clone()
+
+
+def stream_rows(columns: int) -> int:
+    """Rows that are coded together (docs/format.md, section 9)."""
+    return 64 if columns <= NARROW else BLOCK_ROWS

@@ -2,36 +2,45 @@
 
 With one step, and one price of a bit, the last bit of every tensor buys the same fall of the error: no other division
 of the bytes has a smaller sum (reverse water-filling; Cover and Thomas, section 10.3.3). So the search has one number
-to find.
+to find. What the coder takes over the lengths that rounding counts with is measured, by coding the sample.
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moepack.methods.base import Shape
-from moepack.methods.rate.sample import Sample
-from moepack.solvers.priced import Lengths
+import numpy as np
+import numpy.typing as npt
+import torch
 
-__all__ = ["Step", "find_step"]
+from moepack import _core
+from moepack.methods.base import Shape
+from moepack.methods.rate.sample import Sample, stream_rows
+from moepack.solvers.priced import Lengths, round_priced
+
+__all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
 EXACT = 0.001
 """Octaves to which the step is found: about so many bits a weight."""
 
-HEADER_BYTES = 512
-"""Header, tables, and zeros behind sections."""
+TRIALS = 2
+"""How often the sample is coded; a third time moves the rate by less than a thousandth."""
+
+NARROWEST, WIDEST, NEAR = 10.0, 6.0, 0.25
+"""Octaves of the first search below and above the model's root mean square, and of later ones around the step."""
 
 STREAM_BITS = 880
 """What the states of a stream's 64 lanes take over what they carry, and its entry in the index."""
 
-CODE_EXCESS = 1.003
-"""What the code takes over the lengths of classes: frequencies of 256ths and exceptions take 1.0075 of the entropy of
-equal rows, and tables that are fitted to a tensor take some of it back."""
+ONCE_BYTES = 512
+"""What a tensor takes besides, about: header, tables, and zeros behind sections."""
 
-NARROW = 2048
-"""Most columns of a tensor whose streams have 64 rows, not 16."""
+POOL = 64
+"""Streams of tensors of equal columns that are coded together where a sample lacks some of a tensor: a few streams
+alone would have better tables than they share with all others."""
 
-NARROWEST, WIDEST = 10.0, 6.0
-"""Octaves of the range below and above the model's root mean square."""
+SYMBOLS_AT = 15
+"""Where a coded tensor says how many symbols its tables have."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +50,16 @@ class Step:
     Attributes:
         size: the step of a tensor of importance 1.
         lengths: bits of the symbols at this step.
+        bits: by the tensor's name, what it is expected to take, all metadata counted.
     """
 
     size: float
     lengths: Lengths
+    bits: Mapping[str, float]
 
 
 def find_step(sample: Sample, bits_per_weight: float) -> Step:
-    """Find the smallest step with which a model takes the bits that were asked for, or fewer.
+    """Find the step with which a model takes the bits that were asked for.
 
     Args:
         sample: what is known of the model.
@@ -57,28 +68,79 @@ def find_step(sample: Sample, bits_per_weight: float) -> Step:
     Raises:
         ValueError: states and headers alone take more.
     """
-    budget, least = sample.weights * bits_per_weight, sum(map(metadata_bits, sample.shapes.values()))
+    budget = sample.weights * bits_per_weight
+    least = sum(map(free_bits, sample.shapes.values()))
     if least >= budget > 0:
         raise ValueError(
             f"rows without a weight already take {least / sample.weights:.3f} bits a weight, "
             f"{bits_per_weight} were asked for"
         )
     center = 0.5 * math.log2(sample.profile.mean_square or 1.0)
-    low, high = center - NARROWEST, center + WIDEST
+    step = _search(sample, budget - least, center - NARROWEST, center + WIDEST)
+    bits: dict[str, float] = {}
+    for _ in range(TRIALS if budget else 0):
+        bits = _coded(sample, step)
+        lengths = sample.profile.bits(step, sample.profile.lengths(step))
+        excess = (sum(bits.values()) - least) / (lengths or 1.0)
+        center = math.log2(step)
+        step = _search(sample, (budget - least) / max(excess, 0.5), center - NEAR, center + NEAR)
+    total = sum(bits.values()) or 1.0
+    return Step(step, sample.profile.lengths(step), {name: own * budget / total for name, own in bits.items()})
+
+
+def _search(sample: Sample, budget: float, low: float, high: float) -> float:
+    """The smallest step, between powers of two, with which the lengths of all symbols are within a budget."""
     while high - low > EXACT:
         middle = (low + high) / 2
-        profile, step = sample.profile, 2.0**middle
-        if CODE_EXCESS * profile.bits(step, profile.lengths(step)) + least > budget:
+        if sample.profile.bits(2.0**middle, sample.profile.lengths(2.0**middle)) > budget:
             low = middle
         else:
             high = middle
-    return Step(2.0**high, sample.profile.lengths(2.0**high))
+    return float(2.0**high)
 
 
-def metadata_bits(shape: Shape) -> float:
-    """Bits that a tensor takes beside its symbols, about: header and tables, the index, and what states cost more than
-    they carry (docs/format.md, section 9)."""
+def _coded(sample: Sample, step: float) -> dict[str, float]:
+    """The bits of all tensors, from those of their samples, coded."""
+    lengths = sample.profile.lengths(step)
+    bits: dict[str, float] = {}
+    for pool in _pools(sample):
+        symbols = [round_priced(sample.values(name), step, lengths) for name in pool]
+        own = [lengths.total(sample.values(name), found) for name, found in zip(pool, symbols, strict=True)]
+        whole, alone = torch.cat(symbols), sample.factor(pool[0]) <= 1
+        shape = sample.shapes[pool[0]] if alone else (1, *whole.shape)
+        blob = _core.encode_coded(whole.view(shape).numpy(), np.ones((1, 1), np.float32), ndim=3)
+        once = 8 * once_bytes(blob)
+        excess = (8 * blob.nbytes - once - stream_bits(shape)) / max(sum(own), 1.0)
+        for name, least in zip(pool, own, strict=True):
+            bits[name] = excess * least * sample.factor(name) + once + stream_bits(sample.shapes[name])
+    return bits
+
+
+def _pools(sample: Sample) -> Iterator[list[str]]:
+    """Tensors that are coded together."""
+    open_pools: dict[int, list[str]] = {}
+    for name, shape in sample.shapes.items():
+        if sample.factor(name) <= 1:
+            yield [name]
+            continue
+        pool = open_pools.setdefault(shape[2], [])
+        pool.append(name)
+        if sum(len(sample.rows[each]) for each in pool) >= POOL * stream_rows(shape[2]):
+            yield open_pools.pop(shape[2])
+    yield from open_pools.values()
+
+
+def once_bytes(blob: npt.NDArray[np.uint8]) -> int:
+    """Bytes that a coded tensor takes however many rows it has: header, tables, one scale, and padding, about."""
+    return 192 + int(_core.PackedTensor(blob).details()["tables"]) * (1 + int(blob[SYMBOLS_AT]))
+
+
+def free_bits(shape: Shape) -> float:
+    """Bits that a tensor takes beside its symbols, about."""
+    return 8 * ONCE_BYTES + stream_bits(shape)
+
+
+def stream_bits(shape: Shape) -> float:
+    """Bits of a tensor's streams beside what their symbols take."""
     experts, rows, columns = shape
-    stream_rows = 64 if columns <= NARROW else 16
-    streams = experts * -(-rows // stream_rows) if columns else 0
-    return 8 * HEADER_BYTES + streams * STREAM_BITS
+    return STREAM_BITS * experts * -(-rows // stream_rows(columns)) if columns else 0

@@ -1,0 +1,200 @@
+"""The calibrated form: a layer takes the bits that the step of the model gives it, and the text says where they go.
+
+Layers share out a model's bits as without a text (`step`), so what a layer becomes depends on nothing that was solved
+before it but its inputs. Within a layer one price of a bit holds for all projections and experts: errors count by the
+Hessians, which are in one unit (`moepack.calibration.moments`). A projection has one step, that at which its experts
+pay the price on average; experts that count more or less round with more or less regard for lengths.
+
+Some rows of every matrix are looked at before the first is solved: they tell the price. What a group of experts then
+takes is booked, and the price looked up again for the rest; the first group of a projection is solved once more, for
+compensated weights are wider than those that were looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack import _core
+from moepack.allocation import PricedBudget
+from moepack.calibration import Stage
+from moepack.methods.base import Solution
+from moepack.methods.rate.sample import stream_rows
+from moepack.methods.rate.step import free_bits, once_bytes
+from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, priced_codes, step_of
+
+__all__ = ["LayerSolver"]
+
+ROWS, COLUMNS = 16, 512
+"""Rows and columns of a matrix that are looked at in advance."""
+
+LADDER = 2.0 ** (torch.arange(-12, 13, dtype=torch.float64) / 4)
+"""Prices for which the bits of a layer are known, over the one that it starts with."""
+
+LOWEST, HIGHEST, EXACT = -40.0, 8.0, 0.004
+"""Octaves around the mean loss of a weight that becomes zero in which the price is searched; to which it is found."""
+
+PASSES, TOLERANCE = 4, 0.001
+"""Passes over a group at most; two at least, for lengths follow from codes. A layer this near to its bits is done."""
+
+
+@dataclass
+class _Outlook:
+    """What is known of a stage before it is solved.
+
+    Attributes:
+        weights: [E, K, C'] of its matrices.
+        curvature: [E].
+        scale: how many weights each of them stands for.
+        step: once it is decided.
+    """
+
+    weights: Tensor
+    curvature: Tensor
+    scale: float
+    step: float | None = None
+
+    def step_at(self, price: float) -> float:
+        """The step, or what it would be."""
+        return step_of(price, float(self.curvature.mean())) if self.step is None else self.step
+
+    def lengths(self, price: float) -> CodeLengths:
+        """Lengths of the codes at a price, one run an expert."""
+        step = self.step_at(price)
+        runs = torch.arange(len(self.weights))[:, None].expand(self.weights.shape[:2])
+        return priced_codes(self.weights / step, (price / (step * step * self.curvature)).float(), runs)
+
+    def bits(self, price: float) -> Tensor:
+        """Bits of each expert at a price, [E] float64."""
+        return self.lengths(price).totals * self.scale
+
+    @property
+    def loss(self) -> float:
+        """About what a weight loses that becomes zero; large weights, which are few, count little."""
+        return float((self.curvature * self.weights.abs().mean((1, 2)).square()).mean()) if self.weights.numel() else 0
+
+
+class LayerSolver:
+    """Solves the stages of one layer such that the layer takes its bits: a `moepack.methods.base.LayerPlan`."""
+
+    def __init__(self, bits: Mapping[str, float], settings: UniformSettings | None = None) -> None:
+        """Start a layer; `bits` are what tensors are given by their names, all metadata counted."""
+        self._bits, self._settings = bits, settings
+        self._outlooks: dict[str, _Outlook] = {}
+        self._given, self._unit = 0.0, 1.0
+        self._budget: PricedBudget | None = None
+
+    def plan(self, stage: Stage) -> None:
+        """See a stage before any is solved."""
+        problem, name = self._problem(stage), _name(stage)
+        _, rows, columns = problem.weights.shape
+        picked, across = _even(rows, ROWS), _even(columns, COLUMNS)
+        if name not in self._outlooks:
+            shapes = {weights.name: weights.shape for weights in stage.tensors.values()}
+            self._given += sum(self._bits[tensor] - free_bits(shape) for tensor, shape in shapes.items())
+            experts = next(iter(shapes.values()))[0]
+            scale = rows * columns / max(len(picked) * len(across), 1)
+            empty = torch.zeros(experts, len(picked), len(across))
+            self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale)
+        group = slice(stage.experts.start, stage.experts.stop)
+        self._outlooks[name].weights[group] = problem.weights[:, picked][:, :, across].cpu()
+        self._outlooks[name].curvature[group] = problem.curvature.cpu()
+
+    def solve(self, stage: Stage) -> dict[str, Solution]:
+        """Quantize a stage; all its tensors are one problem."""
+        problem, name = self._problem(stage), _name(stage)
+        budget, outlook = self._budget or self._start(), self._outlooks[name]
+        runs = _runs(stage).to(problem.weights.device)
+        lengths: CodeLengths | None = None
+        for number in range(PASSES):
+            price = self._unit * budget.price(name, stage.experts)
+            step = outlook.step_at(price)
+            result = problem.solve(step, price, lengths or _expected(outlook, price, stage, problem.weights))
+            lengths = CodeLengths.counted(result.codes, runs)
+            budget.book(name, stage.experts, _stored_bits(stage, result.codes))
+            excess = budget.excess()
+            if outlook.step is None:
+                outlook.step = outlook.step_at(self._unit * budget.price(name, stage.experts))
+                budget.expect(name, self._curve(outlook))
+            elif number and (excess is None or abs(excess) <= TOLERANCE):
+                break
+        reports = zip(stage.experts, result.reports, strict=True)
+        rounded = {expert: report.reason for expert, report in reports if report.reason is not None}
+        stage.advance(result.codes.numel())
+        steps = torch.full((len(stage.experts), 1), step)
+        return {
+            tensor: Solution({"symbols": symbols, "step": steps}, symbols * step, rounded=rounded)
+            for tensor, symbols in _by_tensor(stage, result.codes).items()
+        }
+
+    def _start(self) -> PricedBudget:
+        """Find the price that a layer starts with, by halving, and what other ones would give."""
+        outlooks = self._outlooks.values()
+        center = math.log2(max(sum(outlook.loss for outlook in outlooks) / len(outlooks), 1e-30))
+        low, high = center + LOWEST, center + HIGHEST
+        while high - low > EXACT:
+            middle = (low + high) / 2
+            bits = sum(float(outlook.bits(2.0**middle).sum()) for outlook in outlooks)
+            low, high = (middle, high) if bits > self._given else (low, middle)
+        self._unit = 2.0**high
+        curves = {name: self._curve(outlook) for name, outlook in self._outlooks.items()}
+        self._budget = PricedBudget(self._given, LADDER, curves)
+        return self._budget
+
+    def _curve(self, outlook: _Outlook) -> Tensor:
+        return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)
+
+    def _problem(self, stage: Stage) -> UniformProblem:
+        moments = stage.moments()
+        weights = torch.cat(list(stage.weights.values()), dim=1)
+        # Linear layers outside the experts are better left where they are (docs/methods/qmoe.md).
+        return UniformProblem(weights, moments.hessians, None if stage.dense else moments.drift, self._settings)
+
+
+def _name(stage: Stage) -> str:
+    return " ".join(stage.weights)
+
+
+def _even(length: int, most: int) -> Tensor:
+    """At most so many places at even distances."""
+    return torch.linspace(0, length - 1, min(most, length), dtype=torch.float64).round().long()
+
+
+def _by_tensor(stage: Stage, codes: Tensor) -> dict[str, Tensor]:
+    """The codes [G, R, C] of each tensor of a stage."""
+    rows = [weights.shape[1] for weights in stage.weights.values()]
+    return dict(zip(stage.weights, torch.split(codes, rows, dim=1), strict=True))
+
+
+def _runs(stage: Stage) -> Tensor:
+    """The stream of each row, [G, R] int64: its rows share a table."""
+    rows: list[Tensor] = []
+    first = 0
+    for weights in stage.weights.values():
+        _, height, columns = weights.shape
+        rows.append(first + torch.arange(height) // stream_rows(columns))
+        first += -(-height // stream_rows(columns))
+    return torch.cat(rows) + first * torch.arange(len(stage.experts))[:, None]
+
+
+def _expected(outlook: _Outlook, price: float, stage: Stage, weights: Tensor) -> CodeLengths:
+    """Lengths for the first pass over a group's weights [G, R, C]."""
+    table = outlook.lengths(price).table[stage.experts.start : stage.experts.stop].to(weights.device)
+    runs = torch.arange(len(table), device=weights.device)[:, None].expand(weights.shape[:2])
+    return CodeLengths(table.contiguous(), runs, torch.zeros(0))
+
+
+def _stored_bits(stage: Stage, codes: Tensor) -> Tensor:
+    """What a group's codes [G, R, C] take when they are coded, less `free_bits`; [G] float64, the same for all."""
+    bits = 0.0
+    for name, symbols in _by_tensor(stage, codes).items():
+        shape = stage.tensors[name].shape
+        blob = _core.encode_coded(symbols.cpu().contiguous().numpy(), np.ones((1, 1), np.float32), ndim=3)
+        once, share = once_bytes(blob), len(symbols) / shape[0]
+        bits += 8 * (blob.nbytes - once * (1 - share)) - free_bits(shape) * share
+    return torch.full((len(codes),), bits / max(len(codes), 1), dtype=torch.float64)

@@ -1,0 +1,200 @@
+"""Integers of one uniform step under error compensation: GPTQ whose decisions pay for the bits that they cost.
+
+A weight v, compensated for the errors of the columns before it, becomes the integer q of the least
+
+    c p_j^2 (v - step q)^2 + price * bits(q),
+
+where c p_j^2 is the loss of a unit of squared error in its column (`gptq`; c is the mean diagonal of the expert's
+Hessian): the growth of the damped output error, and what the code's length is worth. At one price the last bit of every
+row, column and expert saves the same error. Lengths are those of an entropy coder whose tables follow runs of rows;
+they depend on the codes and are found by repeating the pass.
+
+Invariants: as for :mod:`moepack.solvers.gptq`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepack.allocation.importance import curvatures
+from moepack.solvers.drift import corrected
+from moepack.solvers.gptq import Factors, GptqResult, GptqSettings, factorize, gptq
+from moepack.solvers.priced import EXCEPTION_BITS, LARGEST, MOST, PRICE
+
+__all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "priced_codes", "step_of"]
+
+SYMBOLS = 2 * LARGEST + 3
+"""Integers with a length of their own, and one on either side for all beyond."""
+
+PRIOR = 64.0
+"""How many codes the frequencies of all rows count for among those of a run of rows."""
+
+ROUNDS = 3
+"""Rounds of rounding and counting without compensation."""
+
+
+@dataclass(frozen=True)
+class UniformSettings:
+    """How the solver works.
+
+    Attributes:
+        damping: of the Hessians, relative to their mean diagonal. Codes that follow the calibration set's covariance
+            too closely do not carry over to other text: 0.2 loses a quarter more than 0.5 or 1 there.
+        shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
+        shift_damping: damping of that regression.
+    """
+
+    damping: float = 0.5
+    shift: float = 0.75
+    shift_damping: float = 0.2
+
+
+@dataclass(frozen=True)
+class CodeLengths:
+    """Bits of the codes of runs of rows.
+
+    Attributes:
+        table: [N, SYMBOLS] float32, of the integers from -LARGEST - 1 on, by run.
+        runs: [E, R] int64, the run of each row.
+        totals: [N] float64, what the codes of each run take that were counted.
+    """
+
+    table: Tensor
+    runs: Tensor
+    totals: Tensor
+
+    @classmethod
+    def counted(cls, codes: Tensor, runs: Tensor) -> CodeLengths:
+        """Lengths from codes [E, R, C] and the runs [E, R] of their rows, numbered from 0 on."""
+        number = int(runs.max()) + 1 if runs.numel() else 1
+        places = (_symbols(codes) + runs[..., None] * SYMBOLS).flatten()
+        counts = torch.bincount(places, minlength=number * SYMBOLS).view(number, SYMBOLS).double()
+        every = counts.sum(0) + 0.5
+        frequencies = counts + PRIOR * every / every.sum()
+        bits = -torch.log2(frequencies / frequencies.sum(1, keepdim=True))
+        bits[:, [0, -1]] += EXCEPTION_BITS
+        return cls(bits.float(), runs, (counts * bits).sum(1))
+
+    def of(self, codes: Tensor) -> Tensor:
+        """Bits of integers [E, R], one a row, or [E, R, C]."""
+        runs = self.runs if codes.dim() == 2 else self.runs[..., None]
+        places = _symbols(codes) + runs * SYMBOLS
+        return self.table.view(-1).index_select(0, places.flatten()).view(codes.shape)
+
+
+def _symbols(codes: Tensor) -> Tensor:
+    """The places of integers in a run's table, int64."""
+    return codes.clamp(-LARGEST - 1, LARGEST + 1).long() + (LARGEST + 1)
+
+
+def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
+    """The cheapest of the nearest integer, the next one towards zero, and zero.
+
+    Args:
+        exact: [E, R] or [E, R, C], in steps.
+        prices: of the same shape or one that expands to it, squared steps that a bit is worth.
+        lengths: bits of the codes.
+
+    Returns:
+        Integers of the shape and type of `exact`.
+    """
+    best = exact.round().clamp_(-MOST, MOST)
+    inner, least = best - best.sign(), (exact - best).square_().addcmul_(prices, lengths.of(best))
+    for other in (inner, torch.zeros_like(exact)):
+        cost = (exact - other).square_().addcmul_(prices, lengths.of(other))
+        cheaper = cost < least
+        best, least = torch.where(cheaper, other, best), torch.where(cheaper, cost, least)
+    return best
+
+
+def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor) -> CodeLengths:
+    """Lengths of values that are rounded without compensation, in turns with counting.
+
+    Args:
+        exact: [E, R, C] float32, in steps.
+        prices: [E], squared steps that a bit is worth.
+        runs: [E, R], the run of each row.
+    """
+    lengths = CodeLengths.counted(exact.round(), runs)
+    for _ in range(ROUNDS):
+        lengths = CodeLengths.counted(_cheapest(exact, prices[:, None, None], lengths), runs)
+    return lengths
+
+
+def step_of(price: float, curvature: float) -> float:
+    """The step at which a bit is worth `PRICE` squared steps, a bfloat16.
+
+    Args:
+        price: loss that a bit is worth.
+        curvature: loss of a unit of squared error.
+    """
+    return max(float(torch.tensor((price / (PRICE * curvature)) ** 0.5).bfloat16()), torch.finfo(torch.bfloat16).tiny)
+
+
+class _UniformGrid:
+    """Multiples of a step, chosen by error and length: a `moepack.solvers.grids.Grid`."""
+
+    group_size: int | None = None
+
+    def __init__(self, step: float, prices: Tensor, lengths: CodeLengths) -> None:
+        """Describe the grid; prices [E] are the squared steps that a bit is worth where the curvature is 1."""
+        self.step, self.prices, self.lengths = step, prices, lengths
+
+    def fit(self, weights: Tensor) -> None:
+        """Nothing to do: the step is given."""
+
+    def enter(self, start: int, weights: Tensor) -> None:
+        """Nothing to do: there are no groups."""
+
+    def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the cheapest integer."""
+        codes = _cheapest(values / self.step, (self.prices / curvature)[:, None], self.lengths)
+        return codes.int(), codes * self.step
+
+
+class UniformProblem:
+    """A batch of matrices with their Hessians.
+
+    Attributes:
+        weights: [E, R, C] float32, moved to correct earlier layers' errors.
+        importance: [E], loss of a unit of squared error of a weight, before the Hessian's factors.
+        curvature: [E], the same with them, the mean over columns.
+    """
+
+    def __init__(
+        self, weights: Tensor, hessians: Tensor, drift: Tensor | None = None, settings: UniformSettings | None = None
+    ) -> None:
+        """Factorise the Hessians and move the weights.
+
+        Args:
+            weights: [E, R, C], finite.
+            hessians: [E, C, C], sums of a x^T x over the tokens x that enter the compressed model's layer, weighted by
+                how much the model's output depends on each.
+            drift: [E, C, C], sums of a (x' - x)^T x, where x' is what enters the original model's layer; or `None`.
+            settings: how the solver works.
+        """
+        self.settings = settings or UniformSettings()
+        self.weights, self._hessians = weights.float(), hessians
+        if drift is not None and self.settings.shift:
+            self.weights = corrected(self.weights, hessians, drift, self.settings.shift, self.settings.shift_damping)
+        self._factors: Factors = factorize(hessians, self.settings.damping)
+        self.importance = curvatures(torch.tensor(self._factors.scale, device=self.weights.device))
+        self.curvature = self.importance * self._factors.pivots.square().mean(1)
+
+    def solve(self, step: float, price: float, lengths: CodeLengths) -> GptqResult:
+        """Quantize all rows.
+
+        Args:
+            step: what an integer is worth.
+            price: output error that a bit is worth.
+            lengths: bits of the codes, as expected.
+
+        Returns:
+            Codes [E, R, C] int32, their values, and reports of the experts.
+        """
+        prices = (price / (step * step * self.importance)).float()
+        grid, settings = _UniformGrid(step, prices, lengths), GptqSettings(self.settings.damping)
+        return gptq(self.weights, self._hessians, grid, settings, factors=self._factors)
