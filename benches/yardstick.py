@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moepack import _core, evaluate
+from moepack.calibration.stage import Weights, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeLayer, describe
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import Method, PackedTensor
@@ -39,17 +41,19 @@ class Yardstick:
         """Nats a token of the model as it is, by text."""
         return {text.stem: evaluate(self.model, text, self.chars, tokenizer=self.tokenizer).loss for text in self.texts}
 
-    def measure(self, method: Method) -> dict[str, Any]:
-        """Pack all experts; bits a weight, increase of the loss by text in nats a token, seconds of packing."""
+    def measure(self, method: Method, only: Collection[str] | None = None) -> dict[str, Any]:
+        """Pack all experts, or only these projections of them; bits a weight of those, increase of the loss by text in
+        nats a token, seconds of packing."""
         start = time.perf_counter()
         method.prepare(self.checkpoint, self.layout)
         packer = LayerPacker(self.checkpoint, self.layout, Assignment(method))
         bits = weights = 0
         for layer, run in zip(packer.layers, packer.runs(), strict=True):
             assert isinstance(layer, MoeLayer), "experts only"
-            packed = packer.pack(layer, run, {})
-            bits += sum(8 * tensor.data.nbytes for tensor in packed.values())
-            weights += sum(math.prod(projection.shape) for projection in layer.projections)
+            kept = {name: _exact(each) for name, each in layer_tensors(layer).items() if only and name not in only}
+            packed = packer.pack(layer, run, kept)
+            bits += sum(8 * tensor.data.nbytes for name, tensor in packed.items() if name not in kept)
+            weights += sum(math.prod(part.shape) for part in layer.projections if part.name not in kept)
             self._put(layer, packed)
         seconds = time.perf_counter() - start
         rise = {name: loss - self.original[name] for name, loss in self.losses().items()}
@@ -67,6 +71,14 @@ class Yardstick:
         else:
             _fill(module.gate_up_proj, torch.cat([values["gate_proj"], values["up_proj"]], dim=1))
             _fill(module.down_proj, values["down_proj"])
+
+
+def _exact(weights: Weights) -> PackedTensor:
+    """A tensor as it is, but for one part in 2^25 of its largest weight."""
+    values = torch.stack([weights.expert(expert).float() for expert in range(weights.shape[0])])
+    scale = values.abs().amax().clamp(min=1e-30) * 2.0**-24
+    codes = (values / scale).round().int()
+    return PackedTensor("coded", _core.encode_coded(codes.numpy(), scale.view(1, 1).numpy(), ndim=3))
 
 
 def _fill(parameter: Tensor, values: Tensor) -> None:

@@ -111,6 +111,6 @@ def test_lengths_are_those_of_the_frequencies() -> None:
 
 @pytest.mark.parametrize(("price", "curvature"), [(1.0, 2.0), (1e-12, 1e6), (0.0, 1.0)])
 def test_a_bit_is_worth_the_price(price: float, curvature: float) -> None:
-    step = step_of(price, curvature)
+    step = step_of(price, curvature, PRICE)
     assert step > 0 and step == float(torch.tensor(step).bfloat16())
     assert PRICE * step**2 * curvature == pytest.approx(price, rel=0.01, abs=1e-37)

@@ -26,10 +26,14 @@ from torch import Tensor
 
 from moepack import _core
 
-__all__ = ["BLOCK_ROWS", "PRICE", "Lengths", "Profile", "round_priced"]
+__all__ = ["BLOCK_ROWS", "PRICE", "WORTH", "Lengths", "Profile", "round_priced"]
 
 PRICE = math.log(2) / 6
 """Squared steps that a bit is worth."""
+
+WORTH = 0.15 * PRICE
+"""What the product takes it for. `PRICE` leaves the least squared error of weights, and takes it from those that it
+rounds towards zero; a model minds their lost energy more than the same error elsewhere (docs/methods/rate.md)."""
 
 BLOCK_ROWS = 16
 """Rows of a row block."""

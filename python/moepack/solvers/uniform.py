@@ -22,7 +22,7 @@ from torch import Tensor
 from moepack.allocation.importance import curvatures
 from moepack.solvers.drift import corrected
 from moepack.solvers.gptq import Factors, GptqResult, GptqSettings, factorize, gptq
-from moepack.solvers.priced import EXCEPTION_BITS, LARGEST, MOST, PRICE
+from moepack.solvers.priced import EXCEPTION_BITS, LARGEST, MOST, WORTH
 
 __all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "priced_codes", "step_of"]
 
@@ -45,11 +45,13 @@ class UniformSettings:
             too closely do not carry over to other text: 0.2 loses a quarter more than 0.5 or 1 there.
         shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
         shift_damping: damping of that regression.
+        worth: squared steps that a bit is worth.
     """
 
     damping: float = 0.5
     shift: float = 0.75
     shift_damping: float = 0.2
+    worth: float = WORTH
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,15 @@ def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor) -> CodeLengths:
     return lengths
 
 
-def step_of(price: float, curvature: float) -> float:
-    """The step at which a bit is worth `PRICE` squared steps, a bfloat16.
+def step_of(price: float, curvature: float, worth: float) -> float:
+    """The step at which a bit is worth so many squared steps, a bfloat16.
 
     Args:
         price: loss that a bit is worth.
         curvature: loss of a unit of squared error.
+        worth: squared steps that a bit is worth.
     """
-    return max(float(torch.tensor((price / (PRICE * curvature)) ** 0.5).bfloat16()), torch.finfo(torch.bfloat16).tiny)
+    return max(float(torch.tensor((price / (worth * curvature)) ** 0.5).bfloat16()), torch.finfo(torch.bfloat16).tiny)
 
 
 class _UniformGrid:

@@ -51,17 +51,21 @@ class _Outlook:
         weights: [E, K, C'] of its matrices.
         curvature: [E].
         scale: how many weights each of them stands for.
+        worth: squared steps that a bit is worth.
         step: once it is decided.
     """
 
     weights: Tensor
     curvature: Tensor
     scale: float
+    worth: float
     step: float | None = None
 
     def step_at(self, price: float) -> float:
         """The step, or what it would be."""
-        return step_of(price, float(self.curvature.mean())) if self.step is None else self.step
+        if self.step is not None:
+            return self.step
+        return step_of(price, float(self.curvature.mean()), self.worth)
 
     def lengths(self, price: float) -> CodeLengths:
         """Lengths of the codes at a price, one run an expert."""
@@ -84,7 +88,7 @@ class LayerSolver:
 
     def __init__(self, bits: Mapping[str, float], settings: UniformSettings | None = None) -> None:
         """Start a layer; `bits` are what tensors are given by their names, all metadata counted."""
-        self._bits, self._settings = bits, settings
+        self._bits, self._settings = bits, settings or UniformSettings()
         self._outlooks: dict[str, _Outlook] = {}
         self._given, self._unit = 0.0, 1.0
         self._budget: PricedBudget | None = None
@@ -100,7 +104,7 @@ class LayerSolver:
             experts = next(iter(shapes.values()))[0]
             scale = rows * columns / max(len(picked) * len(across), 1)
             empty = torch.zeros(experts, len(picked), len(across))
-            self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale)
+            self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale, self._settings.worth)
         group = slice(stage.experts.start, stage.experts.stop)
         self._outlooks[name].weights[group] = problem.weights[:, picked][:, :, across].cpu()
         self._outlooks[name].curvature[group] = problem.curvature.cpu()

@@ -24,7 +24,7 @@ from moepack.methods.coverage import coverage_notes
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.sample import take_sample
 from moepack.methods.rate.step import Step, find_step
-from moepack.solvers.priced import round_priced
+from moepack.solvers.priced import WORTH, round_priced
 
 __all__ = ["Rate"]
 
@@ -155,7 +155,7 @@ class Rate(Method):
         whole = torch.empty(weights.shape, dtype=torch.int8)
         for expert in range(experts):
             try:
-                codes = round_priced(weights.expert(expert), step, found.lengths, width=width)
+                codes = round_priced(weights.expert(expert), step, found.lengths, WORTH, width=width)
             except ValueError as cause:
                 raise InvalidTensorError(str(cause), tensor=weights.sources[expert]) from cause
             if codes.dtype.itemsize > whole.dtype.itemsize:

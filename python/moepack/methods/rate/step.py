@@ -16,7 +16,7 @@ import torch
 from moepack import _core
 from moepack.methods.base import Shape
 from moepack.methods.rate.sample import Sample, stream_rows
-from moepack.solvers.priced import Lengths, round_priced
+from moepack.solvers.priced import WORTH, Lengths, round_priced
 
 __all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
@@ -80,19 +80,20 @@ def find_step(sample: Sample, bits_per_weight: float) -> Step:
     bits: dict[str, float] = {}
     for _ in range(TRIALS if budget else 0):
         bits = _coded(sample, step)
-        lengths = sample.profile.bits(step, sample.profile.lengths(step))
+        lengths = sample.profile.bits(step, sample.profile.lengths(step, WORTH), WORTH)
         excess = (sum(bits.values()) - least) / (lengths or 1.0)
         center = math.log2(step)
         step = _search(sample, (budget - least) / max(excess, 0.5), center - NEAR, center + NEAR)
     total = sum(bits.values()) or 1.0
-    return Step(step, sample.profile.lengths(step), {name: own * budget / total for name, own in bits.items()})
+    return Step(step, sample.profile.lengths(step, WORTH), {name: own * budget / total for name, own in bits.items()})
 
 
 def _search(sample: Sample, budget: float, low: float, high: float) -> float:
     """The smallest step, between powers of two, with which the lengths of all symbols are within a budget."""
     while high - low > EXACT:
         middle = (low + high) / 2
-        if sample.profile.bits(2.0**middle, sample.profile.lengths(2.0**middle)) > budget:
+        step = 2.0**middle
+        if sample.profile.bits(step, sample.profile.lengths(step, WORTH), WORTH) > budget:
             low = middle
         else:
             high = middle
@@ -101,10 +102,10 @@ def _search(sample: Sample, budget: float, low: float, high: float) -> float:
 
 def _coded(sample: Sample, step: float) -> dict[str, float]:
     """The bits of all tensors, from those of their samples, coded."""
-    lengths = sample.profile.lengths(step)
+    lengths = sample.profile.lengths(step, WORTH)
     bits: dict[str, float] = {}
     for pool in _pools(sample):
-        symbols = [round_priced(sample.values(name), step, lengths) for name in pool]
+        symbols = [round_priced(sample.values(name), step, lengths, WORTH) for name in pool]
         own = [lengths.total(sample.values(name), found) for name, found in zip(pool, symbols, strict=True)]
         whole, alone = torch.cat(symbols), sample.factor(pool[0]) <= 1
         shape = sample.shapes[pool[0]] if alone else (1, *whole.shape)
