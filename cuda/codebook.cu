@@ -419,7 +419,10 @@ MOEPACK_DEVICE void run_few(const Few& few, const Codebook::Matrix& first, const
     int size = FEW_WARPS * few.tokens * PANEL;
     FewTokens<GATED> tokens(few, first, second);
     int units = tokens.panels() * (GATED ? few.slots : 1);
+    // The first codes of a linear layer are known before the launch in front has ended.
+    if (few.index) enter_launch();
     if (int(blockIdx.x) < units) tokens.begin(blockIdx.x);
+    if (!few.index) enter_launch();
     stage<GATED>(few, cells, notes);
     __syncthreads();
     for (int unit = blockIdx.x, turn = 0; unit < units; unit += gridDim.x, turn ^= 1) {
@@ -531,6 +534,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) combine_few(Few few
 
 // Turns each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at all).
 extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out) {
+    enter_launch();
     i64 start = i64(blockIdx.x) * x.columns;
     float low = 0, high = 0, odd = 0;
     auto use = [&](int column, float value) {

@@ -11,8 +11,7 @@
 // of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
 //
 // Launch: common/layer.cuh. Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters are
-// f16, otherwise bf16), TOKENS (most of a tile: 8 or 16),
-// RESIDENT (blocks of an SM), RANK_BITS (of the values of low-rank factors; 0: there are none).
+// f16, otherwise bf16), TOKENS (most of a tile: 8 or 32), RESIDENT (blocks of an SM), RANK_BITS (of the values of low-rank factors; 0: there are none).
 //
 // Bounds: bytes of codes and parameters over the memory's rate. 3 bits in groups of 64 take 180 instructions a chunk, 64
 // weights a lane, 96 of them to decode; four warps a scheduler of an H100 take 1090 cycles for one each, 92 % of 3 TB/s. What
@@ -39,7 +38,7 @@ struct Groupwise {
     static constexpr bool WHOLE = GROUP != 0 && RECORD_UNITS <= UNITS;
 
     static constexpr int STAGE = WHOLE ? UNITS / most(RECORD_UNITS, 1) * RECORD : REGISTER + UNITS * UNIT_BYTES;
-    static constexpr int DEPTH = most(3, 4608 / STAGE);
+    static constexpr int DEPTH = most(3, (TOKENS == 8 ? 4608 : 3328) / STAGE);
     static constexpr int SUMS = SYMMETRIC ? 0 : GROUPS, NOTES = ceil_div(1 + SUMS, 4) * 4;
     static constexpr bool LAYS_OUT = true;
     static constexpr int MIDDLE = SYMMETRIC ? 1 << (BITS - 1) : 0;
@@ -133,7 +132,7 @@ struct Groupwise {
 
     // out += what a group's sums of codes times activations give; `sum` is zero again.
     template <int N>
-    static MOEPACK_DEVICE void scale(const u8* stage, int group, int lane, const float* notes, float (&sum)[N][4],
+    static MOEPACK_DEVICE void scale(const u8* stage, int group, int lane, const float* notes, float (*sum)[4],
                                      float (*out)[4]) {
         const u8* at = stage + parameters_at(group) + lane / 4 * 4;
         float2 scales = parameters(at);
@@ -156,10 +155,8 @@ struct Groupwise {
     template <int N>
     static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
         constexpr int QUADS = Decoder::UNITS * 2;
-        const u8* x[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-            x[i] = cells + least(8 * i + lane.lane / 4, tokens - 1) * STEP_BYTES + lane.lane % 4 * 16;
+        // Tokens that do not exist get anything, in columns of their own.
+        const u8* x = cells + lane.lane * 16;
         const float* notes = reinterpret_cast<const float*>(cells + tokens * VALUE_BYTES);
         float sum[N][4] = {};
 #pragma unroll
@@ -167,14 +164,17 @@ struct Groupwise {
             u32 quad[2][QUADS][2];
             decode(lane, stage + unit_at(unit), quad);
 #pragma unroll
-            for (int j = 0; j < QUADS; ++j) {
-                int step = unit + j / 2;
+            for (int j = 0; j < QUADS; j += 2) {
+                const u8* from = x + (unit + j / 2) * tokens * STEP_BYTES;
+                int columns = unit * UNIT + (j + 1) * 16;
 #pragma unroll
                 for (int i = 0; i < N; ++i) {
-                    Pair b = *reinterpret_cast<const Pair*>(x[i] + step * tokens * STEP_BYTES + j % 2 * 8);
+                    Quad b = *reinterpret_cast<const Quad*>(from + 8 * i * STEP_BYTES);
                     multiply_add(sum[i], quad[0][j][0], quad[1][j][0], quad[0][j][1], quad[1][j][1], b.x, b.y);
+                    if (WIDTH == 16) scale<1>(stage, columns / WIDTH - 1, lane.lane, notes + 8 * i * NOTES, sum + i, out + i);
+                    multiply_add(sum[i], quad[0][j + 1][0], quad[1][j + 1][0], quad[0][j + 1][1], quad[1][j + 1][1], b.z, b.w);
                 }
-                int columns = unit * UNIT + (j + 1) * 16;
+                columns += 16;
                 if (columns % WIDTH == 0) scale<N>(stage, columns / WIDTH - 1, lane.lane, notes, sum, out);
             }
         }
@@ -272,6 +272,7 @@ dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int column
 extern "C" __global__ void __launch_bounds__(THREADS)
 multiply_by_right(Problem problem, Factors factors, int shared) {
     __shared__ Routing routing;
+    enter_launch();
     build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
     project_right<RANK_BITS, TOKENS>(factors, problem.x, routing, shared);
 }

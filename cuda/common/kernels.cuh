@@ -25,5 +25,8 @@
     }                                                                                                          \
     MOEPACK_LAUNCH combine(moepack::Problem problem, FORMAT::Matrix matrix) {                                  \
         moepack::run_layer<FORMAT, moepack::Mode::combine, TOKENS>(problem, matrix, matrix);                   \
+    }                                                                                                          \
+    MOEPACK_LAUNCH add_splits(const float* parts, float* out, int count, int splits) {                         \
+        moepack::add_parts(parts, out, count, splits);                                                         \
     }
 #endif

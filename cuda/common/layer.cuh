@@ -1,7 +1,7 @@
 // The two launches of a layer of experts, for formats whose rows lie in blocks of 16 and whose columns come in chunks of
 // 128: `Layer<Format, MODE, MOST_TOKENS>::run` multiplies the tokens of all active experts.
 //
-// Launch: a persistent grid of two blocks of 8 warps an SM. Every block builds the routing (common/routing.cuh) and takes
+// Launch: a persistent grid of two blocks of 8 warps an SM, or one of 16 (BLOCK_WARPS). Every block builds the routing (common/routing.cuh) and takes
 // a contiguous share of the *units*: a row tile (`row_blocks` blocks of 16 rows) of one tile of tokens, or, in COMBINE, a
 // row tile of all tiles, whose outputs the block alone sums. Chunks of all tiles have one number, tile * chunks + chunk.
 // Within a unit the warps split (matrix, block of 16 rows, range of chunks) among them:
@@ -33,7 +33,10 @@
 
 namespace moepack {
 
-constexpr int WARPS = 8;
+#if !defined(BLOCK_WARPS)
+#define BLOCK_WARPS 8
+#endif
+constexpr int WARPS = BLOCK_WARPS;  // of a block
 constexpr int THREADS = WARPS * WARP;
 constexpr int BLOCK_ROWS = 16;
 
@@ -84,9 +87,25 @@ struct Problem {
 #if defined(__CUDACC__)
 extern __shared__ __align__(128) u8 shared_memory[];
 
+// Waits for what the launch before wrote, which activations and routings are, and lets the next one begin.
+MOEPACK_DEVICE void enter_launch() {
+    wait_for_launch_before();
+    let_next_launch_begin();
+}
+
 // Chunks `first` to `last` of a row tile.
 struct Unit {
     int first, last, rows;
+
+    MOEPACK_DEVICE bool operator!=(const Unit& other) const {
+        return first != other.first || last != other.last || rows != other.rows;
+    }
+};
+
+// Chunks `begin` to `end` of a unit, whose activations are in shared memory together.
+struct Round {
+    int number, begin, end;
+    Unit unit;
 };
 
 // The same computation for all warps: which units a block has, and which chunks a warp multiplies in each round.
@@ -172,7 +191,8 @@ struct Cursor {
                 continue;
             }
             int first = round;
-            round = schedule.round_end(first, unit.last);
+            // Who has all chunks of a round goes over its end.
+            round = part_bits == 0 ? unit.last : schedule.round_end(first, unit.last);
             enter(first, round);
         }
         return true;
@@ -315,7 +335,8 @@ struct Layer {
     static constexpr int MATRICES = MODE == Mode::gated ? 2 : 1;
     static constexpr int RING = Format::DEPTH * Format::STAGE;
     static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
-    static constexpr int SLACK = 4 * Format::NOTES * MOST_TOKENS;  // notes of tokens that do not exist, read and not used
+    // What is read and not used behind the last cell: values and notes of tokens that do not exist.
+    static constexpr int SLACK = (STEP_BYTES + 4 * Format::NOTES) * MOST_TOKENS;
 
     const Problem& problem;
     const Routing& routing;
@@ -325,17 +346,21 @@ struct Layer {
     Cursor<MODE> ahead, here;   // what is copied, what is multiplied
     Fetching<Format> source;
     int remaining = 0;          // chunks of `source`
+    int since = 0;              // calls of `fetch` since `copy_cells`
+    int stop = 0;               // units of this block end there
     u64 policy;
     u8 *ring, *into, *from;     // this warp's chunks; the next to be copied, to be multiplied
     float* sums;                // [WARPS][columns][16]
-    u8* cells;
+    u8* cells;                  // of the current round
+    Unit staged = {-1, -1, 0};  // which they are
     typename Format::Lane constants;
 
     MOEPACK_DEVICE Layer(const Problem& problem, const Routing& routing, const Matrix& first, const Matrix& second)
         : problem(problem), routing(routing),
           matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first), lane(threadIdx.x % WARP),
           columns(MODE == Mode::combine ? problem.tokens : least(problem.slots(), MOST_TOKENS)),
-          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / CELL}, ahead(cursor()), here(cursor()),
+          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / (problem.cells ? 2 * CELL : CELL)},
+          ahead(cursor()), here(cursor()),
           policy(read_once()), constants(threadIdx.x % WARP) {
         ring = into = from = shared_memory + threadIdx.x / WARP * RING;
         sums = reinterpret_cast<float*>(shared_memory + WARPS * RING);
@@ -351,28 +376,88 @@ struct Layer {
         return {schedule, warp & ((1 << bits) - 1), bits, (warp >> bits) & (problem.row_blocks - 1)};
     }
 
-    // Brings the activations of a round to shared memory: a range of tokens times a range of chunks. The first round also
-    // starts the ring, behind its own loads.
-    MOEPACK_DEVICE void stage(int first, int last, bool is_first) {
-        int tile = problem.chunks.quotient(first), chunk = first - tile * schedule.chunks();
-        const Tile &begin = routing.tile[tile], &end = routing.tile[problem.chunks.quotient(last - 1)];
-        int width = least(schedule.chunks() - chunk, last - first), places = end.start + end.tokens - begin.start;
+    // The round that a unit begins with; behind the last unit one of none.
+    MOEPACK_DEVICE Round first_round(int number) const {
+        if (number >= stop) return {number, 0, 0, {0, 0, 0}};
+        Unit unit = schedule.unit(number);
+        int end = unit.first < unit.last ? schedule.round_end(unit.first, unit.last) : unit.last;
+        return {number, unit.first, end, unit};
+    }
+
+    MOEPACK_DEVICE Round next_round(const Round& round) const {
+        if (round.end >= round.unit.last) return first_round(round.number + 1);
+        return {round.number, round.end, schedule.round_end(round.end, round.unit.last), round.unit};
+    }
+
+    // What tells a round's activations from others: the chunks; all experts read the same ones of an only token.
+    MOEPACK_DEVICE Unit activations_of(const Round& round) const {
+        if (round.begin == round.end) return staged;
+        const Tile& tile = routing.tile[problem.chunks.quotient(round.begin)];
+        bool same = MODE != Mode::combine && problem.tokens == 1 && tile.tokens == 1;
+        int first = same ? problem.chunks.remainder(round.begin) : round.begin;
+        return {first, first + round.end - round.begin, same};
+    }
+
+    // The cells of a round: a range of tokens times a range of chunks.
+    MOEPACK_DEVICE Cells cells_of(const Round& round) const {
+        int tile = problem.chunks.quotient(round.begin), chunk = round.begin - tile * schedule.chunks();
+        const Tile &begin = routing.tile[tile], &end = routing.tile[problem.chunks.quotient(round.end - 1)];
+        u32 width = least(schedule.chunks() - chunk, round.end - round.begin);
+        return {begin.start, end.start + end.tokens - begin.start, chunk, {width, ~0u / width}};
+    }
+
+    // Starts to copy the cells of a round that are laid out.
+    MOEPACK_DEVICE void copy_cells(const Round& round, u8* to) {
+        Cells copied = cells_of(round);
+        const Tile& tile = routing.tile[problem.chunks.quotient(round.begin)];
+        const u8* data = problem.cells + (i64(copied.start) * schedule.chunks() + i64(tile.tokens) * copied.chunk) * CELL;
+        int bytes = copied.places * int(copied.width.by) * CELL;
+        for (int i = threadIdx.x * 16; i < bytes; i += THREADS * 16) copy_async(shared_address(to + i), data + i);
+        commit_copies();
+        since = 0;
+    }
+
+    // Makes the cells of a round. `meanwhile` as for `make_cells`.
+    template <class Meanwhile>
+    MOEPACK_DEVICE void make_cells_of(const Round& round, Meanwhile meanwhile) {
+        if constexpr (MOST_TOKENS == 8 || !LaysOut<Format>::value)
+            make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, THREADS / 16, meanwhile);
+    }
+
+    // Starts to bring activations to the half of the cells that the current round does not read.
+    MOEPACK_DEVICE void prepare(const Round& round, const Unit& activations) {
+        if (problem.cells && activations != staged) copy_cells(round, other_cells());
+    }
+
+    // Goes on to a round whose activations `prepare` has seen. The first one starts the ring behind what it reads, so that
+    // activations do not queue behind weights.
+    MOEPACK_DEVICE void enter(const Round& round, const Unit& activations) {
+        if (!(activations != staged)) return;
         auto start = [&] {
 #pragma unroll 1
-            for (int i = 0; is_first && i < Format::DEPTH - 1; ++i) fetch();
+            for (int i = 2; staged.first < 0 && i < Format::DEPTH; ++i) fetch();
         };
-        if constexpr (MOST_TOKENS == 8 || !LaysOut<Format>::value) {
-            if (!problem.cells) {
-                Cells made = {begin.start, places, chunk, {u32(width), ~0u / u32(width)}};
-                return make_cells<Format, MODE>(problem, routing, made, cells, threadIdx.x / 16, THREADS / 16, start);
-            }
+        if (problem.cells) {
+            start();
+            wait_cells();
+            cells = other_cells();
+        } else {
+            __syncthreads();
+            make_cells_of(round, start);
         }
-        const u8* data = problem.cells + (i64(begin.start) * schedule.chunks() + i64(begin.tokens) * chunk) * CELL;
-        for (int i = threadIdx.x * 16; i < places * width * CELL; i += THREADS * 16)
-            copy_async(shared_address(cells + i), data + i, 16, KEEP);
-        commit_copies();
-        start();
-        if (is_first) wait_copies<Format::DEPTH - 1>();
+        staged = activations;
+        __syncthreads();
+    }
+
+    MOEPACK_DEVICE u8* other_cells() const {
+        u8* first = shared_memory + cells_at();
+        return cells == first ? first + schedule.capacity * CELL : first;
+    }
+
+    // Waits for this thread's latest `copy_cells`, but not for chunks that `fetch` has asked for since, if they are many.
+    MOEPACK_DEVICE void wait_cells() {
+        if (since >= Format::DEPTH - 1) wait_copies<Format::DEPTH - 1>();
+        else if (since == Format::DEPTH - 2) wait_copies<Format::DEPTH - 2>();
         else wait_copies<0>();
     }
 
@@ -388,6 +473,7 @@ struct Layer {
             --remaining;
         }
         commit_copies();
+        ++since;
         into += Format::STAGE;
         if (into == ring + RING) into = ring;
     }
@@ -411,6 +497,7 @@ struct Layer {
 
     // Multiplies this warp's share of a round.
     MOEPACK_DEVICE void multiply(int first, int last) {
+        if (first == last) return;
         int number = problem.chunks.quotient(first), chunk = first - number * schedule.chunks();
         int width = least(schedule.chunks() - chunk, last - first), start = routing.tile[number].start;
         for (here.enter(first, last); here.at < here.end;) {
@@ -423,17 +510,18 @@ struct Layer {
         }
     }
 
-    // Adds a tile's sums to this warp's part of `sums`. The four lanes of a row take turns: a token that chose an expert
-    // twice has two columns, and their order is fixed.
+    // Adds a tile's sums to this warp's part of `sums`. Where a token that chose an expert twice has two columns, the four
+    // lanes of a row take turns, so that their order is fixed.
     template <int N>
     MOEPACK_DEVICE void add(const Tile& tile, const float (&sum)[N][4]) {
         float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane / 4 * 2;
+        int turns = MODE == Mode::combine && routing.repeats ? 4 : 1;
 #pragma unroll 1
-        for (int turn = 0; turn < 4 && 2 * turn < tile.tokens; ++turn) {
+        for (int turn = 0; turn < turns; ++turn) {
 #pragma unroll
             for (int i = 0; i < 2 * N; ++i) {
-                int token = i / 2 * 8 + turn * 2 + i % 2;
-                if (lane % 4 != turn || token >= tile.tokens) continue;
+                int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
+                if ((turns > 1 && lane % 4 != turn) || token >= tile.tokens) continue;
                 int column = MODE == Mode::combine ? problem.top_k.quotient(routing.order[tile.start + token]) : token;
                 float2* to = reinterpret_cast<float2*>(mine + column * BLOCK_ROWS);
                 *to = {to->x + sum[i / 2][i % 2], to->y + sum[i / 2][2 + i % 2]};
@@ -475,6 +563,10 @@ struct Layer {
         float part[WARPS], total = 0;
         float* from = sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row;
         int step = columns * BLOCK_ROWS, parts = 1 << here.part_bits;
+        if (parts == 1) {
+            total = *from, *from = 0;
+            return total;
+        }
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) part[i] = i < parts ? from[i * step] : 0;
 #pragma unroll
@@ -505,54 +597,66 @@ struct Layer {
         return x / (1.0f + __expf(-x));
     }
 
-    // Makes the round's activations be in shared memory; `staged` are the chunks whose activations are.
-    MOEPACK_DEVICE void enter_round(int begin, int end, Unit& staged) {
-        // All experts read the same activations of an only token.
-        const Tile& tile = routing.tile[problem.chunks.quotient(begin)];
-        bool same = MODE != Mode::combine && problem.tokens == 1 && tile.tokens == 1;
-        int first = same ? problem.chunks.remainder(begin) : begin, last = first + end - begin;
-        if (first == staged.first && last == staged.last && same == staged.rows) return;
+    // Writes the outputs of a unit.
+    MOEPACK_DEVICE void finish(const Round& round) {
+        int split = problem.splits > 1 ? round.number % problem.splits : 0;
+        if constexpr (Corrects<Format>::value) correct(round.unit, split);
         __syncthreads();
-        stage(begin, end, staged.last < 0);
+        write(round.unit, split);
         __syncthreads();
-        staged = {first, last, same};
     }
 
     MOEPACK_DEVICE void run() {
         for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS; i += THREADS) sums[i] = 0;
         int units = schedule.units(), share = units / gridDim.x, more = units % gridDim.x;
-        int first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
-        ahead.start(first, last);
-        Unit staged = {-1, -1, 0};
-        for (here.start(first, last); here.number < last; here.start(here.number + 1, last)) {
-            for (int begin = here.unit.first, end; begin < here.unit.last; begin = end) {
-                end = schedule.round_end(begin, here.unit.last);
-                enter_round(begin, end, staged);
-                multiply(begin, end);
-            }
-            int split = problem.splits > 1 ? here.number % problem.splits : 0;
-            if constexpr (Corrects<Format>::value) correct(here.unit, split);
-            __syncthreads();
-            write(here.unit, split);
-            __syncthreads();
-        }
+        int first = blockIdx.x * share + least<int>(blockIdx.x, more);
+        stop = first + share + (blockIdx.x < more);
+        ahead.start(first, stop);
+        // Without an index chunks are known before the launch in front has ended.
+        fetch();
+        if (!problem.index) enter_launch();
+        Round round = {first - 1, 0, 0, {0, 0, 0}};
+        do {
+            Round next = next_round(round);
+            Unit activations = activations_of(next);
+            prepare(next, activations);
+            here.unit = round.unit;
+            multiply(round.begin, round.end);
+            if (next.number != round.number && round.number >= first) finish(round);
+            enter(next, activations);
+            round = next;
+        } while (round.number < stop);
         wait_copies<0>();
     }
 };
 
 // What a kernel of a layer does, and one that makes its cells beforehand.
 template <class Format, Mode MODE, int MOST_TOKENS>
-MOEPACK_DEVICE void run_layer(const Problem& problem, const typename Format::Matrix& first, const typename Format::Matrix& second) {
+MOEPACK_DEVICE void run_layer(const Problem& problem, const typename Format::Matrix& first,
+                              const typename Format::Matrix& second) {
     __shared__ Routing routing;
-    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    if (problem.index) enter_launch();
+    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts, problem.top_k.by);
     Layer<Format, MODE, MOST_TOKENS>(problem, routing, first, second).run();
 }
 
 template <class Format, Mode MODE, int MOST_TOKENS>
 MOEPACK_DEVICE void lay_out_layer(const Problem& problem) {
     __shared__ Routing routing;
-    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    enter_launch();
+    build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts, problem.top_k.by);
     lay_out<Format, MODE>(problem, routing);
+}
+
+// out[i] = the sum of parts[split][i], i < count: what `combine` of so many splits leaves to add.
+MOEPACK_DEVICE void add_parts(const float* parts, float* out, int count, int splits) {
+    enter_launch();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+        float sum = parts[i];
+#pragma unroll 8
+        for (int split = 1; split < splits; ++split) sum += parts[i64(split) * count + i];
+        out[i] = sum;
+    }
 }
 #endif
 

@@ -138,6 +138,21 @@ MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// A launch may begin before the one in front of it has ended: it reads what that one wrote behind this.
+MOEPACK_DEVICE void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the launch behind begin as soon as there is room. A launch that does so has waited for the one before it, so that
+// whatever waits for this one has waited for all.
+MOEPACK_DEVICE void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // What many blocks read: no wish of the L2.
 constexpr u64 KEEP = 0x1000000000000000;
 
@@ -170,6 +185,11 @@ MOEPACK_DEVICE void copy_async(Shared to, const void* from, int bytes, u64 polic
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
                  "l"(policy)
                  : "memory");
+}
+
+// Starts to copy 16 bytes. A hint that is a constant would do the same, but NVRTC 13.0 makes illegal instructions of it.
+MOEPACK_DEVICE void copy_async(Shared to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 MOEPACK_DEVICE void commit_copies() {

@@ -4,7 +4,7 @@
 // others are ordered by expert and then by number, and cut into *tiles*: at most MOST tokens of one expert, the columns of
 // one product. The order depends on the routing alone. Without an index every slot belongs to expert 0 (a linear layer).
 //
-// Costs n / threads passes over n slots: under 1 us for 128, 3 us for 512.
+// A sort takes a comparison with each slot of the same warp and a search in those of each other one.
 #pragma once
 #include "common/types.cuh"
 
@@ -23,52 +23,85 @@ struct Routing {
     Tile tile[MOST_SLOTS];
     int slots;  // whose expert exists
     int tiles;
+    bool repeats;  // whether a token chose an expert twice
 };
 
 #if defined(__CUDACC__)
-// Fills `order`, `expert` and `slots`: the place of a slot is the number of those that come before it.
+// How many of 32 sorted keys are less than one.
+MOEPACK_DEVICE int count_less(const u32* sorted, u32 key) {
+    int count = 0;
+#pragma unroll
+    for (int half = WARP / 2; half; half /= 2)
+        if (sorted[count + half - 1] < key) count += half;
+    return count + (sorted[count] < key);
+}
+
+// Fills `order`, `expert` and `slots`: each warp sorts 32 slots, whose places are then the numbers of lesser ones.
 MOEPACK_DEVICE void sort_slots(Routing& routing, const i64* index, int slots, int experts) {
-    __shared__ u16 chosen[MOST_SLOTS];
-    constexpr u16 NONE = 0xffff;
-    if (threadIdx.x == 0) routing.slots = 0;
-    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-        i64 expert = index[slot];
-        chosen[slot] = expert >= 0 && expert < experts ? u16(expert) : NONE;
-    }
-    __syncthreads();
-    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-        u16 mine = chosen[slot];
-        if (mine == NONE) continue;
+    constexpr u32 NONE = 0x10000;
+    u32* keys = reinterpret_cast<u32*>(routing.tile);  // expert * MOST_SLOTS + slot; tiles come later
+    int lane = threadIdx.x % WARP, total = 0;
+    for (int base = 0; base < slots; base += blockDim.x) {
+        int slot = base + threadIdx.x;
+        i64 expert = slot < slots ? index[slot] : -1;
+        bool exists = expert >= 0 && expert < experts;
+        u32 key = (exists ? u32(expert) : NONE) * MOST_SLOTS + u32(slot % MOST_SLOTS);
         int place = 0;
-        for (int other = 0; other < slots; ++other)
-            place += chosen[other] < mine || (chosen[other] == mine && other < slot);
-        routing.order[place] = u16(slot);
-        routing.expert[place] = mine;
-        atomicAdd(&routing.slots, 1);
+#pragma unroll 8
+        for (int other = 0; other < WARP; ++other) place += __shfl_sync(~0u, key, other) < key;
+        if (slot < MOST_SLOTS) keys[slot - lane + place] = key;
+        total += __syncthreads_count(exists);
     }
+    for (int at = threadIdx.x; at < slots; at += blockDim.x) {
+        u32 key = keys[at];
+        int place = 0;
+#pragma unroll 1
+        for (int run = 0; run < slots; run += WARP) place += count_less(keys + run, key);
+        if (key >= NONE * MOST_SLOTS) continue;
+        routing.order[place] = u16(key % MOST_SLOTS);
+        routing.expert[place] = u16(key / MOST_SLOTS);
+    }
+    if (threadIdx.x == 0) routing.slots = total;
     __syncthreads();
 }
 
-// Cuts the sorted slots into tiles; one warp does.
+// The first place of an expert, or of the next one that has slots.
+MOEPACK_DEVICE int first_place(const Routing& routing, int expert) {
+    int first = 0;
+    for (int half = MOST_SLOTS / 2; half; half /= 2)
+        if (first + half <= routing.slots && routing.expert[first + half - 1] < expert) first += half;
+    return first + (first < routing.slots && routing.expert[first] < expert);
+}
+
+// Cuts the sorted slots into tiles.
 template <int MOST>
-MOEPACK_DEVICE void cut_tiles(Routing& routing) {
-    int tiles = 0;
-    for (int base = 0; base < routing.slots; base += WARP) {
-        int place = base + threadIdx.x, first = place;
+MOEPACK_DEVICE void cut_tiles(Routing& routing, int top_k) {
+    __shared__ int begun[WARP];  // tiles that begin in each warp's places
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, tiles = 0;
+    bool repeats = false;
+    for (int base = 0; base < routing.slots; base += blockDim.x) {
+        int place = base + threadIdx.x;
         bool exists = place < routing.slots;
-        while (exists && first > 0 && routing.expert[first - 1] == routing.expert[place]) --first;
-        bool begins = exists && (place - first) % MOST == 0;
+        int expert = exists ? routing.expert[place] : 0, in_expert = exists ? place - first_place(routing, expert) : 0;
+        bool begins = exists && in_expert % MOST == 0;
+        if (exists && in_expert > 0) repeats |= routing.order[place] / top_k == routing.order[place - 1] / top_k;
         u32 beginnings = __ballot_sync(~0u, begins);
-        int number = tiles + __popc(beginnings & (2u << threadIdx.x) - 1) - 1;
+        if (lane == 0) begun[warp] = __popc(beginnings);
+        __syncthreads();
+        int number = tiles + __popc(beginnings & ((2u << lane) - 1)) - 1;
+        for (int i = 0; i < int(blockDim.x) / WARP; ++i) {
+            if (i < warp) number += begun[i];
+            tiles += begun[i];
+        }
         if (exists) routing.at[place] = u16(number);
         if (begins) {
-            int end = place + 1;
-            while (end < routing.slots && end < place + MOST && routing.expert[end] == routing.expert[place]) ++end;
-            routing.tile[number] = {routing.expert[place], u16(place), u16(end - place)};
+            int end = least(place + MOST, first_place(routing, expert + 1));
+            routing.tile[number] = {u16(expert), u16(place), u16(end - place)};
         }
-        tiles += __popc(beginnings);
+        __syncthreads();
     }
-    if (threadIdx.x == 0) routing.tiles = tiles;
+    repeats = __syncthreads_or(repeats);
+    if (threadIdx.x == 0) routing.tiles = tiles, routing.repeats = repeats;
 }
 
 // The routing of a linear layer: slots in their order.
@@ -79,15 +112,15 @@ MOEPACK_DEVICE void list_slots(Routing& routing, int slots) {
         routing.at[slot] = u16(slot / MOST);
         if (slot % MOST == 0) routing.tile[slot / MOST] = {0, u16(slot), u16(least(MOST, slots - slot))};
     }
-    if (threadIdx.x == 0) routing.slots = slots, routing.tiles = ceil_div(slots, MOST);
+    if (threadIdx.x == 0) routing.slots = slots, routing.tiles = ceil_div(slots, MOST), routing.repeats = false;
 }
 
-// Builds the routing; all threads of the block call it, and may read it when it returns.
+// Builds the routing; all threads of the block, whole warps, call it, and may read it when it returns.
 template <int MOST>
-MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts) {
+MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts, int top_k = 1) {
     if (index) {
         sort_slots(routing, index, slots, experts);
-        if (threadIdx.x < WARP) cut_tiles<MOST>(routing);
+        cut_tiles<MOST>(routing, top_k);
     } else {
         list_slots<MOST>(routing, slots);
     }

@@ -13,9 +13,9 @@ from torch.nn import functional
 from moepack.runtime.backends.gpu.layer import (
     BLOCK_ROWS,
     CHUNK,
-    RESIDENT,
     TOKENS,
     TYPES,
+    Blocks,
     LayerKernels,
     Struct,
     device_of,
@@ -67,6 +67,10 @@ class CodebookKernels(LayerKernels):
         details = matrix.details
         rounded = details["activation_bits"]
         return details["bits"], 1 if rounded else 2, rounded, details["hadamard"]
+
+    def blocks(self, tokens: int) -> Blocks:
+        """One block where tiles are large, for its registers."""
+        return Blocks() if tokens == TOKENS[0] else Blocks(resident=1)
 
     def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
         """See `LayerKernels.program`."""
@@ -125,7 +129,8 @@ class CodebookKernels(LayerKernels):
         units = -(-rows // BLOCK_ROWS) * (slots if kernel == "gated_few" else 1)
         grid = min(units, device_of(out).processors)
         arguments = [problem, *map(self.struct, matrices)]
-        self.program(first, TOKENS[0]).launch(kernel, grid, _FEW_THREADS, arguments, _few_bytes(first, slots, tokens))
+        shared = _few_bytes(first, slots, tokens)
+        self.program(first, TOKENS[0]).launch(kernel, grid, _FEW_THREADS, arguments, shared, early=True)
 
     def activations(self, matrix: DeviceMatrix, x: Tensor) -> Tensor:
         """Tokens turned and rounded, float32; x itself where the tensor wants neither."""
@@ -136,7 +141,7 @@ class CodebookKernels(LayerKernels):
         tokens = np.array([(x.data_ptr(), TYPES[x.dtype], x.shape[1])], _ACTIVATIONS)
         arguments: list[Argument] = [tokens, turned, bits, out]
         program = self.program(matrix, TOKENS[0])
-        program.launch("prepare_tokens", len(x), _ROW_THREADS, arguments, _turned_bytes(turned))
+        program.launch("prepare_tokens", len(x), _ROW_THREADS, arguments, _turned_bytes(turned), early=True)
         return out
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
@@ -177,6 +182,4 @@ def _turned_bytes(turned: int) -> int:
 
 @cache
 def _compiled(bits: int, planes: int, tokens: int) -> Program:
-    return Program(
-        "codebook.cu", BITS=bits, PLANES=planes, TOKENS=tokens, RESIDENT=RESIDENT if tokens == TOKENS[0] else 1
-    )
+    return Program("codebook.cu", BITS=bits, PLANES=planes, TOKENS=tokens, RESIDENT=KERNELS.blocks(tokens).resident)

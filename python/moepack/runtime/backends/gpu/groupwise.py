@@ -16,6 +16,7 @@ from moepack.runtime.backends.gpu.layer import (
     RESIDENT,
     THREADS,
     TOKENS,
+    Blocks,
     LayerKernels,
     Struct,
     device_of,
@@ -65,6 +66,10 @@ class GroupwiseKernels(LayerKernels):
         group = details["group_size"] if details["group_size"] in _GROUPS else 0
         return details["bits"], group, details["symmetric"], details["dtype"] == "float16", details.get("rank_bits", 0)
 
+    def blocks(self, tokens: int) -> Blocks:
+        """One large block where tiles are: its warps share the activations of more rows."""
+        return Blocks() if tokens == TOKENS[0] else Blocks(16, 1)
+
     def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
         """See `LayerKernels.program`."""
         return _compiled(*self.specification(matrix), tokens)
@@ -91,9 +96,9 @@ class GroupwiseKernels(LayerKernels):
         slots, most = int(problem["tokens"][0] * problem["top_k"]["by"][0]), int(matrix.tables["most"])
         product = torch.empty((slots, max(most, 1)), dtype=torch.float32, device=matrix.device)
         struct["factors"]["product"] = product.data_ptr()
-        program = self.program(matrix, tile_tokens(problem))
+        program = self.program(matrix, tile_tokens(int(problem["tokens"][0])))
         grid = max(1, min(slots * most, 2 * RESIDENT * device_of(product).processors))
-        program.launch("multiply_by_right", grid, THREADS, [problem, struct["factors"].copy(), shared])
+        program.launch("multiply_by_right", grid, THREADS, [problem, struct["factors"].copy(), shared], early=True)
         return struct, product
 
     def cell_bytes(self, matrix: DeviceMatrix) -> int:
@@ -127,5 +132,5 @@ KERNELS = GroupwiseKernels()
 def _compiled(bits: int, group: int, symmetric: bool, halves: bool, rank_bits: int, tokens: int) -> Program:
     return Program(
         "groupwise.cu", BITS=bits, GROUP=group, SYMMETRIC=int(symmetric), HALVES=int(halves), TOKENS=tokens,
-        RESIDENT=RESIDENT, RANK_BITS=rank_bits,
+        RESIDENT=KERNELS.blocks(tokens).resident, BLOCK_WARPS=KERNELS.blocks(tokens).warps, RANK_BITS=rank_bits,
     )  # fmt: skip

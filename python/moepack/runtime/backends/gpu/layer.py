@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
-from moepack.runtime.backends.gpu.program import Program
+from moepack.runtime.backends.gpu.program import Argument, Program
 
 __all__ = [
     "BLOCK_ROWS",
@@ -20,6 +20,7 @@ __all__ = [
     "THREADS",
     "TOKENS",
     "TYPES",
+    "Blocks",
     "Division",
     "LayerKernels",
     "Struct",
@@ -34,7 +35,7 @@ CHUNK = 128
 RESIDENT = 2
 """Blocks of a multiprocessor at a time, for whose registers and shared memory kernels are compiled."""
 
-TOKENS = (8, 16)
+TOKENS = (8, 32)
 """Most tokens of a tile, the columns of a product: a program each."""
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -47,6 +48,9 @@ _FEW = 4
 
 _FEW_CELLS = 128
 """Most of their cells."""
+
+_SLACK_CELLS = 12
+"""More cells than what kernels read behind the last one (SLACK)."""
 
 _DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
 _PROBLEM = np.dtype(
@@ -65,13 +69,25 @@ class Device(NamedTuple):
 
     Attributes:
         processors: its multiprocessors.
-        shared: dynamic shared memory of a block of `RESIDENT` on one of them, in bytes.
-        most_shared: of a block that has one for itself.
+        shared: shared memory of one of them, in bytes.
+        most_shared: dynamic shared memory that a block may have.
     """
 
     processors: int
     shared: int
     most_shared: int
+
+
+class Blocks(NamedTuple):
+    """The blocks that a launch runs.
+
+    Attributes:
+        warps: of a block.
+        resident: on a multiprocessor at a time.
+    """
+
+    warps: int = THREADS // 32
+    resident: int = RESIDENT
 
 
 class Division(NamedTuple):
@@ -99,6 +115,10 @@ class LayerKernels(ABC):
     def ring_bytes(self, matrix: DeviceMatrix) -> int:
         """At least what a warp's chunks on their way take (RING in the kernels)."""
         return 6 << 10
+
+    def blocks(self, tokens: int) -> Blocks:
+        """What runs the kernels for tiles of so many tokens."""
+        return Blocks()
 
     @abstractmethod
     def specification(self, matrix: DeviceMatrix) -> tuple[Any, ...]:
@@ -150,23 +170,27 @@ class LayerKernels(ABC):
         """See `Kernels.combine`; where the sum is split over blocks, its parts take memory of torch's allocator."""
         self._sum(down, hidden, index, weights, out)
 
-    def by_slot(self, matrix: DeviceMatrix, slots: int) -> Division:
+    def by_slot(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
         """How to cut a launch that writes a row for each slot; more rows of a tile share its activations."""
         _, _, columns = matrix.shape
+        if tokens > TOKENS[0]:
+            return Division(self.blocks(tile_tokens(tokens)).warps // 2)
         return Division(4 if slots > _FEW * 4 or columns > 16 * CHUNK else 2)
 
     def of_sum(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
         """How to cut the launch that sums the outputs of each token."""
-        blocks, resident = -(-matrix.shape[1] // BLOCK_ROWS), RESIDENT * device_of(matrix.data).processors
+        warps, resident = self.blocks(tile_tokens(tokens))
+        blocks, resident = -(-matrix.shape[1] // BLOCK_ROWS), resident * device_of(matrix.data).processors
         if tokens > _FEW:
-            return Division(4, max(1, min(8, resident // -(-blocks // 4))))
+            of_tile = 4 if tokens <= TOKENS[0] else warps
+            return Division(of_tile, max(1, min(16, resident // -(-blocks // of_tile))))
         return Division(next(of_tile for of_tile in (4, 2, 1) if of_tile == 1 or blocks // of_tile > 0.8 * resident))
 
     def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
         """Launch a kernel that writes a row for each slot."""
         first = matrices[0]
         x = _padded(self.activations(first, x))
-        problem = _problem(first, x, index, None, out, len(x), self.by_slot(first, index.numel()))
+        problem = _problem(first, x, index, None, out, len(x), self.by_slot(first, index.numel(), len(x)))
         cells = self._lay_out("lay_out_tokens", first, problem)
         before = [self.launched(matrix, problem, index.shape[1]) for matrix in matrices]
         self._launch(kernel, first, problem, [struct for struct, _ in before])
@@ -192,7 +216,9 @@ class LayerKernels(ABC):
         self._launch("combine", matrix, problem, [struct])
         del cells, before
         if division.splits > 1:
-            torch.sum(parts, 0, out=out)
+            grid = min(-(-out.numel() // THREADS), 8 * device_of(out).processors)
+            arguments: list[Argument] = [parts, out, out.numel(), division.splits]
+            self.program(matrix, TOKENS[0]).launch("add_splits", grid, THREADS, arguments, early=True)
 
     def _lay_out(self, kernel: str, matrix: DeviceMatrix, problem: Struct) -> Tensor | None:
         """Make the cells of all slots in a launch of its own, where blocks making their own would take longer.
@@ -212,21 +238,24 @@ class LayerKernels(ABC):
 
     def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, structs: list[Struct]) -> None:
         """Launch a kernel of a matrix with as many blocks as run at a time."""
-        device = device_of(of.data)
-        program = self.program(of, tile_tokens(problem))
-        shared = self._shared(of, int(problem["tokens"][0]))
-        program.launch(kernel, RESIDENT * device.processors, THREADS, [problem, *structs], shared)
+        tokens = int(problem["tokens"][0])
+        warps, resident = self.blocks(tile_tokens(tokens))
+        grid = resident * device_of(of.data).processors
+        program, shared = self.program(of, tile_tokens(tokens)), self._shared(of, tokens)
+        program.launch(kernel, grid, 32 * warps, [problem, *structs], shared, early=True)
 
     def _shared(self, matrix: DeviceMatrix, tokens: int) -> int:
-        """Bytes of dynamic shared memory of a block: at least its rings, sums and the cells of a tile."""
-        warps = THREADS // 32
-        least = warps * (self.ring_bytes(matrix) + tokens * BLOCK_ROWS * 4) + 2 * TOKENS[-1] * self.cell_bytes(matrix)
-        return max(least, device_of(matrix.data).shared)
+        """Bytes of dynamic shared memory of a block: at least its rings, sums and, twice, the cells of a tile."""
+        warps, resident = self.blocks(tile_tokens(tokens))
+        cells = 2 * TOKENS[-1] + _SLACK_CELLS
+        least = warps * (self.ring_bytes(matrix) + tokens * BLOCK_ROWS * 4) + cells * self.cell_bytes(matrix)
+        device = device_of(matrix.data)
+        return max(least, min(device.shared // resident - _STATIC_BYTES, device.most_shared) // 128 * 128)
 
 
-def tile_tokens(problem: Struct) -> int:
-    """Most tokens of a tile of a launch."""
-    return next((most for most in TOKENS if problem["tokens"][0] <= most), TOKENS[-1])
+def tile_tokens(tokens: int) -> int:
+    """Most tokens of a tile of a launch of so many tokens."""
+    return next((most for most in TOKENS if tokens <= most), TOKENS[-1])
 
 
 def device_of(tensor: Tensor) -> Device:
@@ -237,9 +266,8 @@ def device_of(tensor: Tensor) -> Device:
 @cache
 def _device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
-    shared = properties.shared_memory_per_multiprocessor // RESIDENT - _STATIC_BYTES
     most = properties.shared_memory_per_block_optin - _STATIC_BYTES
-    return Device(properties.multi_processor_count, shared // 128 * 128, most)
+    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, most)
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -1,12 +1,19 @@
 """Kernels of a CUDA source on the current device: compiled at the first use, loaded once a device, launched on torch's
-current stream."""
+current stream.
 
+They are launched by the driver's cuLaunchKernelEx, which CuPy does not offer: it lets a kernel begin before the one in
+front of it has ended (programmatic dependent launch, CUDA C++ Programming Guide), in graphs too. Such a kernel waits
+itself before it touches what others write (`enter_launch` in the sources).
+"""
+
+import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moepack.errors import DeviceError
@@ -17,10 +24,30 @@ __all__ = ["Program"]
 Argument = Tensor | int | float | np.generic | np.ndarray[Any, Any] | None
 
 
-class _Stream(NamedTuple):
-    """A stream as CuPy takes it: torch's, which is asked for at each launch."""
+class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute."""
 
-    ptr: int
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("unused", ctypes.c_char * 60))
+
+
+class _Configuration(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_EARLY = _Attribute(id=6, value=1)
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+
+_LEAST_EARLY = (9, 0)
+"""The oldest compute capability that has it."""
 
 
 class Program:
@@ -75,6 +102,8 @@ class Program:
         block: int | tuple[int, ...],
         arguments: Sequence[Argument],
         shared: int = 0,
+        *,
+        early: bool = False,
     ) -> None:
         """Launch a kernel on torch's current stream of the current device.
 
@@ -85,22 +114,46 @@ class Program:
             arguments: tensors become pointers, None a null pointer, numbers `int` and `float`; NumPy's scalars and
                 structures are passed as they are (`np.uint64(address)` for an address).
             shared: bytes of dynamic shared memory.
+            early: whether the kernel may begin before the one in front of it has ended, which it waits for itself.
+
+        Raises:
+            DeviceError: the driver refuses the launch.
         """
         kernel = self.kernel(name, shared)
-        stream = _Stream(torch.cuda.current_stream().cuda_stream)
-        shape = (grid,) if isinstance(grid, int) else grid, (block,) if isinstance(block, int) else block
-        kernel.kernel(*shape, tuple(map(_passed, arguments)), shared, stream)
+        passed = [_passed(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(passed))(*(value.ctypes.data for value in passed))
+        configuration = _Configuration(
+            _three(grid), _three(block), shared, torch.cuda.current_stream().cuda_stream, ctypes.pointer(_EARLY),
+            int(early and _can_begin_early(torch.cuda.current_device())),
+        )  # fmt: skip
+        function = ctypes.c_void_p(kernel.kernel.ptr)
+        if error := _driver().cuLaunchKernelEx(ctypes.byref(configuration), function, pointers, None):
+            raise DeviceError(f"the driver does not launch '{name}' of {self.source}: error {error}")
 
 
-def _passed(argument: Argument) -> Any:
-    """An argument as CuPy hands it to the kernel."""
-    if isinstance(argument, Tensor):
-        return np.uint64(argument.data_ptr())
-    if argument is None:
-        return np.uint64(0)
-    if isinstance(argument, bool | int):
-        return np.int32(argument)
-    return np.float32(argument) if isinstance(argument, float) else argument
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _three(size: int | tuple[int, ...]) -> Any:
+    """The three sizes of a grid or a block."""
+    sizes = (size,) if isinstance(size, int) else size
+    return (ctypes.c_uint * 3)(*sizes, *[1] * (3 - len(sizes)))
+
+
+def _passed(argument: Argument) -> NDArray[Any]:
+    """An argument as the kernel finds it in memory."""
+    if isinstance(argument, np.ndarray | np.generic):
+        return np.ascontiguousarray(argument)
+    if argument is None or isinstance(argument, Tensor):
+        return np.array(0 if argument is None else argument.data_ptr(), np.uint64)
+    return np.array(argument, np.float32 if isinstance(argument, float) else np.int32)
+
+
+@cache
+def _can_begin_early(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= _LEAST_EARLY
 
 
 @cache
