@@ -20,6 +20,10 @@ from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 EXACT = 1e-5
 """Bound of the relative error where only sums are rounded."""
 
+GATED = 1.7
+"""What silu(gate) * up makes of the independent errors of gate and up: the norm of 1 and of the derivative of silu's
+logarithm, at most 1.3 for products of about one."""
+
 ROUNDED = 5e-4
 """Where activations are float32, of which kernels keep 11 bits."""
 
@@ -158,7 +162,7 @@ def main() -> None:
             continue
         worst = check_specification(make, options.seed)
         rounded = getattr(sys.modules.get(make.func.__module__), "ERROR", EXACT)
-        bounds = {"dequantize": 3e-3, "linear": rounded, "gated": rounded}
+        bounds = {"dequantize": 3e-3, "linear": rounded, "gated": GATED * rounded}
         wrong = [kernel for kernel, value in worst.items() if not value <= bounds.get(kernel, ROUNDED)]
         failed = failed or bool(wrong)
         print(f"{name:32}", *(f"{kernel} {value:.1e}" for kernel, value in worst.items()), "WRONG" if wrong else "")

@@ -173,6 +173,8 @@ def main() -> None:
             {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()},
             flush=True,
         )
+        if given.results is not None:
+            given.results.write_text(json.dumps({"machine": device_name(), "models": rows}, indent=1) + "\n")
 
     if given.text is not None:
         tokenizer = open_tokenizer(given.source)
@@ -189,8 +191,6 @@ def main() -> None:
         note(f"large {name}", size | plain_model(model, ids))
         del model
         torch.cuda.empty_cache()
-    if given.results is not None:
-        given.results.write_text(json.dumps({"machine": device_name(), "models": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Times of every kernel beside bfloat16 and torch's int4, on a GPU; medians of replayed graphs, cold weights.
 
 Weights rotate among copies of 600 MB in all and more, so that none is in the cache; everything of one line runs in one
-process, one after the other.
+process, one after the other. "decoded" is the path of prompts: weights to bfloat16, then cuBLAS.
 
     PYTHONPATH=python python benches/gpu/speed.py [--families groupwise] [--only NAME] [--results FILE]
 """
@@ -18,6 +18,7 @@ import torch
 from cases import FAMILIES, Make, copies, device_name, on_device, routing, specifications
 from torch import Tensor
 
+from moepack.runtime.backends.gpu import prompt
 from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 
@@ -27,7 +28,7 @@ COLD = 600 << 20
 LINEAR = {"Mixtral down": (4096, 14336), "Mixtral gate": (14336, 4096), "c4-large wo": (2080, 6144), "wi": (6144, 2080)}
 """Rows and columns of linear layers."""
 
-TOKENS = (1, 16, 32)
+TOKENS = (1, 16, 32, 64)
 
 
 class Sparse(NamedTuple):
@@ -116,16 +117,17 @@ def inputs(layer: Sparse, tokens: int, count: int) -> Iterator[tuple[Tensor, Ten
         )
 
 
-def time_linear(make: Make, rows: int, columns: int) -> dict[int, tuple[float, int]]:
-    """Microseconds of a linear layer for each number of tokens, and its bytes."""
+def time_linear(make: Make, rows: int, columns: int) -> Iterator[tuple[int, float, int, dict[str, float]]]:
+    """For each number of tokens: microseconds of a linear layer, its bytes, microseconds through decoded weights."""
     matrix = on_device(make(1, rows, columns, 1))
-    kernels, nbytes, times = kernels_of(matrix.kind), matrix.data.numel(), {}
+    kernels, nbytes = kernels_of(matrix.kind), matrix.data.numel()
     matrices = copies(matrix, rotated(nbytes))
     for tokens in TOKENS:
         x = torch.randn(tokens, columns, device="cuda").bfloat16()
         out = torch.empty(tokens, rows, device="cuda")
-        times[tokens] = microseconds([partial(kernels.linear, m, x, out) for m in matrices]), nbytes
-    return times
+        took = microseconds([partial(kernels.linear, m, x, out) for m in matrices])
+        decoded = {"decoded": microseconds([partial(prompt.linear, m, x) for m in matrices])} if tokens > 1 else {}
+        yield tokens, took, nbytes, decoded
 
 
 def run_layer(
@@ -176,8 +178,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if not any(part in name for part in options.only):
             continue
         for what, shape in LINEAR.items() if options.linear else ():
-            for tokens, (took, nbytes) in time_linear(make, *shape).items():
-                yield line(name, what, tokens, took, nbytes, known.linear(*shape, tokens))
+            for tokens, took, nbytes, decoded in time_linear(make, *shape):
+                yield line(name, what, tokens, took, nbytes, known.linear(*shape, tokens) | decoded)
         for what, layer in LAYERS.items() if options.layers else ():
             for tokens, (took, nbytes) in time_layer(make, layer).items():
                 yield line(name, what, tokens, took, nbytes, known.layer(layer, tokens))

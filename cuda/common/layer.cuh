@@ -27,62 +27,10 @@
 // where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1: {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t),
 // (2g + 1, 2t + 1)} for lane 4 g + t.
 #pragma once
+#include "common/cells.cuh"
 #include "common/ptx.cuh"
-#include "common/routing.cuh"
-#include "common/tokens.cuh"
 
 namespace moepack {
-
-#if !defined(BLOCK_WARPS)
-#define BLOCK_WARPS 8
-#endif
-constexpr int WARPS = BLOCK_WARPS;  // of a block
-constexpr int THREADS = WARPS * WARP;
-constexpr int BLOCK_ROWS = 16;
-
-enum class Mode {
-    gated,     // out[slot] = silu(gate x) * (up x)
-    project,   // out[slot] = matrix x
-    multiply,  // out[slot] = silu(out[slot]) * (matrix x)
-    combine,   // out[token] = sum over its slots of weight * (matrix x[slot])
-};
-
-// Division by a number that the launch knows, without dividing: `inverse` is (2^32 - 1) / by, rounded down.
-struct Divisor {
-    u32 by, inverse;
-
-#if defined(__CUDACC__)
-    MOEPACK_DEVICE int quotient(int value) const {
-        u32 estimate = __umulhi(u32(value), inverse);  // right or one too small
-        return int(estimate + (u32(value) - estimate * by >= by));
-    }
-
-    MOEPACK_DEVICE int remainder(int value) const {
-        return value - quotient(value) * int(by);
-    }
-#endif
-};
-
-// The arguments of a launch beside the matrices.
-struct Problem {
-    Activations x;
-    const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
-    const float* weights;  // [tokens * top_k], or null: 1
-    float* out;            // [slots, rows]; combine: [splits, tokens, rows]
-    u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
-    int tokens, experts, rows;
-    int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
-    int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
-    Divisor top_k, chunks, row_tiles;
-
-    MOEPACK_BOTH int blocks() const {
-        return ceil_div(rows, BLOCK_ROWS);
-    }
-
-    MOEPACK_BOTH int slots() const {
-        return tokens * int(top_k.by);
-    }
-};
 
 #if defined(__CUDACC__)
 extern __shared__ __align__(128) u8 shared_memory[];
@@ -92,112 +40,6 @@ MOEPACK_DEVICE void enter_launch() {
     wait_for_launch_before();
     let_next_launch_begin();
 }
-
-// Chunks `first` to `last` of a row tile.
-struct Unit {
-    int first, last, rows;
-
-    MOEPACK_DEVICE bool operator!=(const Unit& other) const {
-        return first != other.first || last != other.last || rows != other.rows;
-    }
-};
-
-// Chunks `begin` to `end` of a unit, whose activations are in shared memory together.
-struct Round {
-    int number, begin, end;
-    Unit unit;
-};
-
-// The same computation for all warps: which units a block has, and which chunks a warp multiplies in each round.
-template <Mode MODE>
-struct Schedule {
-    const Problem& problem;
-    const Routing& routing;
-    int capacity;  // cells that fit
-
-    MOEPACK_DEVICE int chunks() const {
-        return int(problem.chunks.by);
-    }
-
-    MOEPACK_DEVICE int units() const {
-        return int(problem.row_tiles.by) * (MODE == Mode::combine ? problem.splits : routing.tiles);
-    }
-
-    MOEPACK_DEVICE Unit unit(int number) const {
-        if (MODE != Mode::combine) {
-            int tile = problem.row_tiles.quotient(number);
-            return {tile * chunks(), (tile + 1) * chunks(), problem.row_tiles.remainder(number)};
-        }
-        u32 total = u32(routing.tiles * chunks()), splits = problem.splits;
-        if (splits == 1) return {0, int(total), number};
-        u32 split = u32(number) % splits;
-        return {int(total * split / splits), int(total * (split + 1) / splits), int(u32(number) / splits)};
-    }
-
-    // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.
-    MOEPACK_DEVICE int round_end(int first, int last) const {
-        int tile = problem.chunks.quotient(first), rest = least((tile + 1) * chunks() - first, last - first);
-        int used = routing.tile[tile].tokens * rest;
-        if (used > capacity) return first + capacity / routing.tile[tile].tokens;
-        int end = first + rest;
-        while (rest == chunks() && end + rest <= last) {
-            used += routing.tile[++tile].tokens * rest;
-            if (used > capacity) break;
-            end += rest;
-        }
-        return end;
-    }
-};
-
-// The chunks that a warp of a block multiplies, one after the other, over all rounds and units.
-template <Mode MODE>
-struct Cursor {
-    Schedule<MODE> schedule;
-    int part, part_bits, row_block;  // of the warp: which of 2^part_bits ranges, which block of the row tile
-    int number = 0, stop = 0;        // units
-    Unit unit = {0, 0, 0};
-    int round = 0, at = 0, end = 0, tile = 0, chunk = 0;
-
-    MOEPACK_DEVICE void start(int first, int last) {
-        number = first, stop = last, unit = {0, 0, 0};
-        if (number < stop) unit = schedule.unit(number);
-        round = unit.first;
-    }
-
-    MOEPACK_DEVICE int block() const {
-        return unit.rows * schedule.problem.row_blocks + row_block;
-    }
-
-    // The warp's share of a round.
-    MOEPACK_DEVICE void enter(int first, int last) {
-        at = first + ((last - first) * part >> part_bits);
-        end = block() < schedule.problem.blocks() ? first + ((last - first) * (part + 1) >> part_bits) : at;
-    }
-
-    // Takes the chunks of one tile off the share: from `chunk` of `tile` on, as many as it returns.
-    MOEPACK_DEVICE int take() {
-        tile = schedule.problem.chunks.quotient(at), chunk = at - tile * schedule.chunks();
-        int count = least(end - at, schedule.chunks() - chunk);
-        at += count;
-        return count;
-    }
-
-    // Finds the next share where this one is at its end; false behind the last.
-    MOEPACK_DEVICE bool find() {
-        while (at >= end) {
-            if (number >= stop) return false;
-            if (round >= unit.last) {
-                start(number + 1, stop);
-                continue;
-            }
-            int first = round;
-            // Who has all chunks of a round goes over its end.
-            round = part_bits == 0 ? unit.last : schedule.round_end(first, unit.last);
-            enter(first, round);
-        }
-        return true;
-    }
-};
 
 // Copies the chunks of a block of rows one after the other, by the Format's `fetch`.
 template <class Format, class = void>
@@ -232,102 +74,6 @@ template <class Format>
 struct LaysOut<Format, decltype(void(Format::LAYS_OUT))> {
     static constexpr bool value = Format::LAYS_OUT;
 };
-
-// The same for `CORRECTS`.
-template <class Format, class = void>
-struct Corrects {
-    static constexpr bool value = false;
-};
-
-template <class Format>
-struct Corrects<Format, decltype(void(Format::CORRECTS))> {
-    static constexpr bool value = Format::CORRECTS;
-};
-
-// The cells of the places from `start` on in the routing, and of `width` chunks from `chunk` on.
-struct Cells {
-    int start, places, chunk;
-    Divisor width;
-};
-
-// Walks over the cells (place, chunk) that sixteen lanes have: every `step`-th.
-template <Mode MODE>
-struct Walk {
-    const Problem& problem;
-    const Routing& routing;
-    const Cells& cells;
-    int place, k, more_places, more_chunks;
-    int slot, token, tokens, before;  // of the place; tokens of its tile, and of the tiles before it
-
-    MOEPACK_DEVICE Walk(const Problem& problem, const Routing& routing, const Cells& cells, int first, int step)
-        : problem(problem), routing(routing), cells(cells), place(cells.width.quotient(first)),
-          k(cells.width.remainder(first)), more_places(cells.width.quotient(step)),
-          more_chunks(cells.width.remainder(step)) {
-        enter();
-    }
-
-    // Reads what the routing says of the place; the last one's behind the end.
-    MOEPACK_DEVICE void enter() {
-        int at = cells.start + least(place, cells.places - 1);
-        const Tile& tile = routing.tile[routing.at[at]];
-        slot = routing.order[at], token = at - tile.start, tokens = tile.tokens, before = tile.start - cells.start;
-    }
-
-    MOEPACK_DEVICE void next() {
-        int old = place;
-        place += more_places, k += more_chunks;
-        if (k >= int(cells.width.by)) k -= int(cells.width.by), ++place;
-        if (place != old) enter();
-    }
-
-    MOEPACK_DEVICE bool exists() const {
-        return place < cells.places;
-    }
-
-    MOEPACK_DEVICE void load(u32 (&word)[8]) const {
-        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
-        load_eight(problem.x, row, (cells.chunk + k) * CHUNK + threadIdx.x % 16 * 8, word);
-    }
-
-    template <class Format>
-    MOEPACK_DEVICE void write(u8* to, const u32 (&word)[8]) const {
-        float value[8], weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
-        to_floats(problem.x.type, word, value);
-        to += i64(before * int(cells.width.by) + tokens * k) * (VALUE_BYTES + 4 * Format::NOTES);
-        write_cell<Format>(to, token, tokens, value, weight, exists());
-    }
-};
-
-// Makes cells: sixteen lanes the `first`-th, first + step and so on. `meanwhile` runs when the last values have been asked
-// for, so that they do not queue behind weights.
-template <class Format, Mode MODE, class Meanwhile>
-MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, const Cells& cells, u8* to, int first, int step,
-                               Meanwhile meanwhile) {
-    // Cells whose values are asked for before the first is written: what registers allow.
-    constexpr int BATCH = MODE == Mode::combine && !Corrects<Format>::value ? 4 : 2;
-    Walk<MODE> loading(problem, routing, cells, first, step), writing = loading;
-    // Two groups of sixteen lanes shuffle together.
-    for (int base = first & ~1, items = cells.places * int(cells.width.by);; base += BATCH * step) {
-        u32 word[BATCH][8];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i, loading.next())
-            if (base + i * step < items) loading.load(word[i]);
-        bool last = base + BATCH * step >= items;
-        if (last) meanwhile();
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i, writing.next())
-            if (base + i * step < items) writing.template write<Format>(to, word[i]);
-        if (last) return;
-    }
-}
-
-// Makes the cells of all slots, in global memory, by all blocks of a launch.
-template <class Format, Mode MODE>
-MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
-    Cells cells = {0, routing.slots, 0, problem.chunks};
-    int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16;
-    if (routing.slots > 0) make_cells<Format, MODE>(problem, routing, cells, problem.cells, first, gridDim.x * groups, [] {});
-}
 
 template <class Format, Mode MODE, int MOST_TOKENS>
 struct Layer {
@@ -435,7 +181,7 @@ struct Layer {
         if (!(activations != staged)) return;
         auto start = [&] {
 #pragma unroll 1
-            for (int i = 2; staged.first < 0 && i < Format::DEPTH; ++i) fetch();
+            for (int i = problem.index ? 1 : 2; staged.first < 0 && i < Format::DEPTH; ++i) fetch();
         };
         if (problem.cells) {
             start();
@@ -613,8 +359,7 @@ struct Layer {
         stop = first + share + (blockIdx.x < more);
         ahead.start(first, stop);
         // Without an index chunks are known before the launch in front has ended.
-        fetch();
-        if (!problem.index) enter_launch();
+        if (!problem.index) fetch(), enter_launch();
         Round round = {first - 1, 0, 0, {0, 0, 0}};
         do {
             Round next = next_round(round);

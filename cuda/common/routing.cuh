@@ -10,6 +10,8 @@
 
 namespace moepack {
 
+constexpr int MOST_EXPERTS = 1 << 16;
+
 struct Tile {
     u16 expert;
     u16 start;  // of its slots in Routing::order
@@ -38,14 +40,13 @@ MOEPACK_DEVICE int count_less(const u32* sorted, u32 key) {
 
 // Fills `order`, `expert` and `slots`: each warp sorts 32 slots, whose places are then the numbers of lesser ones.
 MOEPACK_DEVICE void sort_slots(Routing& routing, const i64* index, int slots, int experts) {
-    constexpr u32 NONE = 0x10000;
     u32* keys = reinterpret_cast<u32*>(routing.tile);  // expert * MOST_SLOTS + slot; tiles come later
     int lane = threadIdx.x % WARP, total = 0;
     for (int base = 0; base < slots; base += blockDim.x) {
         int slot = base + threadIdx.x;
         i64 expert = slot < slots ? index[slot] : -1;
         bool exists = expert >= 0 && expert < experts;
-        u32 key = (exists ? u32(expert) : NONE) * MOST_SLOTS + u32(slot % MOST_SLOTS);
+        u32 key = u32(exists ? expert : MOST_EXPERTS) * MOST_SLOTS + u32(slot % MOST_SLOTS);
         int place = 0;
 #pragma unroll 8
         for (int other = 0; other < WARP; ++other) place += __shfl_sync(~0u, key, other) < key;
@@ -57,7 +58,7 @@ MOEPACK_DEVICE void sort_slots(Routing& routing, const i64* index, int slots, in
         int place = 0;
 #pragma unroll 1
         for (int run = 0; run < slots; run += WARP) place += count_less(keys + run, key);
-        if (key >= NONE * MOST_SLOTS) continue;
+        if (key >= MOST_EXPERTS * MOST_SLOTS) continue;
         routing.order[place] = u16(key % MOST_SLOTS);
         routing.expert[place] = u16(key / MOST_SLOTS);
     }
@@ -115,10 +116,38 @@ MOEPACK_DEVICE void list_slots(Routing& routing, int slots) {
     if (threadIdx.x == 0) routing.slots = slots, routing.tiles = ceil_div(slots, MOST), routing.repeats = false;
 }
 
+// The routing of at most 32 slots, by one warp: less to wait for than what many slots take.
+template <int MOST>
+MOEPACK_DEVICE void route_few(Routing& routing, const i64* index, int slots, int experts, int top_k) {
+    int lane = threadIdx.x, token = lane / top_k;
+    i64 chosen = lane < slots ? index[lane] : -1;
+    bool exists = chosen >= 0 && chosen < experts, repeats = false;
+    int expert = exists ? int(chosen) : MOST_EXPERTS;
+    int place = 0, first = 0, end = 0;  // of the slot; of its expert's slots
+#pragma unroll 1
+    for (int other = 0; other < slots; ++other) {
+        int its = __shfl_sync(~0u, expert, other), its_token = __shfl_sync(~0u, token, other);
+        bool before = its == expert && other < lane;
+        first += its < expert, end += its <= expert, place += its < expert || before;
+        repeats |= exists && before && its_token == token;
+    }
+    bool begins = exists && (place - first) % MOST == 0;
+    int beginning = begins ? place : MOST_SLOTS, number = -1;
+#pragma unroll 1
+    for (int other = 0; other < slots; ++other) number += __shfl_sync(~0u, beginning, other) <= place;
+    if (exists) routing.order[place] = u16(lane), routing.expert[place] = u16(expert), routing.at[place] = u16(number);
+    if (begins) routing.tile[number] = {u16(expert), u16(place), u16(least(end - place, MOST))};
+    u32 existing = __ballot_sync(~0u, exists), beginnings = __ballot_sync(~0u, begins);
+    repeats = __any_sync(~0u, repeats);
+    if (lane == 0) routing.slots = __popc(existing), routing.tiles = __popc(beginnings), routing.repeats = repeats;
+}
+
 // Builds the routing; all threads of the block, whole warps, call it, and may read it when it returns.
 template <int MOST>
 MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts, int top_k = 1) {
-    if (index) {
+    if (index && slots <= WARP) {
+        if (threadIdx.x < WARP) route_few<MOST>(routing, index, slots, experts, top_k);
+    } else if (index) {
         sort_slots(routing, index, slots, experts);
         cut_tiles<MOST>(routing, top_k);
     } else {

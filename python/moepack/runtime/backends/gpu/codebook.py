@@ -167,13 +167,7 @@ def _few_bytes(matrix: DeviceMatrix, slots: int, tokens: int) -> int:
     cells = slots * tokens * chunks
     ring = _FEW_CHUNKS * BLOCK_ROWS * CHUNK // 8 * matrix.details["bits"]
     size = ring + cells * _CELL_BYTES + 16 * -(-cells // 4) + 2 * 4 * tokens * BLOCK_ROWS * _FEW_THREADS // 32
-    return size if size <= _space(matrix.device) and slots * chunks * chunks < 1 << 20 else 0
-
-
-@cache
-def _space(device: torch.device) -> int:
-    """Bytes of dynamic shared memory that a block may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - 1024
+    return size if size <= device_of(matrix.data).most_shared and slots * chunks * chunks < 1 << 20 else 0
 
 
 def _turned_bytes(turned: int) -> int:

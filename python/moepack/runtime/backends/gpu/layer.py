@@ -241,7 +241,7 @@ class LayerKernels(ABC):
         tokens = int(problem["tokens"][0])
         warps, resident = self.blocks(tile_tokens(tokens))
         grid = resident * device_of(of.data).processors
-        program, shared = self.program(of, tile_tokens(tokens)), self._shared(of, tokens)
+        program, shared = self.program(of, tile_tokens(tokens)), self._shared(of, tokens) if structs else 0
         program.launch(kernel, grid, 32 * warps, [problem, *structs], shared, early=True)
 
     def _shared(self, matrix: DeviceMatrix, tokens: int) -> int:

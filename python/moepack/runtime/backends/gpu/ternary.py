@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moepack._core import ternary_table
 from moepack.errors import LoadError
+from moepack.runtime.backends.gpu.layer import device_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Program
 
@@ -17,9 +18,6 @@ __all__ = ["KERNELS", "TernaryKernels"]
 
 WARP = 32
 TABLE_BYTES = 8192
-STATIC_BYTES = 8192
-"""More than the kernels' static shared memory."""
-
 PRODUCTS = 8192
 """Most products that a block of `combine` keeps, in floats."""
 
@@ -113,7 +111,7 @@ class TernaryKernels:
         form = _gated_form(gate, up, pad, index)
         launch = _launch(x, index, index.shape[1])
         arguments: list[Any] = [_struct(gate, pad), _struct(up, pad), launch, hidden]
-        _launched("gated", gate, form, index.numel(), _processors(gate.device), arguments, _lanes(gate))
+        _launched("gated", gate, form, index.numel(), device_of(gate.data).processors, arguments, _lanes(gate))
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `Kernels.combine`."""
@@ -123,10 +121,10 @@ class TernaryKernels:
         """See `Kernels.dequantize`."""
         row_bytes = -(-matrix.shape[2] // 8) * 16
         block = _block(_is_dict16(matrix), 1, WARP, 1)
-        warps = min(block // WARP, (_space(matrix.device) - _table_bytes(matrix)) // row_bytes)
+        warps = min(block // WARP, (device_of(matrix.data).most_shared - _table_bytes(matrix)) // row_bytes)
         rows = out.shape[0] * out.shape[1]
         threads = WARP * warps or block
-        grid = min(-(-rows * WARP // threads), _processors(matrix.device))
+        grid = min(-(-rows * WARP // threads), device_of(matrix.data).processors)
         program = _program(_is_dict16(matrix), 1, WARP, warps == 0)
         shared = _table_bytes(matrix) + warps * row_bytes
         program.launch("dequantize", grid, threads, [_struct(matrix), first, out.shape[0], out], shared)
@@ -137,7 +135,7 @@ class TernaryKernels:
         """A linear layer is a sum over one expert without weights."""
         each = 1 if index is None else index.shape[1]
         rows, slots = matrix.shape[1], len(x)
-        grid = max(_processors(matrix.device), -(-rows * slots // PRODUCTS) if each > 1 else 1)
+        grid = max(device_of(matrix.data).processors, -(-rows * slots // PRODUCTS) if each > 1 else 1)
         form = _combine_form(matrix, slots, -(-rows // grid) * slots if each > 1 else 0)
         launch = _launch(x, index, 1)
         arguments = [_struct(matrix), launch, weights, each, form.staged, out]
@@ -203,7 +201,7 @@ def _launched(
 
 def _gated_form(gate: DeviceMatrix, up: DeviceMatrix, pad: int, index: Tensor) -> _Form:
     """Tiles of one or four tokens, whichever fits and reads fewer weights."""
-    space = _space(gate.device)
+    space = device_of(gate.data).most_shared
     for tokens in _tile_sizes(index.numel(), gate.shape[0]):
         shared = _table_bytes(gate) + _table_bytes(up) + (gate.shape[2] + 2 * pad) * 4 * tokens
         if shared <= space:
@@ -217,7 +215,7 @@ def _combine_form(matrix: DeviceMatrix, slots: int, products: int) -> _Form:
     pad, fixed = _pad(matrix), _table_bytes(matrix) + 4 * products
     for tokens in _tile_sizes(slots, experts):
         tile = -(-(pad + columns) * tokens // 4) * 16
-        rest = _space(matrix.device) - fixed - pad * 4 * tokens
+        rest = device_of(matrix.data).most_shared - fixed - pad * 4 * tokens
         if rest >= tile:
             staged = min(slots, rest // tile)
             return _Form(tokens, False, staged, fixed + pad * 4 * tokens + staged * tile)
@@ -279,14 +277,3 @@ def _tensor(matrix: DeviceMatrix, header: NDArray[np.uint8], three_slots: int) -
 def _threads(count: int) -> tuple[int, int]:
     """Grid and block for so many threads."""
     return -(-count // 128), 128
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@cache
-def _space(device: torch.device) -> int:
-    """Bytes of dynamic shared memory that a block may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) - STATIC_BYTES

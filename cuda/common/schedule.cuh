@@ -1,0 +1,167 @@
+// What a launch of a layer is asked for, and how it is cut: which units a block has, which rounds a unit, and which chunks
+// a warp multiplies in each of them (common/layer.cuh).
+#pragma once
+#include "common/routing.cuh"
+
+namespace moepack {
+
+#if !defined(BLOCK_WARPS)
+#define BLOCK_WARPS 8
+#endif
+constexpr int WARPS = BLOCK_WARPS;  // of a block
+constexpr int THREADS = WARPS * WARP;
+constexpr int BLOCK_ROWS = 16;
+
+enum class Mode {
+    gated,     // out[slot] = silu(gate x) * (up x)
+    project,   // out[slot] = matrix x
+    multiply,  // out[slot] = silu(out[slot]) * (matrix x)
+    combine,   // out[token] = sum over its slots of weight * (matrix x[slot])
+};
+
+// Division by a number that the launch knows, without dividing: `inverse` is (2^32 - 1) / by, rounded down.
+struct Divisor {
+    u32 by, inverse;
+
+#if defined(__CUDACC__)
+    MOEPACK_DEVICE int quotient(int value) const {
+        u32 estimate = __umulhi(u32(value), inverse);  // right or one too small
+        return int(estimate + (u32(value) - estimate * by >= by));
+    }
+
+    MOEPACK_DEVICE int remainder(int value) const {
+        return value - quotient(value) * int(by);
+    }
+#endif
+};
+
+// The arguments of a launch beside the matrices.
+struct Problem {
+    Activations x;
+    const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
+    const float* weights;  // [tokens * top_k], or null: 1
+    float* out;            // [slots, rows]; combine: [splits, tokens, rows]
+    u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
+    int tokens, experts, rows;
+    int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
+    int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
+    Divisor top_k, chunks, row_tiles;
+
+    MOEPACK_BOTH int blocks() const {
+        return ceil_div(rows, BLOCK_ROWS);
+    }
+
+    MOEPACK_BOTH int slots() const {
+        return tokens * int(top_k.by);
+    }
+};
+
+#if defined(__CUDACC__)
+// Chunks `first` to `last` of a row tile.
+struct Unit {
+    int first, last, rows;
+
+    MOEPACK_DEVICE bool operator!=(const Unit& other) const {
+        return first != other.first || last != other.last || rows != other.rows;
+    }
+};
+
+// Chunks `begin` to `end` of a unit, whose activations are in shared memory together.
+struct Round {
+    int number, begin, end;
+    Unit unit;
+};
+
+// The same computation for all warps: which units a block has, and which chunks a warp multiplies in each round.
+template <Mode MODE>
+struct Schedule {
+    const Problem& problem;
+    const Routing& routing;
+    int capacity;  // cells that fit
+
+    MOEPACK_DEVICE int chunks() const {
+        return int(problem.chunks.by);
+    }
+
+    MOEPACK_DEVICE int units() const {
+        return int(problem.row_tiles.by) * (MODE == Mode::combine ? problem.splits : routing.tiles);
+    }
+
+    MOEPACK_DEVICE Unit unit(int number) const {
+        if (MODE != Mode::combine) {
+            int tile = problem.row_tiles.quotient(number);
+            return {tile * chunks(), (tile + 1) * chunks(), problem.row_tiles.remainder(number)};
+        }
+        u32 total = u32(routing.tiles * chunks()), splits = problem.splits;
+        if (splits == 1) return {0, int(total), number};
+        u32 split = u32(number) % splits;
+        return {int(total * split / splits), int(total * (split + 1) / splits), int(u32(number) / splits)};
+    }
+
+    // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.
+    MOEPACK_DEVICE int round_end(int first, int last) const {
+        int tile = problem.chunks.quotient(first), rest = least((tile + 1) * chunks() - first, last - first);
+        int used = routing.tile[tile].tokens * rest;
+        if (used > capacity) return first + capacity / routing.tile[tile].tokens;
+        int end = first + rest;
+        while (rest == chunks() && end + rest <= last) {
+            used += routing.tile[++tile].tokens * rest;
+            if (used > capacity) break;
+            end += rest;
+        }
+        return end;
+    }
+};
+
+// The chunks that a warp of a block multiplies, one after the other, over all rounds and units.
+template <Mode MODE>
+struct Cursor {
+    Schedule<MODE> schedule;
+    int part, part_bits, row_block;  // of the warp: which of 2^part_bits ranges, which block of the row tile
+    int number = 0, stop = 0;        // units
+    Unit unit = {0, 0, 0};
+    int round = 0, at = 0, end = 0, tile = 0, chunk = 0;
+
+    MOEPACK_DEVICE void start(int first, int last) {
+        number = first, stop = last, unit = {0, 0, 0};
+        if (number < stop) unit = schedule.unit(number);
+        round = unit.first;
+    }
+
+    MOEPACK_DEVICE int block() const {
+        return unit.rows * schedule.problem.row_blocks + row_block;
+    }
+
+    // The warp's share of a round.
+    MOEPACK_DEVICE void enter(int first, int last) {
+        at = first + ((last - first) * part >> part_bits);
+        end = block() < schedule.problem.blocks() ? first + ((last - first) * (part + 1) >> part_bits) : at;
+    }
+
+    // Takes the chunks of one tile off the share: from `chunk` of `tile` on, as many as it returns.
+    MOEPACK_DEVICE int take() {
+        tile = schedule.problem.chunks.quotient(at), chunk = at - tile * schedule.chunks();
+        int count = least(end - at, schedule.chunks() - chunk);
+        at += count;
+        return count;
+    }
+
+    // Finds the next share where this one is at its end; false behind the last.
+    MOEPACK_DEVICE bool find() {
+        while (at >= end) {
+            if (number >= stop) return false;
+            if (round >= unit.last) {
+                start(number + 1, stop);
+                continue;
+            }
+            int first = round;
+            // Who has all chunks of a round goes over its end.
+            round = part_bits == 0 ? unit.last : schedule.round_end(first, unit.last);
+            enter(first, round);
+        }
+        return true;
+    }
+};
+#endif
+
+}  // namespace moepack
