@@ -262,8 +262,13 @@ dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int column
 #endif
         u16* to = out + (block / per_expert * rows + in_expert) * columns + unit * UNIT;
 #pragma unroll
-        for (int i = 0; i < UNIT; ++i)
-            if (unit * UNIT + i < columns) to[i] = u16(to_bf16x2(value[i], 0));
+        for (int i = 0; i < UNIT; i += 8) {
+            const float* v = value + i;
+            Quad eight = {to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]), to_bf16x2(v[4], v[5]), to_bf16x2(v[6], v[7])};
+            int left = columns - unit * UNIT - i;
+            if (columns % 8 == 0 && left > 0) *reinterpret_cast<Quad*>(to + i) = eight;
+            else for (int j = 0; j < least(left, 8); ++j) to[i + j] = u16(to_bf16x2(v[j], 0));
+        }
     }
 }
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moepack import _core
 
-ERROR = 1.5e-4
-"""The bound of relative errors: activations are rounded to multiples of 2^-14 of the power of two above the largest of
-128 columns, which of normal columns is below 8 root mean squares: 8 * 2^-14 / sqrt(12) on average."""
+ERROR = 2.0**-12
+"""The bound of relative errors: an activation is rounded by at most 2^-15 of the power of two above the largest of 128
+columns, which of normal columns is below 8 root mean squares."""
 
 
 def make(

@@ -174,7 +174,9 @@ def main() -> None:
             flush=True,
         )
         if given.results is not None:
-            given.results.write_text(json.dumps({"machine": device_name(), "models": rows}, indent=1) + "\n")
+            old = json.loads(given.results.read_text())["models"] if given.results.exists() else {}
+            found = {"machine": device_name(), "models": old | rows}
+            given.results.write_text(json.dumps(found, indent=1) + "\n")
 
     if given.text is not None:
         tokenizer = open_tokenizer(given.source)

@@ -186,8 +186,15 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
 
 
+def add(file: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add lines to a file of results; they replace those of the same specification, shape and tokens."""
+    old = json.loads(file.read_text())["lines"] if file.exists() else []
+    lines = {(row["specification"], row["what"], row["tokens"]): row for row in old + rows}
+    file.write_text(json.dumps({**about, "lines": list(lines.values())}, indent=1) + "\n")
+
+
 def main() -> None:
-    """Time what is asked for, and write the results even if something fails on the way."""
+    """Time what is asked for, and write the results as they come."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
@@ -197,13 +204,9 @@ def main() -> None:
     options = parser.parse_args()
     one = torch.empty(1, device="cuda")
     found: dict[str, Any] = {**device_name(), "smallest_launch_us": round(microseconds([lambda: one.fill_(1)] * 8), 2)}
-    found["lines"] = []
-    try:
-        for row in run(options):
-            found["lines"].append(row)
-    finally:
+    for row in run(options):
         if options.results:
-            options.results.write_text(json.dumps(found, indent=1) + "\n")
+            add(options.results, found, [row])
 
 
 if __name__ == "__main__":

@@ -33,14 +33,14 @@ def ternary(dict16, tokens, lanes, in_global=False):
 
 PROGRAMS = {
     **{f"int{bits} by 64": groupwise(bits, 64, 0) for bits in (2, 3, 4, 8)},
-    **{f"int{bits} by 64, 16 tokens": groupwise(bits, 64, 0, 16) for bits in (3, 8)},
+    **{f"int{bits} by 64, 32 tokens": groupwise(bits, 64, 0, 32) for bits in (3, 8)},
     "int3 by 64 symmetric": groupwise(3, 64, 1),
     "int4 by 16": groupwise(4, 16, 0),
     "int2 by 256": groupwise(2, 256, 1),
     "int8 a row": groupwise(8, 0, 1),
     "int3 by 64 and factors": groupwise(3, 64, 0, rank_bits=3),
     **{f"codebook {bits} bits": codebook(bits, 2) for bits in (2, 3, 4)},
-    "codebook 4 bits, 16 tokens": codebook(4, 2, 16),
+    "codebook 4 bits, 32 tokens": codebook(4, 2, 32),
     "codebook 4 bits, rounded": codebook(4, 1),
     "fsv8": ternary(0, 1, 32),
     "fsv8, 4 tokens, short rows": ternary(0, 4, 8),
@@ -93,6 +93,8 @@ def test_kernels_keep_what_they_need_in_registers(name, arch):
     for kernel, code in disassemble(cubin.path).items():
         local = code.count("LDL", "STL")
         assert local <= most // 2, f"{kernel}: {local} accesses to local memory"
+        # NVRTC 13.0 has made descriptors of odd registers, which a GPU refuses to read.
+        assert not any(re.search(r"desc\[UR\d*[13579]\]", arguments) for _, arguments in code.instructions), kernel
         assert "gated" not in kernel or name.startswith(("fsv8", "dict16")) or code.count("HMMA", "IMMA") > 0
 
 

@@ -35,6 +35,9 @@ TOKENS = 64
 PAIRS = 512
 """Most pairs of a token and an expert: a block lists those of its expert in shared memory."""
 
+_FEWER = {"ternary": 8}
+"""The same for linear layers of kinds whose kernels take longer from there on than decoding all weights."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,7 +70,7 @@ class GpuBackend(Backend):
         if not (len(x) and rows and columns):
             return out.zero_()
         with _current([weights], x):
-            if len(x) > TOKENS:
+            if len(x) > _FEWER.get(weights.kind, TOKENS):
                 return prompt.linear(weights, x)
             kernels_of(weights.kind).linear(weights, x, out)
         return out
