@@ -1,22 +1,23 @@
 // Codes of 2, 3 or 4 bits into the codebooks of a row, or of a block of its columns (docs/format.md, section 7).
 //
-// Layout: the bytes on disk, panels of 16 rows. A lane keeps the codebooks of two rows in registers and looks four codes
-// up in one byte permutation, or three where codebooks have 16 entries (codebook.cuh). Centroids are 16-bit integers, a
-// plane of high and one of low bytes; tensors made for rounded activations have no low plane.
+// Layout: the bytes on disk, panels of 16 rows. A lane keeps the codebooks of two rows in registers and looks four
+// codes up in one byte permutation, or three where codebooks have 16 entries (codebook.cuh). Centroids are 16-bit
+// integers, a plane of high and one of low bytes; tensors made for rounded activations have no low plane.
 //
-// Arithmetic: integers. A token's activations of 128 columns are rounded to 15 bits of the power of two above the largest,
-// two signed bytes; products of bytes go to s8 tensor cores (m16n8k32), a chunk's sums are exact and become float32 when
-// they are scaled. So the error is at most 2^-15 of the largest activation of each 128 columns times sum |w|, and that of
-// float32 sums: bfloat16 activations no 2^7 times smaller than the largest are exact. Infinities and NaNs give NaN.
+// Arithmetic: integers. A token's activations of 128 columns are rounded to 15 bits of the power of two above the
+// largest, two signed bytes; products of bytes go to s8 tensor cores (m16n8k32), a chunk's sums are exact and become
+// float32 when they are scaled. So the error is at most 2^-15 of the largest activation of each 128 columns times sum
+// |w|, and that of float32 sums: bfloat16 activations no 2^7 times smaller than the largest are exact. Infinities and
+// NaNs give NaN.
 //
-// Tensors whose products round activations to 8 or 4 bits, or turn them by Hadamard's matrix, have their tokens prepared
-// by a launch of its own, `prepare_tokens`, a block a token: the grid is that of the CPU, to the bit.
+// Tensors whose products round activations to 8 or 4 bits, or turn them by Hadamard's matrix, have their tokens
+// prepared by a launch of its own, `prepare_tokens`, a block a token: the grid is that of the CPU, to the bit.
 //
 // Launch: common/layer.cuh; one token of a layer, and up to four of a linear layer, have kernels of their own (`Few`).
 //
-// Bounds: bytes of the panels over the memory's rate, or the integer pipe, which takes a warp's instruction in two cycles.
-// Decoding takes for a weight, of 16-bit and 8-bit centroids: 4 bits 2.1 and 1.4 integer instructions, 3 bits 1.1 and 0.9,
-// 2 bits 1.3 and 1.1. Those 2.1 are 8 us for 4096 x 14336 weights on an H100, which 3 TB/s bring in 10.
+// Bounds: bytes of the panels over the memory's rate, or the integer pipe, which takes a warp's instruction in two
+// cycles. Decoding takes for a weight, of 16-bit and 8-bit centroids: 4 bits 2.1 and 1.4 integer instructions, 3 bits
+// 1.1 and 0.9, 2 bits 1.3 and 1.1. Those 2.1 are 8 us for 4096 x 14336 weights on an H100, which 3 TB/s bring in 10.
 //
 // Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most of a tile), RESIDENT (blocks of a multiprocessor).
 #include "codebook.cuh"
@@ -133,7 +134,8 @@ struct Codebook {
 
     // sum[i] += a chunk of rows 2 g and 2 g + 1 times tokens 8 i + 2 t and 8 i + 2 t + 1.
     template <int N>
-    static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
+    static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens,
+                                        float (*out)[4]) {
         lane.enter(*reinterpret_cast<const u8* const*>(stage + CODES));
         const u8* x[N];
 #pragma unroll
@@ -151,7 +153,8 @@ struct Codebook {
 #pragma unroll
             for (int plane = 0; plane < PLANES; ++plane) {
                 const Table<BITS>&upper = lane.table[plane][0], &lower = lane.table[plane][1];
-                u32 a[4] = {first.bytes(upper, 0), second.bytes(lower, 0), first.bytes(upper, 1), second.bytes(lower, 1)};
+                u32 a[4] = {first.bytes(upper, 0), second.bytes(lower, 0), first.bytes(upper, 1),
+                            second.bytes(lower, 1)};
 #pragma unroll
                 for (int i = 0; i < N; ++i) {
                     multiply_add(plane == 0 ? high[i] : middle[i], a[0], a[1], a[2], a[3], b[i].x, b[i].y);
@@ -230,10 +233,11 @@ MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const
 
 // ---------------------------------------------------------------- few tokens
 
-// One token of a layer, or up to four of a linear layer: no routing. A token takes two columns of a product, one for each
-// digit, so that four cost as much as one. A warp copies codes of its share of a panel to a ring of its own AHEAD chunks
-// before their turn, the first of them before activations are digits; the sums of the warps meet in shared memory. (Loads
-// to registers are no way to be ahead: they count on one scoreboard, so that who waits for the first waits for the last.)
+// One token of a layer, or up to four of a linear layer: no routing. A token takes two columns of a product, one for
+// each digit, so that four cost as much as one. A warp copies codes of its share of a panel to a ring of its own AHEAD
+// chunks before their turn, the first of them before activations are digits; the sums of the warps meet in shared
+// memory. (Loads to registers are no way to be ahead: they count on one scoreboard, so that who waits for the first
+// waits for the last.)
 struct Few {
     Activations x;         // of each slot; of a linear layer each token's; of `gated` one row
     const i64* index;      // the slots' experts; null: expert 0
@@ -302,7 +306,8 @@ struct FewTokens {
     MOEPACK_DEVICE void fetch(int number, int part) {
         const u8* base = ahead.base;
         if (base && number < end) {
-            int from = int(matrix.codes_at(ahead.chunk)) + threadIdx.x % WARP * 16, left = int(matrix.panel_bytes) - from;
+            int from = int(matrix.codes_at(ahead.chunk)) + threadIdx.x % WARP * 16;
+            int left = int(matrix.panel_bytes) - from;
             Shared to = shared_address(ring + part * Codebook::CODES) + threadIdx.x % WARP * 16;
 #pragma unroll
             for (int i = 0; i < ceil_div(Codebook::CODES, WARP * 16); ++i) {
@@ -402,7 +407,8 @@ MOEPACK_DEVICE void stage(const Few& few, u8* cells, float* notes) {
             Digits digits(value);
             if (item >= rows * few.chunks) continue;
             int token = row % few.tokens, cell = row / few.tokens * few.chunks + item - row * few.chunks;
-            Pair* to = reinterpret_cast<Pair*>(cells) + ((cell * 4 + digits.step) * columns + 2 * token) * 4 + digits.place;
+            int place = ((cell * 4 + digits.step) * columns + 2 * token) * 4 + digits.place;
+            Pair* to = reinterpret_cast<Pair*>(cells) + place;
             to[0] = digits.high, to[4] = digits.low;
             float weight = few.weights ? few.weights[row] : 1.0f;
             if (threadIdx.x % 16 == 0) notes[cell * few.tokens + token] = digits.unit * weight;
@@ -460,8 +466,8 @@ MOEPACK_DEVICE void turn(float* values, int width) {
     __syncthreads();
 }
 
-// Turns the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones. Of
-// more columns than shared memory has floats for, what the last rounds add comes first: sums of parts of the row.
+// Turns the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones.
+// Of more columns than shared memory has floats for, what the last rounds add comes first: sums of parts of the row.
 template <class Value, class Use>
 MOEPACK_DEVICE void turn_row(int columns, int width, Value value, Use use) {
     constexpr int MOST_WIDTH = 32768;
@@ -532,7 +538,8 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) combine_few(Few few
     run_few<false>(few, matrix, matrix);
 }
 
-// Turns each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at all).
+// Turns each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at
+// all).
 extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out) {
     enter_launch();
     i64 start = i64(blockIdx.x) * x.columns;

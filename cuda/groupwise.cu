@@ -1,23 +1,25 @@
-// Integers of 2, 3, 4 or 8 bits with a scale, and maybe an offset, for each group of columns (docs/format.md, section 6).
+// Integers of 2, 3, 4 or 8 bits with a scale, and maybe an offset, for each group of columns (docs/format.md, section
+// 6).
 //
-// Layout: the bytes on disk. A block of 16 rows is a run of records: parameters of a group or two, then 64-byte registers
-// of word w of each of its rows. Rows 2 g and 2 g + 1 are rows g and g + 8 of m16n8k16's operand A, so that a lane loads
-// its words of both with one 8-byte load; and columns are permuted so that these words hold the lane's own
+// Layout: the bytes on disk. A block of 16 rows is a run of records: parameters of a group or two, then 64-byte
+// registers of word w of each of its rows. Rows 2 g and 2 g + 1 are rows g and g + 8 of m16n8k16's operand A, so that a
+// lane loads its words of both with one 8-byte load; and columns are permuted so that these words hold the lane's own
 // (common/integers.cuh).
 //
 // Decoding: a code under the exponent of 1024 is the f16 1024 + code 2^position; one addition or multiplication and
-// addition gives the integer, exactly. Sums of a group are multiplied by its scale in f32, offsets by sums of activations.
-// So weights are exact and f32 rounds sums only. Instructions a weight of the decoding: 2 bits 1.25, 3 bits 1.38 (groups
-// of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
+// addition gives the integer, exactly. Sums of a group are multiplied by its scale in f32, offsets by sums of
+// activations. So weights are exact and f32 rounds sums only. Instructions a weight of the decoding: 2 bits 1.25, 3
+// bits 1.38 (groups of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
 //
-// Launch: common/layer.cuh. Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters are
-// f16, otherwise bf16), TOKENS (most of a tile: 8 or 32), RESIDENT (blocks of an SM), RANK_BITS (of the values of low-rank factors; 0: there are none).
+// Launch: common/layer.cuh. Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters
+// are f16, otherwise bf16), TOKENS (most of a tile: 8 or 32), BLOCK_WARPS, RESIDENT (blocks of an SM), RANK_BITS (of
+// the values of low-rank factors; 0: there are none).
 //
-// Bounds: bytes of codes and parameters over the memory's rate. 3 bits in groups of 64 take 180 instructions a chunk, 64
-// weights a lane, 96 of them to decode; four warps a scheduler of an H100 take 1090 cycles for one each, 92 % of 3 TB/s. What
-// is lost is lost outside: of 16 us for 4096 x 14336 and one token 2 are the launch, 4 pass before the first product
-// (routing, activations) and 1 after the last. More tokens wait for the rounds that bring activations: 28 us for 16; 32 are
-// two tiles.
+// Bounds: bytes of codes and parameters over the memory's rate, 8 us for 4096 x 14336 weights of 3 bits in groups of 64
+// on an H100, or instructions: a chunk, 64 weights a lane, takes 175, of which 96 decode, and 265 with 32 tokens. One
+// token takes 17 us, of which a little more than half passes in the main loop: four warps a scheduler issue six
+// instructions in ten cycles. The rest is the launch, activations and sums. 16 tokens take 24 us, 4 of them for the
+// launches that lay cells out and add the parts of sums; 32 take 34 us, bound by instructions.
 #include "common/factors.cuh"
 #include "common/integers.cuh"
 #include "common/kernels.cuh"
@@ -56,8 +58,8 @@ struct Groupwise {
     static constexpr bool CORRECTS = true;
 
     template <int MOST>
-    static MOEPACK_DEVICE void correct(const Matrix& matrix, const Tile& tile, const u16* order, int row, int first, int step,
-                                       float (&part)[MOST]) {
+    static MOEPACK_DEVICE void correct(const Matrix& matrix, const Tile& tile, const u16* order, int row, int first,
+                                       int step, float (&part)[MOST]) {
         multiply_left<RANK_BITS, MOST>(matrix.factors, tile, order, row, first, step, part);
     }
 #endif
@@ -152,8 +154,15 @@ struct Groupwise {
         }
     }
 
+    // sum += a quad of each of rows 2 g and 2 g + 1 times a quad of tokens.
+    static MOEPACK_DEVICE void multiply_quads(float (&sum)[4], const u32 (&first)[2], const u32 (&second)[2], u32 low,
+                                              u32 high) {
+        multiply_add(sum, first[0], second[0], first[1], second[1], low, high);
+    }
+
     template <int N>
-    static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens, float (*out)[4]) {
+    static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens,
+                                        float (*out)[4]) {
         constexpr int QUADS = Decoder::UNITS * 2;
         // Tokens that do not exist get anything, in columns of their own.
         const u8* x = cells + lane.lane * 16;
@@ -170,9 +179,10 @@ struct Groupwise {
 #pragma unroll
                 for (int i = 0; i < N; ++i) {
                     Quad b = *reinterpret_cast<const Quad*>(from + 8 * i * STEP_BYTES);
-                    multiply_add(sum[i], quad[0][j][0], quad[1][j][0], quad[0][j][1], quad[1][j][1], b.x, b.y);
-                    if (WIDTH == 16) scale<1>(stage, columns / WIDTH - 1, lane.lane, notes + 8 * i * NOTES, sum + i, out + i);
-                    multiply_add(sum[i], quad[0][j + 1][0], quad[1][j + 1][0], quad[0][j + 1][1], quad[1][j + 1][1], b.z, b.w);
+                    const float* its = notes + 8 * i * NOTES;
+                    multiply_quads(sum[i], quad[0][j], quad[1][j], b.x, b.y);
+                    if (WIDTH == 16) scale<1>(stage, columns / WIDTH - 1, lane.lane, its, sum + i, out + i);
+                    multiply_quads(sum[i], quad[0][j + 1], quad[1][j + 1], b.z, b.w);
                 }
                 columns += 16;
                 if (columns % WIDTH == 0) scale<N>(stage, columns / WIDTH - 1, lane.lane, notes, sum, out);
@@ -207,7 +217,8 @@ MOEPACK_DEVICE u32 code_of(const u32 (&word)[BITS], int q, int i) {
 MOEPACK_DEVICE void unit_values(const u8* block, int row, int column, int columns, float (&value)[Groupwise::UNIT]) {
     using G = Groupwise;
     int unit = column / G::UNIT, record = G::RECORD_UNITS ? unit / most(G::RECORD_UNITS, 1) : 0;
-    const u8* codes = block + i64(record) * G::RECORD + G::PARAMETERS + i64(unit - record * G::RECORD_UNITS) * G::UNIT_BYTES;
+    i64 at = i64(record) * G::RECORD + G::PARAMETERS + i64(unit - record * G::RECORD_UNITS) * G::UNIT_BYTES;
+    const u8* codes = block + at;
     u32 word[BITS];
 #pragma unroll
     for (int i = 0; i < BITS; ++i) word[i] = reinterpret_cast<const u32*>(codes + i * G::REGISTER)[row];
@@ -244,7 +255,8 @@ using namespace moepack;
 
 MOEPACK_LAYER_KERNELS(Groupwise)
 
-// Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32 columns.
+// Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32
+// columns.
 extern "C" __global__ void __launch_bounds__(256, RANK_BITS ? 1 : 2)
 dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int columns, u16* out) {
     constexpr int UNIT = Groupwise::UNIT;

@@ -1,27 +1,29 @@
-// Products by ternary weights, which are read as they are packed, well below one bit a weight (docs/format.md, section 5).
+// Products by ternary weights, which are read as they are packed, well below one bit a weight (docs/format.md, section
+// 5).
 //
-// A group of LANES lanes multiplies a row. A lane decodes 8 codes at a time: table look-ups in shared memory (FSV8) or in
-// global memory (dict16), then for each non-zero weight one activation from shared memory, where they lie as float32,
-// TOKENS of a tile side by side. A side table, made once a matrix (`find_columns`), has the column of every 32nd code: 4
-// lanes share such a chunk and two shuffles give each the column of its first code, so there is no serial chain. Chunks lie
-// at multiples of 32 codes of the payload, whatever row they belong to, so that loads are aligned. Codes of the row before
-// are replaced by zeros and those of the row behind are decoded like any other: their columns are before the first or
-// behind the last, where PAD zeros are.
+// A group of LANES lanes multiplies a row. A lane decodes 8 codes at a time: table look-ups in shared memory (FSV8) or
+// in global memory (dict16), then for each non-zero weight one activation from shared memory, where they lie as
+// float32, TOKENS of a tile side by side. A side table, made once a matrix (`find_columns`), has the column of every
+// 32nd code: 4 lanes share such a chunk and two shuffles give each the column of its first code, so there is no serial
+// chain. Chunks lie at multiples of 32 codes of the payload, whatever row they belong to, so that loads are aligned.
+// Codes of the row before are replaced by zeros and those of the row behind are decoded like any other: their columns
+// are before the first or behind the last, where PAD zeros are.
 //
-// Launch: one block of THREADS on each multiprocessor. `gated`: a block takes a range of (tile, row) and computes gate and
-// up of a row one after the other. `combine` (and a linear layer): a block owns rows and multiplies them by all tiles; what
-// belongs to a token is added at the end in the order of its slots, so sums are deterministic without atomics. Results are
-// within (non-zeros / 16 + 12) 2^-24 sum |level x|, the level being the larger of the row's two.
+// Launch: one block of THREADS on each multiprocessor. `gated`: a block takes a range of (tile, row) and computes gate
+// and up of a row one after the other. `combine` (and a linear layer): a block owns rows and multiplies them by all
+// tiles; what belongs to a token is added at the end in the order of its slots, so sums are deterministic without
+// atomics. Results are within (non-zeros / 16 + 12) 2^-24 sum |level x|, the level being the larger of the row's two.
 //
-// Bounds: FSV8 at 88.5 % zeros has 12.5 weights a code: 0.64 bits a weight are read, 0.04 of columns, and 16 bytes a row.
-// Memory would allow 40 * 10^12 weights/s; what bounds is work: a code takes some 19 instructions and, with the conflicts
-// of 32 lanes that look up and gather at random, ten cycles of shared memory for a warp's. An H100 multiplies 7 * 10^12
-// weights/s of 64 matrices of 2080 x 6144 in a launch; one small matrix takes as long for what comes before its first code.
+// Bounds: FSV8 at 88.5 % zeros has 12.5 weights a code: 0.64 bits a weight are read, 0.04 of columns, and 16 bytes a
+// row. Memory would allow 40 * 10^12 weights/s; what bounds is work: a code takes some 19 instructions and, with the
+// conflicts of 32 lanes that look up and gather at random, ten cycles of shared memory for a warp's. An H100 multiplies
+// 7 * 10^12 weights/s of 64 matrices of 2080 x 6144 in a launch; one small matrix takes as long for what comes before
+// its first code.
 //
 // Whatever the codes are, addresses stay within the pads: a lane's first column is clamped, lengths are bounded.
 //
-// Definitions: DICT16 0 or 1; TOKENS 1 or 4; LANES 8, 16 or 32; THREADS of a block; GLOBAL 1 if activations are too many
-// for shared memory.
+// Definitions: DICT16 0 or 1; TOKENS 1 or 4; LANES 8, 16 or 32; THREADS of a block; GLOBAL 1 if activations are too
+// many for shared memory.
 #include "common/ptx.cuh"
 #include "common/routing.cuh"
 #include "ternary_rows.cuh"
@@ -372,8 +374,8 @@ MOEPACK_DEVICE void copy_row(u16* to, const u16* from, int columns) {
     for (int i = lane; !words && i < columns; i += LANES) to[i] = from ? from[i] : 0;
 }
 
-// Writes the weights of `experts` experts from number `from` on. Each group of lanes puts a row together in shared memory
-// (GLOBAL: in place), because stores of two bytes cost the L2 as much as those of 32.
+// Writes the weights of `experts` experts from number `from` on. Each group of lanes puts a row together in shared
+// memory (GLOBAL: in place), because stores of two bytes cost the L2 as much as those of 32.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dequantize(const Matrix matrix, int from, int experts, u16* out) {
     copy_tables(matrix, 0);

@@ -5,13 +5,13 @@
 //   two slots:    position 1 :8 | position 2 :8               | length :8 | kind 1 :2 at 30, kind 2 :2 at 28
 //   three slots:  position 1 :5, kind 1 :2 at 6 | the same of 2 | length :8 | the same of 3
 //
-// A kind is the upper two bits of a float: 0 is 0.0 (unused), 1 is 2.0 (symbol 2), 3 is -2.0 (symbol 1). So a mask makes
-// it a factor, and a weight is `factor * (odd + factor * even)` with odd = (second - first) / 4 and even = (first +
-// second) / 8 of the row's levels. Positions and lengths are bytes because dp4a multiplies one by the bytes of a column
-// and adds it to an address.
+// A kind is the upper two bits of a float: 0 is 0.0 (unused), 1 is 2.0 (symbol 2), 3 is -2.0 (symbol 1). So a mask
+// makes it a factor, and a weight is `factor * (odd + factor * even)` with odd = (second - first) / 4 and even = (first
+// + second) / 8 of the row's levels. Positions and lengths are bytes because dp4a multiplies one by the bytes of a
+// column and adds it to an address.
 //
-// The entry of an FSV8 code has the index `code << 3 | previous code >> 5`: in a little-endian stream these are 11 bits in
-// a row. Tables of two class bits hold each entry twice.
+// The entry of an FSV8 code has the index `code << 3 | previous code >> 5`: in a little-endian stream these are 11 bits
+// in a row. Tables of two class bits hold each entry twice.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -75,7 +75,8 @@ MOEPACK_BOTH float weight(u32 kind, Levels levels) {
 #endif
 }
 
-// Calls add(address, kind) for each slot of a word whose first weight is at address `at`, a column being `step` further.
+// Calls add(address, kind) for each slot of a word whose first weight is at address `at`, a column being `step`
+// further.
 template <int SLOTS, class Add>
 MOEPACK_BOTH void each_slot(u32 entry, u32 step, u32 at, Add add) {
     if (SLOTS == 2) {

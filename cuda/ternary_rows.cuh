@@ -1,5 +1,5 @@
-// Rows of ternary codes as a group of lanes walks them: which codes are a lane's, which columns they begin at, and what a
-// sink is given of them. For cuda/ternary.cu, whose definitions it takes.
+// Rows of ternary codes as a group of lanes walks them: which codes are a lane's, which columns they begin at, and what
+// a sink is given of them. For cuda/ternary.cu, whose definitions it takes.
 #pragma once
 #include "common/ptx.cuh"
 #include "ternary.cuh"

@@ -71,11 +71,11 @@ struct Walk {
     }
 };
 
-// Makes cells: sixteen lanes the `first`-th, first + step and so on. `meanwhile` runs when the last values have been asked
-// for, so that they do not queue behind weights.
+// Makes cells: sixteen lanes the `first`-th, first + step and so on. `meanwhile` runs when the last values have been
+// asked for, so that they do not queue behind weights.
 template <class Format, Mode MODE, class Meanwhile>
-MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, const Cells& cells, u8* to, int first, int step,
-                               Meanwhile meanwhile) {
+MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, const Cells& cells, u8* to, int first,
+                               int step, Meanwhile meanwhile) {
     // Cells whose values are asked for before the first is written: what registers allow.
     constexpr int BATCH = MODE == Mode::combine && !Corrects<Format>::value ? 4 : 2;
     Walk<MODE> loading(problem, routing, cells, first, step), writing = loading;
@@ -98,8 +98,8 @@ MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, c
 template <class Format, Mode MODE>
 MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
     Cells cells = {0, routing.slots, 0, problem.chunks};
-    int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16;
-    if (routing.slots > 0) make_cells<Format, MODE>(problem, routing, cells, problem.cells, first, gridDim.x * groups, [] {});
+    int groups = THREADS / 16, first = blockIdx.x * groups + threadIdx.x / 16, step = gridDim.x * groups;
+    if (routing.slots > 0) make_cells<Format, MODE>(problem, routing, cells, problem.cells, first, step, [] {});
 }
 #endif
 

@@ -1,5 +1,5 @@
-// Low-rank factors of a compensated tensor (docs/format.md, section 8): W = Wq + U V, of each expert V [rank, columns] and U
-// [rows, rank], stored by columns. Both are rows of 64-value chunks of 3, 8 or 16 bits.
+// Low-rank factors of a compensated tensor (docs/format.md, section 8): W = Wq + U V, of each expert V [rank, columns]
+// and U [rows, rank], stored by columns. Both are rows of 64-value chunks of 3, 8 or 16 bits.
 //
 // V x is a launch of its own, before the one that multiplies Wq: `project_right`, a warp a row of V for all tokens of a
 // tile. U is added to the sums of Wq in its launch (Layer::correct), where a row of U's chunks meets 16 rows.
@@ -64,8 +64,8 @@ MOEPACK_DEVICE float activation(const Activations& x, i64 row, int column) {
 
 // Row j of V times the tokens of a tile, by a warp. Slots divided by `shared` give rows of x.
 template <int WIDTH, int MOST>
-MOEPACK_DEVICE void multiply_right(const Factors& f, const Activations& x, const Routing& routing, const Tile& tile, int j,
-                                   int shared) {
+MOEPACK_DEVICE void multiply_right(const Factors& f, const Activations& x, const Routing& routing, const Tile& tile,
+                                   int j, int shared) {
     int lane = threadIdx.x % WARP, row = f.starts[tile.expert] + j;
     float sum[MOST] = {};
 #pragma unroll 4

@@ -1,8 +1,9 @@
-// Integer codes of a unit (32 columns of a row, a word for each bit of a code, docs/format.md, section 6) as operand A of m16n8k16.
+// Integer codes of a unit (32 columns of a row, a word for each bit of a code, docs/format.md, section 6) as operand A
+// of m16n8k16.
 //
-// A product takes a *quad*, four neighbouring columns, from each of the four lanes of a row. Codes<bits, WIDE> says which
-// words a lane reads, what it makes of them, and which quads these are: `place` turns it around for the activations. WIDE
-// takes fewer instructions; the others let each product lie in one group of 16 columns.
+// A product takes a *quad*, four neighbouring columns, from each of the four lanes of a row. Codes<bits, WIDE> says
+// which words a lane reads, what it makes of them, and which quads these are: `place` turns it around for the
+// activations. WIDE takes fewer instructions; the others let each product lie in one group of 16 columns.
 //
 //     bits   a lane t's words of UNITS units         its quads, in the order of products
 //     2      0, 1                                    t, 4 + t

@@ -5,8 +5,8 @@
 #if defined(__CUDACC__)
 #define MOEPACK_LAUNCH extern "C" __global__ void __launch_bounds__(moepack::THREADS, RESIDENT)
 
-// `lay_out_tokens` and `lay_out_hidden` make the cells of the slots of a layer's first and second launch; the others are
-// the launches themselves, by their Mode.
+// `lay_out_tokens` and `lay_out_hidden` make the cells of the slots of a layer's first and second launch; the others
+// are the launches themselves, by their Mode.
 #define MOEPACK_LAYER_KERNELS(FORMAT)                                                                          \
     MOEPACK_LAUNCH lay_out_tokens(moepack::Problem problem) {                                                  \
         moepack::lay_out_layer<FORMAT, moepack::Mode::project, TOKENS>(problem);                               \

@@ -1,31 +1,36 @@
-// The two launches of a layer of experts, for formats whose rows lie in blocks of 16 and whose columns come in chunks of
-// 128: `Layer<Format, MODE, MOST_TOKENS>::run` multiplies the tokens of all active experts.
+// The two launches of a layer of experts, for formats whose rows lie in blocks of 16 and whose columns come in chunks
+// of 128: `Layer<Format, MODE, MOST_TOKENS>::run` multiplies the tokens of all active experts.
 //
-// Launch: a persistent grid of two blocks of 8 warps an SM, or one of 16 (BLOCK_WARPS). Every block builds the routing (common/routing.cuh) and takes
-// a contiguous share of the *units*: a row tile (`row_blocks` blocks of 16 rows) of one tile of tokens, or, in COMBINE, a
-// row tile of all tiles, whose outputs the block alone sums. Chunks of all tiles have one number, tile * chunks + chunk.
-// Within a unit the warps split (matrix, block of 16 rows, range of chunks) among them:
+// Launch: a persistent grid of two blocks of 8 warps an SM, or one of 16 (BLOCK_WARPS). Every block builds the routing
+// (common/routing.cuh) and takes a contiguous share of the *units*: a row tile (`row_blocks` blocks of 16 rows) of one
+// tile of tokens, or, in COMBINE, a row tile of all tiles, whose outputs the block alone sums. Chunks of all tiles have
+// one number, tile * chunks + chunk. Within a unit the warps split (matrix, block of 16 rows, range of chunks) among
+// them:
 //
 //     warp = (matrix * row_blocks + row block) * parts + part
 //
-// Each warp streams its chunks through a ring of its own in shared memory (cp.async, DEPTH - 1 chunks in flight) and runs
-// ahead over ends of rounds and units, so that memory never waits for a barrier. Activations come in *rounds*: as many
-// cells (common/tokens.cuh) as fit. What the warps of a row block have summed meets in shared memory; every sum has one
-// order, which the routing and the launch determine.
+// Each warp streams its chunks through a ring of its own in shared memory (cp.async, DEPTH - 1 chunks in flight) and
+// runs ahead over ends of rounds and units, so that memory never waits for a barrier. Activations come in *rounds*: as
+// many cells (common/tokens.cuh) as fit. Cells that a launch before has laid out come a round ahead, to one of two
+// halves; of few tokens blocks make their own. What the warps of a row block have summed meets in shared memory; every
+// sum has one order, which the routing and the launch determine.
+//
+// A launch begins while the one in front of it ends (`enter_launch`): of a linear layer its first chunks are then on
+// their way already.
 //
 // A Format gives
 //     Matrix                     what the launch says of the weights
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
 //     LAYS_OUT                   launches of more than eight tokens always give `cells`
-//     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step, part)`
-//                                gives part[i], the row's for token i, summed over what begins at `first` by `step`
+//     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step,
+//                                part)` gives part[i], the row's for token i, summed from `first` on by `step`
 //     Lane(lane)                 constants of a lane
-//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, counted through all experts
+//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows of all experts' blocks
 //     Source                     instead of it, where the place of a chunk follows from the last one's (see `Fetching`)
 //     multiply<N>(lane, stage, cells, tokens, sum)   sum[i] += chunk x cells of tokens 8 i to 8 i + 7
-// where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1: {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t),
-// (2g + 1, 2t + 1)} for lane 4 g + t.
+// where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1:
+// {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t), (2g + 1, 2t + 1)} for lane 4 g + t.
 #pragma once
 #include "common/cells.cuh"
 #include "common/ptx.cuh"
@@ -156,7 +161,8 @@ struct Layer {
     MOEPACK_DEVICE void copy_cells(const Round& round, u8* to) {
         Cells copied = cells_of(round);
         const Tile& tile = routing.tile[problem.chunks.quotient(round.begin)];
-        const u8* data = problem.cells + (i64(copied.start) * schedule.chunks() + i64(tile.tokens) * copied.chunk) * CELL;
+        i64 first = i64(copied.start) * schedule.chunks() + i64(tile.tokens) * copied.chunk;
+        const u8* data = problem.cells + first * CELL;
         int bytes = copied.places * int(copied.width.by) * CELL;
         for (int i = threadIdx.x * 16; i < bytes; i += THREADS * 16) copy_async(shared_address(to + i), data + i);
         commit_copies();
@@ -166,8 +172,9 @@ struct Layer {
     // Makes the cells of a round. `meanwhile` as for `make_cells`.
     template <class Meanwhile>
     MOEPACK_DEVICE void make_cells_of(const Round& round, Meanwhile meanwhile) {
+        constexpr int GROUPS = THREADS / 16;
         if constexpr (MOST_TOKENS == 8 || !LaysOut<Format>::value)
-            make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, THREADS / 16, meanwhile);
+            make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, GROUPS, meanwhile);
     }
 
     // Starts to bring activations to the half of the cells that the current round does not read.
@@ -175,8 +182,8 @@ struct Layer {
         if (problem.cells && activations != staged) copy_cells(round, other_cells());
     }
 
-    // Goes on to a round whose activations `prepare` has seen. The first one starts the ring behind what it reads, so that
-    // activations do not queue behind weights.
+    // Goes on to a round whose activations `prepare` has seen. The first one starts the ring behind what it reads, so
+    // that activations do not queue behind weights.
     MOEPACK_DEVICE void enter(const Round& round, const Unit& activations) {
         if (!(activations != staged)) return;
         auto start = [&] {
@@ -200,7 +207,8 @@ struct Layer {
         return cells == first ? first + schedule.capacity * CELL : first;
     }
 
-    // Waits for this thread's latest `copy_cells`, but not for chunks that `fetch` has asked for since, if they are many.
+    // Waits for this thread's latest `copy_cells`, but not for chunks that `fetch` has asked for since, if they are
+    // many.
     MOEPACK_DEVICE void wait_cells() {
         if (since >= Format::DEPTH - 1) wait_copies<Format::DEPTH - 1>();
         else if (since == Format::DEPTH - 2) wait_copies<Format::DEPTH - 2>();
@@ -256,8 +264,8 @@ struct Layer {
         }
     }
 
-    // Adds a tile's sums to this warp's part of `sums`. Where a token that chose an expert twice has two columns, the four
-    // lanes of a row take turns, so that their order is fixed.
+    // Adds a tile's sums to this warp's part of `sums`. Where a token that chose an expert twice has two columns, the
+    // four lanes of a row take turns, so that their order is fixed.
     template <int N>
     MOEPACK_DEVICE void add(const Tile& tile, const float (&sum)[N][4]) {
         float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane / 4 * 2;
@@ -276,8 +284,8 @@ struct Layer {
         }
     }
 
-    // Adds what a Format has besides chunks, for a tile, to this warp's part of `sums`: half a warp the 16 rows, both halves
-    // of all warps of a row block a share of the sum.
+    // Adds what a Format has besides chunks, for a tile, to this warp's part of `sums`: half a warp the 16 rows, both
+    // halves of all warps of a row block a share of the sum.
     MOEPACK_DEVICE void correct(const Tile& tile) {
         float part[MOST_TOKENS] = {};
         float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane % BLOCK_ROWS;

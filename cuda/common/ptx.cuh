@@ -145,8 +145,8 @@ MOEPACK_DEVICE void wait_for_launch_before() {
 #endif
 }
 
-// Lets the launch behind begin as soon as there is room. A launch that does so has waited for the one before it, so that
-// whatever waits for this one has waited for all.
+// Lets the launch behind begin as soon as there is room. A launch that does so has waited for the one before it, so
+// that whatever waits for this one has waited for all.
 MOEPACK_DEVICE void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -187,7 +187,8 @@ MOEPACK_DEVICE void copy_async(Shared to, const void* from, int bytes, u64 polic
                  : "memory");
 }
 
-// Starts to copy 16 bytes. A hint that is a constant would do the same, but NVRTC 13.0 makes illegal instructions of it.
+// Starts to copy 16 bytes. A hint that is a constant would do the same, but NVRTC 13.0 makes illegal instructions of
+// it.
 MOEPACK_DEVICE void copy_async(Shared to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }

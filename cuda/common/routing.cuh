@@ -1,8 +1,9 @@
 // Which tokens each expert multiplies: a block sorts the slots of a launch in its own shared memory.
 //
-// Slot t * k + j is token t's j-th expert, index[t * k + j] (int64). Slots whose expert does not exist are left out; the
-// others are ordered by expert and then by number, and cut into *tiles*: at most MOST tokens of one expert, the columns of
-// one product. The order depends on the routing alone. Without an index every slot belongs to expert 0 (a linear layer).
+// Slot t * k + j is token t's j-th expert, index[t * k + j] (int64). Slots whose expert does not exist are left out;
+// the others are ordered by expert and then by number, and cut into *tiles*: at most MOST tokens of one expert, the
+// columns of one product. The order depends on the routing alone. Without an index every slot belongs to expert 0 (a
+// linear layer).
 //
 // A sort takes a comparison with each slot of the same warp and a search in those of each other one.
 #pragma once

@@ -1,5 +1,5 @@
-// What a launch of a layer is asked for, and how it is cut: which units a block has, which rounds a unit, and which chunks
-// a warp multiplies in each of them (common/layer.cuh).
+// What a launch of a layer is asked for, and how it is cut: which units a block has, which rounds a unit, and which
+// chunks a warp multiplies in each of them (common/layer.cuh).
 #pragma once
 #include "common/routing.cuh"
 

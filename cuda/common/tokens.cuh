@@ -1,17 +1,18 @@
 // Activations in shared memory, as the B operand of m16n8k16 reads them.
 //
-// A *cell* is 128 columns (a chunk) of one token: 256 bytes of f16 and NOTES floats. The cells of a tile's tokens for one
-// chunk lie together, tokens running inside 32 columns (a step, two products), so that the eight tokens that a warp reads
-// at a time never meet in a bank:
+// A *cell* is 128 columns (a chunk) of one token: 256 bytes of f16 and NOTES floats. The cells of a tile's tokens for
+// one chunk lie together, tokens running inside 32 columns (a step, two products), so that the eight tokens that a warp
+// reads at a time never meet in a bank:
 //
-//     step 0: token 0: 4 lanes x 16 bytes, token 1: ...; steps 1 to 3 likewise; then NOTES floats of token 0, of token 1 ...
+//     step 0: token 0: 4 lanes x 16 bytes, token 1: ...; steps 1 to 3 likewise; then NOTES floats of each token
 //
-// The 16 bytes of a lane are two quads of neighbouring columns, each in the order 0, 2, 1, 3, in which integer codes leave
-// their words; which quads is the format's choice (Codes::place).
+// The 16 bytes of a lane are two quads of neighbouring columns, each in the order 0, 2, 1, 3, in which integer codes
+// leave their words; which quads is the format's choice (Codes::place).
 //
-// A cell is scaled by the power of two that brings its largest value to [2^14, 2^15): bfloat16 and f16 survive exactly, but
-// for values 2^29 times smaller than the largest, and f32 is rounded to 11 bits. Note 0 is what undoes it, times the
-// routing weight; the others are sums of the values of groups of columns, times that weight, for formats with offsets.
+// A cell is scaled by the power of two that brings its largest value to [2^14, 2^15): bfloat16 and f16 survive exactly,
+// but for values 2^29 times smaller than the largest, and f32 is rounded to 11 bits. Note 0 is what undoes it, times
+// the routing weight; the others are sums of the values of groups of columns, times that weight, for formats with
+// offsets.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/types.cuh"
@@ -29,8 +30,8 @@ struct Place {
 };
 
 #if defined(__CUDACC__)
-// Eight neighbouring values of a row as they are stored, two a word or one; columns behind its end are zero. Rows begin at
-// multiples of 16 bytes.
+// Eight neighbouring values of a row as they are stored, two a word or one; columns behind its end are zero. Rows begin
+// at multiples of 16 bytes.
 MOEPACK_DEVICE void load_eight(const Activations& x, i64 row, int column, u32 (&word)[8]) {
     Quad low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
     if (column < x.columns) {
@@ -85,10 +86,12 @@ MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&v
         const float* v = value + 4 * half;
         Place place = Format::place(2 * lane + half);
         u8* to = cells + (place.step * tokens + token) * STEP_BYTES + place.lane * 16 + place.half * 8;
-        Pair pair = {to_half2(v[0] * scale.factor, v[2] * scale.factor), to_half2(v[1] * scale.factor, v[3] * scale.factor)};
+        float f = scale.factor;
+        Pair pair = {to_half2(v[0] * f, v[2] * f), to_half2(v[1] * f, v[3] * f)};
         if (exists) *reinterpret_cast<Pair*>(to) = pair;
         // Of the rounded values, which weights with an offset are multiplied by.
-        sum += half_value(u16(pair.x)) + half_value(u16(pair.x >> 16)) + half_value(u16(pair.y)) + half_value(u16(pair.y >> 16));
+        sum += half_value(u16(pair.x)) + half_value(u16(pair.x >> 16));
+        sum += half_value(u16(pair.y)) + half_value(u16(pair.y >> 16));
     }
     if (exists && lane == 0) notes[0] = scale.inverse * weight;
     if constexpr (Format::SUMS > 0) {
