@@ -68,7 +68,7 @@ SPILLS = {
     "codebook 2 bits": 64,
     "codebook 3 bits": 144,
     "codebook 4 bits": 192,
-    "codebook 4 bits, rounded": 64,
+    "codebook 4 bits, rounded": 96,
     "fsv8, long rows": 64,
 }
 """Bytes of stack or of spills that a kernel may have. Two blocks of a multiprocessor leave 128 registers to a thread: a
