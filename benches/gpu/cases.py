@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from moepack import _core
+from moepack.runtime.backends.gpu.backend import REARRANGED
 from moepack.runtime.backends.gpu.families import FAMILIES as MODULES
 from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 
-FAMILIES = ("groupwise", "ternary", "codebook")
+FAMILIES = ("groupwise", "ternary", "codebook", "coded")
 
 Make = partial[NDArray[np.uint8]]
 
@@ -40,7 +41,7 @@ def specifications(families: list[str]) -> dict[str, Make]:
 def on_device(data: NDArray[np.uint8]) -> DeviceMatrix:
     """Copy a packed tensor to the GPU and prepare it."""
     opened = _core.PackedTensor(data)
-    bytes_ = torch.from_numpy(data).cuda()
+    bytes_ = torch.from_numpy(REARRANGED.get(opened.kind, np.array)(data)).cuda()
     matrix = DeviceMatrix(bytes_, opened.shape, opened.kind, opened.format, opened.details(), opened.sections())
     kernels_of(matrix.kind).prepare(matrix)
     return matrix

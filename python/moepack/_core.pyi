@@ -19,6 +19,8 @@ __all__ = [
     "__version__",
     "available_isas",
     "code_groupwise",
+    "coded_from_device",
+    "coded_to_device",
     "decode_coded",
     "encode_codebook",
     "encode_coded",
@@ -257,6 +259,13 @@ def encode_coded(
 
 def decode_coded(data: _Bytes) -> NDArray[np.int32]:
     """Return the codes of a coded tensor, int32 [experts, rows, columns], however large; CorruptionError."""
+
+def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
+    """Return the layout of a coded tensor for GPUs, which cuts rows into segments of so many chunks of 256 columns, 1 to
+    16, by default what suits them; CorruptionError, ValueError."""
+
+def coded_from_device(data: _Bytes) -> _Bytes:
+    """Undo `coded_to_device`; CorruptionError."""
 
 def encode_codebook(
     codes: _Bytes,

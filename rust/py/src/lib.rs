@@ -4,6 +4,7 @@
 mod arrays;
 mod decoder;
 mod dense;
+mod device;
 mod encode;
 mod error;
 mod held;
@@ -24,6 +25,8 @@ mod _core {
     use super::decoder::Decoder;
     #[pymodule_export]
     use super::dense::DenseMatrix;
+    #[pymodule_export]
+    use super::device::{coded_from_device, coded_to_device};
     #[pymodule_export]
     use super::encode::{
         code_groupwise, decode_coded, encode_codebook, encode_coded, encode_groupwise, encode_ternary,

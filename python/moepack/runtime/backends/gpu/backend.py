@@ -21,13 +21,13 @@ from moepack.arrays import as_bytes
 from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
-from moepack.runtime.backends.gpu import prompt
+from moepack.runtime.backends.gpu import coded, prompt
 from moepack.runtime.backends.gpu.device import allocate, require
 from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.upload import Uploader
 
-__all__ = ["PAIRS", "TOKENS", "GpuBackend", "upload"]
+__all__ = ["PAIRS", "REARRANGED", "TOKENS", "GpuBackend", "upload"]
 
 TOKENS = 64
 """Most tokens of a call that the kernels take."""
@@ -57,7 +57,7 @@ class GpuBackend(Backend):
         require(data.device)
         host = data.cpu()
         opened = open_tensor(host.numpy(), file=file, tensor=tensor)
-        if opened.kind == _CODED:
+        if opened.kind in REARRANGED:
             return upload(host, Uploader(data.device), file=file, tensor=tensor)
         return _prepared(data, opened)
 
@@ -104,7 +104,7 @@ class GpuBackend(Backend):
 def upload(
     data: Tensor, uploader: Uploader, *, file: str | PathLike[str] | None = None, tensor: str | None = None
 ) -> DeviceMatrix:
-    """Copy packed bytes from the CPU to a GPU, decoding what is entropy coded.
+    """Copy packed bytes from the CPU to a GPU, decoding or rearranging what is entropy coded.
 
     Args:
         data: flat uint8, maybe a read-only file map.
@@ -119,9 +119,9 @@ def upload(
         DeviceError: the GPU cannot run the kernels.
     """
     opened = open_tensor(data.numpy(), file=file, tensor=tensor)
-    if opened.kind == _CODED:
-        data = as_bytes(expand_groupwise(data.numpy()))
-        opened = open_tensor(data.numpy(), file=file, tensor=tensor)
+    if rearrange := REARRANGED.get(opened.kind):
+        data = as_bytes(rearrange(data.numpy()))
+        opened = open_tensor(data.numpy(), file=file, tensor=tensor) if opened.kind != "coded" else opened
     if opened.kind not in FAMILIES:
         raise LoadError(f"a tensor of the kind '{opened.kind}' runs on the CPU alone", file=file, tensor=tensor)
     place = allocate(len(data), uploader.device, f"'{tensor}'")
@@ -129,7 +129,8 @@ def upload(
     return _prepared(place, opened)
 
 
-_CODED = "coded-groupwise"
+REARRANGED = {"coded-groupwise": expand_groupwise, "coded": coded.uploaded}
+"""What makes the bytes for a GPU of a packed tensor's, for kinds whose bytes are others there."""
 
 
 def _prepared(data: Tensor, opened: OpenTensor) -> DeviceMatrix:

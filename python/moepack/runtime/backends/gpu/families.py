@@ -13,6 +13,7 @@ FAMILIES = {
     "compensated": "groupwise",
     "ternary": "ternary",
     "codebook": "codebook",
+    "coded": "coded",
 }
 """The module of each kind of packed tensor. `coded-groupwise` becomes `groupwise` when it is uploaded."""
 

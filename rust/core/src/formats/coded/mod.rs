@@ -41,6 +41,7 @@
 //! with all states at 256.
 
 mod decode;
+pub mod device;
 mod encode;
 mod fit;
 mod give_off;

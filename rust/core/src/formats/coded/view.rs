@@ -22,7 +22,7 @@ pub struct Coded {
     pub(super) tables: Vec<Table>,
     /// All streams, and their end.
     pub(super) starts: Vec<Start>,
-    sections: [Range<usize>; 5],
+    pub(super) sections: [Range<usize>; 5],
     total: usize,
 }
 
@@ -155,8 +155,8 @@ fn split_entry(entry: &[u8]) -> [usize; 3] {
 /// A tensor that can be decoded.
 #[derive(Debug, Clone, Copy)]
 pub struct CodedView<'a> {
-    coded: &'a Coded,
-    data: &'a [u8],
+    pub(super) coded: &'a Coded,
+    pub(super) data: &'a [u8],
 }
 
 impl<'a> CodedView<'a> {

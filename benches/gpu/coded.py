@@ -1,0 +1,52 @@
+"""Cases of coded integers: of 2, 3 and 4 bits, in streams of either height, with many tables and with many exceptions."""
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moepack import _core
+
+STEPS = {2: 1.0, 3: 0.49, 4: 0.2425}
+"""Steps, in standard deviations, at which Gaussian codes have so many bits of entropy."""
+
+
+def make(
+    experts: int,
+    rows: int,
+    columns: int,
+    seed: int,
+    *,
+    bits: int,
+    stream_rows: int | None = None,
+    spread: float = 0.0,
+    outliers: float = 0.0,
+) -> NDArray[np.uint8]:
+    """A packed tensor of Gaussian codes; more than 2^22 are the same ones over and over.
+
+    Args:
+        experts: of the tensor.
+        rows: of an expert.
+        columns: of a row.
+        seed: of the codes.
+        bits: their entropy.
+        stream_rows: rows of a stream.
+        spread: standard deviation of the logarithm of the rows' deviations.
+        outliers: share of codes that are large.
+    """
+    random = np.random.default_rng(seed)
+    count = min(experts * rows, max(64, (1 << 22) // columns))
+    deviations = np.exp(spread * random.standard_normal((count, 1))) / STEPS[bits]
+    codes = np.rint(random.standard_normal((count, columns)) * deviations)
+    codes = np.where(random.random(codes.shape) < outliers, 40 * codes, codes).astype(np.int16)
+    scales = (1 + random.random((experts, rows))).astype(np.float32) * STEPS[bits] * columns**-0.5
+    scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    repeated = codes[np.arange(experts * rows) % count].reshape(experts, rows, columns)
+    return _core.encode_coded(repeated, scales, ndim=3, stream_rows=stream_rows)
+
+
+SPECIFICATIONS = {f"coded {bits} bits": partial(make, bits=bits) for bits in STEPS} | {
+    "coded 3 bits, rows of 16": partial(make, bits=3, stream_rows=16),
+    "coded 3 bits, uneven rows": partial(make, bits=3, spread=0.5),
+    "coded 2 bits, outliers": partial(make, bits=2, outliers=0.02),
+}

@@ -1,0 +1,652 @@
+// Coded integers: entropy-coded codes, each worth a step of its row or of the tensor (docs/format.md, section 9).
+//
+// Layout: not the bytes on disk but a rearrangement of them, made when they are uploaded (rust/core, formats/coded/device.rs):
+// row blocks are cut into segments of columns, which warps decode independently, and segments into chunks of 256 columns,
+// whose records bring the bytes of each of the 64 lanes. A lane's symbols come in the order in which operand A of m16n8k16
+// wants them, as f16 of 2^-24 symbol, and the integer of symbol 0 is added times the sum of the activations.
+//
+// Arithmetic: weights are exact. Activations are rounded to f16 under a power of two for each token, which keeps bfloat16
+// and float16 but for values 2^29 times smaller than the token's largest, and 11 bits of float32. Sums are float32.
+//
+// Launch: one block an SM, of as many warps as have room for two records each. A block has *tasks* of its own, row blocks of
+// a tile of tokens (`combine`: of all tiles), and shares their segments out to its warps: *units*. What the warps have
+// summed meets in shared memory and is added in the order of the segments. Activations become operands B in shared memory
+// of each block, or, if they are many, in a launch before (`lay_out`).
+//
+// Bounds: instructions. A symbol takes 8.7 of them (coded.cuh), 27 us at one a cycle of each scheduler for 4096 x 14336
+// weights on an H100 whose warps never wait 17; bytes take 5 to 10.
+//
+// Definitions: TOKENS (most of a tile: 8, 16 or 32), MOST_THREADS.
+#include "coded.cuh"
+#include "common/layer.cuh"
+
+namespace moepack {
+
+// What the launch says of the weights: the sections of the layout.
+struct CodedMatrix {
+    const float* scales;
+    const u32 *tables, *blocks, *starts, *firsts, *corrections;
+    const u8* records;
+    int row_scales, table_count;
+};
+
+// The arguments of a launch beside the matrices.
+struct CodedProblem {
+    Activations x;
+    const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
+    const float* weights;  // [tokens * top_k], or null: 1
+    float* out;            // [slots, rows]; combine: [tokens, rows]
+    u8* cells;             // operands B that `lay_out` has made, or null: blocks make them
+    float2* notes;         // of their places: factor and sum
+    int tokens, experts, rows;
+    int groups;            // of 16 columns, and one more that may be read
+    int chunks, of_segment;
+    int table_bytes, sum_bytes, cell_bytes, stage;  // of shared memory: copies of tables, sums, cells; a record
+    u32 one;
+    Divisor top_k, segments, blocks;
+
+    MOEPACK_BOTH int slots() const {
+        return tokens * int(top_k.by);
+    }
+};
+
+#if defined(__CUDACC__)
+constexpr int MOST_WARPS = MOST_THREADS / WARP;
+
+// A segment of a row block of a matrix, and the tile whose tokens it is multiplied by.
+struct CodedUnit {
+    int tile, second, block, segment;
+};
+
+// The units of a block, in the order of its tasks.
+template <Mode MODE>
+struct Work {
+    const CodedProblem& problem;
+    const Routing& routing;
+    int first, last;  // tasks
+
+    MOEPACK_DEVICE Work(const CodedProblem& problem, const Routing& routing) : problem(problem), routing(routing) {
+        int blocks = problem.blocks.by, tasks = MODE == Mode::combine ? blocks : routing.tiles * blocks;
+        int share = tasks / gridDim.x, more = tasks % gridDim.x;
+        first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
+    }
+
+    MOEPACK_DEVICE int segments() const {
+        return int(problem.segments.by);
+    }
+
+    // Units of a task.
+    MOEPACK_DEVICE int of_task() const {
+        return segments() * (MODE == Mode::combine ? routing.tiles : MODE == Mode::gated ? 2 : 1);
+    }
+
+    MOEPACK_DEVICE CodedUnit unit(int number) const {
+        int part = problem.segments.quotient(number), segment = number - part * segments();
+        if (MODE == Mode::combine) {
+            int task = part / routing.tiles;
+            return {part - task * routing.tiles, 0, first + task, segment};
+        }
+        int task = first + (MODE == Mode::gated ? part / 2 : part), tile = problem.blocks.quotient(task);
+        return {tile, MODE == Mode::gated ? part % 2 : 0, task - tile * int(problem.blocks.by), segment};
+    }
+};
+
+// The places of a launch in dynamic shared memory.
+struct Areas {
+    u8 *tables, *sums, *cells, *rings;
+
+    MOEPACK_DEVICE explicit Areas(const CodedProblem& problem)
+        : tables(shared_memory), sums(tables + problem.table_bytes), cells(sums + problem.sum_bytes),
+          rings(cells + problem.cell_bytes) {}
+};
+
+// The tables of a block's row blocks, in as many copies as there is room for.
+struct Tables {
+    u64 used[2];  // of the first and of the second matrix
+    int copies;   // a power of two, at most 32
+
+    // All threads; `used` has been found.
+    MOEPACK_DEVICE void load(const CodedMatrix& first, const CodedMatrix& second, u8* to, int room) {
+        int count = __popcll(used[0]) + __popcll(used[1]), shift = 5;
+        while (shift > 0 && count << (shift + 10) > room) --shift;
+        if (threadIdx.x == 0) copies = 1 << shift;
+        u32* words = reinterpret_cast<u32*>(to);
+        for (int matrix = 0; matrix < 2; ++matrix) {
+            const u32* from = matrix ? second.tables : first.tables;
+            for (u64 rest = used[matrix]; rest; rest &= rest - 1, words += SLOTS << shift) {
+                const u32* table = from + (__ffsll(rest) - 1) * SLOTS;
+#pragma unroll 4
+                for (int i = threadIdx.x; i < SLOTS << shift; i += blockDim.x) words[i] = table[i >> shift];
+            }
+        }
+    }
+
+    // The copy that a lane reads of a table of a matrix.
+    MOEPACK_DEVICE Copies find(int matrix, int table, const u8* at) const {
+        int before = __popcll(used[matrix] & (1ull << table) - 1) + (matrix ? __popcll(used[0]) : 0);
+        u32 place = before * SLOTS * copies + (threadIdx.x & (copies - 1));
+        return {shared_address(at) + 4 * place, u32(4 * copies)};
+    }
+};
+
+// Finds which tables the units of a block use; all threads.
+template <Mode MODE>
+MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first, const CodedMatrix& second, Tables& tables) {
+    constexpr int MATRICES = MODE == Mode::gated ? 2 : 1;
+    bool several = first.table_count > 1 || (MATRICES == 2 && second.table_count > 1);
+    if (threadIdx.x < 2) tables.used[threadIdx.x] = !several && int(threadIdx.x) < MATRICES;
+    __syncthreads();
+    if (!several) return;
+    int parts = (work.last - work.first) * work.of_task() / work.segments();
+    for (int part = threadIdx.x; part < parts; part += blockDim.x) {
+        CodedUnit unit = work.unit(part * work.segments());
+        const u32* blocks = unit.second ? second.blocks : first.blocks;
+        int block = work.routing.tile[unit.tile].expert * int(work.problem.blocks.by) + unit.block;
+        atomicOr(&tables.used[unit.second], 1ull << (blocks[block] & 63));
+    }
+    __syncthreads();
+}
+
+// Makes operands B of the tokens at `count` places from `first` on in the routing, and their notes: what undoes the power of
+// two, times the weight, and the sum of the values. All threads of a block; warps share places out.
+//
+// A tile's cells begin at its first place's; of every 16 columns 32 bytes a token: four lanes of four values, those of
+// columns t, 4 + t, 8 + t and 12 + t.
+template <Mode MODE>
+MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& routing, int first, int count, u8* cells,
+                                   float2* notes, bool same) {
+    __shared__ float largest_of[MOST_WARPS], sum_of[MOST_WARPS];
+    int warps = blockDim.x / WARP, per = most(1, warps / most(count, 1)), rows = warps / per;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, in_row = warp % per * WARP + lane;
+    for (int base = 0; base < count; base += rows) {
+        bool exists = warp / per < rows && base + warp / per < count;
+        int place = first + least(base + warp / per, count - 1), slot = routing.order[place];
+        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot), end = (problem.groups - 1) * CODED_GROUP;
+        const Tile& tile = routing.tile[routing.at[place]];
+        int tokens = same ? 1 : tile.tokens;
+        u8* to = same ? cells : cells + (i64(tile.start) * problem.groups + place - tile.start) * 32;
+        u32 word[8];
+        float value[8], largest = 0, sum = 0;
+        for (int column = in_row * 8; column < end; column += per * WARP * 8) {
+            load_eight(problem.x, row, column, word);
+            to_floats(problem.x.type, word, value);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(value[i]));
+        }
+#pragma unroll
+        for (int distance = WARP / 2; distance; distance /= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+        if (lane == 0) largest_of[warp] = largest;
+        __syncthreads();
+        for (int i = 0; i < per; ++i) largest = fmaxf(largest, largest_of[least(warp / per, rows - 1) * per + i]);
+        Scale scale = scale_of(largest);
+        for (int column = in_row * 8; exists && column < end; column += per * WARP * 8) {
+            load_eight(problem.x, row, column, word);
+            to_floats(problem.x.type, word, value);
+            u8* group = to + i64(column / CODED_GROUP) * tokens * 32 + column % CODED_GROUP / 8 * 4;
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                u32 pair = to_half2(value[t] * scale.factor, value[4 + t] * scale.factor);
+                *reinterpret_cast<u32*>(group + t * 8) = pair;
+                sum += half_value(u16(pair)) + half_value(u16(pair >> 16));
+            }
+        }
+#pragma unroll
+        for (int distance = WARP / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        if (lane == 0) sum_of[warp] = sum;
+        __syncthreads();
+        if (exists && in_row == 0) {
+            float total = 0, weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+            for (int i = 0; i < per; ++i) total += sum_of[warp + i];
+            notes[place] = {scale.inverse * weight, total};
+        }
+    }
+}
+
+// Copies records to a warp's two stages in shared memory, one ahead of the one that is decoded.
+struct Ring {
+    u8* stages;
+    int stage, turn;
+    u32 start, bytes;  // of the next record, in units of 16, and in bytes
+
+    MOEPACK_DEVICE Ring(u8* rings, int stage) : stages(rings + threadIdx.x / WARP * 2 * stage), stage(stage), turn(0) {}
+
+    // Reads where the record of a chunk of all row blocks' chunks lies.
+    MOEPACK_DEVICE void look_up(const CodedMatrix& matrix, i64 chunk) {
+        start = __ldg(matrix.starts + chunk), bytes = (__ldg(matrix.starts + chunk + 1) - start) * 16;
+    }
+
+    // Starts to copy it, if there is one, to the stage that was decoded before the last.
+    MOEPACK_DEVICE void fetch(const CodedMatrix& matrix, bool exists) {
+        const u8* from = matrix.records + i64(start) * 16;
+        Shared to = shared_address(stages + turn * stage);
+        if (exists)
+            for (u32 at = threadIdx.x % WARP * 16; at < bytes; at += WARP * 16) copy_async(to + at, from + at, 16, KEEP);
+        commit_copies();
+        turn ^= 1;
+    }
+
+    // The record that was fetched before the last.
+    MOEPACK_DEVICE const u8* wait() const {
+        wait_copies<1>();
+        __syncwarp();
+        return stages + turn * stage;
+    }
+};
+
+// Begins a chunk: states where a segment begins, and where the bytes of the thread's lanes are.
+MOEPACK_DEVICE void enter_chunk(Lanes& lanes, const u8* record, bool begins) {
+    int lane = threadIdx.x % WARP;
+    if (begins) {
+        const u16* states = reinterpret_cast<const u16*>(record);
+        lanes.chain[0].state = ONE | states[lane], lanes.chain[1].state = ONE | states[WARP + lane];
+        record += STATES_BYTES;
+    }
+    u32 counts = record[lane] | u32(record[WARP + lane]) << 16, sum = counts;
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        u32 other = __shfl_up_sync(~0u, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    u32 total = __shfl_sync(~0u, sum, WARP - 1) & 0xffff, before = sum - counts;
+    lanes.enter(shared_address(record + CODED_LANES), {before & 0xffff, total + (before >> 16)});
+}
+
+// Sums of a row block and a tile: of rows g and g + 8, and of tokens 8 i + 2 t and 8 i + 2 t + 1.
+template <int N>
+struct Sums {
+    float of[N][4];
+
+    MOEPACK_DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < N; ++i) of[i][0] = of[i][1] = of[i][2] = of[i][3] = 0;
+    }
+
+    MOEPACK_DEVICE void add(const u32 (&a)[4], const Pair (&b)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) multiply_add(of[i], a[0], a[1], a[2], a[3], b[i].x, b[i].y);
+    }
+};
+
+// Operands B of a tile from a segment on: those of its tokens side by side, or, for all, those of an only token.
+struct Operands {
+    const u8* first;
+    int tokens;
+
+    MOEPACK_DEVICE int token(int wanted) const {
+        return least(wanted, tokens - 1);
+    }
+};
+
+// What a warp does: its units, one after the other.
+template <Mode MODE, int N>
+struct CodedWarp {
+    const CodedProblem& problem;
+    const Work<MODE>& work;
+    const CodedMatrix &first, &second;
+    const Tables& tables;
+    Areas areas;
+    const u8* cells;       // of this launch, in shared or global memory
+    const float2* notes;
+    bool same;             // all tiles are the same only token
+    int columns, step, lane = threadIdx.x % WARP;
+    int stop;              // units of the block
+    int next_unit, next_chunk, after_unit, after_chunk;  // what is fetched next, and looked up
+    Ring ring;
+
+    MOEPACK_DEVICE CodedWarp(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
+                             const CodedMatrix& second, const Tables& tables, bool same, int columns)
+        : problem(problem), work(work), first(first), second(second), tables(tables), areas(problem), same(same),
+          columns(columns), step(blockDim.x / WARP), stop((work.last - work.first) * work.of_task()),
+          ring(areas.rings, problem.stage) {
+        next_unit = threadIdx.x / WARP, next_chunk = 0;
+        look_up(next_unit, next_chunk);
+    }
+
+    // By value, and field by field: the address of an argument would put all of it into local memory.
+    MOEPACK_DEVICE CodedMatrix matrix(int number) const {
+        if (MODE != Mode::gated) return first;
+        bool other = number == 1;
+        return {other ? second.scales : first.scales,           other ? second.tables : first.tables,
+                other ? second.blocks : first.blocks,           other ? second.starts : first.starts,
+                other ? second.firsts : first.firsts,           other ? second.corrections : first.corrections,
+                other ? second.records : first.records,         other ? second.row_scales : first.row_scales,
+                other ? second.table_count : first.table_count};
+    }
+
+    // The number of a unit's row block among all experts'.
+    MOEPACK_DEVICE int block_of(const CodedUnit& unit) const {
+        return work.routing.tile[unit.tile].expert * int(problem.blocks.by) + unit.block;
+    }
+
+    // Chunks of a segment.
+    MOEPACK_DEVICE int chunks_of(int segment) const {
+        return least(problem.of_segment, problem.chunks - segment * problem.of_segment);
+    }
+
+    MOEPACK_DEVICE Operands operands_of(const Tile& tile, int segment) const {
+        int tokens = same ? 1 : tile.tokens, group = segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
+        return {cells + ((same ? 0 : i64(tile.start) * problem.groups) + i64(group) * tokens) * 32, tokens};
+    }
+
+    MOEPACK_DEVICE void look_up(int number, int chunk) {
+        if (number >= stop) return;
+        CodedUnit unit = work.unit(number);
+        ring.look_up(matrix(unit.second), i64(block_of(unit)) * problem.chunks + unit.segment * problem.of_segment + chunk);
+    }
+
+    // Fetches the next record and looks up the one after it.
+    MOEPACK_DEVICE void fetch() {
+        bool exists = next_unit < stop;
+        CodedUnit unit = exists ? work.unit(next_unit) : CodedUnit{0, 0, 0, 0};
+        ring.fetch(matrix(unit.second), exists);
+        if (exists && ++next_chunk == chunks_of(unit.segment)) next_chunk = 0, next_unit += step;
+        look_up(next_unit, next_chunk);
+    }
+
+    // Multiplies a unit and gives its sums to a place of the block's.
+    MOEPACK_DEVICE void multiply(int number, int place) {
+        CodedUnit unit = work.unit(number);
+        CodedMatrix of = matrix(unit.second);
+        int block = block_of(unit);
+        u32 word = __ldg(of.blocks + block);
+        Copies copies = tables.find(unit.second, word & 63, areas.tables);
+        const Tile& tile = work.routing.tile[unit.tile];
+        Operands from = operands_of(tile, unit.segment);
+        const u8* x[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = from.first + from.token(8 * i + lane / 4) * 32 + lane % 4 * 8;
+        const float* scales = of.scales + (of.row_scales ? i64(work.routing.tile[unit.tile].expert) * problem.rows : 0);
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + (of.row_scales ? unit.block * CODED_BLOCK : 0)));
+        Sums<N> sums;
+        sums.clear();
+        Lanes lanes;
+        int groups = problem.groups - 1 - unit.segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
+        for (int chunk = 0; chunk < chunks_of(unit.segment); ++chunk, groups -= CODED_CHUNK / CODED_GROUP) {
+            fetch();
+            enter_chunk(lanes, ring.wait(), chunk == 0);
+            decode(lanes, copies, x, least(groups, CODED_CHUNK / CODED_GROUP), from.tokens * 32, sums);
+            __syncwarp();
+        }
+        correct(of, i64(block) * int(problem.segments.by) + unit.segment, from, sums);
+        give(sums, tile, place, unit.segment == 0 ? float(int(word << 16) >> 24) : 0.0f);
+    }
+
+    // Multiplies groups of 16 columns by operands B that are `more` bytes apart.
+    MOEPACK_DEVICE void decode(Lanes& lanes, const Copies& copies, const u8* (&x)[N], int groups, int more, Sums<N>& sums) {
+        Pair b[N], now[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) b[i] = *reinterpret_cast<const Pair*>(x[i]);
+#pragma unroll 2
+        for (; groups > 0; --groups) {
+            u32 a[4];
+            lanes.decode(copies, problem.one, a);
+#pragma unroll
+            for (int i = 0; i < N; ++i) now[i] = b[i], x[i] += more, b[i] = *reinterpret_cast<const Pair*>(x[i]);
+            sums.add(a, now);
+        }
+    }
+
+    // Adds the corrections of a segment, sixteen a product.
+    MOEPACK_DEVICE void correct(const CodedMatrix& of, i64 segment, const Operands& from, Sums<N>& sums) {
+        u32 at = __ldg(of.firsts + segment), end = __ldg(of.firsts + segment + 1);
+        for (; at < end; at += 16) {
+            u32 correction[4], a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32 mine = at + lane % 4 * 2 + i / 2 * 8 + i % 2;
+                correction[i] = mine < end ? __ldg(of.corrections + mine) : 0;
+            }
+            correction_operand(correction, lane / 4, a);
+            Pair b[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                int token = from.token(8 * i + lane / 4);
+                u32 value[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    int column = correction[j] & 0xfff, within = column % CODED_GROUP;
+                    const u8* cell = from.first + (column / CODED_GROUP * from.tokens + token) * 32;
+                    value[j] = *reinterpret_cast<const u16*>(cell + within % 4 * 8 + within / 4 * 2);
+                }
+                b[i] = {value[0] | value[1] << 16, value[2] | value[3] << 16};
+            }
+            sums.add(a, b);
+        }
+    }
+
+    // Writes [tokens][16] sums to their place, with `lowest` times the sums of the activations.
+    MOEPACK_DEVICE void give(const Sums<N>& sums, const Tile& tile, int place, float lowest) {
+        float* to = reinterpret_cast<float*>(areas.sums) + place * columns * CODED_BLOCK + lane / 4;
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) {
+            int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            if (token >= tile.tokens) continue;
+            float more = lowest * notes[same ? 0 : tile.start + token].y;
+            to[token * CODED_BLOCK] = sums.of[i / 2][i % 2] * 16777216.0f + more;
+            to[token * CODED_BLOCK + 8] = sums.of[i / 2][2 + i % 2] * 16777216.0f + more;
+        }
+    }
+};
+
+// Adds the sums of the segments of a matrix, from a unit on, in their order.
+MOEPACK_DEVICE float add_segments(const float* sums, int unit, int segments, int columns, int token, int row) {
+    float total = 0;
+    const float* from = sums + (unit * columns + token) * CODED_BLOCK + row;
+#pragma unroll 4
+    for (int i = 0; i < segments; ++i) total += from[i * columns * CODED_BLOCK];
+    return total;
+}
+
+MOEPACK_DEVICE float scale_of_row(const CodedMatrix& matrix, int expert, int rows, int row) {
+    return matrix.scales[matrix.row_scales ? i64(expert) * rows + row : 0];
+}
+
+// Writes the outputs of tasks `begin` to `end` of a block, whose units' sums are in shared memory; all threads.
+template <Mode MODE>
+MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
+                                  const CodedMatrix& second, const float* sums, const float2* notes, bool same, int columns,
+                                  int begin, int end) {
+    const Routing& routing = work.routing;
+    int outputs = MODE == Mode::combine ? problem.tokens : columns, segments = work.segments();
+    for (int item = threadIdx.x; item < (end - begin) * outputs * CODED_BLOCK; item += blockDim.x) {
+        int row = item % CODED_BLOCK, token = item / CODED_BLOCK % outputs, task = item / CODED_BLOCK / outputs;
+        int unit = task * work.of_task();
+        CodedUnit at = {0, 0, begin + task, 0};
+        if (MODE != Mode::combine) at = work.unit((begin - work.first) * work.of_task() + unit);
+        int line = at.block * CODED_BLOCK + row;
+        if (line >= problem.rows) continue;
+        if (MODE == Mode::combine) {
+            float total = 0;
+            for (int number = 0; number < routing.tiles; ++number, unit += segments) {
+                const Tile& tile = routing.tile[number];
+                for (int i = 0; i < tile.tokens; ++i) {
+                    if (problem.top_k.quotient(routing.order[tile.start + i]) != token) continue;
+                    float sum = add_segments(sums, unit, segments, columns, i, row);
+                    total += sum * notes[tile.start + i].x * scale_of_row(first, tile.expert, problem.rows, line);
+                }
+            }
+            problem.out[i64(token) * problem.rows + line] = total;
+            continue;
+        }
+        const Tile& tile = routing.tile[at.tile];
+        if (token >= tile.tokens) continue;
+        float factor = notes[same ? 0 : tile.start + token].x;
+        float value = add_segments(sums, unit, segments, columns, token, row) * factor *
+                      scale_of_row(first, tile.expert, problem.rows, line);
+        if (MODE == Mode::gated) {
+            float other = add_segments(sums, unit + segments, segments, columns, token, row) * factor *
+                          scale_of_row(second, tile.expert, problem.rows, line);
+            value = value / (1.0f + __expf(-value)) * other;
+        }
+        problem.out[i64(routing.order[tile.start + token]) * problem.rows + line] = value;
+    }
+}
+
+template <Mode MODE>
+MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& first, const CodedMatrix& second) {
+    __shared__ Routing routing;
+    __shared__ Tables tables;
+    __shared__ float2 own_notes[MOST_SLOTS];
+    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    Work<MODE> work(problem, routing);
+    // All experts read the same activations of an only token.
+    bool same = MODE != Mode::combine && problem.tokens == 1;
+    int columns = least(problem.slots(), TOKENS);
+    find_tables(work, first, second, tables);
+    CodedWarp<MODE, TOKENS / 8> warp(problem, work, first, second, tables, same, columns);
+    warp.fetch();
+    Areas areas(problem);
+    tables.load(first, second, areas.tables, problem.table_bytes);
+    warp.cells = problem.cells ? problem.cells : areas.cells, warp.notes = problem.cells ? problem.notes : own_notes;
+    if (!problem.cells && routing.slots > 0)
+        lay_out_places<MODE>(problem, routing, 0, same ? 1 : routing.slots, areas.cells, own_notes, same);
+    __syncthreads();
+    int room = problem.sum_bytes / (columns * CODED_BLOCK * 4), round = most(1, room / most(work.of_task(), 1));
+    const float* sums = reinterpret_cast<const float*>(areas.sums);
+    int unit = threadIdx.x / WARP;
+    for (int begin = work.first; begin < work.last; begin += round) {
+        int end = least(begin + round, work.last), start = (begin - work.first) * work.of_task();
+        for (; unit < (end - work.first) * work.of_task(); unit += blockDim.x / WARP) warp.multiply(unit, unit - start);
+        __syncthreads();
+        write_outputs(problem, work, first, second, sums, warp.notes, same, columns, begin, end);
+        __syncthreads();
+    }
+    wait_copies<0>();
+}
+
+// Where the values of a thread's two rows of a row block go.
+struct Rows {
+    u16* to[2];
+    float scale[2];
+    int columns, lowest;
+
+    // `out` begins with the first row of expert `first`.
+    MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, i64 block, i64 first, int columns, u16* out)
+        : columns(columns), lowest(int(matrix.blocks[block] << 16) >> 24) {
+        int expert = int(block / problem.blocks.by), line = int(block % problem.blocks.by) * CODED_BLOCK;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int row = line + threadIdx.x % WARP / 4 + 8 * i;
+            to[i] = row < problem.rows ? out + ((expert - first) * problem.rows + row) * columns : nullptr;
+            scale[i] = scale_of_row(matrix, expert, problem.rows, least(row, problem.rows - 1));
+        }
+    }
+
+    MOEPACK_DEVICE void put(int i, int column, int code) const {
+        if (to[i] && column < columns) to[i][column] = u16(to_bf16x2(scale[i] * float(code), 0.0f));
+    }
+
+    // The symbols of 16 columns as `Lanes::decode` leaves them.
+    MOEPACK_DEVICE void put(const u32 (&a)[4], int column) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            put(i % 2, column + i / 2 * 4 + threadIdx.x % 4, int(a[i % 2 + i / 4 * 2] >> i / 2 % 2 * 16 & 0xffff) + lowest);
+    }
+
+    // Adds corrections: f16 holds a code's symbol exactly, bf16 well enough to find it again.
+    MOEPACK_DEVICE void correct(const u32* corrections, u32 at, u32 end, int first) const {
+        for (; at < end; ++at) {
+            u32 correction = corrections[at], place = correction & 0xffff;
+            int column = first + (place & 0xfff);
+            u16* row = place >> 15 ? to[1] : to[0];
+            float step = place >> 15 ? scale[1] : scale[0];
+            if (int(place >> 12 & 7) != threadIdx.x % WARP / 4 || column % 4 != threadIdx.x % 4 || !row) continue;
+            float code = rintf(bf16_value(row[column]) / step);
+            for (; at < end && (corrections[at] & 0xffff) == place; ++at)
+                code += half_value(u16(corrections[at] >> 16)) * 16777216.0f;
+            --at;
+            row[column] = u16(to_bf16x2(step * code, 0.0f));
+        }
+    }
+};
+
+// Makes operands B in global memory: a block a place, and the others in turn.
+template <Mode MODE>
+MOEPACK_DEVICE void lay_out_coded(const CodedProblem& problem) {
+    __shared__ Routing routing;
+    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    for (int place = blockIdx.x; place < routing.slots; place += gridDim.x) {
+        lay_out_places<MODE>(problem, routing, place, 1, problem.cells, problem.notes, false);
+        __syncthreads();
+    }
+}
+#endif
+
+}  // namespace moepack
+
+#if defined(__CUDACC__)
+using namespace moepack;
+
+#define CODED_KERNEL extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
+
+CODED_KERNEL lay_out_tokens(CodedProblem problem) {
+    lay_out_coded<Mode::project>(problem);
+}
+
+CODED_KERNEL lay_out_hidden(CodedProblem problem) {
+    lay_out_coded<Mode::combine>(problem);
+}
+
+CODED_KERNEL gated(CodedProblem problem, CodedMatrix gate, CodedMatrix up) {
+    run_coded<Mode::gated>(problem, gate, up);
+}
+
+CODED_KERNEL project(CodedProblem problem, CodedMatrix matrix) {
+    run_coded<Mode::project>(problem, matrix, matrix);
+}
+
+CODED_KERNEL combine(CodedProblem problem, CodedMatrix matrix) {
+    run_coded<Mode::combine>(problem, matrix, matrix);
+}
+
+// out[token] = the sum over its slots of weight * from[slot]; slots of no expert are left out.
+CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
+    int count = problem.tokens * problem.rows;
+    for (int item = blockIdx.x * blockDim.x + threadIdx.x; item < count; item += gridDim.x * blockDim.x) {
+        int token = item / problem.rows, row = item - token * problem.rows;
+        float total = 0;
+        for (int i = 0; i < int(problem.top_k.by); ++i) {
+            int slot = token * int(problem.top_k.by) + i;
+            i64 expert = problem.index[slot];
+            if (expert >= 0 && expert < problem.experts) total += problem.weights[slot] * from[i64(slot) * problem.rows + row];
+        }
+        problem.out[item] = total;
+    }
+}
+
+// Writes the values of `count` row blocks, counted through all experts, from `begin` on, where an expert begins; a warp a
+// segment.
+CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64 count, int columns, u16* out) {
+    __shared__ Tables tables;
+    Areas areas(problem);
+    if (threadIdx.x < 2) tables.used[threadIdx.x] = threadIdx.x ? 0 : ~0ull >> (64 - matrix.table_count);
+    __syncthreads();
+    tables.load(matrix, matrix, areas.tables, problem.table_bytes);
+    __syncthreads();
+    Ring ring(areas.rings, problem.stage);
+    int warps = blockDim.x / WARP, segments = problem.segments.by;
+    for (i64 unit = blockIdx.x * warps + threadIdx.x / WARP; unit < count * segments; unit += i64(gridDim.x) * warps) {
+        i64 block = begin + unit / segments;
+        int segment = int(unit % segments), chunk = segment * problem.of_segment, first = chunk * CODED_CHUNK;
+        Copies copies = tables.find(0, matrix.blocks[block] & 63, areas.tables);
+        Rows rows(problem, matrix, block, begin / problem.blocks.by, columns, out);
+        Lanes lanes;
+        for (int last = least(chunk + problem.of_segment, problem.chunks); chunk < last; ++chunk) {
+            ring.look_up(matrix, block * problem.chunks + chunk);
+            ring.fetch(matrix, true);
+            wait_copies<0>();
+            __syncwarp();
+            enter_chunk(lanes, ring.stages + (ring.turn ^ 1) * ring.stage, chunk % problem.of_segment == 0);
+            for (int column = 0; column < least(CODED_CHUNK, columns - chunk * CODED_CHUNK); column += CODED_GROUP) {
+                u32 a[4];
+                lanes.decode(copies, problem.one, a);
+                rows.put(a, chunk * CODED_CHUNK + column);
+            }
+            __syncwarp();
+        }
+        i64 number = block * segments + segment;
+        rows.correct(matrix.corrections, matrix.firsts[number], matrix.firsts[number + 1], first);
+    }
+}
+#endif

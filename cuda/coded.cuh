@@ -1,0 +1,153 @@
+// Coded integers as a thread decodes them: two lanes of a row block, each a chain of symbols (docs/format.md, section 9).
+//
+// A state is 256 high + low and has a one in its third byte. The entry of a table for slot `low` has the bytes 0, frequency,
+// slot - start, symbol, so that one dot product of bytes is the whole step, and another finds the entry: tables are
+// stored in copies, an entry of each side by side, and lanes read different ones. Where the state falls below 256 it takes
+// a byte of the lane's own, out of a window of four, which is filled every four symbols.
+//
+// Instructions a symbol: 6, 1.6 to fill windows, 0.5 to make f16 of the symbol, half of them on the integer pipe.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace moepack {
+
+constexpr u32 ONE = 0x10000;           // the third byte of a state
+constexpr u32 FULL = ONE + 256;        // below it a state takes a byte
+constexpr u32 TAKE = 0x3204;           // the bytes of a state that has taken the window's first: byte 4 of {state, window}
+constexpr int CODED_BLOCK = 16;        // rows of a row block
+constexpr int CODED_LANES = 64;        // of a row block
+constexpr int CODED_CHUNK = 256;       // columns of a chunk
+constexpr int CODED_GROUP = 16;        // columns of a product
+constexpr int STATES_BYTES = 2 * CODED_LANES;
+constexpr int SLOTS = 256;
+
+// The sum of products of the bytes of a and b, and c.
+MOEPACK_BOTH u32 dot(u32 a, u32 b, u32 c) {
+#if defined(__CUDA_ARCH__)
+    return __dp4a(a, b, c);
+#else
+    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+    return c;
+#endif
+}
+
+MOEPACK_BOTH u32 load_shared(Shared from) {
+    u32 word;
+#if defined(__CUDA_ARCH__)
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+#else
+    std::memcpy(&word, from, 4);
+#endif
+    return word;
+}
+
+// The copy of a table that a lane reads: its first entry, and the bytes from one entry to the next.
+struct Copies {
+    Shared first;
+    u32 stride;
+
+    MOEPACK_BOTH u32 entry(u32 state) const {
+#if defined(__CUDA_ARCH__)
+        return load_shared(dot(state, stride, first));
+#else
+        return load_shared(first + (state & 255) * stride);
+#endif
+    }
+};
+
+// A lane. `bits` is where the window begins in {low, high}, modulo 32; further up it counts what it likes.
+struct Chain {
+    u32 state, window, low, high, bits;
+    Shared next;  // the word behind `high`
+
+    // Begins with the bytes at a place, `offset` of a word.
+    MOEPACK_BOTH void enter(Shared word, u32 offset) {
+        low = load_shared(word), high = load_shared(word + 4);
+        next = word + 8, bits = 8 * offset;
+        window = slide(bits);
+    }
+
+    MOEPACK_BOTH u32 slide(u32 by) const {
+#if defined(__CUDA_ARCH__)
+        return __funnelshift_r(low, high, by);
+#else
+        return u32((u64(high) << 32 | low) >> (by % 32));
+#endif
+    }
+
+    // Goes on by a symbol; `taken` is TAKE and one for each byte taken since the window was filled. `one` is 1, which the
+    // compiler must not know: what multiplies by it leaves the integer pipe alone.
+    MOEPACK_BOTH void step(u32 entry, u32& taken, u32 one) {
+        state = dot(state, entry, ONE);
+#if defined(__CUDA_ARCH__)
+        asm("{.reg .pred p; setp.lt.u32 p, %0, %4; @p prmt.b32 %0, %0, %2, %1; @p mad.lo.u32 %1, %1, %3, %3;}"
+            : "+r"(state), "+r"(taken)
+            : "r"(window), "r"(one), "n"(FULL));
+#else
+        if (state < FULL) state = permute(state, window, taken), taken += one;
+#endif
+    }
+
+    // Fills the window. 8 TAKE is 32 more than a multiple of 64, so that bit 5 changes unless a word is used up.
+    MOEPACK_BOTH void fill(u32 taken, u32 one) {
+        static_assert(8 * TAKE % 64 == 32, "see above");
+#if defined(__CUDA_ARCH__)
+        asm volatile("{.reg .pred p; .reg .u32 n, t; mad.lo.u32 n, %4, 8, %0; xor.b32 t, n, %0; and.b32 t, t, 32;"
+                     "setp.eq.u32 p, t, 0; @p mad.lo.u32 %1, %2, %5, 0; @p ld.shared.u32 %2, [%3];"
+                     "@p mad.lo.u32 %3, %5, 4, %3; mov.b32 %0, n;}"
+                     : "+r"(bits), "+r"(low), "+r"(high), "+r"(next)
+                     : "r"(taken), "r"(one)
+                     : "memory");
+#else
+        u32 now = bits + 8 * taken;
+        if (((now ^ bits) & 32) == 0) low = high, high = load_shared(next), next += 4 * one;
+        bits = now;
+#endif
+        window = slide(bits);
+    }
+};
+
+// The two lanes of a thread: rows g and g + 8 of a row block, column t of every four, for thread 4 g + t.
+struct Lanes {
+    Chain chain[2];
+
+    // Begins a chunk whose record is at `record`, which begins with states if the chunk begins a segment. `before` are the
+    // bytes of lanes before these.
+    MOEPACK_BOTH void enter(Shared bytes, const u32 (&before)[2]) {
+        for (int i = 0; i < 2; ++i) {
+            // Records begin at multiples of 16, and so do places in them.
+            chain[i].enter(bytes + (before[i] & ~3u), before[i] & 3);
+        }
+    }
+
+    // The symbols of the next 16 columns, as f16 of 2^-24 symbol: operand A of m16n8k16, column 4 s + t in the order of k.
+    MOEPACK_BOTH void decode(const Copies& copies, u32 one, u32 (&a)[4]) {
+        u32 entry[2][4], taken[2] = {TAKE, TAKE};
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+        for (int step = 0; step < 4; ++step) {
+            entry[0][step] = copies.entry(chain[0].state);
+            entry[1][step] = copies.entry(chain[1].state);
+            chain[0].step(entry[0][step], taken[0], one);
+            chain[1].step(entry[1][step], taken[1], one);
+        }
+        chain[0].fill(taken[0], one);
+        chain[1].fill(taken[1], one);
+        // The symbols of two entries, each above a zero byte: bytes 0 3 4 7, from the highest 4 7 0 3.
+        a[0] = permute(entry[0][0], entry[0][1], 0x4703), a[1] = permute(entry[1][0], entry[1][1], 0x4703);
+        a[2] = permute(entry[0][2], entry[0][3], 0x4703), a[3] = permute(entry[1][2], entry[1][3], 0x4703);
+    }
+};
+
+// The corrections of a segment (16 bits f16, 4 row, 12 column) as operand A: values of a thread's four of sixteen.
+MOEPACK_BOTH void correction_operand(const u32 (&correction)[4], int row, u32 (&a)[4]) {
+    for (int i = 0; i < 4; ++i) {
+        // Registers 0 and 2 are row g, 1 and 3 row g + 8; 0 and 1 the first two of the four.
+        int mine = row + i % 2 * 8;
+        u32 first = correction[i / 2 * 2], second = correction[i / 2 * 2 + 1];
+        a[i] = (int(first >> 12 & 15) == mine ? first >> 16 : 0) | (int(second >> 12 & 15) == mine ? second & 0xffff0000 : 0);
+    }
+}
+
+}  // namespace moepack

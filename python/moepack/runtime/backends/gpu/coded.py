@@ -1,0 +1,235 @@
+"""Products by coded integers on a GPU: launches of `cuda/coded.cu`.
+
+On a GPU these tensors have another layout, of their own magic (`rust/core`, formats/coded/device.rs): `uploaded` makes it,
+and opening it anywhere else turns it back, so that models still move from a GPU to the CPU.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from moepack import _core
+from moepack.registry import OpenTensor, register
+from moepack.runtime.backends.gpu.layer import BLOCK_ROWS, TYPES, Struct
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.program import Argument, Program
+
+__all__ = ["KERNELS", "CodedKernels", "uploaded"]
+
+MAGIC = b"MOEPRDEV"
+HEADER_WORDS = 24
+SECTIONS = ("head", "scales", "tables", "blocks", "starts", "firsts", "corrections", "records")
+
+_CHUNK = 256
+_GROUP = 16
+_STATIC_BYTES = 13 << 10
+"""Shared memory of a block beside what it is launched with: routing, notes, and what the driver takes."""
+
+_SLACK = 128
+"""Bytes behind a record in shared memory that lanes may read: those of rows and columns that do not exist."""
+
+_COPIES = 32
+"""Copies of a table of which each lane of a warp reads another."""
+
+_SUM_BYTES = 32 << 10
+"""Bytes of the sums of a round of many tasks."""
+
+_THREADS = {8: 1024, 16: 1024, 32: 512}
+"""Most threads of a block for tiles of so many tokens: 64 registers a thread hold the sums of 16."""
+
+_MATRIX = np.dtype(
+    [(name, np.uint64) for name in ("scales", "tables", "blocks", "starts", "firsts", "corrections", "records")]
+    + [("row_scales", np.int32), ("table_count", np.int32)]
+)
+_DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
+_PROBLEM = np.dtype(
+    [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
+    + [(name, np.uint64) for name in ("index", "weights", "out", "cells", "notes")]
+    + [(name, np.int32) for name in ("tokens", "experts", "rows", "groups", "chunks", "of_segment")]
+    + [(name, np.int32) for name in ("table_bytes", "sum_bytes", "cell_bytes", "stage")]
+    + [("one", np.uint32)]
+    + [(name, _DIVISOR) for name in ("top_k", "segments", "blocks")]
+    + [("unused", np.int32)]
+)
+
+
+def uploaded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The bytes that a GPU gets of a packed tensor `coded`, or of its layout for GPUs.
+
+    Raises:
+        CorruptionError: the bytes are no such tensor.
+    """
+    return _core.coded_to_device(_packed(data))
+
+
+def _packed(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The packed tensor of either layout."""
+    return _core.coded_from_device(data) if data[: len(MAGIC)].tobytes() == MAGIC else data
+
+
+def _open(data: NDArray[np.uint8]) -> OpenTensor:
+    return _core.PackedTensor(_packed(data))
+
+
+register("coded-device", MAGIC, _open)
+
+
+class CodedKernels:
+    """Kernels of `coded`. Numbers of a matrix, int64 on the CPU, in `tables["numbers"]`: tables, chunks of a segment,
+    bytes of the longest record, whether each row has a scale.
+    """
+
+    def prepare(self, matrix: DeviceMatrix) -> None:
+        """See `Kernels.prepare`."""
+        words = matrix.data[: 8 * HEADER_WORDS].cpu().view(torch.int64)
+        matrix.tables["numbers"] = words[4:8].clone()
+        places = words[8:].view(-1, 2).tolist()
+        matrix.sections = {name: (start, size) for name, (start, size) in zip(SECTIONS, places, strict=True)}
+        for tokens in _THREADS:
+            _program(tokens).load()
+
+    def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
+        """See `Kernels.linear`."""
+        _launch("project", [matrix], x, None, None, out, 1)
+
+    def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
+        """See `Kernels.gated`."""
+        _launch("gated", [gate, up], x, index, None, hidden, index.shape[1])
+
+    def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
+        """See `Kernels.combine`; where there is no room for the sums of all experts, outputs of slots take memory of
+        torch's allocator and are added in a launch of their own."""
+        if _launch("combine", [down], hidden, index, weights, out, index.shape[1]):
+            return
+        slots = torch.empty((index.numel(), down.shape[1]), dtype=torch.float32, device=out.device)
+        _launch("project", [down], hidden, index, None, slots, 1)
+        problem = _problem([down], hidden, index, weights, out, index.shape[1])
+        grid = min(-(-out.numel() // 512), 4 * _device(out.device.index)[0])
+        _program(8).launch("add_slots", grid, 512, [problem, slots])
+
+    def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
+        """See `Kernels.dequantize`."""
+        experts, rows, columns = matrix.shape
+        blocks = -(-rows // BLOCK_ROWS)
+        if not out.numel():
+            return
+        problem = _problem([matrix], out, None, None, out, 1)
+        warps = _share(problem, [matrix], 1, _THREADS[8], 0, 0)
+        grid = min(-(-len(out) * blocks * int(problem["segments"]["by"][0]) // warps), _device(out.device.index)[0])
+        arguments: list[Argument] = [
+            problem, _struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), columns, out,
+        ]  # fmt: skip
+        _program(8).launch("dequantize", grid, 32 * warps, arguments, _shared(problem, warps))
+
+
+KERNELS = CodedKernels()
+
+
+def _launch(
+    kernel: str,
+    matrices: list[DeviceMatrix],
+    x: Tensor,
+    index: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor,
+    top_k: int,
+) -> bool:
+    """Launch a product; `combine` only if the sums of all experts fit, which it returns."""
+    first = matrices[0]
+    more = -x.shape[1] % 8
+    x = functional.pad(x, (0, more)) if more else x  # rows begin at multiples of 16 bytes
+    problem = _problem(matrices, x, index, weights, out, top_k)
+    slots, combines = int(problem["tokens"][0]) * top_k, kernel == "combine"
+    tokens = _tile(slots, first.shape[0])
+    segments, columns = int(problem["segments"]["by"][0]), min(slots, tokens)
+    # Units of a task: a segment of each matrix, of the sum those of all tiles.
+    units = segments * (min(slots, first.shape[0] + slots // tokens) if combines else len(matrices))
+    blocks = -(-first.shape[1] // BLOCK_ROWS)
+    tasks = blocks if combines else blocks * min(slots, first.shape[0] + slots // tokens)
+    of_block = -(-tasks // _device(out.device.index)[0])
+    unit_bytes = columns * BLOCK_ROWS * 4
+    if combines and units * unit_bytes > _SUM_BYTES:
+        return False
+    sums = max(units, min(units * of_block, _SUM_BYTES // unit_bytes // units * units)) * unit_bytes
+    rows = 1 if problem["tokens"][0] == 1 and not combines else slots
+    cells = rows * int(problem["groups"][0]) * 32
+    threads = min(_THREADS[tokens], 32 * units * of_block)
+    warps = _share(problem, matrices, of_block, threads, sums, cells)
+    kept = None
+    if cells > 16 << 10 and warps < threads // 32:
+        kept = torch.empty(slots * (int(problem["groups"][0]) * 32 + 8), dtype=torch.uint8, device=out.device)
+        problem["cells"], problem["notes"] = kept.data_ptr(), kept.data_ptr() + len(kept) - slots * 8
+        _program(tokens).launch("lay_out_hidden" if combines else "lay_out_tokens", slots, 256, [problem])
+        warps = _share(problem, matrices, of_block, threads, sums, 0)
+    grid = min(tasks, _device(out.device.index)[0])
+    arguments: list[Argument] = [problem, *map(_struct, matrices)]
+    _program(tokens).launch(kernel, grid, 32 * warps, arguments, _shared(problem, warps))
+    del kept
+    return True
+
+
+def _problem(
+    matrices: list[DeviceMatrix], x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor, top_k: int
+) -> Struct:
+    """The kernels' `CodedProblem`, without what lies where in shared memory."""
+    experts, rows, columns = matrices[0].shape
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
+    slots = len(x) if index is None else index.numel()
+    chunks, of_segment = -(-columns // _CHUNK), _numbers(matrices[0])[1]
+    divisors = [(by, (2**32 - 1) // by) for by in (top_k, -(-chunks // of_segment), -(-rows // BLOCK_ROWS))]
+    counts = (slots // top_k, experts, rows, -(-columns // _GROUP) + 1, chunks, of_segment)
+    values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, 0, *counts, 0, 0, 0, 0, 1, *divisors, 0)
+    return np.array([values], _PROBLEM)
+
+
+def _share(problem: Struct, matrices: list[DeviceMatrix], tasks: int, threads: int, sums: int, cells: int) -> int:
+    """Share out the shared memory of a block; returns its warps, each of which has two records."""
+    stage = -(-(max(_numbers(matrix)[2] for matrix in matrices) + _SLACK) // 128) * 128
+    space = _device(matrices[0].device.index)[1]
+    tables = sum(min(_numbers(matrix)[0], tasks) for matrix in matrices) << 10
+    room = space - sums - cells
+    copies = next((n for n in (32, 16, 8, 4, 2) if n * tables <= room - 2 * stage * (threads // 32)), 1)
+    sizes = (copies * tables, -(-sums // 128) * 128, -(-cells // 128) * 128, stage)
+    for name, size in zip(("table_bytes", "sum_bytes", "cell_bytes", "stage"), sizes, strict=True):
+        problem[name] = size
+    return max(1, min(threads // 32, (space - sum(sizes[:3])) // (2 * stage)))
+
+
+def _shared(problem: Struct, warps: int) -> int:
+    """Bytes of dynamic shared memory of a launch."""
+    return int(sum(problem[name][0] for name in ("table_bytes", "sum_bytes", "cell_bytes"))) + warps * 2 * int(
+        problem["stage"][0]
+    )
+
+
+def _tile(slots: int, experts: int) -> int:
+    """Most tokens of a tile: twice what an expert has if all have as many."""
+    return next((tokens for tokens in _THREADS if min(slots, 2 * slots / experts) <= tokens), max(_THREADS))
+
+
+def _struct(matrix: DeviceMatrix) -> Struct:
+    """The kernels' `CodedMatrix`."""
+    tables, _, _, row_scales = _numbers(matrix)
+    pointers = [matrix.pointer(section) for section in SECTIONS[1:]]
+    return np.array([(*pointers, row_scales, tables)], _MATRIX)
+
+
+def _numbers(matrix: DeviceMatrix) -> list[int]:
+    numbers: list[int] = matrix.tables["numbers"].tolist()
+    return numbers
+
+
+@cache
+def _program(tokens: int) -> Program:
+    return Program("coded.cu", TOKENS=tokens, MOST_THREADS=_THREADS[tokens])
+
+
+@cache
+def _device(index: int) -> tuple[int, int]:
+    """The multiprocessors of a GPU, and the dynamic shared memory of a block that has one for itself."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin - _STATIC_BYTES

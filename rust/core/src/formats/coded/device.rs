@@ -1,0 +1,685 @@
+//! The layout in which GPUs read a coded tensor. It is made when a tensor is uploaded, and never written to a file.
+//!
+//! A GPU gives a warp the 64 lanes of a row block, two to a thread, and they cannot afford to agree on whose the next byte
+//! is: that took 17 instructions a weight instead of 9. So every lane gets its own bytes. Symbols, states and bytes stay
+//! what they are; nothing is encoded anew.
+//!
+//! A row block is cut into *segments* of columns, which warps decode independently, and these into *chunks* of 256 columns,
+//! which fit shared memory. Rows that do not exist decode what does not matter. The layout is a header of 64-bit words and
+//! eight sections, each from the next multiple of 64:
+//!
+//! ```text
+//! header       magic "MOEPRDEV"; experts, rows, columns, tables; chunks of a segment; bytes of the longest record; whether
+//!              each row has a scale; where each section starts, and its bytes
+//! head         the packed tensor up to its payload, as it is
+//! scales       f32: one, or E x R
+//! tables       256 words for each: {0, frequency, slot - start, symbol} of each slot, from the lowest byte
+//! blocks       a word for each row block: its table, and in the second byte the integer of symbol 0
+//! starts       a word for each chunk, and the end: where its record starts in the records, in units of 16 bytes
+//! firsts       a word for each segment, and the end: its first correction
+//! corrections  the exceptions of the segments: f16 of the difference / 2^24 (16 bits), row (4), column in the segment (12);
+//!              differences beyond 2^11 are several
+//! records      row block by row block, of each its chunks: if it begins a segment the states of all lanes, 16 bits each;
+//!              the number of bytes of each lane, 8 bits; the bytes of each lane; zeros
+//! ```
+//!
+//! States take 1/16 bit a weight where segments have 1,024 columns, numbers of bytes 1/8.
+
+use std::ops::Range;
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::layout::{ALIGNMENT, STATE_BYTES};
+use super::table::{SLOTS, Table};
+use super::{BLOCK_ROWS, Coded, CodedView, LANES, Layout, QUAD, corrupt, invalid};
+use crate::Result;
+
+/// The first eight bytes.
+pub const MAGIC: [u8; 8] = *b"MOEPRDEV";
+/// Columns of a chunk.
+pub const CHUNK: usize = 256;
+/// Registers of a chunk, at most; a lane has no more bytes.
+const QUADS: usize = CHUNK / QUAD;
+/// What records start at multiples of.
+const UNIT: usize = 16;
+/// Most chunks of a segment: corrections have 12 bits for a column.
+const MOST_CHUNKS: usize = 16;
+/// Chunks of a segment, of so many columns or more, and of fewer: narrow matrices need more segments to occupy a GPU.
+const USUAL: (usize, usize, usize) = (4, 4096, 2);
+const SECTIONS: usize = 8;
+const HEADER_WORDS: usize = 8 + 2 * SECTIONS;
+/// Bytes behind the last record that kernels may read.
+const SLACK: usize = 256;
+
+/// How a row block is cut.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    layout: Layout,
+    /// Chunks of a segment.
+    of_segment: usize,
+}
+
+impl Cut {
+    fn new(layout: Layout, of_segment: Option<usize>) -> Result<Cut> {
+        let (usual, wide, narrow) = USUAL;
+        let default = if layout.shape.columns < wide {
+            narrow
+        } else {
+            usual
+        };
+        match of_segment.unwrap_or(default) {
+            of_segment @ 1..=MOST_CHUNKS => Ok(Cut { layout, of_segment }),
+            other => invalid(format!("segments of {other} chunks")),
+        }
+    }
+
+    /// Row blocks of an expert.
+    fn blocks(&self) -> usize {
+        match self.layout.shape.columns {
+            0 => 0,
+            _ => self.layout.shape.rows.div_ceil(BLOCK_ROWS),
+        }
+    }
+
+    /// Row blocks of all experts.
+    fn all_blocks(&self) -> usize {
+        self.layout.shape.experts * self.blocks()
+    }
+
+    /// Chunks of a row block.
+    fn chunks(&self) -> usize {
+        self.layout.quads().div_ceil(QUADS)
+    }
+
+    /// Segments of a row block.
+    fn segments(&self) -> usize {
+        self.chunks().div_ceil(self.of_segment)
+    }
+
+    /// The streams of all experts.
+    fn streams(&self) -> usize {
+        self.layout.shape.experts * self.layout.streams()
+    }
+
+    /// The row blocks of a stream of all experts' streams, among all experts' row blocks.
+    fn blocks_of(&self, stream: usize) -> Range<usize> {
+        let (expert, stream) = (stream / self.layout.streams(), stream % self.layout.streams());
+        let first = stream * self.layout.blocks;
+        let last = (first + self.layout.blocks).min(self.blocks());
+        expert * self.blocks() + first..expert * self.blocks() + last
+    }
+
+    /// Lanes of a row block of all experts' row blocks that have rows.
+    fn lanes_of(&self, block: usize) -> usize {
+        let first = block % self.blocks() * BLOCK_ROWS;
+        (self.layout.shape.rows - first).min(BLOCK_ROWS) * QUAD
+    }
+
+    /// Registers of a chunk.
+    fn quads_of(&self, chunk: usize) -> usize {
+        (self.layout.quads() - chunk * QUADS).min(QUADS)
+    }
+}
+
+/// A table as kernels read it.
+fn entries(table: &Table) -> [u32; SLOTS] {
+    std::array::from_fn(|slot| {
+        let symbol = table.symbols[slot];
+        let start = table.starts[usize::from(symbol)];
+        u32::from_le_bytes([
+            0,
+            table.frequencies[usize::from(symbol)],
+            slot as u8 - start,
+            symbol,
+        ])
+    })
+}
+
+/// What a state becomes before it takes up a byte.
+#[inline(always)]
+fn stepped(state: u32, entries: &[u32; SLOTS]) -> u32 {
+    let entry = entries[(state & 255) as usize];
+    (entry >> 8 & 255) * (state >> 8) + (entry >> 16 & 255)
+}
+
+/// What a stream becomes.
+#[derive(Default)]
+struct Part {
+    records: Vec<u8>,
+    /// Bytes of each record.
+    lengths: Vec<usize>,
+    corrections: Vec<u32>,
+    /// Corrections of each segment.
+    counts: Vec<u32>,
+}
+
+/// The bytes of the lanes of a chunk.
+struct Lanes {
+    bytes: [[u8; QUADS]; LANES],
+    counts: [usize; LANES],
+}
+
+impl Lanes {
+    /// Decodes registers of the lanes of `states` and keeps each lane's bytes, which come from `source` at `at` on.
+    fn fill(
+        &mut self,
+        states: &mut [u32],
+        entries: &[u32; SLOTS],
+        quads: usize,
+        source: &Source,
+        at: &mut usize,
+    ) {
+        self.counts = [0; LANES];
+        for _ in 0..quads {
+            let next = source.next(*at);
+            let mut read = 0;
+            let lanes = states.iter_mut().zip(&mut self.bytes).zip(&mut self.counts);
+            for ((state, bytes), count) in lanes {
+                let full = stepped(*state, entries);
+                let byte = next[read % LANES];
+                let takes = usize::from(full < 256);
+                bytes[*count % QUADS] = byte;
+                *state = if takes == 1 {
+                    full << 8 | u32::from(byte)
+                } else {
+                    full
+                };
+                *count += takes;
+                read += takes;
+            }
+            *at = (*at + read).min(source.length);
+        }
+    }
+
+    fn write(&self, record: &mut Vec<u8>) {
+        record.extend(self.counts.iter().map(|&count| count as u8));
+        for (bytes, &count) in self.bytes.iter().zip(&self.counts) {
+            record.extend_from_slice(&bytes[..count]);
+        }
+    }
+}
+
+/// The renormalization bytes of a stream, and at least 64 that follow.
+struct Source<'a> {
+    bytes: &'a [u8],
+    length: usize,
+}
+
+impl Source<'_> {
+    #[inline(always)]
+    fn next(&self, at: usize) -> &[u8; LANES] {
+        match self.bytes[at..].first_chunk() {
+            Some(next) => next,
+            None => unreachable!("at least 64 bytes follow a stream"),
+        }
+    }
+}
+
+impl CodedView<'_> {
+    /// The layout for GPUs, with segments of so many chunks, by default what suits the columns.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): such segments, or so many bytes, do not exist.
+    pub fn to_device(&self, of_segment: Option<usize>, pool: &ThreadPool) -> Result<Vec<u8>> {
+        let cut = Cut::new(self.layout(), of_segment)?;
+        let tables: Vec<_> = self.coded.tables.iter().map(entries).collect();
+        pool.install(|| {
+            let streams = (0..cut.streams()).into_par_iter();
+            let parts: Vec<Part> = streams.map(|stream| self.part(&cut, stream, &tables)).collect();
+            self.assemble(&cut, &tables, &parts)
+        })
+    }
+
+    fn part(&self, cut: &Cut, stream: usize, tables: &[[u32; SLOTS]]) -> Part {
+        let start = &self.coded.starts[stream];
+        let (states, bytes) = self.data[start.at..].split_at(STATE_BYTES);
+        let length = self.coded.starts[stream + 1].at - start.at - STATE_BYTES;
+        let source = Source { bytes, length };
+        let mut states: [u32; LANES] =
+            std::array::from_fn(|lane| u32::from(states[lane]) << 8 | u32::from(states[LANES + lane]));
+        let mut lanes = Lanes {
+            bytes: [[0; QUADS]; LANES],
+            counts: [0; LANES],
+        };
+        let mut part = Part::default();
+        part.records.reserve(length + length / 4);
+        let mut at = 0;
+        for block in cut.blocks_of(stream) {
+            for chunk in 0..cut.chunks() {
+                let start = part.records.len();
+                if chunk % cut.of_segment == 0 {
+                    let stored = states.map(|state| (state as u16).to_le_bytes());
+                    part.records.extend_from_slice(stored.as_flattened());
+                }
+                let states = &mut states[..cut.lanes_of(block)];
+                lanes.fill(
+                    states,
+                    &tables[start_table(self, stream)],
+                    cut.quads_of(chunk),
+                    &source,
+                    &mut at,
+                );
+                lanes.write(&mut part.records);
+                part.records.resize(part.records.len().next_multiple_of(UNIT), 0);
+                part.lengths.push(part.records.len() - start);
+            }
+        }
+        self.correct(cut, stream, &mut part);
+        part
+    }
+
+    /// Finds the corrections of a stream, segment by segment.
+    fn correct(&self, cut: &Cut, stream: usize, part: &mut Part) {
+        let blocks = cut.blocks_of(stream);
+        part.counts.resize(blocks.len() * cut.segments(), 0);
+        let mut found = Vec::new();
+        let width = cut.of_segment * CHUNK;
+        for exception in self.exceptions(stream) {
+            let (register, lane) = (exception.place / LANES, exception.place % LANES);
+            let (block, quad) = (register / cut.layout.quads(), register % cut.layout.quads());
+            let column = quad * QUAD + lane % QUAD;
+            if self
+                .locate(stream % cut.layout.streams(), exception.place)
+                .is_some()
+            {
+                let place = (lane / QUAD) << 12 | column % width;
+                found.push((
+                    block * cut.segments() + column / width,
+                    place as u32,
+                    exception.difference,
+                ));
+            }
+        }
+        // In the order of places, which unchecked exceptions need not have.
+        found.sort_by_key(|&(segment, ..)| segment);
+        for (segment, place, difference) in found {
+            for half in halves(difference) {
+                part.corrections.push(u32::from(half) << 16 | place);
+                part.counts[segment] += 1;
+            }
+        }
+    }
+
+    fn assemble(&self, cut: &Cut, tables: &[[u32; SLOTS]], parts: &[Part]) -> Result<Vec<u8>> {
+        let layout = cut.layout;
+        let sums = |counts: Vec<usize>| {
+            let mut end = 0;
+            let ends = counts.into_iter().map(|count| {
+                end += count;
+                end as u32
+            });
+            std::iter::once(0).chain(ends).collect::<Vec<u32>>()
+        };
+        let lengths: Vec<usize> = parts
+            .iter()
+            .flat_map(|part| part.lengths.iter().copied())
+            .collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let counts = parts
+            .iter()
+            .flat_map(|part| part.counts.iter().map(|&count| count as usize));
+        let corrections: Vec<u32> = parts
+            .iter()
+            .flat_map(|part| part.corrections.iter().copied())
+            .collect();
+        let scales: Vec<u32> = (0..layout.scales())
+            .map(|row| self.scale(row).to_bits())
+            .collect();
+        let blocks: Vec<u32> = (0..cut.streams())
+            .flat_map(|stream| cut.blocks_of(stream).map(move |_| start_table(self, stream)))
+            .map(|table| table as u32 | u32::from(self.coded.tables[table].lowest as u8) << 8)
+            .collect();
+        let records: usize = lengths.iter().sum();
+        if records / UNIT > u32::MAX as usize {
+            return invalid("more records than can be counted");
+        }
+        let starts = sums(lengths.iter().map(|length| length / UNIT).collect());
+        let words = [
+            &scales,
+            &tables.concat(),
+            &blocks,
+            &starts,
+            &sums(counts.collect()),
+            &corrections,
+        ];
+        let head = &self.data[..self.coded.sections[4].start];
+        let sizes = std::iter::once(head.len()).chain(words.iter().map(|words| 4 * words.len()));
+        let (places, total) = placed(sizes.chain([records]));
+        let mut out = vec![0; total];
+        write_header(cut, longest, tables.len(), &places, &mut out);
+        out[places[0].clone()].copy_from_slice(head);
+        for (place, words) in places[1..].iter().zip(words) {
+            let bytes = out[place.clone()].as_chunks_mut().0;
+            bytes
+                .iter_mut()
+                .zip(words)
+                .for_each(|(bytes, word)| *bytes = word.to_le_bytes());
+        }
+        let mut rest = &mut out[places[SECTIONS - 1].clone()];
+        let mut pairs = Vec::with_capacity(parts.len());
+        for part in parts {
+            let (place, behind) = rest.split_at_mut(part.records.len());
+            pairs.push((place, &part.records));
+            rest = behind;
+        }
+        pairs
+            .into_par_iter()
+            .for_each(|(place, records)| place.copy_from_slice(records));
+        Ok(out)
+    }
+}
+
+fn start_table(view: &CodedView, stream: usize) -> usize {
+    view.coded.starts[stream].table
+}
+
+/// Where sections of these sizes lie, and the size of everything.
+fn placed(sizes: impl Iterator<Item = usize>) -> (Vec<Range<usize>>, usize) {
+    let mut end = 8 * HEADER_WORDS;
+    let places = sizes.map(|size| {
+        let start = end.next_multiple_of(ALIGNMENT);
+        end = start + size;
+        start..end
+    });
+    let places: Vec<_> = places.collect();
+    (places, (end + SLACK).next_multiple_of(ALIGNMENT))
+}
+
+fn write_header(cut: &Cut, longest: usize, tables: usize, places: &[Range<usize>], out: &mut [u8]) {
+    let shape = cut.layout.shape;
+    let numbers = [
+        shape.experts,
+        shape.rows,
+        shape.columns,
+        tables,
+        cut.of_segment,
+        longest,
+        usize::from(cut.layout.row_scales),
+    ];
+    let places = places.iter().flat_map(|place| [place.start, place.len()]);
+    let words = out[..8 * HEADER_WORDS].as_chunks_mut::<8>().0;
+    words[0] = MAGIC;
+    for (word, number) in words[1..].iter_mut().zip(numbers.into_iter().chain(places)) {
+        *word = (number as u64).to_le_bytes();
+    }
+}
+
+/// The f16 of numbers that add up to a difference, each divided by 2^24: f16 holds eleven bits.
+fn halves(difference: i32) -> impl Iterator<Item = u16> {
+    let mut rest = i64::from(difference);
+    std::iter::from_fn(move || {
+        let size = rest.unsigned_abs();
+        let below = (64 - size.leading_zeros()).saturating_sub(11);
+        let part = (size >> below << below) as i64 * rest.signum();
+        rest -= part;
+        (part != 0).then(|| half::f16::from_f64(part as f64 / f64::from(1 << 24)).to_bits())
+    })
+}
+
+/// The packed tensor of a layout, the inverse of [`CodedView::to_device`].
+///
+/// # Errors
+/// [`Error::Corruption`](crate::Error) or `InsufficientData`: the bytes are no such layout.
+pub fn from_device(data: &[u8], pool: &ThreadPool) -> Result<Vec<u8>> {
+    let stored = Stored::read(data)?;
+    let mut out = vec![0; stored.packed.total_bytes()];
+    out[..stored.head.len()].copy_from_slice(stored.head);
+    let mut payload = &mut out[stored.head.len()..];
+    let mut streams = Vec::with_capacity(stored.cut.streams());
+    for pair in stored.packed.starts.windows(2) {
+        let (stream, behind) = payload.split_at_mut(pair[1].at - pair[0].at);
+        streams.push((pair[0].table, stream));
+        payload = behind;
+    }
+    pool.install(|| {
+        let streams = streams.into_par_iter().enumerate();
+        streams.try_for_each(|(number, (table, out))| stored.stream(number, table, out))
+    })?;
+    Ok(out)
+}
+
+/// A layout that is being read.
+struct Stored<'a> {
+    /// What the head says of the tensor, without its payload.
+    packed: Coded,
+    cut: Cut,
+    head: &'a [u8],
+    starts: &'a [u8],
+    records: &'a [u8],
+}
+
+impl<'a> Stored<'a> {
+    fn read(data: &'a [u8]) -> Result<Stored<'a>> {
+        let Some((header, _)) = data.split_at_checked(8 * HEADER_WORDS) else {
+            return corrupt("no layout for GPUs");
+        };
+        let word = |i: usize| u64::from_le_bytes(header.as_chunks().0[i]);
+        let section = |i: usize| {
+            let (start, length) = (word(8 + 2 * i) as usize, word(9 + 2 * i) as usize);
+            start.checked_add(length).and_then(|end| data.get(start..end))
+        };
+        let (Some(head), Some(starts), Some(records)) = (section(0), section(4), section(7)) else {
+            return corrupt("sections of a layout for GPUs beyond its end");
+        };
+        let layout = Layout::read(head)?;
+        let Some(total) = layout.total().filter(|&total| total < 2 * data.len() + (1 << 20)) else {
+            return corrupt("a layout for GPUs that is too short");
+        };
+        let mut packed = vec![0; total];
+        match packed.get_mut(..head.len()) {
+            Some(place) => place.copy_from_slice(head),
+            None => return corrupt("a head of a layout for GPUs that is too long"),
+        }
+        let packed = Coded::parse(&packed)?;
+        let cut = Cut::new(layout, Some(word(5) as usize))?;
+        let known = word(0) == u64::from_le_bytes(MAGIC)
+            && head.len() == packed.sections[4].start
+            && starts.len() == 4 * (cut.all_blocks() * cut.chunks() + 1);
+        match known {
+            true => Ok(Stored {
+                packed,
+                cut,
+                head,
+                starts,
+                records,
+            }),
+            false => corrupt("a layout for GPUs that contradicts its head"),
+        }
+    }
+
+    /// The record of a chunk of all row blocks' chunks.
+    fn record(&self, chunk: usize) -> Option<&[u8]> {
+        let at = |i: usize| u32::from_le_bytes(self.starts.as_chunks().0[i]) as usize * UNIT;
+        self.records.get(at(chunk)..at(chunk + 1))
+    }
+
+    /// Writes the states and bytes of a stream.
+    fn stream(&self, number: usize, table: usize, out: &mut [u8]) -> Result<()> {
+        let entries = entries(&self.packed.tables[table]);
+        let (first, out) = out.split_at_mut(STATE_BYTES);
+        let mut at = 0;
+        for (i, block) in self.cut.blocks_of(number).enumerate() {
+            let mut states = [0; LANES];
+            for chunk in 0..self.cut.chunks() {
+                let begins = chunk % self.cut.of_segment == 0;
+                let Some((stored, bytes)) = self
+                    .record(block * self.cut.chunks() + chunk)
+                    .and_then(|record| record.split_at_checked(if begins { STATE_BYTES } else { 0 }))
+                else {
+                    return corrupt("a record of a layout for GPUs that is too short");
+                };
+                for (state, bytes) in states.iter_mut().zip(stored.as_chunks().0) {
+                    *state = u32::from(u16::from_le_bytes(*bytes));
+                }
+                if i == 0 && chunk == 0 {
+                    for (lane, state) in states.iter().enumerate() {
+                        (first[lane], first[LANES + lane]) = ((state >> 8) as u8, *state as u8);
+                    }
+                }
+                let states = &mut states[..self.cut.lanes_of(block)];
+                let quads = self.cut.quads_of(chunk);
+                if interleave(bytes, states, &entries, quads, out, &mut at).is_none() {
+                    return corrupt("a record of a layout for GPUs whose lanes lack bytes");
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Decodes a chunk and writes the bytes of its lanes in the order in which they are taken; `None` if there are too few.
+fn interleave(
+    record: &[u8],
+    states: &mut [u32],
+    entries: &[u32; SLOTS],
+    quads: usize,
+    out: &mut [u8],
+    at: &mut usize,
+) -> Option<()> {
+    let (counts, bytes) = record.split_at_checked(LANES)?;
+    let mut next = [0; LANES];
+    for lane in 1..LANES {
+        next[lane] = next[lane - 1] + usize::from(counts[lane - 1]);
+    }
+    for _ in 0..quads {
+        for (state, next) in states.iter_mut().zip(&mut next) {
+            *state = stepped(*state, entries);
+            if *state < 256 {
+                let byte = *bytes.get(*next)?;
+                *state = *state << 8 | u32::from(byte);
+                *next += 1;
+                // Decoders of a damaged stream stay at its end.
+                if let Some(place) = out.get_mut(*at) {
+                    *place = byte;
+                    *at += 1;
+                }
+            }
+        }
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::tests::{Random, encoded, gaussian, matrix};
+    use super::*;
+    use crate::pool;
+    use crate::types::Shape;
+
+    fn laid_out(data: &[u8], of_segment: Option<usize>) -> Vec<u8> {
+        let coded = Coded::parse(data).unwrap();
+        let pool = pool::current().unwrap();
+        coded.view(data).unwrap().to_device(of_segment, &pool).unwrap()
+    }
+
+    fn restored(data: &[u8]) -> Result<Vec<u8>> {
+        from_device(data, &pool::current().unwrap())
+    }
+
+    #[test]
+    fn layouts_come_back() {
+        for (experts, rows, columns) in [
+            (1, 1, 1),
+            (2, 17, 130),
+            (3, 79, 256),
+            (1, 64, 1030),
+            (2, 33, 777),
+            (0, 3, 4),
+            (2, 0, 4),
+            (2, 3, 0),
+        ] {
+            let shape = Shape {
+                experts,
+                rows,
+                columns,
+                ndim: 3,
+            };
+            for (stream_rows, deviation) in [(16, 3.0), (64, 0.2), (64, 12.0)] {
+                let data = encoded(&gaussian(shape, deviation, 1), shape, Some(stream_rows));
+                for of_segment in [None, Some(1), Some(3)] {
+                    assert!(
+                        restored(&laid_out(&data, of_segment)).unwrap() == data,
+                        "{shape:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn differences_are_sums_of_halves() {
+        for difference in [
+            1,
+            -1,
+            31,
+            1023,
+            1024,
+            -2047,
+            2049,
+            65535,
+            -1_000_001,
+            i32::MAX,
+            i32::MIN,
+        ] {
+            let parts =
+                halves(difference).map(|half| half::f16::from_bits(half).to_f64() * f64::from(1 << 24));
+            assert_eq!(parts.sum::<f64>(), f64::from(difference));
+            assert!(halves(difference).count() <= 3);
+        }
+    }
+
+    #[test]
+    fn arguments_out_of_range_are_refused() {
+        let data = encoded(&[1; 6], matrix(2, 3), None);
+        let coded = Coded::parse(&data).unwrap();
+        for of_segment in [0, 17] {
+            let made = coded
+                .view(&data)
+                .unwrap()
+                .to_device(Some(of_segment), &pool::current().unwrap());
+            assert!(matches!(made, Err(crate::Error::InvalidArgument(_))));
+        }
+    }
+
+    #[test]
+    fn damaged_layouts_are_refused_or_harmless() {
+        let shape = matrix(40, 300);
+        let data = laid_out(&encoded(&gaussian(shape, 2.0, 9), shape, None), None);
+        let mut random = Random(1);
+        for _ in 0..500 {
+            let mut bad = data.clone();
+            let place = random.next() as usize % bad.len();
+            bad[place] ^= 1 << (random.next() % 8);
+            let _ = restored(&bad);
+        }
+        for end in (0..data.len()).step_by(97) {
+            let _ = restored(&data[..end]);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_stream_becomes_lanes_and_back(
+            rows in 1usize..70, columns in 1usize..600, wide: bool, of_segment in 1usize..4, spread in 1i32..2000, seed: u64,
+        ) {
+            let shape = matrix(rows, columns);
+            let mut random = Random(seed);
+            let codes: Vec<i32> = (0..rows * columns).map(|_| random.next() as i32 % spread).collect();
+            let data = encoded(&codes, shape, Some(if wide { 64 } else { 16 }));
+            prop_assert!(restored(&laid_out(&data, Some(of_segment))).unwrap() == data);
+        }
+
+        #[test]
+        fn random_payloads_are_laid_out(seed: u64, rows in 1usize..70, columns in 1usize..300) {
+            let shape = matrix(rows, columns);
+            let mut data = encoded(&gaussian(shape, 1.5, seed), shape, None);
+            let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
+            let mut random = Random(seed);
+            data[payload].fill_with(|| random.next() as u8);
+            restored(&laid_out(&data, None)).unwrap();
+        }
+    }
+}

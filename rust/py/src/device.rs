@@ -1,0 +1,36 @@
+//! Layouts of packed tensors for GPUs.
+
+use moepack_core::formats::coded::{Coded, device};
+use moepack_core::pool;
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
+use pyo3::prelude::*;
+
+use crate::arrays::values;
+use crate::error::raise;
+
+type Bytes<'py> = PyResult<Bound<'py, PyArray1<u8>>>;
+
+/// The layout for GPUs of a coded tensor.
+#[pyfunction]
+#[pyo3(signature = (data, segment_chunks=None))]
+pub fn coded_to_device<'py>(
+    py: Python<'py>,
+    data: PyReadonlyArray1<'py, u8>,
+    segment_chunks: Option<usize>,
+) -> Bytes<'py> {
+    let data = values(&data, "data")?;
+    let made = py.detach(|| {
+        Coded::parse(data)?
+            .view(data)?
+            .to_device(segment_chunks, &*pool::current()?)
+    });
+    Ok(made.map_err(raise)?.into_pyarray(py))
+}
+
+/// Undoes `coded_to_device`.
+#[pyfunction]
+pub fn coded_from_device<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {
+    let data = values(&data, "data")?;
+    let packed = py.detach(|| device::from_device(data, &*pool::current()?));
+    Ok(packed.map_err(raise)?.into_pyarray(py))
+}

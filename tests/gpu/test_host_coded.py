@@ -1,0 +1,54 @@
+"""Coded integers as GPUs decode them, compiled for the host: the codes are the core's."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moepack import _core
+from moepack.runtime.backends.gpu.compiler import sources
+
+_COMPILER = shutil.which("g++")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    if _COMPILER is None:
+        pytest.skip("g++ is missing")
+    source, path = Path(__file__).parent / "host" / "coded.cpp", tmp_path_factory.mktemp("host") / "coded"
+    subprocess.run([_COMPILER, "-std=c++17", "-O1", f"-I{sources()}", str(source), "-o", str(path)], check=True)
+    return path
+
+
+def spread(shape, deviation, seed=0):
+    """Codes whose deviation doubles from the first row to the last, with a few outliers."""
+    random = np.random.default_rng(seed)
+    rows = np.linspace(0.7, 1.4, shape[1])[:, None]
+    codes = np.rint(random.standard_normal(shape) * rows * deviation).astype(np.int32)
+    outliers = random.random(shape) < 0.003
+    return np.where(outliers, random.integers(-(1 << 20), 1 << 20, shape), codes).astype(np.int32)
+
+
+def packed(codes, stream_rows=None):
+    return _core.encode_coded(codes, np.ones((1, 1), np.float32), ndim=3, stream_rows=stream_rows)
+
+
+@pytest.mark.parametrize("segment_chunks", [1, 3])
+@pytest.mark.parametrize("stream_rows", [16, 64])
+@pytest.mark.parametrize(
+    ("shape", "deviation"), [((1, 1, 1), 1), ((2, 17, 130), 0.3), ((1, 100, 777), 2), ((3, 40, 256), 9), ((1, 16, 1030), 4)]
+)
+def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviation, stream_rows, segment_chunks):
+    codes = spread(shape, deviation)
+    experts, rows, columns = shape
+    (tmp_path / "layout").write_bytes(_core.coded_to_device(packed(codes, stream_rows), segment_chunks).tobytes())
+    printed = subprocess.run([program, tmp_path / "layout"], stdout=subprocess.PIPE, check=True).stdout
+    found = np.frombuffer(printed, np.int32).reshape(experts, -1, 16 * -(-columns // 16))
+    np.testing.assert_array_equal(found[:, :rows, :columns], codes)
+
+
+def test_layouts_come_back():
+    data = packed(spread((2, 70, 300), 3))
+    np.testing.assert_array_equal(_core.coded_from_device(_core.coded_to_device(data)), data)
