@@ -16,7 +16,7 @@
 // Bounds: instructions. A symbol takes 8.7 of them (coded.cuh), 27 us at one a cycle of each scheduler for 4096 x 14336
 // weights on an H100 whose warps never wait 17; bytes take 5 to 10.
 //
-// Definitions: TOKENS (most of a tile: 8, 16 or 32), MOST_THREADS.
+// Definitions: TOKENS (most of a tile: 1, 8, 16 or 32), MOST_THREADS.
 #include "coded.cuh"
 #include "common/layer.cuh"
 
@@ -51,6 +51,10 @@ struct CodedProblem {
 };
 
 #if defined(__CUDACC__)
+MOEPACK_DEVICE void prefetch(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 constexpr int MOST_WARPS = MOST_THREADS / WARP;
 
 // A segment of a row block of a matrix, and the tile whose tokens it is multiplied by.
@@ -105,19 +109,19 @@ struct Tables {
     u64 used[2];  // of the first and of the second matrix
     int copies;   // a power of two, at most 32
 
-    // All threads; `used` has been found.
+    // All threads; `used` has been found. A warp brings 32 entries at a time, one to a lane, and writes their copies.
     MOEPACK_DEVICE void load(const CodedMatrix& first, const CodedMatrix& second, u8* to, int room) {
-        int count = __popcll(used[0]) + __popcll(used[1]), shift = 5;
+        int own = __popcll(used[0]), count = own + __popcll(used[1]), shift = 5, lane = threadIdx.x % WARP;
         while (shift > 0 && count << (shift + 10) > room) --shift;
         if (threadIdx.x == 0) copies = 1 << shift;
-        u32* words = reinterpret_cast<u32*>(to);
-        for (int matrix = 0; matrix < 2; ++matrix) {
-            const u32* from = matrix ? second.tables : first.tables;
-            for (u64 rest = used[matrix]; rest; rest &= rest - 1, words += SLOTS << shift) {
-                const u32* table = from + (__ffsll(rest) - 1) * SLOTS;
-#pragma unroll 4
-                for (int i = threadIdx.x; i < SLOTS << shift; i += blockDim.x) words[i] = table[i >> shift];
-            }
+        for (int part = threadIdx.x / WARP; part < count * (SLOTS / WARP); part += blockDim.x / WARP) {
+            int number = part / (SLOTS / WARP), matrix = number >= own;
+            u64 rest = used[matrix];
+            for (int before = number - (matrix ? own : 0); before > 0; --before) rest &= rest - 1;
+            u32 entry = __ldg((matrix ? second.tables : first.tables) + (__ffsll(rest) - 1) * SLOTS + part * WARP % SLOTS + lane);
+            u32* words = reinterpret_cast<u32*>(to) + (part * WARP << shift) + lane;
+#pragma unroll 8
+            for (int i = 0; i < 1 << shift; ++i) words[i * WARP] = __shfl_sync(~0u, entry, (i * WARP + lane) >> shift);
         }
     }
 
@@ -152,45 +156,61 @@ MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first
 //
 // A tile's cells begin at its first place's; of every 16 columns 32 bytes a token: four lanes of four values, those of
 // columns t, 4 + t, 8 + t and 12 + t.
-template <Mode MODE>
+template <Mode MODE, class Meanwhile>
 MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& routing, int first, int count, u8* cells,
-                                   float2* notes, bool same) {
+                                   float2* notes, bool same, Meanwhile meanwhile) {
     __shared__ float largest_of[MOST_WARPS], sum_of[MOST_WARPS];
     int warps = blockDim.x / WARP, per = most(1, warps / most(count, 1)), rows = warps / per;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, in_row = warp % per * WARP + lane;
+    int more = per * WARP * 8, end = (problem.groups - 1) * CODED_GROUP;
     for (int base = 0; base < count; base += rows) {
         bool exists = warp / per < rows && base + warp / per < count;
         int place = first + least(base + warp / per, count - 1), slot = routing.order[place];
-        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot), end = (problem.groups - 1) * CODED_GROUP;
+        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
         const Tile& tile = routing.tile[routing.at[place]];
         int tokens = same ? 1 : tile.tokens;
         u8* to = same ? cells : cells + (i64(tile.start) * problem.groups + place - tile.start) * 32;
-        u32 word[8];
+        // The first two loads of a thread stay in registers; those of long rows come a second time.
+        u32 word[2][8];
         float value[8], largest = 0, sum = 0;
-        for (int column = in_row * 8; column < end; column += per * WARP * 8) {
-            load_eight(problem.x, row, column, word);
-            to_floats(problem.x.type, word, value);
+        load_eight(problem.x, row, in_row * 8, word[0]), load_eight(problem.x, row, in_row * 8 + more, word[1]);
+        if (base == 0) meanwhile();
+        auto compare = [&](const u32 (&eight)[8]) {
+            to_floats(problem.x.type, eight, value);
 #pragma unroll
             for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(value[i]));
-        }
+        };
+        compare(word[0]), compare(word[1]);
+        u32 later[8];
+        for (int column = in_row * 8 + 2 * more; column < end; column += more)
+            load_eight(problem.x, row, column, later), compare(later);
 #pragma unroll
         for (int distance = WARP / 2; distance; distance /= 2)
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
         if (lane == 0) largest_of[warp] = largest;
         __syncthreads();
-        for (int i = 0; i < per; ++i) largest = fmaxf(largest, largest_of[least(warp / per, rows - 1) * per + i]);
+        int group = least(warp / per, rows - 1) * per;
+        if (per > 1) {
+            largest = largest_of[group + least(lane, per - 1)];
+#pragma unroll
+            for (int distance = WARP / 2; distance; distance /= 2)
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+        }
         Scale scale = scale_of(largest);
-        for (int column = in_row * 8; exists && column < end; column += per * WARP * 8) {
-            load_eight(problem.x, row, column, word);
-            to_floats(problem.x.type, word, value);
-            u8* group = to + i64(column / CODED_GROUP) * tokens * 32 + column % CODED_GROUP / 8 * 4;
+        auto write = [&](int column, const u32 (&eight)[8]) {
+            if (!exists || column >= end) return;
+            to_floats(problem.x.type, eight, value);
+            u8* from = to + i64(column / CODED_GROUP) * tokens * 32 + column % CODED_GROUP / 8 * 4;
 #pragma unroll
             for (int t = 0; t < 4; ++t) {
                 u32 pair = to_half2(value[t] * scale.factor, value[4 + t] * scale.factor);
-                *reinterpret_cast<u32*>(group + t * 8) = pair;
+                *reinterpret_cast<u32*>(from + t * 8) = pair;
                 sum += half_value(u16(pair)) + half_value(u16(pair >> 16));
             }
-        }
+        };
+        write(in_row * 8, word[0]), write(in_row * 8 + more, word[1]);
+        for (int column = in_row * 8 + 2 * more; column < end; column += more)
+            load_eight(problem.x, row, column, later), write(column, later);
 #pragma unroll
         for (int distance = WARP / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
         if (lane == 0) sum_of[warp] = sum;
@@ -206,22 +226,25 @@ MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& r
 // Copies records to a warp's two stages in shared memory, one ahead of the one that is decoded.
 struct Ring {
     u8* stages;
-    int stage, turn;
-    u32 start, bytes;  // of the next record, in units of 16, and in bytes
+    int stage, turn = 0;
+    u32 start = 0, end = 0;  // of the next record, in units of 16; both are on their way until it is fetched
 
-    MOEPACK_DEVICE Ring(u8* rings, int stage) : stages(rings + threadIdx.x / WARP * 2 * stage), stage(stage), turn(0) {}
+    MOEPACK_DEVICE Ring(u8* rings, int stage) : stages(rings + threadIdx.x / WARP * 2 * stage), stage(stage) {}
 
     // Reads where the record of a chunk of all row blocks' chunks lies.
-    MOEPACK_DEVICE void look_up(const CodedMatrix& matrix, i64 chunk) {
-        start = __ldg(matrix.starts + chunk), bytes = (__ldg(matrix.starts + chunk + 1) - start) * 16;
+    MOEPACK_DEVICE void look_up(const u32* starts, i64 chunk) {
+        start = __ldg(starts + chunk), end = __ldg(starts + chunk + 1);
     }
 
-    // Starts to copy it, if there is one, to the stage that was decoded before the last.
-    MOEPACK_DEVICE void fetch(const CodedMatrix& matrix, bool exists) {
-        const u8* from = matrix.records + i64(start) * 16;
-        Shared to = shared_address(stages + turn * stage);
-        if (exists)
-            for (u32 at = threadIdx.x % WARP * 16; at < bytes; at += WARP * 16) copy_async(to + at, from + at, 16, KEEP);
+    // Starts to copy it to the stage that was decoded before the last.
+    MOEPACK_DEVICE void fetch(const u8* records) {
+        const u8* from = records + i64(start) * 16 + threadIdx.x % WARP * 16;
+        Shared to = shared_address(stages + turn * stage) + threadIdx.x % WARP * 16;
+#pragma unroll 1
+        for (int left = int(end - start) - int(threadIdx.x % WARP); left > 0; left -= WARP) {
+            copy_async(to, from, 16, KEEP);
+            to += WARP * 16, from += WARP * 16;
+        }
         commit_copies();
         turn ^= 1;
     }
@@ -291,16 +314,16 @@ struct CodedWarp {
     bool same;             // all tiles are the same only token
     int columns, step, lane = threadIdx.x % WARP;
     int stop;              // units of the block
-    int next_unit, next_chunk, after_unit, after_chunk;  // what is fetched next, and looked up
+    int next_unit, left = 0, next_matrix = 0;  // what is looked up next: a unit, or chunks of the last one's segment
+    i64 next_chunk = 0;
     Ring ring;
 
     MOEPACK_DEVICE CodedWarp(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
                              const CodedMatrix& second, const Tables& tables, bool same, int columns)
         : problem(problem), work(work), first(first), second(second), tables(tables), areas(problem), same(same),
           columns(columns), step(blockDim.x / WARP), stop((work.last - work.first) * work.of_task()),
-          ring(areas.rings, problem.stage) {
-        next_unit = threadIdx.x / WARP, next_chunk = 0;
-        look_up(next_unit, next_chunk);
+          next_unit(threadIdx.x / WARP), ring(areas.rings, problem.stage) {
+        look_up();
     }
 
     // By value, and field by field: the address of an argument would put all of it into local memory.
@@ -325,23 +348,31 @@ struct CodedWarp {
     }
 
     MOEPACK_DEVICE Operands operands_of(const Tile& tile, int segment) const {
-        int tokens = same ? 1 : tile.tokens, group = segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
+        int tokens = TOKENS == 1 || same ? 1 : tile.tokens, group = segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
         return {cells + ((same ? 0 : i64(tile.start) * problem.groups) + i64(group) * tokens) * 32, tokens};
     }
 
-    MOEPACK_DEVICE void look_up(int number, int chunk) {
-        if (number >= stop) return;
-        CodedUnit unit = work.unit(number);
-        ring.look_up(matrix(unit.second), i64(block_of(unit)) * problem.chunks + unit.segment * problem.of_segment + chunk);
+    // Looks up the next record, if there is one.
+    MOEPACK_DEVICE void look_up() {
+        if (left == 0) {
+            ring.end = ring.start;
+            if (next_unit >= stop) return;
+            CodedUnit unit = work.unit(next_unit);
+            next_unit += step, next_matrix = unit.second, left = chunks_of(unit.segment);
+            int block = block_of(unit);
+            next_chunk = i64(block) * problem.chunks + unit.segment * problem.of_segment;
+            CodedMatrix of = matrix(unit.second);
+            prefetch(of.blocks + block);
+            prefetch(of.firsts + i64(block) * int(problem.segments.by) + unit.segment);
+        }
+        ring.look_up(matrix(next_matrix).starts, next_chunk++);
+        --left;
     }
 
-    // Fetches the next record and looks up the one after it.
+    // Fetches that record and looks up the one after it.
     MOEPACK_DEVICE void fetch() {
-        bool exists = next_unit < stop;
-        CodedUnit unit = exists ? work.unit(next_unit) : CodedUnit{0, 0, 0, 0};
-        ring.fetch(matrix(unit.second), exists);
-        if (exists && ++next_chunk == chunks_of(unit.segment)) next_chunk = 0, next_unit += step;
-        look_up(next_unit, next_chunk);
+        ring.fetch(matrix(next_matrix).records);
+        look_up();
     }
 
     // Multiplies a unit and gives its sums to a place of the block's.
@@ -357,7 +388,9 @@ struct CodedWarp {
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = from.first + from.token(8 * i + lane / 4) * 32 + lane % 4 * 8;
         const float* scales = of.scales + (of.row_scales ? i64(work.routing.tile[unit.tile].expert) * problem.rows : 0);
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + (of.row_scales ? unit.block * CODED_BLOCK : 0)));
+        prefetch(scales + (of.row_scales ? unit.block * CODED_BLOCK : 0));
+        i64 segment = i64(block) * int(problem.segments.by) + unit.segment;
+        u32 correction = __ldg(of.firsts + segment);
         Sums<N> sums;
         sums.clear();
         Lanes lanes;
@@ -365,10 +398,11 @@ struct CodedWarp {
         for (int chunk = 0; chunk < chunks_of(unit.segment); ++chunk, groups -= CODED_CHUNK / CODED_GROUP) {
             fetch();
             enter_chunk(lanes, ring.wait(), chunk == 0);
-            decode(lanes, copies, x, least(groups, CODED_CHUNK / CODED_GROUP), from.tokens * 32, sums);
+            decode(lanes, copies, x, least(groups, CODED_CHUNK / CODED_GROUP), TOKENS == 1 ? 32 : from.tokens * 32, sums);
+            if (chunk == 0) prefetch(of.corrections + correction);
             __syncwarp();
         }
-        correct(of, i64(block) * int(problem.segments.by) + unit.segment, from, sums);
+        correct(of, segment, from, sums);
         give(sums, tile, place, unit.segment == 0 ? float(int(word << 16) >> 24) : 0.0f);
     }
 
@@ -494,13 +528,15 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
     bool same = MODE != Mode::combine && problem.tokens == 1;
     int columns = least(problem.slots(), TOKENS);
     find_tables(work, first, second, tables);
-    CodedWarp<MODE, TOKENS / 8> warp(problem, work, first, second, tables, same, columns);
-    warp.fetch();
+    CodedWarp<MODE, ceil_div(TOKENS, 8)> warp(problem, work, first, second, tables, same, columns);
     Areas areas(problem);
-    tables.load(first, second, areas.tables, problem.table_bytes);
+    auto load = [&] {
+        tables.load(first, second, areas.tables, problem.table_bytes);
+        warp.fetch();
+    };
     warp.cells = problem.cells ? problem.cells : areas.cells, warp.notes = problem.cells ? problem.notes : own_notes;
-    if (!problem.cells && routing.slots > 0)
-        lay_out_places<MODE>(problem, routing, 0, same ? 1 : routing.slots, areas.cells, own_notes, same);
+    if (problem.cells || routing.slots == 0) load();
+    else lay_out_places<MODE>(problem, routing, 0, same ? 1 : routing.slots, areas.cells, own_notes, same, load);
     __syncthreads();
     int room = problem.sum_bytes / (columns * CODED_BLOCK * 4), round = most(1, room / most(work.of_task(), 1));
     const float* sums = reinterpret_cast<const float*>(areas.sums);
@@ -567,7 +603,7 @@ MOEPACK_DEVICE void lay_out_coded(const CodedProblem& problem) {
     __shared__ Routing routing;
     build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
     for (int place = blockIdx.x; place < routing.slots; place += gridDim.x) {
-        lay_out_places<MODE>(problem, routing, place, 1, problem.cells, problem.notes, false);
+        lay_out_places<MODE>(problem, routing, place, 1, problem.cells, problem.notes, false, [] {});
         __syncthreads();
     }
 }
@@ -633,8 +669,8 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64
         Rows rows(problem, matrix, block, begin / problem.blocks.by, columns, out);
         Lanes lanes;
         for (int last = least(chunk + problem.of_segment, problem.chunks); chunk < last; ++chunk) {
-            ring.look_up(matrix, block * problem.chunks + chunk);
-            ring.fetch(matrix, true);
+            ring.look_up(matrix.starts, block * problem.chunks + chunk);
+            ring.fetch(matrix.records);
             wait_copies<0>();
             __syncwarp();
             enter_chunk(lanes, ring.stages + (ring.turn ^ 1) * ring.stage, chunk % problem.of_segment == 0);

@@ -1,4 +1,4 @@
-"""Cases of coded integers: of 2, 3 and 4 bits, in streams of either height, with many tables and with many exceptions."""
+"""Cases of coded integers: 2, 3 and 4 bits, streams of either height, many tables, many exceptions."""
 
 from functools import partial
 
@@ -46,7 +46,7 @@ def make(
 
 
 SPECIFICATIONS = {f"coded {bits} bits": partial(make, bits=bits) for bits in STEPS} | {
-    "coded 3 bits, rows of 16": partial(make, bits=3, stream_rows=16),
-    "coded 3 bits, uneven rows": partial(make, bits=3, spread=0.5),
-    "coded 2 bits, outliers": partial(make, bits=2, outliers=0.02),
+    "coded streams of 16 rows": partial(make, bits=3, stream_rows=16),
+    "coded uneven rows": partial(make, bits=3, spread=0.5),
+    "coded outliers": partial(make, bits=2, outliers=0.02),
 }

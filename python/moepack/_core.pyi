@@ -261,8 +261,8 @@ def decode_coded(data: _Bytes) -> NDArray[np.int32]:
     """Return the codes of a coded tensor, int32 [experts, rows, columns], however large; CorruptionError."""
 
 def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
-    """Return the layout of a coded tensor for GPUs, which cuts rows into segments of so many chunks of 256 columns, 1 to
-    16, by default what suits them; CorruptionError, ValueError."""
+    """Return the layout of a coded tensor for GPUs, with segments of so many chunks of 256 columns, 1 to 16, by default
+    what suits them; CorruptionError, ValueError."""
 
 def coded_from_device(data: _Bytes) -> _Bytes:
     """Undo `coded_to_device`; CorruptionError."""

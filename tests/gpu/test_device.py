@@ -3,6 +3,7 @@
 import copy
 import threading
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,9 +12,11 @@ import moepack
 from moepack import GroupwiseTensor, _core
 from moepack.errors import DeviceError, DeviceMemoryError, LoadError
 from moepack.methods import create
+from moepack.registry import open_tensor
 from moepack.runtime import ops
-from moepack.runtime.backends.gpu import Uploader
+from moepack.runtime.backends.gpu import Uploader, upload
 from moepack.runtime.backends.gpu.device import allocate
+from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.program import Program
 from moepack.runtime.decoder import set_decoding
 from moepack.runtime.device import DeviceStore
@@ -26,10 +29,11 @@ if not torch.cuda.is_available():
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture(scope="module", params=["ternary", "finequant"])
+@pytest.fixture(scope="module", params=["ternary", "finequant", "rate"])
 def directory(request, mixtral, tmp_path_factory):
     path = tmp_path_factory.mktemp("packed") / request.param
-    moepack.compress(mixtral, path, method=create(request.param))
+    settings = {"bits_per_weight": 3} if request.param == "rate" else {}
+    moepack.compress(mixtral, path, method=create(request.param, **settings))
     return path
 
 
@@ -138,6 +142,17 @@ def test_coded_integers_are_decoded_when_they_are_uploaded():
     DeviceStore(GPU).put(layer, "packed", torch.from_numpy(_core.code_groupwise(tensor.data)), tensor="packed")
     assert layer.nbytes == tensor.nbytes
     assert_near(layer(x.cuda()).cpu(), tensor.matmul(x))
+
+
+def test_coded_tensors_have_another_layout_on_a_gpu():
+    codes = torch.randint(-9, 10, (3, 70, 300), generator=torch.Generator().manual_seed(0)).numpy().astype(np.int8)
+    packed = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3)
+    matrix = upload(torch.from_numpy(packed), Uploader(GPU))
+    out = torch.empty(3, 70, 300, dtype=torch.bfloat16, device=GPU)
+    kernels_of("coded").dequantize(matrix, 0, out)
+    np.testing.assert_array_equal(out.float().cpu().numpy(), 0.25 * codes)
+    back = open_tensor(matrix.data.cpu().numpy())
+    np.testing.assert_array_equal(back.decode(), codes)
 
 
 def test_operators_obey_torch():

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from moepack import _core
+from moepack.errors import CorruptionError
+from moepack.registry import open_tensor
+from moepack.runtime.backends.gpu.coded import uploaded
 from moepack.runtime.backends.gpu.compiler import sources
 
 _COMPILER = shutil.which("g++")
@@ -38,7 +41,8 @@ def packed(codes, stream_rows=None):
 @pytest.mark.parametrize("segment_chunks", [1, 3])
 @pytest.mark.parametrize("stream_rows", [16, 64])
 @pytest.mark.parametrize(
-    ("shape", "deviation"), [((1, 1, 1), 1), ((2, 17, 130), 0.3), ((1, 100, 777), 2), ((3, 40, 256), 9), ((1, 16, 1030), 4)]
+    ("shape", "deviation"),
+    [((1, 1, 1), 1), ((2, 17, 130), 0.3), ((1, 100, 777), 2), ((3, 40, 256), 9), ((1, 16, 1030), 4)],
 )
 def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviation, stream_rows, segment_chunks):
     codes = spread(shape, deviation)
@@ -49,6 +53,12 @@ def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviatio
     np.testing.assert_array_equal(found[:, :rows, :columns], codes)
 
 
-def test_layouts_come_back():
+def test_layouts_open_as_what_they_were():
     data = packed(spread((2, 70, 300), 3))
-    np.testing.assert_array_equal(_core.coded_from_device(_core.coded_to_device(data)), data)
+    layout = uploaded(data)
+    np.testing.assert_array_equal(_core.coded_from_device(layout), data)
+    np.testing.assert_array_equal(uploaded(layout), layout)
+    assert open_tensor(layout).kind == "coded"
+    np.testing.assert_array_equal(open_tensor(layout).dequantize(), _core.PackedTensor(data).dequantize())
+    with pytest.raises(CorruptionError):
+        open_tensor(layout[:500])

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +58,8 @@ class GpuBackend(Backend):
         require(data.device)
         host = data.cpu()
         opened = open_tensor(host.numpy(), file=file, tensor=tensor)
-        if opened.kind in REARRANGED:
+        rearrange = REARRANGED.get(opened.kind)
+        if rearrange and not np.array_equal(rearrange(host.numpy()), host.numpy()):
             return upload(host, Uploader(data.device), file=file, tensor=tensor)
         return _prepared(data, opened)
 

@@ -1,6 +1,6 @@
 """Products by coded integers on a GPU: launches of `cuda/coded.cu`.
 
-On a GPU these tensors have another layout, of their own magic (`rust/core`, formats/coded/device.rs): `uploaded` makes it,
+On a GPU these tensors have another layout, of their own magic (`rust/core`, formats/coded/device): `uploaded` makes it,
 and opening it anywhere else turns it back, so that models still move from a GPU to the CPU.
 """
 
@@ -32,14 +32,20 @@ _STATIC_BYTES = 13 << 10
 _SLACK = 128
 """Bytes behind a record in shared memory that lanes may read: those of rows and columns that do not exist."""
 
-_COPIES = 32
-"""Copies of a table of which each lane of a warp reads another."""
-
 _SUM_BYTES = 32 << 10
 """Bytes of the sums of a round of many tasks."""
 
-_THREADS = {8: 1024, 16: 1024, 32: 512}
-"""Most threads of a block for tiles of so many tokens: 64 registers a thread hold the sums of 16."""
+_MOST_SUM_BYTES = 96 << 10
+"""Most bytes of the sums of one task: long rows have tiles of fewer tokens."""
+
+_CELL_BYTES = 40 << 10
+"""Bytes of operands that each block makes for itself; more are made in a launch of their own."""
+
+_THREADS = {1: 1024, 8: 1024, 16: 896, 32: 512}
+"""Most threads of a block for tiles of so many tokens, by the registers that their sums need."""
+
+_MOST_TABLES = 64
+"""Most tables of a tensor."""
 
 _MATRIX = np.dtype(
     [(name, np.uint64) for name in ("scales", "tables", "blocks", "starts", "firsts", "corrections", "records")]
@@ -113,12 +119,12 @@ class CodedKernels:
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
-        experts, rows, columns = matrix.shape
+        _, rows, columns = matrix.shape
         blocks = -(-rows // BLOCK_ROWS)
         if not out.numel():
             return
         problem = _problem([matrix], out, None, None, out, 1)
-        warps = _share(problem, [matrix], 1, _THREADS[8], 0, 0)
+        warps = _share(problem, [matrix], _MOST_TABLES, _THREADS[8], 0, 0)
         grid = min(-(-len(out) * blocks * int(problem["segments"]["by"][0]) // warps), _device(out.device.index)[0])
         arguments: list[Argument] = [
             problem, _struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), columns, out,
@@ -139,35 +145,32 @@ def _launch(
     top_k: int,
 ) -> bool:
     """Launch a product; `combine` only if the sums of all experts fit, which it returns."""
-    first = matrices[0]
+    first, processors = matrices[0], _device(out.device.index)[0]
     more = -x.shape[1] % 8
     x = functional.pad(x, (0, more)) if more else x  # rows begin at multiples of 16 bytes
     problem = _problem(matrices, x, index, weights, out, top_k)
     slots, combines = int(problem["tokens"][0]) * top_k, kernel == "combine"
-    tokens = _tile(slots, first.shape[0])
-    segments, columns = int(problem["segments"]["by"][0]), min(slots, tokens)
-    # Units of a task: a segment of each matrix, of the sum those of all tiles.
-    units = segments * (min(slots, first.shape[0] + slots // tokens) if combines else len(matrices))
-    blocks = -(-first.shape[1] // BLOCK_ROWS)
-    tasks = blocks if combines else blocks * min(slots, first.shape[0] + slots // tokens)
-    of_block = -(-tasks // _device(out.device.index)[0])
-    unit_bytes = columns * BLOCK_ROWS * 4
+    segments, groups = int(problem["segments"]["by"][0]), int(problem["groups"][0])
+    tokens = _tile(slots, first.shape[0], top_k, segments * len(matrices))
+    tiles = min(slots, first.shape[0] + slots // tokens)
+    # Units of a task: the segments of each matrix, or, of a sum over experts, those of all tiles.
+    units = segments * (tiles if combines else len(matrices))
+    tasks = -(-first.shape[1] // BLOCK_ROWS) * (1 if combines else tiles)
+    of_block, unit_bytes = -(-tasks // processors), min(slots, tokens) * BLOCK_ROWS * 4
     if combines and units * unit_bytes > _SUM_BYTES:
         return False
     sums = max(units, min(units * of_block, _SUM_BYTES // unit_bytes // units * units)) * unit_bytes
-    rows = 1 if problem["tokens"][0] == 1 and not combines else slots
-    cells = rows * int(problem["groups"][0]) * 32
-    threads = min(_THREADS[tokens], 32 * units * of_block)
-    warps = _share(problem, matrices, of_block, threads, sums, cells)
+    cells = (1 if slots == top_k and not combines else slots) * groups * 32
+    threads, tables = min(_THREADS[tokens], 32 * units * of_block), of_block * (tiles if combines else 1)
+    warps = _share(problem, matrices, tables, threads, sums, cells)
     kept = None
-    if cells > 16 << 10 and warps < threads // 32:
-        kept = torch.empty(slots * (int(problem["groups"][0]) * 32 + 8), dtype=torch.uint8, device=out.device)
+    if cells > _CELL_BYTES or (cells > 16 << 10 and warps < threads // 32):
+        kept = torch.empty(slots * (groups * 32 + 8), dtype=torch.uint8, device=out.device)
         problem["cells"], problem["notes"] = kept.data_ptr(), kept.data_ptr() + len(kept) - slots * 8
-        _program(tokens).launch("lay_out_hidden" if combines else "lay_out_tokens", slots, 256, [problem])
-        warps = _share(problem, matrices, of_block, threads, sums, 0)
-    grid = min(tasks, _device(out.device.index)[0])
+        _program(tokens).launch("lay_out_hidden" if combines else "lay_out_tokens", slots, _THREADS[tokens], [problem])
+        warps = _share(problem, matrices, tables, threads, sums, 0)
     arguments: list[Argument] = [problem, *map(_struct, matrices)]
-    _program(tokens).launch(kernel, grid, 32 * warps, arguments, _shared(problem, warps))
+    _program(tokens).launch(kernel, min(tasks, processors), 32 * warps, arguments, _shared(problem, warps))
     del kept
     return True
 
@@ -186,11 +189,12 @@ def _problem(
     return np.array([values], _PROBLEM)
 
 
-def _share(problem: Struct, matrices: list[DeviceMatrix], tasks: int, threads: int, sums: int, cells: int) -> int:
-    """Share out the shared memory of a block; returns its warps, each of which has two records."""
+def _share(problem: Struct, matrices: list[DeviceMatrix], most: int, threads: int, sums: int, cells: int) -> int:
+    """Share out the shared memory of a block that uses at most so many tables of a matrix; returns its warps, each of
+    which has two records."""
     stage = -(-(max(_numbers(matrix)[2] for matrix in matrices) + _SLACK) // 128) * 128
     space = _device(matrices[0].device.index)[1]
-    tables = sum(min(_numbers(matrix)[0], tasks) for matrix in matrices) << 10
+    tables = sum(min(_numbers(matrix)[0], most) for matrix in matrices) << 10
     room = space - sums - cells
     copies = next((n for n in (32, 16, 8, 4, 2) if n * tables <= room - 2 * stage * (threads // 32)), 1)
     sizes = (copies * tables, -(-sums // 128) * 128, -(-cells // 128) * 128, stage)
@@ -206,9 +210,14 @@ def _shared(problem: Struct, warps: int) -> int:
     )
 
 
-def _tile(slots: int, experts: int) -> int:
-    """Most tokens of a tile: twice what an expert has if all have as many."""
-    return next((tokens for tokens in _THREADS if min(slots, 2 * slots / experts) <= tokens), max(_THREADS))
+def _tile(slots: int, experts: int, top_k: int, units: int) -> int:
+    """Most tokens of a tile: what an expert has where tokens choose all, otherwise twice its share; fewer where sums of
+    so many units do not fit."""
+    if slots == top_k:
+        return 1
+    wanted = max(2, slots // top_k if top_k >= experts else min(slots, 2 * slots / experts))
+    fit = [tokens for tokens in _THREADS if units * min(slots, tokens) * BLOCK_ROWS * 4 <= _MOST_SUM_BYTES]
+    return next((tokens for tokens in fit if wanted <= tokens), max(fit, default=1))
 
 
 def _struct(matrix: DeviceMatrix) -> Struct:
