@@ -1,228 +1,31 @@
 // Coded integers: entropy-coded codes, each worth a step of its row or of the tensor (docs/format.md, section 9).
 //
-// Layout: not the bytes on disk but a rearrangement of them, made when they are uploaded (rust/core, formats/coded/device.rs):
-// row blocks are cut into segments of columns, which warps decode independently, and segments into chunks of 256 columns,
-// whose records bring the bytes of each of the 64 lanes. A lane's symbols come in the order in which operand A of m16n8k16
-// wants them, as f16 of 2^-24 symbol, and the integer of symbol 0 is added times the sum of the activations.
+// Layout: not the bytes on disk but a rearrangement of them, made when they are uploaded (rust/core,
+// formats/coded/device): row blocks are cut into segments of columns, which warps decode independently, and segments
+// into chunks of 256 columns, whose records bring the bytes of each of the 64 lanes. A lane's symbols come in the
+// order in which operand A of m16n8k16 wants them, as f16 of 2^-24 symbol; the integer of symbol 0 times the sum of
+// the activations is added at the end.
 //
-// Arithmetic: weights are exact. Activations are rounded to f16 under a power of two for each token, which keeps bfloat16
-// and float16 but for values 2^29 times smaller than the token's largest, and 11 bits of float32. Sums are float32.
+// Arithmetic: weights are exact. Activations are rounded to f16 under a power of two for each token, which keeps
+// bfloat16 and float16 but for values 2^29 times smaller than the token's largest, and 11 bits of float32. Sums are
+// float32.
 //
-// Launch: one block an SM, of as many warps as have room for two records each. A block has *tasks* of its own, row blocks of
-// a tile of tokens (`combine`: of all tiles), and shares their segments out to its warps: *units*. What the warps have
-// summed meets in shared memory and is added in the order of the segments. Activations become operands B in shared memory
-// of each block, or, if they are many, in a launch before (`lay_out`).
+// Launch: one block an SM, of as many warps as have room for two records each. A block has *tasks* of its own, row
+// blocks of a tile of tokens (`combine`: of all tiles), and shares their segments out to its warps: *units*. What the
+// warps have summed meets in shared memory and is added in the order of the segments. Activations become operands B in
+// shared memory of each block, or, if they are many, in a launch before (`lay_out_tokens`, `lay_out_hidden`).
 //
-// Bounds: instructions. A symbol takes 8.7 of them (coded.cuh), 27 us at one a cycle of each scheduler for 4096 x 14336
-// weights on an H100 whose warps never wait 17; bytes take 5 to 10.
+// Bounds: instructions. 4096 x 14336 weights of 3 bits and one token take 38 us on an H100; 24 of these are the loop
+// that decodes, 9.4 instructions a symbol and a warp at 0.73 a cycle of each scheduler. The rest are the launch, the
+// prologue (routing, tables, activations, the first records) and some 250 instructions a chunk and a warp. Bytes would
+// take 8 us. Where blocks get one or two row blocks of few segments (2080 x 6144), most of their warps are idle.
 //
 // Definitions: TOKENS (most of a tile: 1, 8, 16 or 32), MOST_THREADS.
-#include "coded.cuh"
-#include "common/layer.cuh"
+#include "coded_block.cuh"
 
 namespace moepack {
 
-// What the launch says of the weights: the sections of the layout.
-struct CodedMatrix {
-    const float* scales;
-    const u32 *tables, *blocks, *starts, *firsts, *corrections;
-    const u8* records;
-    int row_scales, table_count;
-};
-
-// The arguments of a launch beside the matrices.
-struct CodedProblem {
-    Activations x;
-    const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
-    const float* weights;  // [tokens * top_k], or null: 1
-    float* out;            // [slots, rows]; combine: [tokens, rows]
-    u8* cells;             // operands B that `lay_out` has made, or null: blocks make them
-    float2* notes;         // of their places: factor and sum
-    int tokens, experts, rows;
-    int groups;            // of 16 columns, and one more that may be read
-    int chunks, of_segment;
-    int table_bytes, sum_bytes, cell_bytes, stage;  // of shared memory: copies of tables, sums, cells; a record
-    u32 one;
-    Divisor top_k, segments, blocks;
-
-    MOEPACK_BOTH int slots() const {
-        return tokens * int(top_k.by);
-    }
-};
-
 #if defined(__CUDACC__)
-MOEPACK_DEVICE void prefetch(const void* at) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-
-constexpr int MOST_WARPS = MOST_THREADS / WARP;
-
-// A segment of a row block of a matrix, and the tile whose tokens it is multiplied by.
-struct CodedUnit {
-    int tile, second, block, segment;
-};
-
-// The units of a block, in the order of its tasks.
-template <Mode MODE>
-struct Work {
-    const CodedProblem& problem;
-    const Routing& routing;
-    int first, last;  // tasks
-
-    MOEPACK_DEVICE Work(const CodedProblem& problem, const Routing& routing) : problem(problem), routing(routing) {
-        int blocks = problem.blocks.by, tasks = MODE == Mode::combine ? blocks : routing.tiles * blocks;
-        int share = tasks / gridDim.x, more = tasks % gridDim.x;
-        first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
-    }
-
-    MOEPACK_DEVICE int segments() const {
-        return int(problem.segments.by);
-    }
-
-    // Units of a task.
-    MOEPACK_DEVICE int of_task() const {
-        return segments() * (MODE == Mode::combine ? routing.tiles : MODE == Mode::gated ? 2 : 1);
-    }
-
-    MOEPACK_DEVICE CodedUnit unit(int number) const {
-        int part = problem.segments.quotient(number), segment = number - part * segments();
-        if (MODE == Mode::combine) {
-            int task = part / routing.tiles;
-            return {part - task * routing.tiles, 0, first + task, segment};
-        }
-        int task = first + (MODE == Mode::gated ? part / 2 : part), tile = problem.blocks.quotient(task);
-        return {tile, MODE == Mode::gated ? part % 2 : 0, task - tile * int(problem.blocks.by), segment};
-    }
-};
-
-// The places of a launch in dynamic shared memory.
-struct Areas {
-    u8 *tables, *sums, *cells, *rings;
-
-    MOEPACK_DEVICE explicit Areas(const CodedProblem& problem)
-        : tables(shared_memory), sums(tables + problem.table_bytes), cells(sums + problem.sum_bytes),
-          rings(cells + problem.cell_bytes) {}
-};
-
-// The tables of a block's row blocks, in as many copies as there is room for.
-struct Tables {
-    u64 used[2];  // of the first and of the second matrix
-    int copies;   // a power of two, at most 32
-
-    // All threads; `used` has been found. A warp brings 32 entries at a time, one to a lane, and writes their copies.
-    MOEPACK_DEVICE void load(const CodedMatrix& first, const CodedMatrix& second, u8* to, int room) {
-        int own = __popcll(used[0]), count = own + __popcll(used[1]), shift = 5, lane = threadIdx.x % WARP;
-        while (shift > 0 && count << (shift + 10) > room) --shift;
-        if (threadIdx.x == 0) copies = 1 << shift;
-        for (int part = threadIdx.x / WARP; part < count * (SLOTS / WARP); part += blockDim.x / WARP) {
-            int number = part / (SLOTS / WARP), matrix = number >= own;
-            u64 rest = used[matrix];
-            for (int before = number - (matrix ? own : 0); before > 0; --before) rest &= rest - 1;
-            u32 entry = __ldg((matrix ? second.tables : first.tables) + (__ffsll(rest) - 1) * SLOTS + part * WARP % SLOTS + lane);
-            u32* words = reinterpret_cast<u32*>(to) + (part * WARP << shift) + lane;
-#pragma unroll 8
-            for (int i = 0; i < 1 << shift; ++i) words[i * WARP] = __shfl_sync(~0u, entry, (i * WARP + lane) >> shift);
-        }
-    }
-
-    // The copy that a lane reads of a table of a matrix.
-    MOEPACK_DEVICE Copies find(int matrix, int table, const u8* at) const {
-        int before = __popcll(used[matrix] & (1ull << table) - 1) + (matrix ? __popcll(used[0]) : 0);
-        u32 place = before * SLOTS * copies + (threadIdx.x & (copies - 1));
-        return {shared_address(at) + 4 * place, u32(4 * copies)};
-    }
-};
-
-// Finds which tables the units of a block use; all threads.
-template <Mode MODE>
-MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first, const CodedMatrix& second, Tables& tables) {
-    constexpr int MATRICES = MODE == Mode::gated ? 2 : 1;
-    bool several = first.table_count > 1 || (MATRICES == 2 && second.table_count > 1);
-    if (threadIdx.x < 2) tables.used[threadIdx.x] = !several && int(threadIdx.x) < MATRICES;
-    __syncthreads();
-    if (!several) return;
-    int parts = (work.last - work.first) * work.of_task() / work.segments();
-    for (int part = threadIdx.x; part < parts; part += blockDim.x) {
-        CodedUnit unit = work.unit(part * work.segments());
-        const u32* blocks = unit.second ? second.blocks : first.blocks;
-        int block = work.routing.tile[unit.tile].expert * int(work.problem.blocks.by) + unit.block;
-        atomicOr(&tables.used[unit.second], 1ull << (blocks[block] & 63));
-    }
-    __syncthreads();
-}
-
-// Makes operands B of the tokens at `count` places from `first` on in the routing, and their notes: what undoes the power of
-// two, times the weight, and the sum of the values. All threads of a block; warps share places out.
-//
-// A tile's cells begin at its first place's; of every 16 columns 32 bytes a token: four lanes of four values, those of
-// columns t, 4 + t, 8 + t and 12 + t.
-template <Mode MODE, class Meanwhile>
-MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& routing, int first, int count, u8* cells,
-                                   float2* notes, bool same, Meanwhile meanwhile) {
-    __shared__ float largest_of[MOST_WARPS], sum_of[MOST_WARPS];
-    int warps = blockDim.x / WARP, per = most(1, warps / most(count, 1)), rows = warps / per;
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, in_row = warp % per * WARP + lane;
-    int more = per * WARP * 8, end = (problem.groups - 1) * CODED_GROUP;
-    for (int base = 0; base < count; base += rows) {
-        bool exists = warp / per < rows && base + warp / per < count;
-        int place = first + least(base + warp / per, count - 1), slot = routing.order[place];
-        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
-        const Tile& tile = routing.tile[routing.at[place]];
-        int tokens = same ? 1 : tile.tokens;
-        u8* to = same ? cells : cells + (i64(tile.start) * problem.groups + place - tile.start) * 32;
-        // The first two loads of a thread stay in registers; those of long rows come a second time.
-        u32 word[2][8];
-        float value[8], largest = 0, sum = 0;
-        load_eight(problem.x, row, in_row * 8, word[0]), load_eight(problem.x, row, in_row * 8 + more, word[1]);
-        if (base == 0) meanwhile();
-        auto compare = [&](const u32 (&eight)[8]) {
-            to_floats(problem.x.type, eight, value);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(value[i]));
-        };
-        compare(word[0]), compare(word[1]);
-        u32 later[8];
-        for (int column = in_row * 8 + 2 * more; column < end; column += more)
-            load_eight(problem.x, row, column, later), compare(later);
-#pragma unroll
-        for (int distance = WARP / 2; distance; distance /= 2)
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-        if (lane == 0) largest_of[warp] = largest;
-        __syncthreads();
-        int group = least(warp / per, rows - 1) * per;
-        if (per > 1) {
-            largest = largest_of[group + least(lane, per - 1)];
-#pragma unroll
-            for (int distance = WARP / 2; distance; distance /= 2)
-                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-        }
-        Scale scale = scale_of(largest);
-        auto write = [&](int column, const u32 (&eight)[8]) {
-            if (!exists || column >= end) return;
-            to_floats(problem.x.type, eight, value);
-            u8* from = to + i64(column / CODED_GROUP) * tokens * 32 + column % CODED_GROUP / 8 * 4;
-#pragma unroll
-            for (int t = 0; t < 4; ++t) {
-                u32 pair = to_half2(value[t] * scale.factor, value[4 + t] * scale.factor);
-                *reinterpret_cast<u32*>(from + t * 8) = pair;
-                sum += half_value(u16(pair)) + half_value(u16(pair >> 16));
-            }
-        };
-        write(in_row * 8, word[0]), write(in_row * 8 + more, word[1]);
-        for (int column = in_row * 8 + 2 * more; column < end; column += more)
-            load_eight(problem.x, row, column, later), write(column, later);
-#pragma unroll
-        for (int distance = WARP / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        if (lane == 0) sum_of[warp] = sum;
-        __syncthreads();
-        if (exists && in_row == 0) {
-            float total = 0, weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
-            for (int i = 0; i < per; ++i) total += sum_of[warp + i];
-            notes[place] = {scale.inverse * weight, total};
-        }
-    }
-}
-
 // Copies records to a warp's two stages in shared memory, one ahead of the one that is decoded.
 struct Ring {
     u8* stages;
@@ -348,7 +151,8 @@ struct CodedWarp {
     }
 
     MOEPACK_DEVICE Operands operands_of(const Tile& tile, int segment) const {
-        int tokens = TOKENS == 1 || same ? 1 : tile.tokens, group = segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
+        int tokens = TOKENS == 1 || same ? 1 : tile.tokens;
+        int group = segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
         return {cells + ((same ? 0 : i64(tile.start) * problem.groups) + i64(group) * tokens) * 32, tokens};
     }
 
@@ -398,7 +202,8 @@ struct CodedWarp {
         for (int chunk = 0; chunk < chunks_of(unit.segment); ++chunk, groups -= CODED_CHUNK / CODED_GROUP) {
             fetch();
             enter_chunk(lanes, ring.wait(), chunk == 0);
-            decode(lanes, copies, x, least(groups, CODED_CHUNK / CODED_GROUP), TOKENS == 1 ? 32 : from.tokens * 32, sums);
+            int count = least(groups, CODED_CHUNK / CODED_GROUP);
+            decode(lanes, copies, x, count, TOKENS == 1 ? 32 : from.tokens * 32, sums);
             if (chunk == 0) prefetch(of.corrections + correction);
             __syncwarp();
         }
@@ -407,7 +212,8 @@ struct CodedWarp {
     }
 
     // Multiplies groups of 16 columns by operands B that are `more` bytes apart.
-    MOEPACK_DEVICE void decode(Lanes& lanes, const Copies& copies, const u8* (&x)[N], int groups, int more, Sums<N>& sums) {
+    MOEPACK_DEVICE void decode(Lanes& lanes, const Copies& copies, const u8* (&x)[N], int groups, int more,
+                               Sums<N>& sums) {
         Pair b[N], now[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) b[i] = *reinterpret_cast<const Pair*>(x[i]);
@@ -479,8 +285,8 @@ MOEPACK_DEVICE float scale_of_row(const CodedMatrix& matrix, int expert, int row
 // Writes the outputs of tasks `begin` to `end` of a block, whose units' sums are in shared memory; all threads.
 template <Mode MODE>
 MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
-                                  const CodedMatrix& second, const float* sums, const float2* notes, bool same, int columns,
-                                  int begin, int end) {
+                                  const CodedMatrix& second, const float* sums, const float2* notes, bool same,
+                                  int columns, int begin, int end) {
     const Routing& routing = work.routing;
     int outputs = MODE == Mode::combine ? problem.tokens : columns, segments = work.segments();
     for (int item = threadIdx.x; item < (end - begin) * outputs * CODED_BLOCK; item += blockDim.x) {
@@ -558,7 +364,8 @@ struct Rows {
     int columns, lowest;
 
     // `out` begins with the first row of expert `first`.
-    MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, i64 block, i64 first, int columns, u16* out)
+    MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, i64 block, i64 first, int columns,
+                        u16* out)
         : columns(columns), lowest(int(matrix.blocks[block] << 16) >> 24) {
         int expert = int(block / problem.blocks.by), line = int(block % problem.blocks.by) * CODED_BLOCK;
 #pragma unroll
@@ -576,8 +383,10 @@ struct Rows {
     // The symbols of 16 columns as `Lanes::decode` leaves them.
     MOEPACK_DEVICE void put(const u32 (&a)[4], int column) const {
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            put(i % 2, column + i / 2 * 4 + threadIdx.x % 4, int(a[i % 2 + i / 4 * 2] >> i / 2 % 2 * 16 & 0xffff) + lowest);
+        for (int i = 0; i < 8; ++i) {
+            u32 symbol = a[i % 2 + i / 4 * 2] >> i / 2 % 2 * 16 & 0xffff;
+            put(i % 2, column + i / 2 * 4 + threadIdx.x % 4, int(symbol) + lowest);
+        }
     }
 
     // Adds corrections: f16 holds a code's symbol exactly, bf16 well enough to find it again.
@@ -645,14 +454,15 @@ CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
         for (int i = 0; i < int(problem.top_k.by); ++i) {
             int slot = token * int(problem.top_k.by) + i;
             i64 expert = problem.index[slot];
-            if (expert >= 0 && expert < problem.experts) total += problem.weights[slot] * from[i64(slot) * problem.rows + row];
+            if (expert < 0 || expert >= problem.experts) continue;
+            total += problem.weights[slot] * from[i64(slot) * problem.rows + row];
         }
         problem.out[item] = total;
     }
 }
 
-// Writes the values of `count` row blocks, counted through all experts, from `begin` on, where an expert begins; a warp a
-// segment.
+// Writes the values of `count` row blocks, counted through all experts, from `begin` on, where an expert begins; a warp
+// a segment.
 CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64 count, int columns, u16* out) {
     __shared__ Tables tables;
     Areas areas(problem);

@@ -1,11 +1,12 @@
-// Coded integers as a thread decodes them: two lanes of a row block, each a chain of symbols (docs/format.md, section 9).
+// Coded integers as a thread decodes them: two lanes of a row block, each a chain of symbols (docs/format.md, section
+// 9).
 //
-// A state is 256 high + low and has a one in its third byte. The entry of a table for slot `low` has the bytes 0, frequency,
-// slot - start, symbol, so that one dot product of bytes is the whole step, and another finds the entry: tables are
-// stored in copies, an entry of each side by side, and lanes read different ones. Where the state falls below 256 it takes
-// a byte of the lane's own, out of a window of four, which is filled every four symbols.
+// A state is 256 high + low and has a one in its third byte. The entry of a table for slot `low` has the bytes 0,
+// frequency, slot - start, symbol, so that one dot product of bytes is the whole step, and another finds the entry:
+// tables are stored in copies, an entry of each side by side, and lanes read different ones. Where the state falls
+// below 256 it takes a byte of the lane's own, out of a window of four, which is filled every four symbols.
 //
-// Instructions a symbol: 6, 1.6 to fill windows, 0.5 to make f16 of the symbol, half of them on the integer pipe.
+// Instructions a symbol: 6, some 2 to fill windows, 0.5 to make f16 of the symbol.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -13,7 +14,7 @@ namespace moepack {
 
 constexpr u32 ONE = 0x10000;           // the third byte of a state
 constexpr u32 FULL = ONE + 256;        // below it a state takes a byte
-constexpr u32 TAKE = 0x3204;           // the bytes of a state that has taken the window's first: byte 4 of {state, window}
+constexpr u32 TAKE = 0x3204;           // bytes of {state, window}: a state that has taken the window's first
 constexpr int CODED_BLOCK = 16;        // rows of a row block
 constexpr int CODED_LANES = 64;        // of a row block
 constexpr int CODED_CHUNK = 256;       // columns of a chunk
@@ -87,7 +88,8 @@ struct Chain {
 #endif
     }
 
-    // Fills the window. `one` is 1, which the compiler must not know: what multiplies by it leaves the integer pipe alone. 8 TAKE is 32 more than a multiple of 64, so that bit 5 changes unless a word is used up.
+    // Fills the window. `one` is 1, which the compiler must not know: what multiplies by it leaves the integer pipe
+    // alone. 8 TAKE is 32 more than a multiple of 64, so that bit 5 changes unless a word is used up.
     MOEPACK_BOTH void fill(u32 taken, u32 one) {
         static_assert(8 * TAKE % 64 == 32, "see above");
 #if defined(__CUDA_ARCH__)
@@ -110,16 +112,12 @@ struct Chain {
 struct Lanes {
     Chain chain[2];
 
-    // Begins a chunk whose record is at `record`, which begins with states if the chunk begins a segment. `before` are the
-    // bytes of lanes before these.
+    // Begins a chunk; `before` are the bytes of the lanes before these, and `bytes` is a multiple of 16.
     MOEPACK_BOTH void enter(Shared bytes, const u32 (&before)[2]) {
-        for (int i = 0; i < 2; ++i) {
-            // Records begin at multiples of 16, and so do places in them.
-            chain[i].enter(bytes + (before[i] & ~3u), before[i] & 3);
-        }
+        for (int i = 0; i < 2; ++i) chain[i].enter(bytes + (before[i] & ~3u), before[i] & 3);
     }
 
-    // The symbols of the next 16 columns, as f16 of 2^-24 symbol: operand A of m16n8k16, column 4 s + t in the order of k.
+    // The symbols of the next 16 columns, as f16 of 2^-24 symbol: operand A of m16n8k16.
     MOEPACK_BOTH void decode(const Copies& copies, u32 one, u32 (&a)[4]) {
         u32 entry[2][4], taken[2] = {TAKE, TAKE};
 #if defined(__CUDACC__)
@@ -145,7 +143,8 @@ MOEPACK_BOTH void correction_operand(const u32 (&correction)[4], int row, u32 (&
         // Registers 0 and 2 are row g, 1 and 3 row g + 8; 0 and 1 the first two of the four.
         int mine = row + i % 2 * 8;
         u32 first = correction[i / 2 * 2], second = correction[i / 2 * 2 + 1];
-        a[i] = (int(first >> 12 & 15) == mine ? first >> 16 : 0) | (int(second >> 12 & 15) == mine ? second & 0xffff0000 : 0);
+        a[i] = int(first >> 12 & 15) == mine ? first >> 16 : 0;
+        a[i] |= int(second >> 12 & 15) == mine ? second & 0xffff0000 : 0;
     }
 }
 

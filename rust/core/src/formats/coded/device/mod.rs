@@ -1,29 +1,32 @@
 //! The layout in which GPUs read a coded tensor. It is made when a tensor is uploaded, and never written to a file.
 //!
-//! A GPU gives a warp the 64 lanes of a row block, two to a thread, and they cannot afford to agree on whose the next byte
-//! is: that took 17 instructions a weight instead of 9. So every lane gets its own bytes. Symbols, states and bytes stay
-//! what they are; nothing is encoded anew.
+//! A GPU gives a warp the 64 lanes of a row block, two to a thread, and they cannot afford to agree on whose the next
+//! byte is. So every lane gets its own bytes. Symbols, states and bytes stay what they are; nothing is encoded anew.
 //!
-//! A row block is cut into *segments* of columns, which warps decode independently, and these into *chunks* of 256 columns,
-//! which fit shared memory. Rows that do not exist decode what does not matter. The layout is a header of 64-bit words and
-//! eight sections, each from the next multiple of 64:
+//! A row block is cut into *segments* of columns, which warps decode independently, and these into *chunks* of 256
+//! columns, which fit shared memory. Rows that do not exist decode what does not matter. The layout is a header of
+//! 64-bit words and eight sections, each from the next multiple of 64:
 //!
 //! ```text
-//! header       magic "MOEPRDEV"; experts, rows, columns, tables; chunks of a segment; bytes of the longest record; whether
-//!              each row has a scale; where each section starts, and its bytes
+//! header       magic "MOEPRDEV"; experts, rows, columns, tables; chunks of a segment; bytes of the longest record;
+//!              whether each row has a scale; where each section starts, and its bytes
 //! head         the packed tensor up to its payload, as it is
 //! scales       f32: one, or E x R
 //! tables       256 words for each: {0, frequency, slot - start, symbol} of each slot, from the lowest byte
 //! blocks       a word for each row block: its table, and in the second byte the integer of symbol 0
 //! starts       a word for each chunk, and the end: where its record starts in the records, in units of 16 bytes
 //! firsts       a word for each segment, and the end: its first correction
-//! corrections  the exceptions of the segments: f16 of the difference / 2^24 (16 bits), row (4), column in the segment (12);
-//!              differences beyond 2^11 are several
-//! records      row block by row block, of each its chunks: if it begins a segment the states of all lanes, 16 bits each;
-//!              the number of bytes of each lane, 8 bits; the bytes of each lane; zeros
+//! corrections  the exceptions of the segments: f16 of the difference / 2^24 (16 bits), row (4), column in the segment
+//!              (12); differences beyond 2^11 are several
+//! records      row block by row block, of each its chunks: if it begins a segment the states of all lanes, 16 bits
+//!              each; the number of bytes of each lane, 8 bits; the bytes of each lane; zeros
 //! ```
 //!
 //! States take 1/16 bit a weight where segments have 1,024 columns, numbers of bytes 1/8.
+
+mod restore;
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
 
@@ -32,8 +35,10 @@ use rayon::prelude::*;
 
 use super::layout::{ALIGNMENT, STATE_BYTES};
 use super::table::{SLOTS, Table};
-use super::{BLOCK_ROWS, Coded, CodedView, LANES, Layout, QUAD, corrupt, invalid};
+use super::{BLOCK_ROWS, CodedView, LANES, Layout, QUAD, invalid};
 use crate::Result;
+
+pub use restore::from_device;
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"MOEPRDEV";
@@ -415,271 +420,4 @@ fn halves(difference: i32) -> impl Iterator<Item = u16> {
         rest -= part;
         (part != 0).then(|| half::f16::from_f64(part as f64 / f64::from(1 << 24)).to_bits())
     })
-}
-
-/// The packed tensor of a layout, the inverse of [`CodedView::to_device`].
-///
-/// # Errors
-/// [`Error::Corruption`](crate::Error) or `InsufficientData`: the bytes are no such layout.
-pub fn from_device(data: &[u8], pool: &ThreadPool) -> Result<Vec<u8>> {
-    let stored = Stored::read(data)?;
-    let mut out = vec![0; stored.packed.total_bytes()];
-    out[..stored.head.len()].copy_from_slice(stored.head);
-    let mut payload = &mut out[stored.head.len()..];
-    let mut streams = Vec::with_capacity(stored.cut.streams());
-    for pair in stored.packed.starts.windows(2) {
-        let (stream, behind) = payload.split_at_mut(pair[1].at - pair[0].at);
-        streams.push((pair[0].table, stream));
-        payload = behind;
-    }
-    pool.install(|| {
-        let streams = streams.into_par_iter().enumerate();
-        streams.try_for_each(|(number, (table, out))| stored.stream(number, table, out))
-    })?;
-    Ok(out)
-}
-
-/// A layout that is being read.
-struct Stored<'a> {
-    /// What the head says of the tensor, without its payload.
-    packed: Coded,
-    cut: Cut,
-    head: &'a [u8],
-    starts: &'a [u8],
-    records: &'a [u8],
-}
-
-impl<'a> Stored<'a> {
-    fn read(data: &'a [u8]) -> Result<Stored<'a>> {
-        let Some((header, _)) = data.split_at_checked(8 * HEADER_WORDS) else {
-            return corrupt("no layout for GPUs");
-        };
-        let word = |i: usize| u64::from_le_bytes(header.as_chunks().0[i]);
-        let section = |i: usize| {
-            let (start, length) = (word(8 + 2 * i) as usize, word(9 + 2 * i) as usize);
-            start.checked_add(length).and_then(|end| data.get(start..end))
-        };
-        let (Some(head), Some(starts), Some(records)) = (section(0), section(4), section(7)) else {
-            return corrupt("sections of a layout for GPUs beyond its end");
-        };
-        let layout = Layout::read(head)?;
-        let Some(total) = layout.total().filter(|&total| total < 2 * data.len() + (1 << 20)) else {
-            return corrupt("a layout for GPUs that is too short");
-        };
-        let mut packed = vec![0; total];
-        match packed.get_mut(..head.len()) {
-            Some(place) => place.copy_from_slice(head),
-            None => return corrupt("a head of a layout for GPUs that is too long"),
-        }
-        let packed = Coded::parse(&packed)?;
-        let cut = Cut::new(layout, Some(word(5) as usize))?;
-        let known = word(0) == u64::from_le_bytes(MAGIC)
-            && head.len() == packed.sections[4].start
-            && starts.len() == 4 * (cut.all_blocks() * cut.chunks() + 1);
-        match known {
-            true => Ok(Stored {
-                packed,
-                cut,
-                head,
-                starts,
-                records,
-            }),
-            false => corrupt("a layout for GPUs that contradicts its head"),
-        }
-    }
-
-    /// The record of a chunk of all row blocks' chunks.
-    fn record(&self, chunk: usize) -> Option<&[u8]> {
-        let at = |i: usize| u32::from_le_bytes(self.starts.as_chunks().0[i]) as usize * UNIT;
-        self.records.get(at(chunk)..at(chunk + 1))
-    }
-
-    /// Writes the states and bytes of a stream.
-    fn stream(&self, number: usize, table: usize, out: &mut [u8]) -> Result<()> {
-        let entries = entries(&self.packed.tables[table]);
-        let (first, out) = out.split_at_mut(STATE_BYTES);
-        let mut at = 0;
-        for (i, block) in self.cut.blocks_of(number).enumerate() {
-            let mut states = [0; LANES];
-            for chunk in 0..self.cut.chunks() {
-                let begins = chunk % self.cut.of_segment == 0;
-                let Some((stored, bytes)) = self
-                    .record(block * self.cut.chunks() + chunk)
-                    .and_then(|record| record.split_at_checked(if begins { STATE_BYTES } else { 0 }))
-                else {
-                    return corrupt("a record of a layout for GPUs that is too short");
-                };
-                for (state, bytes) in states.iter_mut().zip(stored.as_chunks().0) {
-                    *state = u32::from(u16::from_le_bytes(*bytes));
-                }
-                if i == 0 && chunk == 0 {
-                    for (lane, state) in states.iter().enumerate() {
-                        (first[lane], first[LANES + lane]) = ((state >> 8) as u8, *state as u8);
-                    }
-                }
-                let states = &mut states[..self.cut.lanes_of(block)];
-                let quads = self.cut.quads_of(chunk);
-                if interleave(bytes, states, &entries, quads, out, &mut at).is_none() {
-                    return corrupt("a record of a layout for GPUs whose lanes lack bytes");
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Decodes a chunk and writes the bytes of its lanes in the order in which they are taken; `None` if there are too few.
-fn interleave(
-    record: &[u8],
-    states: &mut [u32],
-    entries: &[u32; SLOTS],
-    quads: usize,
-    out: &mut [u8],
-    at: &mut usize,
-) -> Option<()> {
-    let (counts, bytes) = record.split_at_checked(LANES)?;
-    let mut next = [0; LANES];
-    for lane in 1..LANES {
-        next[lane] = next[lane - 1] + usize::from(counts[lane - 1]);
-    }
-    for _ in 0..quads {
-        for (state, next) in states.iter_mut().zip(&mut next) {
-            *state = stepped(*state, entries);
-            if *state < 256 {
-                let byte = *bytes.get(*next)?;
-                *state = *state << 8 | u32::from(byte);
-                *next += 1;
-                // Decoders of a damaged stream stay at its end.
-                if let Some(place) = out.get_mut(*at) {
-                    *place = byte;
-                    *at += 1;
-                }
-            }
-        }
-    }
-    Some(())
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::super::tests::{Random, encoded, gaussian, matrix};
-    use super::*;
-    use crate::pool;
-    use crate::types::Shape;
-
-    fn laid_out(data: &[u8], of_segment: Option<usize>) -> Vec<u8> {
-        let coded = Coded::parse(data).unwrap();
-        let pool = pool::current().unwrap();
-        coded.view(data).unwrap().to_device(of_segment, &pool).unwrap()
-    }
-
-    fn restored(data: &[u8]) -> Result<Vec<u8>> {
-        from_device(data, &pool::current().unwrap())
-    }
-
-    #[test]
-    fn layouts_come_back() {
-        for (experts, rows, columns) in [
-            (1, 1, 1),
-            (2, 17, 130),
-            (3, 79, 256),
-            (1, 64, 1030),
-            (2, 33, 777),
-            (0, 3, 4),
-            (2, 0, 4),
-            (2, 3, 0),
-        ] {
-            let shape = Shape {
-                experts,
-                rows,
-                columns,
-                ndim: 3,
-            };
-            for (stream_rows, deviation) in [(16, 3.0), (64, 0.2), (64, 12.0)] {
-                let data = encoded(&gaussian(shape, deviation, 1), shape, Some(stream_rows));
-                for of_segment in [None, Some(1), Some(3)] {
-                    assert!(
-                        restored(&laid_out(&data, of_segment)).unwrap() == data,
-                        "{shape:?}"
-                    );
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn differences_are_sums_of_halves() {
-        for difference in [
-            1,
-            -1,
-            31,
-            1023,
-            1024,
-            -2047,
-            2049,
-            65535,
-            -1_000_001,
-            i32::MAX,
-            i32::MIN,
-        ] {
-            let parts =
-                halves(difference).map(|half| half::f16::from_bits(half).to_f64() * f64::from(1 << 24));
-            assert_eq!(parts.sum::<f64>(), f64::from(difference));
-            assert!(halves(difference).count() <= 3);
-        }
-    }
-
-    #[test]
-    fn arguments_out_of_range_are_refused() {
-        let data = encoded(&[1; 6], matrix(2, 3), None);
-        let coded = Coded::parse(&data).unwrap();
-        for of_segment in [0, 17] {
-            let made = coded
-                .view(&data)
-                .unwrap()
-                .to_device(Some(of_segment), &pool::current().unwrap());
-            assert!(matches!(made, Err(crate::Error::InvalidArgument(_))));
-        }
-    }
-
-    #[test]
-    fn damaged_layouts_are_refused_or_harmless() {
-        let shape = matrix(40, 300);
-        let data = laid_out(&encoded(&gaussian(shape, 2.0, 9), shape, None), None);
-        let mut random = Random(1);
-        for _ in 0..500 {
-            let mut bad = data.clone();
-            let place = random.next() as usize % bad.len();
-            bad[place] ^= 1 << (random.next() % 8);
-            let _ = restored(&bad);
-        }
-        for end in (0..data.len()).step_by(97) {
-            let _ = restored(&data[..end]);
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn any_stream_becomes_lanes_and_back(
-            rows in 1usize..70, columns in 1usize..600, wide: bool, of_segment in 1usize..4, spread in 1i32..2000, seed: u64,
-        ) {
-            let shape = matrix(rows, columns);
-            let mut random = Random(seed);
-            let codes: Vec<i32> = (0..rows * columns).map(|_| random.next() as i32 % spread).collect();
-            let data = encoded(&codes, shape, Some(if wide { 64 } else { 16 }));
-            prop_assert!(restored(&laid_out(&data, Some(of_segment))).unwrap() == data);
-        }
-
-        #[test]
-        fn random_payloads_are_laid_out(seed: u64, rows in 1usize..70, columns in 1usize..300) {
-            let shape = matrix(rows, columns);
-            let mut data = encoded(&gaussian(shape, 1.5, seed), shape, None);
-            let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
-            let mut random = Random(seed);
-            data[payload].fill_with(|| random.next() as u8);
-            restored(&laid_out(&data, None)).unwrap();
-        }
-    }
 }
