@@ -288,7 +288,7 @@ impl CodedView<'_> {
                 .locate(stream % cut.layout.streams(), exception.place)
                 .is_some()
             {
-                let place = (lane / QUAD) << 12 | column % width;
+                let place = ((lane / QUAD) << 12) | (column % width);
                 found.push((
                     block * cut.segments() + column / width,
                     place as u32,
