@@ -467,7 +467,7 @@ MOEPACK_DEVICE void turn(float* values, int width) {
 }
 
 // Turns the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones.
-// Of more columns than shared memory has floats for, what the last rounds add comes first: sums of parts of the row.
+// If there are more columns than shared memory holds floats, the last rounds come first: they add up parts of the row.
 template <class Value, class Use>
 MOEPACK_DEVICE void turn_row(int columns, int width, Value value, Use use) {
     constexpr int MOST_WIDTH = 32768;

@@ -16,7 +16,7 @@ def weights() -> torch.Tensor:
 
 
 def hessians() -> torch.Tensor:
-    """Of correlated inputs."""
+    """Hessians of correlated inputs, one an expert."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(E, 400, C, generator=generator) @ torch.randn(C, C, generator=generator) / C**0.5
     return x.transpose(1, 2) @ x

@@ -72,7 +72,7 @@ struct Round {
     Unit unit;
 };
 
-// The same computation for all warps: which units a block has, and which chunks a warp multiplies in each round.
+// What every warp computes for itself: which units a block has, and which chunks a warp multiplies in each round.
 template <Mode MODE>
 struct Schedule {
     const Problem& problem;

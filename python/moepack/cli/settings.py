@@ -13,7 +13,7 @@ from moepack.cli.device import usable_device
 
 METHODS = {
     "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text (the default)",
-    "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; better with a text",
+    "rate": "any number of bits from 0.4 to 5.5, entropy coded, all linear layers too; better with a text",
     "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
     "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
     "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",
@@ -104,7 +104,7 @@ BitsPerWeight = Annotated[
     float | None,
     _option(
         "bits_per_weight",
-        "everything counted: of all that is packed (rate, 0.4 to 8), of ternary experts (qmoe, 0.4 to 2), or for "
+        "everything counted: of all that is packed (rate, 0.4 to 5.5), of ternary experts (qmoe, 0.4 to 2), or for "
         "--group-size budget (finequant).",
         panel="Options of qmoe",
     ),

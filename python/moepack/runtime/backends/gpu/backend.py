@@ -37,7 +37,7 @@ PAIRS = 512
 """Most pairs of a token and an expert: a block lists those of its expert in shared memory."""
 
 _FEWER = {"ternary": 8}
-"""The same for linear layers of kinds whose kernels take longer from there on than decoding all weights."""
+"""Most tokens of a linear layer that kernels take, for formats where decoding all weights is faster from there on."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

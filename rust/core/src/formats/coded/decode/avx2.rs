@@ -135,7 +135,7 @@ impl States {
     /// Decodes half a register: its symbols, and how many bytes it took.
     ///
     /// # Safety
-    /// As of [`States::next`]; 32 bytes at `bytes` are readable.
+    /// The processor has what [`States::next`] asks for, and 32 bytes at `bytes` are readable.
     #[inline(always)]
     unsafe fn half<const BANKS: usize, const HALF: usize>(
         &mut self,
