@@ -150,7 +150,7 @@ def test_the_bound_holds() -> None:
     for shape in [(1, 1, 1), (1, 3, 15), (2, 65, 100), (0, 3, 4), (2, 5, 0)]:
         symbols = torch.randint(-(1 << 20), 1 << 20, shape, dtype=torch.int32).numpy()
         blob = _core.encode_coded(symbols, torch.ones(1, 1).numpy(), ndim=3)
-        assert blob.nbytes <= Rate(8.0).bound(shape)
+        assert blob.nbytes <= Rate(5.5).bound(shape)
 
 
 @pytest.fixture(scope="module")
