@@ -22,16 +22,6 @@ constexpr int CODED_GROUP = 16;        // columns of a product
 constexpr int STATES_BYTES = 2 * CODED_LANES;
 constexpr int SLOTS = 256;
 
-// The sum of products of the bytes of a and b, and c.
-MOEPACK_BOTH u32 dot(u32 a, u32 b, u32 c) {
-#if defined(__CUDA_ARCH__)
-    return __dp4a(a, b, c);
-#else
-    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
-    return c;
-#endif
-}
-
 MOEPACK_BOTH u32 load_shared(Shared from) {
     u32 word;
 #if defined(__CUDA_ARCH__)
@@ -49,7 +39,7 @@ struct Copies {
 
     MOEPACK_BOTH u32 entry(u32 state) const {
 #if defined(__CUDA_ARCH__)
-        return load_shared(dot(state, stride, first));
+        return load_shared(dot4(state, stride, first));
 #else
         return load_shared(first + (state & 255) * stride);
 #endif
@@ -78,7 +68,7 @@ struct Chain {
 
     // Goes on by a symbol; `taken` is TAKE and one for each byte taken since the window was filled.
     MOEPACK_BOTH void step(u32 entry, u32& taken) {
-        state = dot(state, entry, ONE);
+        state = dot4(state, entry, ONE);
 #if defined(__CUDA_ARCH__)
         asm("{.reg .pred p; setp.lt.u32 p, %0, %3; @p prmt.b32 %0, %0, %2, %1; @p add.u32 %1, %1, 1;}"
             : "+r"(state), "+r"(taken)

@@ -21,16 +21,6 @@ constexpr int CODES = 8;           // a lane's at a time
 constexpr int CHUNK = 32;          // codes with one stored column
 constexpr u32 TABLE_BYTES = 8192;  // of an FSV8 dictionary
 
-// c + the sum of the products of bytes.
-MOEPACK_BOTH u32 dot4(u32 a, u32 b, u32 c) {
-#if defined(__CUDA_ARCH__)
-    return __dp4a(a, b, c);
-#else
-    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
-    return c;
-#endif
-}
-
 MOEPACK_BOTH float float_of(u32 bits) {
 #if defined(__CUDA_ARCH__)
     return __uint_as_float(bits);

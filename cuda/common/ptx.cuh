@@ -35,6 +35,16 @@ MOEPACK_BOTH u32 permute(u32 a, u32 b, u32 selector) {
 #endif
 }
 
+// c + the sum of the products of bytes.
+MOEPACK_BOTH u32 dot4(u32 a, u32 b, u32 c) {
+#if defined(__CUDA_ARCH__)
+    return __dp4a(a, b, c);
+#else
+    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+    return c;
+#endif
+}
+
 #if !defined(__CUDA_ARCH__)
 inline float half_value(u16 bits) {
     int exponent = (bits >> 10) & 31;

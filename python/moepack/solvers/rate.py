@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.allocation.importance import curvatures
-from moepack.solvers.drift import corrected
-from moepack.solvers.gptq import ExpertReport, Factors, GptqSettings, factorize, gptq
+from moepack.solvers.gptq import ExpertReport, GptqSettings, gptq
+from moepack.solvers.problem import Problem
 
 __all__ = ["RateGrid", "RateProblem", "RateSettings", "row_bits"]
 
@@ -121,34 +120,15 @@ def row_bits(codes: Tensor) -> Tensor:
     return entropy * CODE_EXCESS + ROW_TAIL * used + ROW_METADATA
 
 
-class RateProblem:
-    """A batch of matrices that share Hessians, to be solved at different prices.
-
-    Attributes:
-        weights: [E, R, C] float32, moved to correct earlier layers' errors.
-        hessians: [E, C, C].
-        importance: [E], mean diagonal of each expert's Hessian: its output error for a unit of squared weight error.
-    """
+class RateProblem(Problem):
+    """A batch of matrices, to be made ternary at different prices."""
 
     def __init__(
         self, weights: Tensor, hessians: Tensor, drift: Tensor | None = None, settings: RateSettings | None = None
     ) -> None:
-        """Factorise the Hessians and move the weights.
-
-        Args:
-            weights: [E, R, C], finite.
-            hessians: [E, C, C], sums of a x^T x over the tokens x that enter the compressed model's layer, weighted by
-                how much the model's output depends on each.
-            drift: [E, C, C], sums of a (x' - x)^T x, where x' is what enters the original model's layer; or `None`.
-        """
+        """Factorise the Hessians and move the weights; arguments as for `Problem`."""
         self.settings = settings or RateSettings()
-        self.hessians = hessians
-        self.weights = weights.float()
-        if drift is not None and self.settings.shift:
-            shift, damping = self.settings.shift, self.settings.shift_damping
-            self.weights = corrected(self.weights, hessians, drift, shift, damping)
-        self.factors: Factors = factorize(hessians, self.settings.damping)
-        self.importance = curvatures(torch.tensor(self.factors.scale, device=self.weights.device))
+        super().__init__(weights, hessians, drift, self.settings)
 
     def rows(self, picked: Tensor) -> RateProblem:
         """The problem with the rows picked [K] int64 only; one may be picked many times."""

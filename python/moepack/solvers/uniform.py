@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.allocation.importance import curvatures
-from moepack.solvers.drift import corrected
-from moepack.solvers.gptq import Factors, GptqResult, GptqSettings, factorize, gptq
+from moepack.solvers.gptq import GptqResult, GptqSettings, gptq
 from moepack.solvers.priced import EXCEPTION_BITS, LARGEST, MOST, WORTH
+from moepack.solvers.problem import Problem
 
 __all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "priced_codes", "step_of"]
 
@@ -158,34 +157,20 @@ class _UniformGrid:
         return codes.int(), codes * self.step
 
 
-class UniformProblem:
-    """A batch of matrices with their Hessians.
+class UniformProblem(Problem):
+    """A batch of matrices, to be rounded to multiples of a step.
 
     Attributes:
-        weights: [E, R, C] float32, moved to correct earlier layers' errors.
-        importance: [E], loss of a unit of squared error of a weight, before the Hessian's factors.
-        curvature: [E], the same with them, the mean over columns.
+        curvature: [E], loss of a unit of squared error of a weight: `importance` by the mean of the Hessian's factors.
     """
 
     def __init__(
         self, weights: Tensor, hessians: Tensor, drift: Tensor | None = None, settings: UniformSettings | None = None
     ) -> None:
-        """Factorise the Hessians and move the weights.
-
-        Args:
-            weights: [E, R, C], finite.
-            hessians: [E, C, C], sums of a x^T x over the tokens x that enter the compressed model's layer, weighted by
-                how much the model's output depends on each.
-            drift: [E, C, C], sums of a (x' - x)^T x, where x' is what enters the original model's layer; or `None`.
-            settings: how the solver works.
-        """
+        """Factorise the Hessians and move the weights; arguments as for `Problem`."""
         self.settings = settings or UniformSettings()
-        self.weights, self._hessians = weights.float(), hessians
-        if drift is not None and self.settings.shift:
-            self.weights = corrected(self.weights, hessians, drift, self.settings.shift, self.settings.shift_damping)
-        self._factors: Factors = factorize(hessians, self.settings.damping)
-        self.importance = curvatures(torch.tensor(self._factors.scale, device=self.weights.device))
-        self.curvature = self.importance * self._factors.pivots.square().mean(1)
+        super().__init__(weights, hessians, drift, self.settings)
+        self.curvature = self.importance * self.factors.pivots.square().mean(1)
 
     def solve(self, step: float, price: float, lengths: CodeLengths) -> GptqResult:
         """Quantize all rows.
@@ -200,4 +185,4 @@ class UniformProblem:
         """
         prices = (price / (step * step * self.importance)).float()
         grid, settings = _UniformGrid(step, prices, lengths), GptqSettings(self.settings.damping)
-        return gptq(self.weights, self._hessians, grid, settings, factors=self._factors)
+        return gptq(self.weights, self.hessians, grid, settings, factors=self.factors)

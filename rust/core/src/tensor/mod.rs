@@ -141,7 +141,7 @@ pub trait Tensor: Send + Sync {
 /// do not read, and which nothing reads that opens the tensor. Everything else belongs to all experts.
 ///
 /// # Errors
-/// Those of [`Tensor::projection`].
+/// [`Error::InvalidArgument`]: the format has no kernel in portable code.
 pub fn payloads(tensor: &dyn Tensor, data: &[u8]) -> Result<Vec<Range<usize>>> {
     let compute = Compute {
         mode: tensor.modes()[0],

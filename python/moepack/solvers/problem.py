@@ -1,0 +1,58 @@
+"""A batch of matrices with their Hessians, ready for error compensation: what the solvers at a rate have in common."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moepack.allocation.importance import curvatures
+from moepack.solvers.drift import corrected
+from moepack.solvers.gptq import Factors, factorize
+
+__all__ = ["Damping", "Problem"]
+
+
+class Damping(Protocol):
+    """The settings that `Problem` reads.
+
+    Attributes:
+        damping: of the Hessians, relative to their mean diagonal.
+        shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
+        shift_damping: damping of that regression.
+    """
+
+    @property
+    def damping(self) -> float: ...  # noqa: D102
+    @property
+    def shift(self) -> float: ...  # noqa: D102
+    @property
+    def shift_damping(self) -> float: ...  # noqa: D102
+
+
+class Problem:
+    """A batch of matrices that share factorised Hessians, to be solved at different prices.
+
+    Attributes:
+        weights: [E, R, C] float32, moved to correct earlier layers' errors.
+        hessians: [E, C, C].
+        factors: of the damped Hessians.
+        importance: [E], mean diagonal of each expert's Hessian: its output error for a unit of squared weight error.
+    """
+
+    def __init__(self, weights: Tensor, hessians: Tensor, drift: Tensor | None, settings: Damping) -> None:
+        """Factorise the Hessians and move the weights.
+
+        Args:
+            weights: [E, R, C], finite.
+            hessians: [E, C, C], sums of a x^T x over the tokens x that enter the compressed model's layer, weighted by
+                how much the model's output depends on each.
+            drift: [E, C, C], sums of a (x' - x)^T x, where x' is what enters the original model's layer; or `None`.
+            settings: how the solver works.
+        """
+        self.weights, self.hessians = weights.float(), hessians
+        if drift is not None and settings.shift:
+            self.weights = corrected(self.weights, hessians, drift, settings.shift, settings.shift_damping)
+        self.factors: Factors = factorize(hessians, settings.damping)
+        self.importance = curvatures(torch.tensor(self.factors.scale, device=self.weights.device))
