@@ -71,6 +71,16 @@ def test_verify_says_where(packed: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert report["faults"][0]["file"] == file.name and report["faults"][0]["offset"] % 64 == 0
 
 
+def test_verify_lists_side_files_apart(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    (copy / "README.md").write_text("# a model card")
+    code, text, _ = run(capsys, "verify", copy)
+    assert code == 0 and "README.md (added)" in text and "is sound" in text
+    code, text, _ = run(capsys, "verify", copy, "--strict", "--json")
+    assert code == 1 and json.loads(text)["ok"] is True
+    assert json.loads(text)["side"] == [{"file": "README.md", "change": "added"}]
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_failures_are_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = run(capsys, command, tmp_path / "absent")

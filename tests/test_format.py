@@ -15,6 +15,7 @@ import packed_support as support
 from moepack import CorruptionError, DiskError, LoadError
 from moepack.format import MANIFEST, PackedDirectory, shard
 from moepack.format.atomic import publish_file, write_all, write_file
+from moepack.format.side import LARGEST
 from moepack.solvers.rtn import quantize_ternary
 
 
@@ -171,14 +172,37 @@ def test_what_is_no_packed_directory_is_refused(tmp_path: Path, mixtral: Path) -
 
 
 def test_stray_and_missing_files_are_faults(copy: Path) -> None:
-    (copy / "notes.txt").write_text("mine")
+    (copy / "adapter.safetensors").write_text("mine")
+    (copy / "onnx").mkdir()
     (copy / ".gitattributes").write_text("added by the hub, tolerated")
     (copy / "tokenizer.json").unlink()
     assert {(fault.file, fault.what) for fault in moepack.verify(copy).faults} == {
-        ("notes.txt", "the manifest does not list it"),
+        ("adapter.safetensors", "the manifest does not list it"),
+        ("onnx", "the manifest does not list it"),
         ("tokenizer.json", "missing"),
     }
     PackedDirectory.open(copy)
+
+
+def test_side_files_may_change_and_are_listed_apart(copy: Path) -> None:
+    (copy / "README.md").write_text("# a model card")
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    (copy / "generation_config.json").unlink()
+    (copy / "tokenizer_config.json").write_text("{}")
+    report = moepack.verify(copy)
+    assert report.ok and report.faults == ()
+    assert {(each.file, each.change) for each in report.side} == {
+        ("README.md", "added"),
+        ("chat_template.jinja", "added"),
+        ("generation_config.json", "missing"),
+        ("tokenizer_config.json", "changed"),
+    }
+
+
+def test_a_large_file_is_no_side_file(copy: Path) -> None:
+    with open(copy / "notes.txt", "wb") as file:
+        file.truncate(LARGEST + 1)
+    assert [fault.file for fault in moepack.verify(copy).faults] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00001-of-00003.safetensors", "model.safetensors.index.json"])

@@ -22,7 +22,7 @@ import packed_support as support
 import tiny_models
 from moepack import DiskError, InvalidTensorError, MoepackError, OutputExistsError, ResumeError
 from moepack.checkpoint import Checkpoint
-from moepack.format import PackedDirectory, atomic, shard
+from moepack.format import PackedDirectory, atomic, shard, side
 from moepack.methods import Milo
 from moepack.pipeline import journal, plan
 from moepack.progress import Silent
@@ -367,7 +367,7 @@ def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Pa
     (model / ".hidden").write_text("")
     (model / "original").mkdir()
     with open(model / "huge.txt", "wb") as file:
-        file.truncate(plan.COPY_LIMIT + 1)
+        file.truncate(side.LARGEST + 1)
     report = moepack.compress(model, tmp_path / "out", method="ternary")
     assert report.skipped == ("huge.txt", "original")
     names = set(support.contents(tmp_path / "out"))

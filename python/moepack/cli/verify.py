@@ -15,9 +15,13 @@ SHOWN = 10
 
 def verify_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
+    strict: Annotated[bool, typer.Option("--strict", help="Side files, too, must be as they were packed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check every byte, offset and code of DIRECTORY. Exit code 1 and the places of the faults if there are any."""
+    """Check every byte, offset and code of DIRECTORY. Exit code 1 and the places of the faults if there are any.
+
+    Side files (a model card, a chat template) may be added or edited: they are listed, and are no fault.
+    """
     from moepack.format import VerifyReport, verify
 
     def show(report: VerifyReport) -> None:
@@ -25,6 +29,8 @@ def verify_command(
             print(f"fault: {fault}")
         if len(report.faults) > SHOWN:
             print(f"and {len(report.faults) - SHOWN} more")
+        if report.side:
+            print(f"side files that are not as packed: {', '.join(map(str, report.side))}")
         verdict = "sound" if report.ok else "DAMAGED"
         checked = f"{report.files} files, {size(report.nbytes)}, {report.tensors} packed tensors"
         print(f"{report.path} is {verdict}: {checked} checked in {report.seconds:.1f} s")
@@ -34,5 +40,5 @@ def verify_command(
         print(json.dumps({"ok": report.ok, **asdict(report)}, default=str, indent=2))
     else:
         show(report)
-    if not report.ok:
+    if not report.ok or (strict and report.side):
         raise typer.Exit(1)

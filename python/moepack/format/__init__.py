@@ -6,6 +6,7 @@ and maps, `verification` finds damage, `atomic` publishes files. Nothing here co
 
 from moepack.format.directory import PackedDirectory
 from moepack.format.manifest import MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
+from moepack.format.side import SideFile
 from moepack.format.verification import Fault, VerifyReport, verify
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "PackedDirectory",
+    "SideFile",
     "TensorRecord",
     "VerifyReport",
     "verify",

@@ -7,6 +7,9 @@ Three passes, each of which runs even when one before it found something:
 3. every packed tensor decoded: each offset, length and code.
 
 The first pass finds every accident. The third also finds what a faulty writer would have recorded as sound.
+
+Files that neither weights nor vocabulary depend on (a model card, a chat template, a license) may be added, edited or
+removed: they are listed apart, as side files, and are no damage.
 """
 
 import hashlib
@@ -23,6 +26,7 @@ from moepack.format.header import Header, read_header
 from moepack.format.hub import CONFIG, INDEX, contradictions
 from moepack.format.manifest import MANIFEST, Manifest
 from moepack.format.regular import read_json
+from moepack.format.side import SideFile, is_editable, is_small
 from moepack.mapping import map_file
 
 TRANSPORT = frozenset({".gitattributes", ".git", ".cache"})
@@ -60,6 +64,7 @@ class VerifyReport:
     Attributes:
         path: the directory.
         faults: in the order found; empty if it is sound.
+        side: side files that changed since the directory was packed; no fault.
         files: files read, the manifest included.
         tensors: packed tensors decoded.
         nbytes: bytes read.
@@ -68,6 +73,7 @@ class VerifyReport:
 
     path: Path
     faults: tuple[Fault, ...]
+    side: tuple[SideFile, ...]
     files: int
     tensors: int
     nbytes: int
@@ -75,7 +81,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no fault was found."""
+        """Whether no fault was found; side files do not count."""
         return not self.faults
 
 
@@ -91,38 +97,44 @@ def verify(path: str | PathLike[str]) -> VerifyReport:
     try:
         manifest = read_manifest(directory)
     except CorruptionError as error:
-        return VerifyReport(directory, (_fault(error, MANIFEST),), 1, 0, 0, time.perf_counter() - start)
-    faults = [*_listing(directory, manifest), *_checksums(directory, manifest)]
-    faults += [*_agreement(directory, manifest), *_blobs(directory, manifest)]
-    unique = tuple(dict.fromkeys(faults))
+        return VerifyReport(directory, (_fault(error, MANIFEST),), (), 1, 0, 0, time.perf_counter() - start)
+    found = [*_listing(directory, manifest), *_checksums(directory, manifest)]
+    found += [*_agreement(directory, manifest), *_blobs(directory, manifest)]
+    faults = tuple(dict.fromkeys(fault for fault in found if isinstance(fault, Fault)))
+    side = tuple(each for each in found if isinstance(each, SideFile))
     nbytes = sum(record.size for record in manifest.files.values())
-    seconds = time.perf_counter() - start
-    return VerifyReport(directory, unique, 1 + len(manifest.files), len(manifest.packed()), nbytes, seconds)
+    counts = 1 + len(manifest.files), len(manifest.packed()), nbytes
+    return VerifyReport(directory, faults, side, *counts, time.perf_counter() - start)
 
 
 def _fault(error: CorruptionError, file: str, offset: int | None = None) -> Fault:
     return Fault(file, error.detail, error.tensor, offset)
 
 
-def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
     """Find files that the manifest does not list. (Missing ones are found when they are read.)"""
     for entry in sorted(directory.iterdir()):
         if entry.name not in manifest.files and entry.name != MANIFEST and entry.name not in TRANSPORT:
-            yield Fault(entry.name, "the manifest does not list it")
+            small = is_small(entry)
+            yield SideFile(entry.name, "added") if small else Fault(entry.name, "the manifest does not list it")
 
 
-def _checksums(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+def _checksums(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
     for name, record in sorted(manifest.files.items()):
         file = directory / name
         if not file.is_file():
-            yield Fault(name, "missing")
+            gone = is_editable(name) and not file.exists()
+            yield SideFile(name, "missing") if gone else Fault(name, "missing")
             continue
         try:
             size, sha256 = file.stat().st_size, _sha256(file)
         except OSError as error:
             yield Fault(name, f"cannot be read: {error.strerror}")
             continue
-        if size != record.size:
+        if is_editable(name):
+            if (size, sha256) != (record.size, record.sha256):
+                yield SideFile(name, "changed")
+        elif size != record.size:
             yield Fault(name, f"has {size} bytes, the manifest says {record.size}")
         elif sha256 != record.sha256:
             yield from _locate(file, manifest)

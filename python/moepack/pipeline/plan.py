@@ -13,16 +13,12 @@ from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.errors import CheckpointError
 from moepack.format.hub import CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
+from moepack.format.side import is_small, may_hold_weights
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
 
 DENSE_SHARD = 2 << 30
 """Bytes after which a shard of dense tensors is closed."""
-
-COPY_LIMIT = 64 << 20
-"""Largest file in bytes that counts as a small one and is copied."""
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -96,10 +92,8 @@ def _small_files(source: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
         for entry in sorted(source.iterdir()):
             if entry.name in (CONFIG, INDEX, MANIFEST) or entry.name.startswith("."):
                 continue
-            if entry.name.endswith(_WEIGHTS):
-                continue
-            small = entry.is_file() and entry.stat().st_size <= COPY_LIMIT
-            (copies if small else skipped).append(entry)
+            if not may_hold_weights(entry.name):
+                (copies if is_small(entry) else skipped).append(entry)
     except OSError as error:
         raise CheckpointError(f"cannot be listed: {error.strerror}", file=source) from error
     return tuple(copies), tuple(entry.name for entry in skipped)
