@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import moepack
-from moepack import CorruptionError, LoadError, SerializationError, UnsupportedModelError
+from moepack import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format import FileRecord, PackedDirectory
 from moepack.integrations import register
 from moepack.methods import create
@@ -196,12 +196,6 @@ def test_automatic_device_maps_mean_the_cpu(packed):
     for device in ("cuda:0", 0, "disk"):
         with pytest.raises(LoadError, match="run on the CPU"):
             quantizer.validate_environment(device_map={"model.layers.0": device})
-
-
-def test_saving_is_refused_with_what_to_do_instead(packed, tmp_path):
-    with pytest.raises(SerializationError, match="Copy that directory"):
-        moepack.load(packed("mixtral")[1]).save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
 
 
 def test_registering_again_changes_nothing(packed):

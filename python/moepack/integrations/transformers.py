@@ -24,8 +24,9 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moepack.errors import CorruptionError, LoadError, SerializationError, UnsupportedModelError
+from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.integrations.placement import Placement, has_gpu, reserve
+from moepack.integrations.saving import Saver
 from moepack.runtime.decoder import install as install_decoder
 from moepack.runtime.device import DeviceStore
 from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
@@ -179,19 +180,13 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                 stores[device].put(module, projection, tensors[name], file=file, tensor=name)
         _cast_renamed(model, self._dtypes)
         install_decoder(model)
+        model.save_pretrained = Saver(directory.path)
         del self._directory, self._modules, self._paths, self._dtypes, self._model
         return model
 
     def is_serializable(self) -> bool:
-        """Raise, with what to do instead of `save_pretrained`.
-
-        Raises:
-            SerializationError: always; what could be written is the directory that the model was loaded from.
-        """
-        raise SerializationError(
-            "a packed model is not saved through save_pretrained: its packed bytes are the files of the directory "
-            "that it was loaded from. Copy that directory instead (shutil.copytree, cp -r)"
-        )
+        """True: `save_pretrained` of a loaded model is a `Saver`."""
+        return True
 
     @property
     def is_trainable(self) -> bool:

@@ -1,0 +1,97 @@
+"""`save_pretrained` of a packed model: the directory that it was loaded from, once more.
+
+Packed bytes are not kept as parameters, and what lies on disk is what runs. So nothing is packed again: shards are
+linked where the file system can (a second name of the same bytes), everything else is copied. What a program changed in
+the loaded model is not written.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moepack.errors import OutputExistsError, SerializationError
+from moepack.format.atomic import TEMPORARY, disk_errors
+from moepack.format.directory import check_size, read_manifest
+from moepack.format.manifest import MANIFEST, Manifest
+from moepack.format.side import is_editable, is_small, may_hold_weights
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """The `save_pretrained` of a model that was loaded from `directory`.
+
+    Pickled and copied with its model; holds nothing but the path.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __call__(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any) -> None:
+        """Write an equal packed directory; the manifest comes last, so an interrupted call leaves none.
+
+        Args:
+            save_directory: made if it does not exist. Files of the same names in it are replaced.
+            push_to_hub: upload the directory afterwards, to `repo_id` (by default the directory's name).
+            **options: `repo_id`, `token`, `private`, `commit_message`, `create_pr` of an upload; what else transformers
+                knows (`max_shard_size`, `state_dict`, ...) has no meaning for packed shards and is ignored.
+
+        Raises:
+            SerializationError: a file of the directory that the model was loaded from is gone.
+            OutputExistsError: `save_directory` holds weights of another model.
+            DiskError: the disk is full or refuses.
+        """
+        target = Path(save_directory)
+        with disk_errors(target):
+            target.mkdir(parents=True, exist_ok=True)
+            if not target.samefile(self._directory):
+                self._write(target)
+        if push_to_hub:
+            _upload(target, options)
+
+    def _write(self, target: Path) -> None:
+        manifest = read_manifest(self._directory)
+        foreign = (entry for entry in target.iterdir() if may_hold_weights(entry.name))
+        if stale := next((entry for entry in foreign if entry.name not in manifest.files), None):
+            raise OutputExistsError("belongs to another model; choose another place or remove it", file=stale)
+        for file in self._files(manifest):
+            _put(file, target / file.name, link=may_hold_weights(file.name))
+        _put(self._directory / MANIFEST, target / MANIFEST, link=False)
+
+    def _files(self, manifest: Manifest) -> Iterator[Path]:
+        """The listed files, and side files that were added."""
+        for name, record in manifest.files.items():
+            file = self._directory / name
+            if file.is_file():
+                if not is_editable(name):
+                    check_size(file, record.size)
+                yield file
+            elif not is_editable(name):
+                raise SerializationError("is gone since the model was loaded; nothing can be saved", file=file)
+        added = (entry for entry in sorted(self._directory.iterdir()) if entry.name not in manifest.files)
+        yield from (entry for entry in added if entry.name != MANIFEST and is_small(entry))
+
+
+def _put(source: Path, target: Path, link: bool) -> None:
+    """Give a file a second name, or copy it where that is not wanted or possible; `target` appears whole."""
+    temporary = target.with_name(TEMPORARY.format(name=target.name))
+    temporary.unlink(missing_ok=True)
+    if link:
+        with suppress(OSError):
+            os.link(source.resolve(), temporary)
+    if not temporary.exists():
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
+
+
+def _upload(directory: Path, options: dict[str, Any]) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=options.get("token"))
+    name = options.get("repo_id", directory.absolute().name)
+    repository = api.create_repo(name, private=options.get("private"), exist_ok=True).repo_id
+    chosen = {key: options[key] for key in ("commit_message", "create_pr") if key in options}
+    api.upload_folder(repo_id=repository, folder_path=directory, **chosen)
