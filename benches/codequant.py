@@ -32,7 +32,7 @@ import machine
 import moepack
 from codequant_tables import Tables
 from moepack.checkpoint import Checkpoint, describe
-from moepack.evaluation import _windows
+from moepack.evaluation.windows import read_windows
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import CodeQuant
@@ -132,7 +132,7 @@ def measure(packed: Path, original: Path, options: argparse.Namespace, chars: in
     chars = chars or options.chars
     loss = moepack.evaluate(model, options.text, chars, tokenizer=tokenizer).loss
     teacher = opened(original, options)
-    windows = torch.from_numpy(_windows(Path(options.text), chars, tokenizer))[:CHANGED]
+    windows = torch.from_numpy(read_windows(Path(options.text), chars, tokenizer).ids)[:CHANGED]
     shares = []
     with torch.inference_mode(), listening(teacher) as expected, listening(model) as found:
         for batch in windows.to(options.device).split(8):

@@ -46,9 +46,20 @@ def test_eval_json_is_what_evaluate_measures(run, packed, mixtral, text):
     expected = evaluate(packed, text, 600, reference=mixtral).to_json()
     assert printed.pop("model") == str(packed)
     assert printed.pop("text") == str(text)
-    assert printed.pop("seconds") > 0
-    del expected["seconds"]
+    assert printed.pop("seconds") > 0 and printed.pop("peak_memory") > 0
+    del expected["seconds"], expected["peak_memory"]
     assert printed == pytest.approx(expected, rel=1e-5)
+
+
+def test_eval_saves_and_reuses_a_reference(run, packed, mixtral, text, tmp_path):
+    reference, options = tmp_path / "reference", ["--text", text, "--chars", 600, "--json"]
+    first = run("eval", packed, *options, "--reference", mixtral, "--save-reference", reference)
+    again = run("eval", packed, *options, "--reference", reference)
+    assert first.exit_code == again.exit_code == 0
+    assert json.loads(first.stdout)["kl"] == json.loads(again.stdout)["kl"] > 0
+    other = run("eval", packed, "--text", text, "--chars", 1200, "--reference", reference)
+    assert isinstance(other.exception, moepack.ReferenceMismatchError) and str(reference) in str(other.exception)
+    assert run("eval", packed, *options, "--save-reference", reference).exit_code == 2
 
 
 def test_eval_table(run, mixtral, text):

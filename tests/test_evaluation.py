@@ -131,7 +131,7 @@ def test_another_vocabulary_is_refused(mixtral, switch, text):
 
 def test_the_report_as_json(mixtral, text):
     report = json.loads(json.dumps(evaluate(mixtral, text, 600).to_json()))
-    assert set(report) == {"tokens", "loss", "perplexity", "seconds"}
+    assert set(report) == {"tokens", "loss", "perplexity", "seconds", "peak_memory"}
 
 
 @given(st.integers(40, 600), st.integers(0, 1000))

@@ -19,6 +19,7 @@ from moepack.errors import (
     MoepackError,
     MoepackWarning,
     OutputExistsError,
+    ReferenceMismatchError,
     ResumeError,
     SerializationError,
     UnsupportedModelError,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from moepack.bits import pack_int3, unpack_int3
     from moepack.checkpoint import Checkpoint, describe
     from moepack.codebook import CodebookTensor, encode_codebook, lut_matmul
-    from moepack.evaluation import EvaluationReport, evaluate
+    from moepack.evaluation import EvaluationReport, Reference, evaluate, record_reference
     from moepack.format import PackedDirectory, VerifyReport, verify
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
     from moepack.integrations.loading import load
@@ -58,6 +59,8 @@ __all__ = [
     "MoepackWarning",
     "OutputExistsError",
     "PackedDirectory",
+    "Reference",
+    "ReferenceMismatchError",
     "ResumeError",
     "SerializationError",
     "TernaryTensor",
@@ -76,6 +79,7 @@ __all__ = [
     "pack_int3",
     "quantize_groupwise",
     "quantize_ternary",
+    "record_reference",
     "set_compute_mode",
     "unpack_int3",
     "verify",
@@ -89,6 +93,7 @@ _EXPORTS = {
     "EvaluationReport": "moepack.evaluation",
     "GroupwiseTensor": "moepack.groupwise",
     "PackedDirectory": "moepack.format",
+    "Reference": "moepack.evaluation",
     "TernaryTensor": "moepack.ternary",
     "VerifyReport": "moepack.format",
     "compress": "moepack.pipeline",
@@ -101,6 +106,7 @@ _EXPORTS = {
     "load": "moepack.integrations.loading",
     "lut_matmul": "moepack.codebook",
     "pack_int3": "moepack.bits",
+    "record_reference": "moepack.evaluation",
     "quantize_groupwise": "moepack.solvers.groupwise",
     "quantize_ternary": "moepack.solvers.rtn",
     "set_compute_mode": "moepack.runtime.compute",

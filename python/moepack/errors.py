@@ -21,6 +21,7 @@ __all__ = [
     "MoepackError",
     "MoepackWarning",
     "OutputExistsError",
+    "ReferenceMismatchError",
     "ResumeError",
     "SerializationError",
     "UnsupportedModelError",
@@ -100,6 +101,10 @@ class LoadError(MoepackError):
 
 class DeviceError(LoadError):
     """A GPU cannot do what was asked for: there is none, its driver or the GPU is too old, a kernel fails."""
+
+
+class ReferenceMismatchError(MoepackError, ValueError):
+    """A recorded reference belongs to another text, tokenizer, vocabulary or kind of model."""
 
 
 class SerializationError(MoepackError):

@@ -43,6 +43,9 @@ class Calibrator:
         for stage in run:
             with run.smaller_groups():
                 run.answer(values of the stage's tensors)
+
+    Attributes:
+        hidden: what the last block of a stack gave, once all were run.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Calibrator:
             raise CalibrationError("span-corrupted samples are for encoder-decoder models, and only for them")
         self._by_block = {block: layer for layer in model.layers for block in _enclosing(layer.name)}
         self._factors: dict[str, float] = {}
+        self.hidden = ListBuffer([], 1)
 
     @torch.no_grad()
     def layers(self, dense: Mapping[str, DenseLayer] | None = None) -> Iterator[LayerRun]:
@@ -87,6 +91,7 @@ class Calibrator:
                         yield run
                         if not run.finished:
                             raise RuntimeError(f"'{run.layer.name}' was left before its last stage")
+            self.hidden = streams[0].hidden
             if name == "encoder":
                 encoders = [self._finish(stack, stream) for stream in streams]
 

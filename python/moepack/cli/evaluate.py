@@ -1,6 +1,7 @@
 """`moepack eval`: loss and perplexity of a model on a text, and its distance from a reference."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from moepack.cli.device import Device, HostMemory, places
 from moepack.cli.usage import wrong_usage
+from moepack.units import size
 
 __all__ = ["eval_command", "quiet_transformers"]
 
@@ -25,7 +27,13 @@ def eval_command(
     directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
     text: Annotated[Path, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)],
     reference: Annotated[
-        Path | None, typer.Option(help="Model directory or hub id to compare with, usually the original.")
+        Path | None,
+        typer.Option(
+            help="What to compare with: model directory or hub id, usually the original, or a saved reference."
+        ),
+    ] = None,
+    save_reference: Annotated[
+        Path | None, typer.Option(help="Keep what the reference predicts in this file, for the next --reference.")
     ] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
@@ -35,18 +43,21 @@ def eval_command(
     host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement."""
+    """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement.
+
+    The reference goes first, block by block where memory does not hold it, and is gone before the model is loaded.
+    """
     from moepack.evaluation import evaluate
-    from moepack.integrations.loading import open_model, open_tokenizer
     from moepack.runtime.threads import set_threads
 
     quiet_transformers()
     if threads is not None:
         set_threads(threads)
     with _bar() as progress, wrong_usage():
-        model = open_model(directory, dtype, mode=mode, **places(device, host_memory))
-        other = None if reference is None else open_model(reference, dtype, **places(device))
-        report = evaluate(model, text, chars, other, tokenizer=open_tokenizer(directory), progress=progress)
+        if save_reference is not None and reference is None:
+            raise ValueError("--save-reference needs --reference")
+        options = {"dtype": dtype, "mode": mode, "progress": progress, "save_reference": save_reference}
+        report = evaluate(directory, text, chars, reference, **options, **places(device, host_memory))
     if as_json:
         print(json.dumps({"model": str(directory), "text": str(text), **report.to_json()}))
     else:
@@ -76,6 +87,7 @@ def _table(figures: dict[str, Any]) -> Table:
     for name, (label, form) in rows.items():
         if name in figures:
             table.add_row(label, form.format(figures[name]))
+    table.add_row("peak memory, without mapped weights", size(figures["peak_memory"]))
     return table
 
 
@@ -86,16 +98,15 @@ def _bar() -> Iterator[Any]:
     if not console.is_terminal:
         yield _Lines(console)
         return
-    columns = (
-        TextColumn("windows"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, loss="")
-        yield lambda done, total, loss: bar.update(task, completed=done, total=total, loss=f"{loss:.4f}")
+        task = bar.add_task("loading", total=None)
+        yield lambda *event: bar.update(task, completed=event[0], total=event[1], description=_stage(event[2]))
+
+
+def _stage(loss: float) -> str:
+    """What is being measured: the reference has no loss yet."""
+    return "reference" if math.isnan(loss) else f"loss {loss:.4f}"
 
 
 class _Lines:
@@ -103,11 +114,10 @@ class _Lines:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._start = self._last = time.perf_counter()
+        self._last = time.perf_counter()
 
     def __call__(self, done: int, total: int, loss: float) -> None:
         now = time.perf_counter()
         if now - self._last >= LINE_INTERVAL:
             self._last = now
-            left = (now - self._start) / done * (total - done)
-            self._console.print(f"{done} of {total} windows, loss {loss:.4f}, {left:.0f} s left", highlight=False)
+            self._console.print(f"{_stage(loss)}, {done} of {total}", highlight=False)

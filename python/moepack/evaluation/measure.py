@@ -1,0 +1,156 @@
+"""Loss and perplexity of a model, and its distance from a recorded reference."""
+
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moepack.errors import ReferenceMismatchError
+from moepack.evaluation.models import Progress, Source, is_loaded, open_source, run, tokenizer_of
+from moepack.evaluation.reference import Reference, record_reference
+from moepack.evaluation.windows import batches, read_windows
+from moepack.memory import PeakMemory
+
+__all__ = ["EvaluationReport", "evaluate"]
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """What `evaluate` measured.
+
+    Attributes:
+        tokens: predicted tokens.
+        loss: mean negative log-likelihood, nats a token.
+        perplexity: exp(loss).
+        seconds: time in the models, tokenization excluded.
+        reference_loss, reference_perplexity: the same of the reference, None without one.
+        kl: mean KL divergence of the model from the reference, KL(reference || model), nats a token; None without one.
+        top1_agreement: share of tokens where both rank the same token first; None without a reference.
+        peak_memory: most anonymous memory of the process while it ran, in bytes; mapped weights are not in it.
+    """
+
+    tokens: int
+    loss: float
+    perplexity: float
+    seconds: float
+    reference_loss: float | None = None
+    reference_perplexity: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    peak_memory: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures that were measured, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Source,
+    text: str | PathLike[str],
+    chars: int = 250_000,
+    reference: Source | Reference | None = None,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str = torch.float32,
+    mode: str | None = None,
+    progress: Progress | None = None,
+    save_reference: str | PathLike[str] | None = None,
+    **loading: Any,
+) -> EvaluationReport:
+    """Measure a model's loss on a text.
+
+    Args:
+        model: a directory or an id of the hub, packed or not, or a loaded model (which needs `tokenizer`), on any
+            device.
+        text: the text file, UTF-8.
+        chars: how many of its characters to use.
+        reference: what to compare with: a directory, an id of the hub or a loaded model with the same vocabulary, or a
+            recorded reference or the file that holds one (`record_reference`). A model that is loaded here is gone
+            before `model` is loaded.
+        tokenizer: None loads that of the `model` directory.
+        dtype: for models that are loaded here.
+        mode: how a packed `model` that is loaded here multiplies group-wise integers; see `moepack.load`.
+        progress: called after each batch with (windows done, windows in all, sum of losses so far over tokens), for the
+            reference with nan as loss.
+        save_reference: keep what the reference predicts in this file.
+        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory` of `moepack.load`.
+
+    Raises:
+        LoadError: a model or tokenizer cannot be loaded.
+        ReferenceMismatchError: the recorded reference is of another text, tokenizer or kind of model.
+        ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
+    """
+    tokenizer = tokenizer_of(model, tokenizer)
+    places = {key: value for key, value in loading.items() if key != "host_memory"}
+    options = {"tokenizer": tokenizer, "dtype": dtype, "progress": progress, **places}
+    known = None if reference is None else _reference(reference, text, chars, save_reference, options)
+    loaded = open_source(model, dtype, **loading, **({} if is_loaded(model) else {"mode": mode}))
+    windows = read_windows(Path(text), chars, tokenizer)
+    if known is not None:
+        known.check(windows, loaded.config.is_encoder_decoder)
+    totals, peak = _Totals(known), PeakMemory()
+    start = time.perf_counter()
+    for done, inputs, targets in batches(loaded.config, windows, tokenizer):
+        totals.add(run(loaded, inputs), targets)
+        peak.sample()
+        if progress is not None:
+            progress(done, len(windows), totals.loss / totals.tokens)
+    seconds = time.perf_counter() - start
+    return replace(totals.report(seconds), peak_memory=max(peak.bytes, 0 if known is None else known.peak_memory))
+
+
+def _reference(
+    given: Source | Reference, text: str | PathLike[str], chars: int, file: Any, options: dict[str, Any]
+) -> Reference:
+    """The reference, recorded where it is a model."""
+    if isinstance(given, Reference):
+        return given
+    if isinstance(given, str | PathLike) and Path(given).is_file():
+        return Reference(given)
+    return record_reference(given, text, chars, file, **options)
+
+
+class _Totals:
+    """Sums over the predicted tokens."""
+
+    def __init__(self, reference: Reference | None) -> None:
+        self.reference = reference
+        self.tokens = self.agreed = 0
+        self.loss = self.reference_loss = self.kl = 0.0
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Take a batch: logits [B, L, V], targets [B, L], of which the ignored are negative."""
+        targets = targets.to(logits.device)
+        for row, target in zip(logits, targets, strict=True):
+            keep = target >= 0
+            log_p, target = F.log_softmax(row[keep].float(), dim=-1), target[keep]
+            if self.reference is not None:
+                expected = self.reference.logits(self.tokens, self.tokens + len(target)).to(logits.device)
+                self._compare(log_p, expected, target)
+            self.tokens += len(target)
+            self.loss += F.nll_loss(log_p, target, reduction="sum").item()
+
+    def _compare(self, log_p: torch.Tensor, expected: torch.Tensor, target: torch.Tensor) -> None:
+        if expected.shape != log_p.shape:
+            message = f"the reference predicts {tuple(expected.shape)}, the model {tuple(log_p.shape)}"
+            raise ReferenceMismatchError(message)
+        log_q = F.log_softmax(expected, dim=-1)
+        self.reference_loss += F.nll_loss(log_q, target, reduction="sum").item()
+        self.kl += F.kl_div(log_p, log_q, reduction="sum", log_target=True).item()
+        self.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+
+    def report(self, seconds: float) -> EvaluationReport:
+        """Turn the sums into means."""
+        loss = self.loss / self.tokens
+        report = EvaluationReport(self.tokens, loss, math.exp(loss), seconds)
+        if self.reference is None:
+            return report
+        reference, agreement = self.reference_loss / self.tokens, self.agreed / self.tokens
+        report = replace(report, reference_loss=reference, reference_perplexity=math.exp(reference))
+        return replace(report, kl=self.kl / self.tokens, top1_agreement=agreement)

@@ -1,0 +1,81 @@
+"""A decoder that is larger than the memory, run block by block over all windows.
+
+The windows' hidden states pass through one block after the other, so each weight is read from the checkpoint once,
+whatever the text. Hidden states lie in mapped files, which the system may write out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moepack.calibration.run import Calibrator
+from moepack.calibration.samples import decoder_samples
+from moepack.calibration.settings import CalibrationSettings
+from moepack.checkpoint import Checkpoint, describe
+from moepack.errors import UnsupportedModelError
+from moepack.evaluation.windows import Windows, batch_size
+
+__all__ = ["StreamedDecoder"]
+
+
+class StreamedDecoder:
+    """A checkpoint that predicts windows without ever being in memory.
+
+    Attributes:
+        module: the transformers model, whose parts are filled while they run.
+
+    Args:
+        directory: of the checkpoint.
+        windows: what it reads.
+        dtype: of weights and hidden states.
+        scratch: a directory for the hidden states: 2 * N * 512 * H elements.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: it cannot be read, or run in parts.
+    """
+
+    def __init__(self, directory: Path, windows: Windows, dtype: torch.dtype, scratch: Path) -> None:
+        checkpoint = Checkpoint.open(directory)
+        self._model = describe(checkpoint)
+        if checkpoint.config.get("is_encoder_decoder"):
+            raise UnsupportedModelError(
+                "an encoder-decoder is no reference where memory cannot hold it", file=directory
+            )
+        self._settings = CalibrationSettings("original", group=1, dtype=dtype, buffer_directory=scratch)
+        self._calibrator = Calibrator(
+            checkpoint, self._model, decoder_samples(torch.from_numpy(windows.ids)), self._settings
+        )
+        self.module: Any = self._calibrator.skeleton.module
+        self.config = self._calibrator.skeleton.config
+
+    @torch.inference_mode()
+    def logits(self, passed: Callable[[int, int], None]) -> Iterator[torch.Tensor]:
+        """Run all blocks, then yield the logits [B, 512, V] of batch after batch.
+
+        Args:
+            passed: called after each layer of experts with how many are done, and how many there are.
+        """
+        for done, layer in enumerate(self._calibrator.layers(), 1):
+            layer.keep()
+            passed(done, len(self._model.layers))
+        hidden, (owner, _) = self._calibrator.hidden, self._model.layers[0].name.split(".layers.")
+        stack = self.module.get_submodule(owner)
+        parts = [f"{owner}.{name}" for name, _ in stack.named_children() if name not in ("layers", "embed_tokens")]
+        head = next(
+            name for name, module in self.module.named_modules() if module is self.module.get_output_embeddings()
+        )
+        blocks = stack.layers
+        # The model's own forward does what follows the blocks; a block that answers with their result stands for all.
+        stack.layers = nn.ModuleList(blocks[-1:])
+        with ExitStack() as loaded:
+            for part in (*parts, head):
+                loaded.enter_context(self._calibrator.skeleton.loaded(part))
+            size = batch_size(self.config)
+            for first in range(0, len(hidden), size):
+                states = hidden.samples(first, min(first + size, len(hidden)))
+                stack.layers[0].forward = lambda *_, states=states, **__: states
+                yield self.module(inputs_embeds=torch.zeros_like(states), use_cache=False).logits
