@@ -1,9 +1,10 @@
-"""Coded integers: size against the entropy, speed of encoding, decoding and products, beside int4 of groups of 64.
+"""Coded integers: size against the entropy, speed of encoding, decoding, look-ups and products, beside int4.
 
     python benches/coded.py --threads 1 --out build/coded.json
 
 Codes are those of a Gaussian or a Laplace source, rounded to multiples of a step that gives the entropy asked for.
-Speeds are 10^9 weights a second, of products by all tokens; decoding is that of a whole check. Products multiply by
+Speeds are 10^9 weights a second, of products by all tokens; decoding is that of a whole check. Looking up is in
+microseconds a row, of random rows, one or 512 a call. Products multiply by
 copies of a tensor in turn, together larger than any cache, and the fastest call counts: by the processor's time of one
 thread, which other work on the machine disturbs less, otherwise by the clock.
 """
@@ -73,6 +74,16 @@ def products(data: NDArray[np.uint8], weights: int, options: argparse.Namespace)
     return figures
 
 
+def look_ups(data: NDArray[np.uint8], options: argparse.Namespace) -> dict[str, float]:
+    """Microseconds a row of looking up one row and many."""
+    blob, rng = _core.PackedTensor(data), np.random.default_rng(0)
+    figures = {}
+    for count in (1, 512):
+        calls = (partial(blob.look_up, rng.integers(0, blob.shape[1], count), "bfloat16") for _ in itertools.count())
+        figures[f"look up {count}"] = round(1e6 * fastest(calls, options) / count, 2)
+    return figures
+
+
 def measure(source: str, bits: float, columns: int, options: argparse.Namespace) -> dict[str, Any]:
     """Size and speeds of one tensor."""
     rows = options.weights // columns
@@ -88,6 +99,7 @@ def measure(source: str, bits: float, columns: int, options: argparse.Namespace)
         "exceptions": blob.details()["exceptions"] / codes.size,
         "encode": round(codes.size / encoding / 1e9, 3),
         "decode": round(codes.size / decoding / 1e9, 2),
+        **look_ups(data, options),
         **products(data, codes.size, options),
     }  # fmt: skip
 

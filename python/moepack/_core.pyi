@@ -141,6 +141,8 @@ class PackedTensor:
         """
     def dequantize(self, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
         """Return the values [experts, rows, columns], bfloat16 as its bits in uint16; ValueError, CorruptionError."""
+    def look_up(self, rows: NDArray[np.int64], dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
+        """Return the values [n, columns] of rows [n] of all experts' rows without decoding the others; ValueError."""
     def parameters(self, name: str) -> NDArray[Any]:
         """Return the stored parameters of a name, float32 or (ranks) int64; ValueError if the tensor has none.
 

@@ -1,12 +1,13 @@
-"""The linear layers outside the experts: attention, shared experts, dense feed-forward blocks, the output head.
+"""The linear layers outside the experts: attention, shared experts, dense feed-forward blocks, the output head; and
+the embedding of tokens, a matrix too.
 
 They are found by name and by shape: a matrix of floating-point numbers called `weight` whose path the architecture's
-description gives a role. What is not described stays what it is: routers, gates of shared experts, norms, embeddings,
-indexers, and the layers of multi-token prediction. A head that is tied to the embeddings is no tensor of its own, so it
-is never among them.
+description gives a role. What is not described stays what it is: routers, gates of shared experts, norms, indexers, and
+the layers of multi-token prediction. A head that is tied to the embedding is no tensor of its own, so it is never among
+them: the embedding serves both.
 
-Invariants: layers come in the order of execution, attention before feed-forward; every source is in
-`MoeModel.dense_names`.
+Invariants: layers come in the order of execution, the embedding first, attention before feed-forward; every source is
+in `MoeModel.dense_names`.
 """
 
 import re
@@ -16,10 +17,10 @@ from functools import cached_property
 
 import torch
 
-from moepack.checkpoint.architectures import ROLES, Architecture
+from moepack.checkpoint.architectures import EMBEDDING, ROLES, Architecture
 from moepack.checkpoint.reader import Checkpoint
 
-__all__ = ["FLOATS", "ROLES", "DenseLayer", "DenseLinear", "find_dense", "position"]
+__all__ = ["EMBEDDING", "FLOATS", "ROLES", "DenseLayer", "DenseLinear", "find_dense", "position"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that are compressed."""
@@ -27,12 +28,12 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class DenseLinear:
-    """One linear layer: y = x W^T + b, whose W may be packed; b stays as it is.
+    """One linear layer: y = x W^T + b, whose W may be packed, b stays as it is; or the embedding of tokens.
 
     Attributes:
         name: path of the module in transformers' model, such as `model.layers.0.self_attn.q_proj`.
-        role: one of `ROLES`.
-        shape: rows (outputs) and columns (inputs).
+        role: one of `ROLES`, or `EMBEDDING`.
+        shape: rows (outputs, or tokens) and columns (inputs, or features of a token).
         source: the checkpoint's tensor. The packed tensor takes its name, so that transformers without moepack finds
             the wrong shape and fails.
         checkpoint: the checkpoint that holds it.
@@ -63,7 +64,7 @@ class DenseLayer:
     """The linear layers of one block of the model.
 
     Attributes:
-        name: path of the block, such as `model.layers.0`, or `lm_head`.
+        name: path of the block, such as `model.layers.0`, `lm_head` or `model.embed_tokens`.
         linears: in the order of the computation.
     """
 
@@ -100,10 +101,10 @@ def find_dense(
 
 
 def position(path: str) -> tuple[int, int]:
-    """Where a path comes in the order of execution: encoder, decoder, head; by the number of the layer."""
+    """Where a path comes in the order of execution: embedding, encoder, decoder, head; by the number of the layer."""
     stack = 2 if path.startswith("lm_head") else int(path.startswith("decoder."))
     number = re.search(r"\.(\d+)(?:\.|$)", path)
-    return stack, int(number[1]) if number else 0
+    return stack, int(number[1]) if number else -1
 
 
 def _matches(checkpoint: Checkpoint, architecture: Architecture, layers: int) -> Iterator[tuple[str, str, str]]:
@@ -116,6 +117,8 @@ def _matches(checkpoint: Checkpoint, architecture: Architecture, layers: int) ->
     for name in checkpoint.names():
         if name == architecture.head and not tied:
             yield name, "head", name.removesuffix(".weight")
+        if name == architecture.embeddings and architecture.looks_up:
+            yield name, EMBEDDING, name.removesuffix(".weight")
         for role, pattern in patterns.items():
             match = pattern.fullmatch(name)
             if match and int(match["number"]) < layers:
@@ -133,4 +136,4 @@ def _module(path: str, renamed: Mapping[str, str]) -> str:
 
 def _order(linear: DenseLinear) -> int:
     """Attention first; linear layers of a role in the checkpoint's order (sorting is stable)."""
-    return ROLES.index(linear.role)
+    return (EMBEDDING, *ROLES).index(linear.role)

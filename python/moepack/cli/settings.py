@@ -123,7 +123,10 @@ DenseBits = Annotated[
 ]
 Roles = Annotated[
     str | None,
-    _option("roles", "Linear layers outside the experts: all (default), none, or some of attention,shared,mlp,head."),
+    _option(
+        "roles",
+        "What is packed beside experts: all (default), none, or some of embedding,attention,shared,mlp,head.",
+    ),
 ]
 WeightBits = Annotated[int | None, _option("weight_bits", "2, 3 or 4 bits of a code; default 4.")]
 ActivationBits = Annotated[

@@ -18,6 +18,7 @@ from moepack.errors import DeviceError, LoadError
 from moepack.format.manifest import TensorRecord
 from moepack.runtime.backends import is_supported
 from moepack.runtime.backends.gpu import free_bytes, missing_memory, require
+from moepack.runtime.embedding import PackedEmbedding
 from moepack.runtime.packed import PackedModule
 
 __all__ = ["Placement", "has_gpu", "reserve"]
@@ -110,7 +111,9 @@ def reserve(module: PackedModule, records: Mapping[str, TensorRecord]) -> None:
     """
     for projection, record in records.items():
         size = record.nbytes
-        if record.kind == "coded-groupwise":  # decoded when it is uploaded
+        if isinstance(module, PackedEmbedding):  # a GPU has it decoded
+            size = math.prod(module.shapes[projection]) * module.dtype.itemsize
+        elif record.kind == "coded-groupwise":  # decoded when it is uploaded
             size = packed_bytes("groupwise", module.shapes[projection], **_specification(record))
         elif record.kind == "coded":  # rearranged, which takes about a quarter of a bit a weight
             size += math.prod(module.shapes[projection]) // 32

@@ -2,8 +2,8 @@
 
 A packed directory names the quantization method `moepack` in its config. Transformers then builds the model on the
 meta device, hands it to `MoepackQuantizer`, loads the weights, and hands it over again. Before the weights come, every
-packed module (experts, or a linear layer) is replaced by one that has no parameters for what is packed, so that
-transformers finds nothing to load, convert, cast or initialize there and never touches a packed byte; the packed
+packed module (experts, a linear layer, the embedding) is replaced by one that has no parameters for what is packed, so
+that transformers finds nothing to load, convert, cast or initialize there and never touches a packed byte; the packed
 tensors, which no parameter asks for, are declared as expected leftovers. After the weights came, the mapped bytes are
 attached. So the loader's renaming and conversion rules, which differ between versions, cannot interfere, and loading
 adds no anonymous memory for what is packed.
@@ -29,6 +29,7 @@ from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
 from moepack.runtime.decoder import install as install_decoder
 from moepack.runtime.device import DeviceStore
+from moepack.runtime.embedding import PackedEmbedding
 from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.store import MappedStore
@@ -38,12 +39,12 @@ __all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
 METHOD = "moepack"
 SUPPORTED_VERSION = 1
 
-Replacement = PackedExperts | PackedSwitchExperts | PackedLinear
+Replacement = PackedExperts | PackedSwitchExperts | PackedLinear | PackedEmbedding
 Shapes = dict[str, tuple[int, ...]]
 ExpertShapes = dict[str, tuple[int, int, int]]
 
 LINEAR = "weight"
-"""The one projection of a packed linear layer."""
+"""The one projection of a packed linear layer, or of a packed embedding."""
 
 
 class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -52,7 +53,7 @@ class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Args:
         version: version of the directory's format.
         packed: for each experts module (its path in the model), the shape (E, R, C) of each packed projection; for each
-            packed linear layer {"weight": (R, C)}.
+            packed linear layer or embedding {"weight": (R, C)}.
         **settings: what the method that packed the directory notes for the reader (method, code and so on).
 
     Raises:
@@ -107,6 +108,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         self._model: Any = None
         self._modules: dict[str, Replacement] = {}
         self._paths: dict[str, str] = {}
+        self._tied: dict[str, str] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse devices that packed weights do not run on. Transformers asks again once it has made an automatic map.
@@ -137,6 +139,8 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
             _mark_initialized(model, path)
             self._modules[recorded], self._paths[recorded] = module, path
             leftovers.add(rf"(^|\.){re.escape(path)}\.")
+            if isinstance(module, PackedEmbedding):
+                self._share_with_heads(model, recorded)
         model._keys_to_ignore_on_load_unexpected = leftovers
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._model = model
@@ -146,6 +150,17 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                 reserve(module, {projection: records[name] for projection, name in self._names(recorded, module)})
             self.validate_environment(device_map=device_map)
         return model
+
+    def _share_with_heads(self, model: Any, recorded: str) -> None:
+        """Replace heads that are tied to a packed embedding: they multiply by its bytes, so nothing is left to tie."""
+        tied, embedding = model.all_tied_weights_keys, self._modules[recorded]
+        for weight in [target for target, source in tied.items() if source == f"{self._paths[recorded]}.weight"]:
+            path = weight.removesuffix(".weight")
+            head = _packed_linear(model.get_submodule(path), path, embedding.shapes["packed"][1:])
+            model.set_submodule(path, head)
+            _mark_initialized(model, path)
+            self._modules[path], self._paths[path], self._tied[path] = head, path, recorded
+            del tied[weight]
 
     def _settle(self) -> None:
         """Act on the devices of all layers, once they and the layers are known."""
@@ -162,7 +177,8 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         directory = self._directory
         names = {(record.module, record.projection): name for name, record in directory.manifest.packed().items()}
         for projection in module.projections:
-            name = names.get((recorded, LINEAR if isinstance(module, PackedLinear) else projection))
+            matrix = isinstance(module, PackedLinear | PackedEmbedding)
+            name = names.get((self._tied.get(recorded, recorded), LINEAR if matrix else projection))
             if name is None:
                 message = f"the manifest lists no {projection} of '{recorded}', which config.json lists as packed"
                 raise CorruptionError(message, file=directory.path / "moepack.json")
@@ -177,11 +193,14 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                 stores[device] = DeviceStore(device)
             for projection, name in self._names(recorded, module):
                 file = directory.path / directory.manifest.tensors[name].file
-                stores[device].put(module, projection, tensors[name], file=file, tensor=name)
+                if isinstance(module, PackedEmbedding) and device.type != "cpu":
+                    module.decode(tensors[name], device)
+                else:
+                    stores[device].put(module, projection, tensors[name], file=file, tensor=name)
         _cast_renamed(model, self._dtypes)
         install_decoder(model)
         model.save_pretrained = Saver(directory.path)
-        del self._directory, self._modules, self._paths, self._dtypes, self._model
+        del self._directory, self._modules, self._paths, self._tied, self._dtypes, self._model
         return model
 
     def is_serializable(self) -> bool:
@@ -242,7 +261,7 @@ def _mark_initialized(model: Any, path: str) -> None:
     """Keep transformers from initializing the packed module, and its parent, whose rule reaches into it."""
     parent, _, _ = path.rpartition(".")
     model.get_submodule(path)._is_hf_initialized = True
-    if parent:  # the head's parent is the whole model
+    if "." in parent:  # that of embedding and head is the whole model
         model.get_submodule(parent)._is_hf_initialized = True
 
 
@@ -260,14 +279,15 @@ def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> Replacement:
-    """The packed twin of an experts module or a linear layer.
+    """The packed twin of an experts module, a linear layer or an embedding.
 
     Raises:
         LoadError: the directory's shapes are not those of the model's configuration.
         UnsupportedModelError: the module computes something that packed experts do not.
     """
     if set(shapes) == {LINEAR}:
-        return _packed_linear(original, path, shapes[LINEAR])
+        make = _packed_embedding if isinstance(original, nn.Embedding) else _packed_linear
+        return make(original, path, shapes[LINEAR])
     kind: type[PackedExperts] | type[PackedSwitchExperts]
     if set(shapes) == set(PackedSwitchExperts.projections) and isinstance(original, nn.ModuleDict):
         expected, act_fn = _switch_layout(original)
@@ -290,6 +310,16 @@ def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> Pa
     if shape != expected:
         raise LoadError(f"the directory packs '{path}' as {shape}, the model's configuration says {expected}")
     return PackedLinear(*expected, original.bias)
+
+
+def _packed_embedding(original: nn.Module, path: str, shape: tuple[int, ...]) -> PackedEmbedding:
+    """The packed twin of an embedding."""
+    if type(original) is not nn.Embedding or original.max_norm is not None:
+        raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) does more than look up rows")
+    expected = original.num_embeddings, original.embedding_dim
+    if shape != expected:
+        raise LoadError(f"the directory packs '{path}' as {shape}, the model's configuration says {expected}")
+    return PackedEmbedding(*expected, original.weight.dtype)
 
 
 def _switch_layout(original: nn.ModuleDict) -> tuple[ExpertShapes, Any]:

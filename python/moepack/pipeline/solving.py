@@ -19,6 +19,7 @@ from torch import Tensor
 from moepack.calibration import Calibrator, LayerRun, Stage
 from moepack.calibration.stage import PackedLayer, WholeTensor, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
+from moepack.checkpoint.dense import EMBEDDING
 from moepack.errors import InvalidTensorError
 from moepack.methods import LayerPlan, Method, PackedTensor, Solution
 from moepack.pipeline.assignment import Assignment
@@ -67,10 +68,10 @@ class LayerPacker:
         if self._calibrator is None:
             yield from (None for _ in self.layers)
             return
-        reached = [layer for layer in self.layers if not _is_head(layer)]
+        reached = [layer for layer in self.layers if not _is_end(layer)]
         runs = self._calibrator.layers({layer.name: layer for layer in reached if isinstance(layer, DenseLayer)})
         for layer in self.layers:
-            yield None if _is_head(layer) else next(runs)
+            yield None if _is_end(layer) else next(runs)
 
     @torch.no_grad()
     def pack(self, layer: PackedLayer, run: LayerRun | None, done: Packed) -> dict[str, PackedTensor]:
@@ -195,9 +196,9 @@ def _slice(experts: range) -> slice:
     return slice(experts.start, experts.stop)
 
 
-def _is_head(layer: PackedLayer) -> bool:
-    """Whether a layer is the output head, which calibration does not run."""
-    return isinstance(layer, DenseLayer) and any(linear.role == "head" for linear in layer.linears)
+def _is_end(layer: PackedLayer) -> bool:
+    """Whether a layer is the embedding or the output head: calibration runs what is between them."""
+    return isinstance(layer, DenseLayer) and any(linear.role in (EMBEDDING, "head") for linear in layer.linears)
 
 
 def _finite(stage: Stage) -> Stage:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.runtime.cache import GrowingLayer, Room
+from moepack.runtime.embedding import embedding_dtype
 from moepack.runtime.plan import Guard
 
 __all__ = ["StepGraphs", "record"]
@@ -226,5 +227,4 @@ def _is(room: Room, other: Room) -> bool:
 
 def _dtype(model: nn.Module) -> torch.dtype:
     """The dtype of a model's activations, which the masks of attention share."""
-    dtype: torch.dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
-    return dtype
+    return embedding_dtype(model.get_input_embeddings())  # type: ignore[operator]

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from moepack.runtime.backends import Activation, backend_for, is_silu
+from moepack.runtime.backends.cpu import views
 from moepack.runtime.store import matrix_over
 
-__all__ = ["activation_name", "experts", "linear"]
+__all__ = ["activation_name", "embedding", "experts", "linear"]
 
 _torch: Any = torch.library  # whose functions have no types
 _library = _torch.Library("moepack", "DEF")
@@ -26,6 +27,7 @@ _library.define("linear(Tensor x, Tensor data, SymInt rows, str? mode) -> Tensor
 _library.define(
     "experts(Tensor x, Tensor index, Tensor weights, Tensor[] data, SymInt rows, str activation, str? mode) -> Tensor"
 )
+_library.define("embedding(Tensor index, Tensor data, SymInt columns, ScalarType dtype) -> Tensor")
 _library.define("no_gradient(Tensor gradient) -> Tensor")
 
 _activations: dict[str, Activation] = {"silu": functional.silu}
@@ -70,6 +72,12 @@ def experts(
     return outputs
 
 
+def embedding(index: Tensor, data: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Look up rows of the packed matrix of bytes `data` by an index [...], to [..., columns] of a dtype."""
+    found: Tensor = torch.ops.moepack.embedding(index, data, columns, dtype)
+    return found
+
+
 def _linear(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
     return backend_for(x.device).linear(matrix_over(data), x, mode)
 
@@ -79,6 +87,10 @@ def _experts(
 ) -> Tensor:
     matrices = [matrix_over(bytes_) for bytes_ in data]
     return backend_for(x.device).experts(matrices, x, index, weights, _activations[activation], mode)
+
+
+def _embedding(index: Tensor, data: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return views.rows(matrix_over(data), index, dtype)
 
 
 def _refuse(gradient: Tensor) -> Tensor:
@@ -93,6 +105,10 @@ def _experts_fake(
     x: Tensor, index: Tensor, weights: Tensor, data: list[Tensor], rows: int, activation: str, mode: str | None
 ) -> Tensor:
     return x.new_empty((x.shape[0], rows), dtype=torch.float32)
+
+
+def _embedding_fake(index: Tensor, data: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return index.new_empty((*index.shape, columns), dtype=dtype)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -118,4 +134,5 @@ def _install(name: str, function: Any, fake: Any, backward: Any) -> None:
 
 _install("linear", _linear, _linear_fake, _backward)
 _install("experts", _experts, _experts_fake, _backward)
+_install("embedding", _embedding, _embedding_fake, None)
 _install("no_gradient", _refuse, torch.empty_like, None)

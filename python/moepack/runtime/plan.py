@@ -21,6 +21,7 @@ from moepack.runtime.backends import is_silu
 from moepack.runtime.backends.cpu import views
 from moepack.runtime.cache import Form
 from moepack.runtime.compute import compute_mode
+from moepack.runtime.embedding import PackedEmbedding, embedding_dtype
 from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
@@ -132,8 +133,9 @@ class Plan:
             raise Unknown("the architecture")
         self._kind, self._guard = kind, Guard()
         _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        self.dtype: torch.dtype = model.embed_tokens.weight.dtype
-        _require(type(model.embed_tokens) is nn.Embedding and self.dtype in views.FLOATS, "the embedding")
+        _require(type(model.embed_tokens) in (nn.Embedding, PackedEmbedding), "the embedding")
+        self.dtype: torch.dtype = embedding_dtype(model.embed_tokens)
+        _require(self.dtype in views.FLOATS, "the dtype of the embedding")
         require_config(model.config)
         frequencies, scale = self._rotary(model.rotary_emb)
         layers = list(model.layers)[: model.config.num_hidden_layers]

@@ -71,6 +71,11 @@ impl PackedTensor {
     }
 }
 
+/// The error of a name that is no type of values.
+fn no_dtype<T>(dtype: &str) -> PyResult<T> {
+    invalid(format!("dtype {dtype:?} is neither \"float32\" nor \"bfloat16\""))
+}
+
 /// The mode of a name, or the tensor's default.
 fn chosen_mode(tensor: &dyn Tensor, name: Option<&str>) -> Result<Mode> {
     name.map_or_else(|| Ok(tensor.modes()[0]), Mode::from_name)
@@ -189,7 +194,34 @@ impl PackedTensor {
                 let bits: Bound<PyArray3<u16>> = filled(py, shape, |out| read(Floats::Bf16(out)))?;
                 Ok(bits.into_any())
             }
-            _ => invalid(format!("dtype {dtype:?} is neither \"float32\" nor \"bfloat16\"")),
+            _ => no_dtype(dtype),
+        }
+    }
+
+    /// The values of some rows, [n, columns], without decoding the others: embeddings of tokens.
+    ///
+    /// Args:
+    ///     rows: [n] int64, numbers among all experts' rows, in any order and more than once.
+    ///     dtype: "float32" or "bfloat16", whose bits come as uint16.
+    ///
+    /// Raises ValueError: there is no such row, for another dtype, or where the format has no rows to look up.
+    #[pyo3(signature = (rows, dtype="float32"))]
+    fn look_up<'py>(&self, rows: PyReadonlyArray1<'py, i64>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
+        let py = rows.py();
+        let rows = counts(&rows, "rows")?;
+        let shape = [rows.len(), self.tensor.shape().columns];
+        let read =
+            |out: Floats| self.reading(py, |tensor, data, pool| tensor.look_up(data, &rows, out, pool));
+        match dtype {
+            "float32" => {
+                let values: Bound<PyArray2<f32>> = filled(py, shape, |out| read(Floats::F32(out)))?;
+                Ok(values.into_any())
+            }
+            "bfloat16" => {
+                let bits: Bound<PyArray2<u16>> = filled(py, shape, |out| read(Floats::Bf16(out)))?;
+                Ok(bits.into_any())
+            }
+            _ => no_dtype(dtype),
         }
     }
 

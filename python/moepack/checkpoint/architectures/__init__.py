@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 
 from moepack.checkpoint.architectures.architecture import (
     ARCHITECTURES,
+    EMBEDDING,
     ROLES,
     Architecture,
     Decoder,
@@ -21,6 +22,7 @@ from moepack.checkpoint.architectures.standard import STANDARD
 
 __all__ = [
     "ARCHITECTURES",
+    "EMBEDDING",
     "ROLES",
     "STANDARD",
     "Architecture",

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "ROLES", "Architecture", "Decoder", "Layout", "Linears", "register"]
+__all__ = ["ARCHITECTURES", "EMBEDDING", "ROLES", "Architecture", "Decoder", "Layout", "Linears", "register"]
 
 ROLES = ("attention", "shared", "mlp", "head")
 """What a linear layer outside the experts may be, in the order of the computation."""
+
+
+EMBEDDING = "embedding"
+"""The role of the embedding of tokens, which is no linear layer: its rows are looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class Architecture:
         top_k_keys: config.json's keys for the number of experts that a token visits; the first that it has counts.
         embeddings, last_norm, head: the tensors at both ends of the residual stream. A head that is tied to the
             embeddings (`tie_word_embeddings`) is no tensor of its own.
+        looks_up: whether the embedding is a plain look-up of rows (`nn.Embedding`), so that it may be packed.
         rotatable: whether the stream passes only through RMS norms and the layers named here.
         decoder: how the core decodes it; None where it cannot.
     """
@@ -122,6 +127,7 @@ class Architecture:
     embeddings: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
+    looks_up: bool = True
     rotatable: bool = False
     decoder: Decoder | None = None
 

@@ -26,5 +26,6 @@ STANDARD = Architecture(
     router=("gate.", "router."),
     shared=("shared_",),
     stacks={"model.layers": "num_hidden_layers", "model.language_model.layers": "num_hidden_layers"},
+    looks_up=False,
     top_k_keys=("num_experts_per_tok", "num_selected_experts", "moe_top_k", "top_k"),
 )

@@ -18,6 +18,7 @@ register(
         stacks={"encoder.block": "num_layers", "decoder.block": "num_decoder_layers"},
         top_k_keys=(),
         embeddings="shared.weight",
+        looks_up=False,
         last_norm="decoder.final_layer_norm.weight",
     )
 )

@@ -17,7 +17,7 @@ import torch
 from moepack import _core
 from moepack.calibration import CalibrationRequest, CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.checkpoint.dense import ROLES
+from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
@@ -27,6 +27,8 @@ from moepack.methods.rate.step import Step, find_step
 from moepack.solvers.priced import WORTH, round_priced
 
 __all__ = ["Rate"]
+
+_ROLES = (EMBEDDING, *ROLES)
 
 LEAST_BITS, MOST_BITS = 0.4, 5.5
 """Beyond the largest, more integers are exceptions than a table lists, and bits no longer lower the loss."""
@@ -38,8 +40,8 @@ class Rate(Method):
 
     Attributes:
         bits_per_weight: of everything that is packed, all metadata counted; 0.4 to 5.5.
-        roles: linear layers outside the experts that are packed at the same price: "all", "none", or some with commas
-            (attention, shared, mlp, head).
+        roles: what is packed outside the experts at the same price: "all", "none", or some with commas (embedding,
+            attention, shared, mlp, head). A head that is tied to the embedding is packed with it.
         calibration: text file, JSON lines, directory or data set of the hub; None does without.
         samples: calibration windows, at most.
         sequence_length: tokens a window.
@@ -66,9 +68,9 @@ class Rate(Method):
         if not LEAST_BITS <= self.bits_per_weight <= MOST_BITS:
             message = f"bits_per_weight must be {LEAST_BITS} to {MOST_BITS}, not {self.bits_per_weight}"
             raise ValueError(f"{message}; more than that loses least by finequant with 8 bits")
-        given = {"all": ROLES, "none": ()}.get(self.roles, tuple(self.roles.split(",")))
-        if unknown := sorted(set(given) - set(ROLES)):
-            raise ValueError(f"roles must be all, none, or some of {', '.join(ROLES)}, not {', '.join(unknown)}")
+        given = {"all": _ROLES, "none": ()}.get(self.roles, tuple(self.roles.split(",")))
+        if unknown := sorted(set(given) - set(_ROLES)):
+            raise ValueError(f"roles must be all, none, or some of {', '.join(_ROLES)}, not {', '.join(unknown)}")
         self._roles = frozenset(given)
         _ = self.request  # its checks
 
@@ -87,7 +89,7 @@ class Rate(Method):
         """Every setting that changes the bytes, but for the calibration set."""
         found: dict[str, Any] = {
             "bits_per_weight": self.bits_per_weight,
-            "roles": ",".join(role for role in ROLES if role in self._roles),
+            "roles": ",".join(role for role in _ROLES if role in self._roles),
         }
         if self.calibration is not None:
             found |= {key: getattr(self, key) for key in ("samples", "sequence_length", "group", "seed")}

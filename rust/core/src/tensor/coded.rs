@@ -97,17 +97,26 @@ impl Tensor for Coded {
 
     fn dequantize(&self, data: &[u8], out: Floats, pool: &ThreadPool) -> Result<()> {
         let (view, isa) = (self.view(data)?, simd::active()?);
-        let value = |row: usize, code: i32| view.scale(row) * code as f32;
         match out {
             Floats::F32(out) => view.decode_rows(isa, out, pool, |row, codes, out| {
-                let pairs = out.iter_mut().zip(codes);
-                pairs.for_each(|(out, &code)| *out = value(row, code));
+                values(view.scale(row), codes, out, |value| value);
                 Ok(())
             }),
             Floats::Bf16(out) => view.decode_rows(isa, out, pool, |row, codes, out| {
-                let pairs = out.iter_mut().zip(codes);
-                pairs.for_each(|(out, &code)| *out = half::bf16::from_f32(value(row, code)).to_bits());
+                values(view.scale(row), codes, out, rounded);
                 Ok(())
+            }),
+        }
+    }
+
+    fn look_up(&self, data: &[u8], rows: &[usize], out: Floats, pool: &ThreadPool) -> Result<()> {
+        let (view, isa) = (self.view(data)?, simd::active()?);
+        match out {
+            Floats::F32(out) => view.look_up(isa, rows, out, pool, |row, codes, out| {
+                values(view.scale(row), codes, out, |value| value);
+            }),
+            Floats::Bf16(out) => view.look_up(isa, rows, out, pool, |row, codes, out| {
+                values(view.scale(row), codes, out, rounded);
             }),
         }
     }
@@ -131,4 +140,15 @@ impl Tensor for Coded {
             compute.isa,
         )?))
     }
+}
+
+/// Writes what the codes of a row stand for.
+fn values<T>(scale: f32, codes: &[i32], out: &mut [T], round: impl Fn(f32) -> T) {
+    let pairs = out.iter_mut().zip(codes);
+    pairs.for_each(|(out, &code)| *out = round(scale * code as f32));
+}
+
+/// The bits of a value in bf16.
+fn rounded(value: f32) -> u16 {
+    half::bf16::from_f32(value).to_bits()
 }

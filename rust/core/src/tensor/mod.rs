@@ -124,6 +124,16 @@ pub trait Tensor: Send + Sync {
     /// As [`Tensor::decode`].
     fn dequantize(&self, data: &[u8], out: Floats, pool: &ThreadPool) -> Result<()>;
 
+    /// Writes the values of some of all experts' rows, n x C of them, in the order in which they are named, without
+    /// decoding the whole tensor.
+    ///
+    /// # Errors
+    /// As [`Tensor::decode`]. [`Error::InvalidArgument`]: there is no such row, or the format cannot.
+    fn look_up(&self, _data: &[u8], _rows: &[usize], _out: Floats, _pool: &ThreadPool) -> Result<()> {
+        let format = self.name();
+        Err(Error::InvalidArgument(format!("{format} has no rows to look up")))
+    }
+
     /// The stored parameters of a name: scales, levels, ranks.
     ///
     /// # Errors

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moepack._core import Decoder, DenseMatrix, PackedTensor
+from moepack.errors import LoadError
 from moepack.registry import Activations
 from moepack.runtime.backends.base import Matrix
 from moepack.runtime.compute import product_mode
@@ -25,6 +26,7 @@ __all__ = [
     "expert_payloads",
     "first_sequence",
     "packed_matrix",
+    "rows",
     "vector",
 ]
 
@@ -55,6 +57,23 @@ def dense_matrix(weight: Tensor) -> DenseMatrix:
 def packed_matrix(matrix: Matrix, mode: str | None) -> tuple[PackedTensor, str | None] | None:
     """A matrix and the mode of its products; None where the core does not know the format."""
     return (matrix, product_mode(matrix, mode)) if isinstance(matrix, PackedTensor) else None
+
+
+def rows(matrix: Matrix, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Look up rows of a packed matrix by an index [...], to [..., C] of a dtype.
+
+    Raises:
+        LoadError: the format is not the core's.
+        ValueError: there is no such row, or the format has no rows to look up.
+    """
+    if not isinstance(matrix, PackedTensor):
+        raise LoadError(f"no rows can be looked up in the format {matrix.format}")
+    flat = index.reshape(-1).long().numpy()
+    if dtype == torch.bfloat16:
+        found = torch.from_numpy(matrix.look_up(flat, "bfloat16")).view(dtype)
+    else:
+        found = torch.from_numpy(matrix.look_up(flat)).to(dtype)
+    return found.view(*index.shape, matrix.shape[2])
 
 
 def expert_payloads(matrix: Matrix) -> NDArray[np.int64]:

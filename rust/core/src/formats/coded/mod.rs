@@ -46,6 +46,7 @@ mod encode;
 mod fit;
 mod give_off;
 mod layout;
+mod rows;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;

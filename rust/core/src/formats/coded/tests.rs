@@ -213,6 +213,45 @@ fn rows_of_different_spread_get_tables_of_their_own() {
     assert!(Coded::parse(&data).unwrap().layout().tables() > 1);
 }
 
+#[test]
+fn rows_that_are_looked_up_are_those_of_the_whole() {
+    let shape = Shape {
+        experts: 2,
+        rows: 100,
+        columns: 67,
+        ndim: 3,
+    };
+    let pool = pool::current().unwrap();
+    let mut codes = gaussian(shape, 3.0, 4);
+    codes[40 * 67 + 3] = 5000;
+    let copy = |_, codes: &[i32], out: &mut [i32]| out.copy_from_slice(codes);
+    for stream_rows in [16, 64] {
+        let data = encoded(&codes, shape, Some(stream_rows));
+        let coded = Coded::parse(&data).unwrap();
+        let view = coded.view(&data).unwrap();
+        for isa in isas() {
+            for rows in [vec![], vec![40], vec![199, 0, 40, 40, 63, 64, 100, 0]] {
+                let mut out = vec![0; rows.len() * 67];
+                view.look_up(isa, &rows, &mut out, &pool, copy).unwrap();
+                let wanted: Vec<i32> = rows
+                    .iter()
+                    .flat_map(|row| &codes[row * 67..][..67])
+                    .copied()
+                    .collect();
+                assert!(out == wanted, "{rows:?} on {}", isa.name());
+            }
+        }
+        assert!(
+            view.look_up(Isa::Scalar, &[200], &mut [0; 67], &pool, copy)
+                .is_err()
+        );
+        assert!(
+            view.look_up(Isa::Scalar, &[3], &mut [0; 66], &pool, copy)
+                .is_err()
+        );
+    }
+}
+
 /// Damaged bytes that parse decode to the same symbols on all sets, whatever they are.
 fn read_damaged(data: &[u8]) -> bool {
     let Ok(coded) = Coded::parse(data) else {

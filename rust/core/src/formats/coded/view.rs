@@ -256,20 +256,23 @@ impl<'a> CodedView<'a> {
             streams.try_for_each(|(expert, stream, out)| {
                 let first = expert * shape.rows + stream * layout.stream_rows();
                 let mut rows = out.chunks_exact_mut(columns).enumerate();
-                self.decode_stream(isa, expert, stream, |codes| match rows.next() {
-                    Some((row, out)) => put(first + row, codes, out),
-                    None => Ok(()),
+                self.decode_stream(isa, expert, stream, layout.stream_rows(), |codes| {
+                    match rows.next() {
+                        Some((row, out)) => put(first + row, codes, out),
+                        None => Ok(()),
+                    }
                 })
             })
         })
     }
 
-    /// Decodes a stream of an expert: `put` gets the codes of each of its rows that exists, [C], in order.
+    /// Decodes the first `count` rows of a stream of an expert: `put` gets the codes of each that exists, [C], in order.
     pub(super) fn decode_stream(
         &self,
         isa: Isa,
         expert: usize,
         stream: usize,
+        count: usize,
         mut put: impl FnMut(&[i32]) -> Result<()>,
     ) -> Result<()> {
         let (layout, columns) = (&self.coded.layout, self.coded.layout.shape.columns);
@@ -278,8 +281,9 @@ impl<'a> CodedView<'a> {
         let mut registers = vec![Register::ZERO; layout.quads()];
         let mut exceptions = self.exceptions(number).peekable();
         let mut codes = vec![0; BLOCK_ROWS * columns];
-        for block in 0..layout.blocks {
+        for block in 0..count.div_ceil(BLOCK_ROWS).min(layout.blocks) {
             let rows = layout.rows_of(stream, block);
+            let wanted = rows.min(count - block * BLOCK_ROWS);
             chain.set_rows(rows);
             decode(
                 isa,
@@ -287,7 +291,7 @@ impl<'a> CodedView<'a> {
                 layout.quads(),
                 &mut registers,
             );
-            for (row, codes) in codes.chunks_exact_mut(columns).enumerate() {
+            for (row, codes) in codes.chunks_exact_mut(columns).take(wanted).enumerate() {
                 for (column, code) in codes.iter_mut().enumerate() {
                     let symbol = registers[column / QUAD].0[row * QUAD + column % QUAD];
                     *code = i32::from(chain.table().lowest()) + i32::from(symbol);
@@ -302,7 +306,7 @@ impl<'a> CodedView<'a> {
                     *code = code.wrapping_add(exception.difference);
                 }
             }
-            codes.chunks_exact(columns).take(rows).try_for_each(&mut put)?;
+            codes.chunks_exact(columns).take(wanted).try_for_each(&mut put)?;
         }
         Ok(())
     }
