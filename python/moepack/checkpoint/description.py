@@ -22,6 +22,7 @@ from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.structural import expert_modules, refusal
 from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.format.plausible import check_config
 
 __all__ = ["describe"]
 
@@ -36,10 +37,21 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     _refuse_quantized(checkpoint)
     architecture = ARCHITECTURES.get(checkpoint.config["model_type"])
     if architecture is None:
-        return _recognise(checkpoint)
-    model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
-    _check_layers(checkpoint, architecture)
+        model = _recognise(checkpoint)
+    else:
+        model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
+        _check_layers(checkpoint, architecture)
+    _check_config(checkpoint, (architecture or STANDARD).top_k(checkpoint.config), model.layers[0].experts)
     return model
+
+
+def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
+    """Refuse a configuration whose sizes the tensors cannot fill, or whose tokens visit no expert or too many."""
+    names, file = checkpoint.names(), checkpoint.path / "config.json"
+    nbytes = sum(checkpoint.info(name).nbytes for name in names)
+    check_config(checkpoint.config, len(names), nbytes, file, CheckpointError)
+    if not 1 <= top_k <= experts:
+        raise CheckpointError(f"a token visits {top_k} of {experts} experts", file=file)
 
 
 def _recognise(checkpoint: Checkpoint) -> MoeModel:
