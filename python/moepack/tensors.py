@@ -21,8 +21,10 @@ import torch
 from moepack import _core
 from moepack.arrays import Array, as_given, as_tensor
 from moepack.errors import CorruptionError, LoadError
-from moepack.format.header import Header, read_header
+from moepack.format.header import Header, TensorInfo, read_header
+from moepack.format.regular import open_regular
 from moepack.format.shard import Entry, write_shard
+from moepack.mapping import own_memory
 
 __all__ = ["FLOATS", "BlobTensor"]
 
@@ -115,7 +117,8 @@ class BlobTensor:
 
     def _parameters(self, name: str) -> torch.Tensor:
         """The stored parameters of a name, a row of them for each row of the tensor."""
-        found: npt.NDArray[np.float32] = self._blob.parameters(name)
+        with self._corruption():
+            found: npt.NDArray[np.float32] = self._blob.parameters(name)
         return torch.from_numpy(found).reshape(*self.shape[:-1], *found.shape[2:])
 
     def matmul(self, x: Array) -> Array:
@@ -144,7 +147,8 @@ class BlobTensor:
         if tokens.shape[-1:] != self.shape[-1:] or tokens.shape[:-2] != stack:
             expected = f"{[*stack, 'tokens', self.shape[-1]]}"
             raise ValueError(f"activations have shape {list(tokens.shape)}, expected {expected}")
-        product = self._product(_kernel_input(tokens), options).reshape(*tokens.shape[:-1], self.shape[-2])
+        with self._corruption():
+            product = self._product(_kernel_input(tokens), options).reshape(*tokens.shape[:-1], self.shape[-2])
         return as_given(torch.from_numpy(product).to(tokens.dtype), x)
 
     def _product(self, x: npt.NDArray[Any], options: dict[str, Any]) -> npt.NDArray[np.float32]:
@@ -179,13 +183,16 @@ class BlobTensor:
         write_shard(Path(path), [blob], metadata)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], *, verify: bool = True) -> Self:
-        """Open a file that `save` wrote. The blob stays in the file, mapped into memory.
+    def load(cls, path: str | PathLike[str], *, verify: bool = True, resident: bool = False) -> Self:
+        """Open a file that `save` wrote. The blob stays in the file, mapped into memory, unless it is resident.
 
         Args:
             path: the file.
             verify: check the file's checksum, which reads all of it. Without, damage may give wrong numbers, never a
                 read outside the tensor.
+            resident: read the blob into memory of its own. A mapped file that is overwritten while the tensor is used
+                gives wrong numbers or CorruptionError, and one that is truncated ends the process (SIGBUS); a resident
+                blob is out of a writer's reach.
 
         Raises:
             LoadError: there is no such file, or it is another kind of file.
@@ -195,7 +202,8 @@ class BlobTensor:
         if not file.is_file():
             raise LoadError("does not exist", file=file)
         header = read_header(file, CorruptionError)
-        data = _map(header, cls.kind, cls.__name__)
+        info = _blob_info(header, cls.kind, cls.__name__)
+        data = _read(info) if resident else np.memmap(file, np.uint8, "r", info.offset, (info.nbytes,))
         if verify and hashlib.sha256(data.data).hexdigest() != header.metadata.get("sha256"):
             raise CorruptionError("the checksum differs from the one in the header", file=file, tensor=cls.kind)
         return cls(data, file=file, tensor=cls.kind)
@@ -224,8 +232,8 @@ def _kernel_input(tokens: torch.Tensor) -> npt.NDArray[Any]:
     return flat.float().contiguous().numpy()
 
 
-def _map(header: Header, kind: str, owner: str) -> Bytes:
-    """The blob of a saved tensor, mapped read-only."""
+def _blob_info(header: Header, kind: str, owner: str) -> TensorInfo:
+    """Where the blob of a saved tensor lies."""
     metadata = header.metadata
     info = header.tensors.get(kind)
     if metadata.get("format") != f"moepack.{kind}" or info is None:
@@ -236,4 +244,14 @@ def _map(header: Header, kind: str, owner: str) -> Bytes:
         )
     if info.dtype != torch.uint8 or len(info.shape) != 1 or info.nbytes == 0:
         raise CorruptionError(f"has dtype {info.dtype} and shape {info.shape}", file=header.file, tensor=kind)
-    return np.memmap(header.file, dtype=np.uint8, mode="r", offset=info.offset, shape=(info.nbytes,))
+    return info
+
+
+def _read(info: TensorInfo) -> Bytes:
+    """The bytes of a tensor in memory of the process's own, aligned to 64; they may have changed since the header."""
+    data = own_memory(info.nbytes)
+    with open_regular(info.file) as stream:
+        stream.seek(info.offset)
+        if stream.readinto(data.data) != info.nbytes:
+            raise CorruptionError("was truncated while it was read", file=info.file, tensor=info.name)
+    return data

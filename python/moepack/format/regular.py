@@ -1,26 +1,27 @@
 """Files that come from elsewhere, opened with care: only regular ones, and JSON only up to a size.
 
-A name may stand for a pipe, which keeps whoever opens it waiting, for a device without an end, or for a file that is
-mostly holes and larger than the memory.
+A name may stand for a pipe, which keeps whoever opens it waiting, for a device without an end, for a file that is
+mostly holes and larger than the memory, or for a link to a file of this machine that is none of the model's.
 """
 
 import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from moepack.errors import CheckpointError, MoepackError
 
-__all__ = ["MAX_JSON", "open_regular", "parse_json", "read_json"]
+__all__ = ["MAX_JSON", "leads_out", "open_regular", "parse_json", "read_json"]
 
 MAX_JSON = 256 << 20
 """Largest accepted JSON file in bytes; the index of a model of 10^6 tensors has about half of it."""
 
 
-def open_regular(file: str | PathLike[str]) -> BinaryIO:
+def open_regular(file: str | PathLike[str]) -> BufferedReader:
     """Open a file for reading.
 
     Raises:
@@ -31,6 +32,20 @@ def open_regular(file: str | PathLike[str]) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def leads_out(file: Path) -> bool:
+    """Say whether a file is a link to something outside its directory.
+
+    Links of a snapshot in the hub's cache, `models--NAME/snapshots/REVISION/FILE`, to `models--NAME/blobs` are not.
+    """
+    if not file.is_symlink():
+        return False
+    target, directory = file.resolve(), file.parent.resolve()
+    inside = [directory]
+    if directory.parent.name == "snapshots":
+        inside.append(directory.parent.parent / "blobs")
+    return not any(target.is_relative_to(place) for place in inside)
 
 
 def read_json(file: Path, error: type[MoepackError]) -> dict[str, Any]:

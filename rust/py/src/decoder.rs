@@ -14,7 +14,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, products};
-use crate::error::raise;
+use crate::error::{detached, raise};
 use crate::held::{Held, Vector};
 
 /// A packed or dense tensor, and the mode of its products.
@@ -302,7 +302,7 @@ impl Decoder {
         let core = self.core(py, isa)?.decoder();
         products(py, &x, hidden, hidden, |x, y| {
             let step = || core.step(x, position, &mut past, y, isa, &*pool::current()?);
-            py.detach(step).map_err(raise)
+            detached(py, step)
         })
     }
 

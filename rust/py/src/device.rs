@@ -6,7 +6,7 @@ use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 
 use crate::arrays::values;
-use crate::error::raise;
+use crate::error::detached;
 
 type Bytes<'py> = PyResult<Bound<'py, PyArray1<u8>>>;
 
@@ -19,18 +19,18 @@ pub fn coded_to_device<'py>(
     segment_chunks: Option<usize>,
 ) -> Bytes<'py> {
     let data = values(&data, "data")?;
-    let made = py.detach(|| {
+    let made = detached(py, || {
         Coded::parse(data)?
             .view(data)?
             .to_device(segment_chunks, &*pool::current()?)
-    });
-    Ok(made.map_err(raise)?.into_pyarray(py))
+    })?;
+    Ok(made.into_pyarray(py))
 }
 
 /// Undoes `coded_to_device`.
 #[pyfunction]
 pub fn coded_from_device<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {
     let data = values(&data, "data")?;
-    let packed = py.detach(|| device::from_device(data, &*pool::current()?));
-    Ok(packed.map_err(raise)?.into_pyarray(py))
+    let packed = detached(py, || device::from_device(data, &*pool::current()?))?;
+    Ok(packed.into_pyarray(py))
 }

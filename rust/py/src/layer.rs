@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{Activations, chosen_isa, lengths, products, values};
 use crate::dense::DenseMatrix;
-use crate::error::raise;
+use crate::error::detached;
 pub use crate::packed::Packed;
 use crate::tensor::PackedTensor;
 
@@ -71,7 +71,7 @@ pub fn gated_experts<'py>(
             };
             layer.forward(x, routing, y, isa, &*pool::current()?)
         };
-        py.detach(forward).map_err(raise)
+        detached(py, forward)
     })
 }
 

@@ -11,7 +11,7 @@ use pyo3::types::{PyBool, PyBytes, PyDict};
 use rayon::ThreadPool;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, counts, filled, products};
-use crate::error::{invalid, raise};
+use crate::error::{detached, invalid, raise};
 use crate::packed::Packed;
 
 /// A packed tensor of experts x rows x columns, of any format, opened by its first eight bytes and read in place.
@@ -38,8 +38,7 @@ impl PackedTensor {
     ) -> PyResult<T> {
         let data = self.data.bind(py).try_readonly()?;
         let data = contiguous(data.as_slice(), "data")?;
-        py.detach(|| work(&*self.tensor, data, &*pool::current()?))
-            .map_err(raise)
+        detached(py, || work(&*self.tensor, data, &*pool::current()?))
     }
 
     fn dimensions(&self) -> [usize; 3] {
@@ -87,7 +86,7 @@ impl PackedTensor {
     fn new(data: &Bound<'_, PyArray1<u8>>) -> PyResult<PackedTensor> {
         let borrowed = data.try_readonly()?;
         let bytes = contiguous(borrowed.as_slice(), "data")?;
-        let tensor = data.py().detach(|| tensor::open(bytes)).map_err(raise)?;
+        let tensor = detached(data.py(), || tensor::open(bytes))?;
         Ok(PackedTensor {
             data: data.clone().unbind(),
             tensor,
