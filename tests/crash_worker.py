@@ -1,10 +1,13 @@
 """Run `compress` again and again, each time killed at a later moment, and continue it. A script of its own.
 
-    python crash_worker.py MODEL WORK_DIRECTORY
+    python crash_worker.py MODEL WORK_DIRECTORY [METHOD [EVERY]]
 
 Forks before any thread exists; the child counts everything that reaches the disk (writes, flushes, renames, removals)
 and kills itself with SIGKILL in the middle of the k-th, after half of its bytes where it is a write. Then a second
-child continues, and the result must equal an uninterrupted run byte for byte. Prints how many moments there were.
+child continues, and the result must equal an uninterrupted run byte for byte. Of all moments every EVERY-th is tried.
+Prints how many kills there were.
+
+Methods that run the model read WORK_DIRECTORY/text.txt.
 """
 
 import os
@@ -14,6 +17,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Imported here, because each child would import them again.
+import tokenizers  # noqa: F401
+import transformers.models.auto.tokenization_auto
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 import moepack.methods
 import moepack.pipeline.job
@@ -65,34 +73,37 @@ def arm(moment: int) -> None:
     atomic.write_all = shard.write_all = torn_write
 
 
-def main(model: Path, work: Path) -> None:
-    compress = moepack.pipeline.job.compress
-    assert forked(lambda: compress(model, work / "reference", method="ternary", threads=1)) == 0
+def main(model: Path, work: Path, name: str = "ternary", every: int = 1) -> None:
+    def compress(out: Path) -> None:
+        seen = {"calibration": str(work / "text.txt"), "samples": 4, "sequence_length": 32}
+        settings = {"codequant": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}.get(name, {})
+        moepack.pipeline.job.compress(model, out, method=moepack.methods.create(name, **settings), threads=1)
+
+    assert forked(lambda: compress(work / "reference")) == 0
     reference = contents(work / "reference")
     out, partial = work / "out", work / "out.partial"
-    moment = 0
+    kills = 0
     while True:
-        moment += 1
+        moment = 1 + kills * every
 
         def killed(moment: int = moment) -> None:
             arm(moment)
-            compress(model, out, method="ternary", threads=1)
+            compress(out)
 
         status = forked(killed)
         if status == 0:
             break
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (moment, status)
+        kills += 1
         if out.exists():
             assert not partial.exists()
         else:
-            assert forked(lambda: compress(model, out, method="ternary", threads=1)) == 0, (
-                f"cannot continue after moment {moment}"
-            )
+            assert forked(lambda: compress(out)) == 0, f"cannot continue after moment {moment}"
         assert contents(out) == reference, f"other bytes after a kill at moment {moment}"
         assert not partial.exists()
         shutil.rmtree(out)
-    print(moment - 1)
+    print(kills)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4], *map(int, sys.argv[4:]))

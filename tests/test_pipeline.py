@@ -391,6 +391,17 @@ def test_settings_without_meaning_are_value_errors(settings: dict[str, Any], mix
 LAYERS, EXPERTS, HIDDEN, INNER = 48, 8, 1024, 256
 
 
+def _dense_tensors(layer: int) -> dict[str, torch.Tensor]:
+    """What the model has besides experts and routers, as small as it can be."""
+    block = f"model.layers.{layer}"
+    shapes = dict.fromkeys((f"{block}.self_attn.{name}_proj.weight" for name in "qkv"), (32, HIDDEN))
+    shapes |= {f"{block}.self_attn.o_proj.weight": (HIDDEN, 32)}
+    shapes |= dict.fromkeys((f"{block}.{name}_layernorm.weight" for name in ("input", "post_attention")), (HIDDEN,))
+    if layer == 0:
+        shapes |= {"model.embed_tokens.weight": (8, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    return {name: torch.ones(shape) for name, shape in shapes.items()}
+
+
 def _write_large_checkpoint(directory: Path) -> int:
     """Stream a Mixtral-like checkpoint of random weights, a shard a layer; return the bytes of a layer.
 
@@ -409,11 +420,14 @@ def _write_large_checkpoint(directory: Path) -> int:
             for name, shape in shapes.items()
         }
         tensors[f"{prefix}.gate.weight"] = block[: EXPERTS * HIDDEN].view(EXPERTS, HIDDEN)
+        tensors |= _dense_tensors(layer)
         file = f"model-{layer:05d}.safetensors"
         save_file(tensors, directory / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": HIDDEN}
     config |= {"intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_local_experts": EXPERTS}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 8}
+    config |= {"tie_word_embeddings": True, "pad_token_id": 0}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return block.nbytes

@@ -67,6 +67,19 @@ def _activation(experts: nn.Module) -> Callable[[Sequence[Tensor]], Tensor]:
     return lambda parts: act(parts[0]) * parts[1]
 
 
+def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
+    """Configuration and model, on the meta device."""
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path)
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        with torch.device("meta"):
+            return config, auto.from_config(config).eval()
+    except Exception as cause:  # whatever a class of transformers makes of values that it does not expect
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        message = f"transformers cannot build the model ({reason})"
+        raise UnsupportedModelError(message, file=checkpoint.path / "config.json") from cause
+
+
 class Skeleton:
     """The model of a checkpoint, on the meta device.
 
@@ -80,13 +93,11 @@ class Skeleton:
         """Build the model.
 
         Raises:
-            UnsupportedModelError: transformers' model has no experts where the checkpoint's description expects them.
+            UnsupportedModelError: transformers cannot build a model of config.json, or it has no experts where the
+                checkpoint's description expects them.
         """
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.config = AutoConfig.from_pretrained(checkpoint.path)
-        auto = AutoModelForSeq2SeqLM if self.config.is_encoder_decoder else AutoModelForCausalLM
-        with torch.device("meta"):
-            self.module: nn.Module = auto.from_config(self.config).eval()
+        self.config, self.module = _built(checkpoint)
         self.recorders = {layer.name: self._replace_experts(layer.name, layer.experts) for layer in model.layers}
         self._names = self._checkpoint_names(model)
         self._fill_buffers()
@@ -153,20 +164,33 @@ class Skeleton:
                 store: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
                 store[leaf] = tensor
 
+    def check(self) -> None:
+        """Hold every tensor of the model outside the experts against the checkpoint; none is read.
+
+        Raises:
+            CheckpointError: one is missing or has another shape than the model's.
+        """
+        for tensors in (self.module.named_parameters(), self.module.named_buffers()):
+            for name, tensor in tensors:
+                if tensor.is_meta:
+                    self._source(name, tensor)
+
     def _put(self, store: Any, leaf: str, value: Tensor) -> None:
         store[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(store[leaf], nn.Parameter) else value
 
-    def _fetch(self, name: str, like: Tensor) -> Tensor:
+    def _source(self, name: str, like: Tensor) -> str:
+        """The checkpoint's tensor for one of the model."""
         source = self._names.get(name)
         if source is None:
             raise CheckpointError("the model needs it, the checkpoint lacks it", file=self.checkpoint.path, tensor=name)
-        value = self.checkpoint.tensor(source)
-        if value.shape != like.shape:
-            raise CheckpointError(
-                f"has shape {list(value.shape)}, the model expects {list(like.shape)}",
-                file=self.checkpoint.info(source).file,
-                tensor=source,
-            )
+        info = self.checkpoint.info(source)
+        if info.shape != like.shape:
+            message = f"has shape {list(info.shape)}, the model expects {list(like.shape)}"
+            raise CheckpointError(message, file=info.file, tensor=source)
+        return source
+
+    def _fetch(self, name: str, like: Tensor) -> Tensor:
+        value = self.checkpoint.tensor(self._source(name, like))
         dtype = self.dtype if like.is_floating_point() else value.dtype
         # Always a copy: the mapped pages are given back with the source, and nothing may write to them.
         return value.to(self.device, dtype, copy=True)

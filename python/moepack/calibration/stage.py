@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moepack.calibration.moments import Moments
 from moepack.checkpoint import DenseLayer, MoeLayer
-from moepack.errors import DeviceMemoryError
+from moepack.errors import DeviceMemoryError, InvalidTensorError
 
 __all__ = [
     "Inputs",
@@ -137,6 +137,21 @@ class Stage:
         weights = {name: weights for name, weights in self.weights.items() if name in names}
         return replace(self, tensors={name: self.tensors[name] for name in names}, weights=weights)
 
+    def finite(self) -> Stage:
+        """Return this stage, if its weights are finite.
+
+        Raises:
+            InvalidTensorError: they are not; names the checkpoint's tensor.
+        """
+        for name, given in self.weights.items():
+            finite = torch.isfinite(given).flatten(1).all(1)
+            if not bool(finite.all()):
+                expert = self.experts[int((~finite).nonzero()[0])]
+                who = "" if self.dense else f"expert {expert} "
+                message = f"{who}holds NaN or infinite weights"
+                raise InvalidTensorError(message, tensor=self.tensors[name].sources[expert])
+        return self
+
     def hessians(self) -> Tensor:
         """See `Inputs`; only with calibration."""
         assert self.inputs is not None
@@ -194,9 +209,9 @@ class LayerRun(ABC):
             self._answer = error
 
     def keep(self) -> None:
-        """Answer every stage with the original weights."""
+        """Answer every stage with the original weights; InvalidTensorError if they are not finite."""
         for stage in self:
-            self.answer(stage.weights)
+            self.answer(stage.finite().weights)
 
     def _take(self) -> Mapping[str, Tensor]:
         """The answer to the last stage; raises the OutOfMemoryError that was given instead."""

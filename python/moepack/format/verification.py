@@ -25,7 +25,7 @@ from moepack.format.directory import check_header, open_blob, read_manifest
 from moepack.format.header import Header, read_header
 from moepack.format.hub import CONFIG, INDEX, contradictions
 from moepack.format.manifest import MANIFEST, Manifest
-from moepack.format.regular import read_json
+from moepack.format.regular import leads_out, read_json
 from moepack.format.side import SideFile, is_editable, is_small
 from moepack.mapping import map_file
 
@@ -126,6 +126,8 @@ def _checksums(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile
             gone = is_editable(name) and not file.exists()
             yield SideFile(name, "missing") if gone else Fault(name, "missing")
             continue
+        if leads_out(file):
+            yield Fault(name, f"is a link out of the directory, to {file.resolve()}")
         try:
             size, sha256 = file.stat().st_size, _sha256(file)
         except OSError as error:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from moepack.checkpoint.resolve import resolve_model
-from moepack.errors import DeviceError, LoadError, MoepackError
+from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError
+from moepack.format.header import read_header
+from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
@@ -92,6 +92,7 @@ def open_model(
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`."""
     directory = resolve_model(directory)
     config = _read_config(directory)
+    _refuse_absurd(config, Path(directory))
     places = _device_map(device, device_map, resident)
     memory = None if host_memory is None else byte_count(host_memory)
     if memory is not None and (resident or places is not None):
@@ -112,7 +113,7 @@ def open_model(
         )
     except MoepackError:
         raise
-    except (OSError, LookupError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a class of transformers makes of values that it does not expect
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise LoadError(f"transformers cannot load it: {reason}", file=directory) from error
     if missing := sorted(report["missing_keys"]):
@@ -148,8 +149,7 @@ def is_packed(directory: str | PathLike[str]) -> bool:
     Raises:
         LoadError: there is no readable config.
     """
-    settings = _read_config(directory).get("quantization_config")
-    return isinstance(settings, dict) and settings.get("quant_method") == "moepack"
+    return _names_moepack(_read_config(directory))
 
 
 def _device_map(device: torch.device | str | None, device_map: Any, resident: bool) -> Any:
@@ -175,6 +175,20 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or auto, got '{dtype}'")
         return DTYPES[dtype]
     return dtype
+
+
+def _refuse_absurd(config: Mapping[str, Any], directory: Path) -> None:
+    """Hold config.json against the shards, if there are any; `LoadError` if it claims more than they can hold."""
+    error = CorruptionError if _names_moepack(config) else LoadError
+    headers = [read_header(file, error) for file in sorted(directory.glob("*.safetensors")) if file.is_file()]
+    if headers:
+        tensors, nbytes = sum(len(header.tensors) for header in headers), sum(header.size for header in headers)
+        check_config(config, tensors, nbytes, directory / "config.json", LoadError)
+
+
+def _names_moepack(config: Mapping[str, Any]) -> bool:
+    settings = config.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == "moepack"
 
 
 def _read_config(directory: str | PathLike[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ tensor under a name that the stock model has with another shape (`experts.down_p
 `weight` of a linear layer).
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
+from moepack.format.plausible import SMALL
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
 from moepack.runtime.decoder import install as install_decoder
@@ -142,6 +144,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, PackedEmbedding):
                 self._share_with_heads(model, recorded)
         model._keys_to_ignore_on_load_unexpected = leftovers
+        _refuse_oversized(model, self._directory)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._model = model
         if (device_map := kwargs.get("device_map")) is not None:
@@ -234,6 +237,19 @@ def _open_directory(path: Path, model: Any) -> Any:
                 f"the manifest is needed and cannot be fetched: {error}", file=path / "moepack.json"
             ) from error
     return PackedDirectory.open(path)
+
+
+def _refuse_oversized(model: Any, directory: Any) -> None:
+    """Refuse a model that is much larger than its files: transformers would allocate what they lack.
+
+    Raises:
+        LoadError: the parameters that are not packed are more than twice the values that the directory holds for them.
+    """
+    stored = sum(math.prod(record.shape) for record in directory.manifest.tensors.values() if not record.packed)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    if wanted > 2 * stored + SMALL:
+        message = f"makes a model of {wanted} values outside the packed modules, the files hold {stored}"
+        raise LoadError(message, file=directory.path / "config.json")
 
 
 def _module_path(model: Any, recorded: str) -> str:

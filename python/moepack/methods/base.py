@@ -87,6 +87,9 @@ class Method(ABC):
     name: ClassVar[str]
     """Name of the method, as the command line spells it."""
 
+    packs_empty: ClassVar[bool] = False
+    """Whether it packs tensors without values, such as experts of no width."""
+
     @property
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:

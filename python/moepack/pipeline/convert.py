@@ -13,6 +13,7 @@ from moepack.methods.qmoe.published import Published
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.job import Job
 from moepack.pipeline.report import CompressReport
+from moepack.pipeline.soundness import check_source
 from moepack.progress import Progress, Silent
 from moepack.runtime.threads import set_threads
 
@@ -53,5 +54,7 @@ def convert(
     if threads is not None:
         set_threads(threads)
     checkpoint = PublishedCheckpoint.open_pair(published, original)
-    job = Job(checkpoint, describe(checkpoint), Assignment(Published(code)), progress or Silent(), peak)
+    model, assignment = describe(checkpoint), Assignment(Published(code))
+    check_source(checkpoint, model, assignment)
+    job = Job(checkpoint, model, assignment, progress or Silent(), peak)
     return job.run(target, resume, started)

@@ -42,6 +42,7 @@ from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
+from moepack.pipeline.soundness import check_source
 from moepack.pipeline.sources import Sources
 from moepack.progress import Progress, Silent
 from moepack.runtime.threads import set_threads
@@ -88,9 +89,9 @@ def compress(
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or the hub does not give it.
-        UnsupportedModelError: its architecture is unknown, or it is already quantized.
+        UnsupportedModelError: its architecture is unknown, it is already quantized, or transformers cannot build it.
         CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
-        InvalidTensorError: a weight is NaN or infinite.
+        InvalidTensorError: a weight, or a value of what is copied, is NaN or infinite.
         OutputExistsError: `out` exists.
         ResumeError: `out`.partial belongs to another job.
         DiskError: the disk is full or refuses.
@@ -107,7 +108,8 @@ def compress(
         set_threads(threads)
     checkpoint = Checkpoint.open(resolve_model(model))
     described = describe(checkpoint)
-    try_creating(target)  # before the methods below look at the whole model
+    try_creating(target)  # before the whole model is looked at
+    check_source(checkpoint, described, assignment)
     state = target.with_name(target.name + STATE)
     checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
     try:
@@ -127,7 +129,8 @@ def _looked_at(
     """
     if any(method.looks_ahead for method in assignment.methods):
         progress.prepare(f"{assignment.method.name} looks at the whole model first")
-    changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
+    with naming_files(checkpoint):
+        changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
         checkpoint, model = changed, describe(changed)
     with naming_files(checkpoint):

@@ -4,15 +4,17 @@ The plan depends only on the checkpoint and on which linear layers the methods p
 shards under the same names.
 """
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from moepack.calibration.stage import PackedLayer
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
-from moepack.errors import CheckpointError
+from moepack.errors import CheckpointError, MoepackWarning
 from moepack.format.hub import CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
+from moepack.format.regular import leads_out
 from moepack.format.side import is_small, may_hold_weights
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
@@ -84,7 +86,9 @@ def _dense_groups(checkpoint: Checkpoint, names: Iterable[str]) -> Iterable[tupl
 def _small_files(source: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Split the source's entries into those to copy (tokenizer, generation config, license, ...) and the rest.
 
-    Weights, their indices, config.json (rewritten) and hidden files are neither: nobody misses them.
+    Weights, their indices, config.json (rewritten) and hidden files are neither: nobody misses them. A link out of the
+    directory is not followed, with a warning: whoever made the model must not choose which files of this machine are
+    copied.
     """
     copies: list[Path] = []
     skipped: list[Path] = []
@@ -92,8 +96,13 @@ def _small_files(source: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
         for entry in sorted(source.iterdir()):
             if entry.name in (CONFIG, INDEX, MANIFEST) or entry.name.startswith("."):
                 continue
-            if not may_hold_weights(entry.name):
-                (copies if is_small(entry) else skipped).append(entry)
+            if may_hold_weights(entry.name):
+                continue
+            small, outside = is_small(entry), leads_out(entry)
+            if small and outside:
+                message = f"{entry}: links out of the model's directory, to {entry.resolve()}; it is not copied"
+                warnings.warn(message, MoepackWarning, stacklevel=3)
+            (copies if small and not outside else skipped).append(entry)
     except OSError as error:
         raise CheckpointError(f"cannot be listed: {error.strerror}", file=source) from error
     return tuple(copies), tuple(entry.name for entry in skipped)

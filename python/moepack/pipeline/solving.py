@@ -9,6 +9,7 @@ those of methods that do not look at inputs (packed first, tensor by tensor), an
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.calibration import Calibrator, LayerRun, Stage
+from moepack import _core
+from moepack.calibration import Calibrator, LayerRun, Stage, Weights
 from moepack.calibration.stage import PackedLayer, WholeTensor, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
-from moepack.errors import InvalidTensorError
+from moepack.errors import MoepackWarning
 from moepack.methods import LayerPlan, Method, PackedTensor, Solution
 from moepack.pipeline.assignment import Assignment
 from moepack.registry import open_tensor
@@ -136,7 +138,7 @@ class _Work:
             for stage in self.run.previews():
                 with self.run.smaller_groups():
                     if names := self._names(stage, method):
-                        plan.plan(_finite(stage.only(names)))
+                        plan.plan(stage.only(names).finite())
 
     def solve(self, stage: Stage) -> dict[str, Tensor]:
         """The values of a stage's tensors, from their packed bytes or from their methods."""
@@ -144,7 +146,7 @@ class _Work:
         for method in {id(method): method for method in self.methods.values()}.values():
             if names := self._names(stage, method):
                 part = replace(stage.only(names), plan=self.plans.get(id(method)), advance=self.advance)
-                for name, solution in method.solve(_finite(part)).items():
+                for name, solution in method.solve(part.finite()).items():
                     self._put(name, stage.experts, solution)
                     if solution.values is not None:
                         values[name] = solution.values
@@ -156,6 +158,7 @@ class _Work:
         for position, (name, solution) in enumerate(self.solutions.items()):
             method, weights = self.methods[name], self.run.tensors[name]
             packed = method.pack(weights, solution)
+            _warn_of_vanished(packed, weights)
             more: dict[str, Any] = {} if method is self.main else {"method": method.name}
             if weights.ndim == 2:
                 reason = self.rounded[name].get(0)
@@ -201,15 +204,19 @@ def _is_end(layer: PackedLayer) -> bool:
     return isinstance(layer, DenseLayer) and any(linear.role in (EMBEDDING, "head") for linear in layer.linears)
 
 
-def _finite(stage: Stage) -> Stage:
-    """The stage, if its weights are finite."""
-    for name, given in stage.weights.items():
-        finite = torch.isfinite(given).flatten(1).all(1)
-        if not bool(finite.all()):
-            expert = stage.experts[int((~finite).nonzero()[0])]
-            who = "" if stage.dense else f"expert {expert} "
-            raise InvalidTensorError(f"{who}holds NaN or infinite weights", tensor=stage.tensors[name].sources[expert])
-    return stage
+def _warn_of_vanished(packed: PackedTensor, weights: Weights) -> None:
+    """Warn of experts whose values are so small that their packed scales, in 16 bits, are all zero."""
+    opened = open_tensor(packed.data)
+    if not isinstance(opened, _core.PackedTensor):
+        return
+    scales = opened.parameters("levels" if opened.kind == "ternary" else "scales")
+    if scales.reshape(len(scales), -1).any(1).all():
+        return
+    values = _dequantized(packed)
+    for expert in range(len(values)):
+        if not values[expert].any() and weights.expert(expert).any():
+            message = f"tensor '{weights.sources[expert]}': its values are too small for {opened.kind} scales: all zero"
+            warnings.warn(message, MoepackWarning, stacklevel=2)
 
 
 def _dequantized(packed: PackedTensor) -> Tensor:

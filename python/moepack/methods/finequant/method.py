@@ -72,6 +72,7 @@ class FineQuant(Method):
     search: bool = True
     scales: str = "float16"
     name: ClassVar[str] = "finequant"
+    packs_empty: ClassVar[bool] = True
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

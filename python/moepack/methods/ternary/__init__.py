@@ -31,6 +31,7 @@ class Ternary(Method):
 
     code: str = "fsv8"
     name: ClassVar[str] = "ternary"
+    packs_empty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.code not in CODES:

@@ -1,0 +1,29 @@
+"""Every single bit of a packed directory is under a checksum: flip it, and `verify` names the file.
+
+The golden directory is small enough to try all of its bits, which takes minutes: `MOEPACK_ALL_BITS=1 pytest
+tests/faults/test_bits.py`. Otherwise every 499th is tried.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import moepack
+import packed_support as support
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "directory-v1"
+STEP = 1 if os.environ.get("MOEPACK_ALL_BITS") == "1" else 499
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_a_flipped_bit_is_found_and_named(name: str, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN, tmp_path / "packed"))
+    file = directory / name
+    for bit in range(0, 8 * file.stat().st_size, STEP):
+        support.flip(file, bit)
+        report = moepack.verify(directory)
+        assert report.faults and report.faults[0].file == name, bit
+        support.flip(file, bit)
+    assert moepack.verify(directory).ok

@@ -1,0 +1,17 @@
+"""Ctrl-C ends every command that takes time, with the exit code of a shell. How soon: `benches/interrupts.py`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "benches" / "interrupts.py"
+
+
+def test_every_command_ends() -> None:
+    done = subprocess.run([sys.executable, BENCH], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 10
+    for command, ends in found.items():
+        assert set(ends["codes"]) <= {0, 130} and 130 in ends["codes"], (command, ends)
