@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "inspect",
     "verify": "verify",
     "eval": "evaluate",
+    "report": "report",
     "generate": "generate",
     "export": "export",
     "doctor": "doctor",

@@ -17,7 +17,7 @@ from moepack.cli.device import Device, HostMemory, places
 from moepack.cli.usage import wrong_usage
 from moepack.units import size
 
-__all__ = ["eval_command", "quiet_transformers"]
+__all__ = ["eval_command", "progress_bar", "quiet_transformers"]
 
 LINE_INTERVAL = 5.0
 """Seconds between two lines of progress in a log."""
@@ -53,7 +53,7 @@ def eval_command(
     quiet_transformers()
     if threads is not None:
         set_threads(threads)
-    with _bar() as progress, wrong_usage():
+    with progress_bar() as progress, wrong_usage():
         if save_reference is not None and reference is None:
             raise ValueError("--save-reference needs --reference")
         options = {"dtype": dtype, "mode": mode, "progress": progress, "save_reference": save_reference}
@@ -92,7 +92,7 @@ def _table(figures: dict[str, Any]) -> Table:
 
 
 @contextmanager
-def _bar() -> Iterator[Any]:
+def progress_bar() -> Iterator[Any]:
     """A bar on stderr that counts windows and shows loss and time left; in a log, a line now and then."""
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,0 +1,47 @@
+"""`moepack report`: a page and a model card of a packed directory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moepack.cli.evaluate import progress_bar, quiet_transformers
+from moepack.cli.usage import wrong_usage
+
+__all__ = ["report_command"]
+
+
+def report_command(
+    directory: Annotated[Path, typer.Argument(help="A packed directory.")],
+    reference: Annotated[
+        Path | None, typer.Option(help="The original: model directory or hub id, or a saved reference.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file (UTF-8) to predict and to continue.", exists=True, dir_okay=False)
+    ] = None,
+    chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A text that both models continue; may be given several times.")
+    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="The original's id on the hub, for the model card.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
+) -> None:
+    """Write report.html (sizes, what was chosen where, quality, what it writes) and README.md into DIRECTORY.
+
+    --text measures the loss, --reference with it the distance from the original. Both files leave `verify` content.
+    """
+    from moepack.report import write_report
+    from moepack.runtime.threads import set_threads
+
+    quiet_transformers()
+    if threads is not None:
+        set_threads(threads)
+    with wrong_usage(), progress_bar() as progress:
+        if prompt and text is None:
+            raise ValueError("--prompt needs --text")
+        options = {"chars": chars, "prompts": prompt or (), "base_model": base_model, "progress": progress}
+        written = write_report(directory, reference, text, **options)
+    print(f"page        {written.page}")
+    print(f"model card  {written.card}")
+    if written.quality is None:
+        print("quality     not measured: add --reference MODEL --text FILE")

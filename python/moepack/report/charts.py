@@ -1,0 +1,149 @@
+"""Charts as inline SVG: heat maps of values by layer, projection and expert, and bars of sizes by role.
+
+Colours are CSS variables of the page, so one drawing serves light and dark. A heat map's cell is a mix of the two ends
+of its scale. Everything is given to the eye (colour), to the pointer (titles) and in tables beside.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+
+__all__ = ["HeatRow", "Scale", "heat_map", "legend", "short_layer", "size_bars"]
+
+LEFT, GAP, TOP = 96, 14, 26
+"""Space of the rows' names, between column groups, and of the columns' names; in units of the drawing."""
+
+WIDTH = 960
+
+SEPARATE = 64
+"""Most experts that are drawn one by one where neighbours are alike: more would make a large page."""
+
+
+@dataclass(frozen=True)
+class HeatRow:
+    """A row of a heat map: its name, and the values of each column group (empty where it has none)."""
+
+    name: str
+    groups: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to shades.
+
+    Attributes:
+        low, high: the values at both ends.
+        spell: how a value is written, with its unit.
+        logarithmic: whether equal ratios are equal steps.
+    """
+
+    low: float
+    high: float
+    spell: Callable[[float], str]
+    logarithmic: bool = False
+
+    @classmethod
+    def over(cls, values: Sequence[float], spell: Callable[[float], str], logarithmic: bool = False) -> "Scale":
+        """The scale from the least to the largest of some values."""
+        positive = [value for value in values if value > 0 or not logarithmic]
+        return cls(min(positive, default=0.0), max(positive, default=1.0), spell, logarithmic)
+
+    def share(self, value: float) -> int:
+        """Where a value lies, from 0 to 100."""
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = (math.log(max(each, 1e-12)) for each in (low, high, value))
+        return 50 if high <= low else round(100 * min(1.0, max(0.0, (value - low) / (high - low))))
+
+
+def heat_map(title: str, columns: Sequence[str], rows: Sequence[HeatRow], scale: Scale, entry: str = "expert") -> str:
+    """Draw values by row and column group.
+
+    Args:
+        title: what a screen reader says.
+        columns: names of the column groups.
+        rows: from the top to the bottom.
+        scale: of the shades.
+        entry: what an entry of a group is called.
+    """
+    width = (WIDTH - LEFT - GAP * (len(columns) - 1)) / len(columns)
+    height = 22 if len(rows) <= 16 else 14 if len(rows) <= 40 else 9
+    total = TOP + height * len(rows) + 2
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {total}" role="img" aria-label="{escape(title)}">']
+    for number, column in enumerate(columns):
+        parts.append(
+            f'<text class="axis" x="{LEFT + number * (width + GAP):.1f}" y="{TOP - 9}">{escape(column)}</text>'
+        )
+    skip = 1 if height >= 14 else 4
+    for line, row in enumerate(rows):
+        y = TOP + line * height
+        if line % skip == 0:
+            parts.append(f'<text class="axis end" x="{LEFT - 12}" y="{y + height - 6}">{escape(row.name)}</text>')
+        for number, values in enumerate(row.groups):
+            place = f"{row.name}, {columns[number]}"
+            box = LEFT + number * (width + GAP), y, width, height - 2
+            parts.extend(_cells(values, box, scale, place, entry))
+    return "\n".join([*parts, "</svg>"])
+
+
+def _cells(
+    values: Sequence[float], box: tuple[float, float, float, float], scale: Scale, place: str, entry: str
+) -> list[str]:
+    """Rectangles of a group's values. Where all are written alike, or where they are narrow, neighbours share one."""
+    x, y, width, height = box
+    step, cells, first = width / max(len(values), 1), [], 0
+    texts = [scale.spell(value) for value in values]
+    merged = len(values) > SEPARATE or len(set(texts)) == 1
+    for _, run in groupby(range(len(values)), lambda i: texts[i] if merged else i):
+        count, text, value = len(list(run)), texts[first], values[first]
+        which = f" {first}" if count == 1 else f"s {first} to {first + count - 1}"
+        name = place if len(values) == 1 else f"{place}, {entry}{which}"
+        gap = 1 if step * count > 4 else 0
+        rectangle = f'x="{x + first * step:.1f}" y="{y}" width="{step * count - gap:.1f}" height="{height}"'
+        title = f"<title>{escape(name)}: {escape(text)}</title>"
+        cells.append(f'<rect class="heat" style="--p:{scale.share(value)}%" {rectangle}>{title}</rect>')
+        first += count
+    return cells
+
+
+def legend(scale: Scale, what: str) -> str:
+    """The scale of a heat map as a strip with its ends, and what it means."""
+    steps = "".join(f'<i class="heat" style="--p:{share}%"></i>' for share in range(0, 101, 10))
+    low, high = escape(scale.spell(scale.low)), escape(scale.spell(scale.high))
+    if low == high:
+        return f'<p class="legend">{escape(what)}: {low} everywhere</p>'
+    return f'<p class="legend">{escape(what)} <span>{low}</span><b class="strip">{steps}</b><span>{high}</span></p>'
+
+
+def size_bars(bars: Sequence[tuple[str, Sequence[tuple[str, int, str]]]], spell: Callable[[float], str]) -> str:
+    """Draw stacked bars on one scale.
+
+    Args:
+        bars: name of each bar, and its segments: role, bytes, class of the colour.
+        spell: how bytes are written.
+    """
+    most = max(sum(size for _, size, _ in segments) for _, segments in bars) or 1
+    reach, height, pitch = WIDTH - LEFT - 96, 34, 52
+    drawn = f'<svg class="chart" viewBox="0 0 {WIDTH} {pitch * len(bars)}" role="img" aria-label="Sizes by role">'
+    parts = [drawn]
+    for line, (name, segments) in enumerate(bars):
+        x, y = float(LEFT), line * pitch + 4
+        parts.append(f'<text class="axis end" x="{LEFT - 12}" y="{y + 22}">{escape(name)}</text>')
+        for role, size, colour in segments:
+            width = reach * size / most
+            title = f"<title>{escape(name)}, {escape(role)}: {escape(spell(size))}</title>"
+            box = f'x="{x:.1f}" y="{y}" width="{max(width - 1, 0.4):.1f}" height="{height}"'
+            parts.append(f'<rect class="{colour}" {box}>{title}</rect>')
+            x += width
+        total = spell(sum(size for _, size, _ in segments))
+        parts.append(f'<text class="figure" x="{x + 10:.1f}" y="{y + 23}">{escape(total)}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def short_layer(module: str) -> str:
+    """`layer 3` for `model.layers.3.mlp.experts`, `decoder 1` for a block of an encoder-decoder's decoder."""
+    found = re.search(r"(?:(encoder|decoder)\.)?(?:layers|block|h)\.(\d+)", module)
+    return f"{found[1] or 'layer'} {found[2]}" if found else module

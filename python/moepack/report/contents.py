@@ -1,0 +1,182 @@
+"""What a packed directory holds, tensor by tensor and by role, for `inspect` and `report`: from the manifest alone."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moepack.format import Manifest, TensorRecord
+from moepack.format.hub import INDEX
+
+__all__ = ["EXPERTS", "ORDER", "MatrixRow", "RoleSize", "Row", "add_up", "read_rows", "role_sizes"]
+
+EXPERTS = "experts"
+
+ORDER = ("gate_proj", "up_proj", "down_proj")
+"""Projections of experts in the order of the computation."""
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """What a method noted of one matrix of a tensor, None where it did not: the rank of its compensator, the excess
+    kurtosis of its weights, the rank of the residual (values below half of the largest), and the relative error."""
+
+    rank: int | None
+    kurtosis: float | None
+    residual_rank: int | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A packed tensor as it is shown.
+
+    Sizes in bytes; `zeros` is the share of weights that are zero, or None; `role` is "experts" or what a linear layer
+    outside the experts is; `error` is the squared error relative to the weights' energy, or None; `matrices` is empty
+    unless the method noted something of each matrix.
+    """
+
+    layer: str
+    projection: str
+    role: str
+    format: str
+    shape: tuple[int, ...]
+    bits_per_weight: float
+    zeros: float | None
+    error: float | None
+    before: int
+    after: int
+    matrices: tuple[MatrixRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class RoleSize:
+    """All tensors of a role: bytes before and after; `weights` counts the packed ones, which have so many bits each."""
+
+    role: str
+    weights: int
+    before: int
+    after: int
+    bits_per_weight: float | None
+
+
+def read_rows(manifest: Manifest) -> list[Row]:
+    """The packed tensors, layer by layer as stored, projections in the order of the computation."""
+    return [_row(record) for record in sorted(manifest.packed().values(), key=_place)]
+
+
+def _place(record: TensorRecord) -> tuple[str, int]:
+    """Sort key: layer by layer as stored, projections in the order of the computation."""
+    name = record.projection
+    return record.file, ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def _row(record: TensorRecord) -> Row:
+    weights = math.prod(record.shape)
+    nonzeros, error = record.details.get("nonzeros"), record.details.get("relative_error")
+    zeros = None if nonzeros is None or not weights else 1 - nonzeros / weights
+    name = _format(record)
+    bits = 8 * record.nbytes / max(weights, 1)
+    layer, projection, role = record.module, record.projection, EXPERTS
+    if not record.experts:
+        layer, _, projection = record.module.rpartition(".")
+        role = str(record.details.get("role", "dense"))
+    sizes = record.source_bytes, record.nbytes
+    return Row(layer, projection, role, name, record.shape, bits, zeros, error, *sizes, tuple(_matrices(record)))
+
+
+def _matrices(record: TensorRecord) -> Iterator[MatrixRow]:
+    """What the details say of each matrix."""
+    names = ("ranks", "kurtosis", "residual_ranks", "errors")
+    count = record.shape[0] if record.experts else 1
+    found = [record.details.get(name) for name in names]
+    lists = [values if isinstance(values, list) and len(values) == count else [None] * count for values in found]
+    if any(values is not None for values in found):
+        yield from (MatrixRow(*values) for values in zip(*lists, strict=True))
+
+
+def _format(record: TensorRecord) -> str:
+    """The kind with what it is worth to know of it: `ternary fsv8`, `int4 group 64`, `int3 group 64 + rank 8-16`."""
+    details = record.details
+    if record.kind in ("groupwise", "coded-groupwise", "compensated") and {"bits", "group_size"} <= set(details):
+        width = details["group_size"]
+        name = f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
+        if record.kind == "coded-groupwise":
+            return f"{name} coded"
+        ranks = sorted({*details.get("ranks", ())})
+        span = "-".join(str(rank) for rank in dict.fromkeys((*ranks[:1], *ranks[-1:])))
+        return f"{name} + rank {span}" if any(ranks) else name
+    if record.kind == "codebook" and {"bits", "block_size"} <= set(details):
+        width, activations = details["block_size"], details.get("activation_bits")
+        place = "row" if width >= record.shape[-1] else f"block {width}"
+        return f"codebook{details['bits']} {place}" + (f" A{activations}" if activations else "")
+    return record.kind if "code" not in details else f"{record.kind} {details['code']}"
+
+
+def add_up(manifest: Manifest, rows: list[Row]) -> dict[str, Any]:
+    """Add up: experts, packed linear layers, dense tensors (the same before and after), files, the whole directory."""
+    dense = sum(record.nbytes for record in manifest.tensors.values() if not record.packed)
+    directory = sum(record.size for record in manifest.files.values()) + len(manifest.to_bytes())
+    before, after = sum(row.before for row in rows), sum(row.after for row in rows)
+    other = directory - after - dense
+    shards = {record.file for record in manifest.tensors.values()}
+    copied = sum(record.size for name, record in manifest.files.items() if name not in shards and name != INDEX)
+    experts, linears = _sum(rows, experts=True), _sum(rows, experts=False)
+    return {
+        "weights": experts.pop("weights"),
+        "experts": experts,
+        "linears": linears,
+        "dense": dense,
+        "other_files": other,
+        "directory": {"before": before + dense + copied, "after": directory},
+    }
+
+
+def _sum(rows: list[Row], experts: bool) -> dict[str, Any]:
+    """Add up the rows of the experts, or the others."""
+    chosen = [row for row in rows if (row.role == EXPERTS) == experts]
+    weights = sum(math.prod(row.shape) for row in chosen)
+    before, after = sum(row.before for row in chosen), sum(row.after for row in chosen)
+    return {"weights": weights, "before": before, "after": after, "bits_per_weight": 8 * after / max(weights, 1)}
+
+
+_ROLES = {
+    "shared experts": r"shared_expert|shared_mlp",
+    "routers": r"router|\.gate\.(weight|e_score)|\.mlp\.gate\.",
+    "attention": r"attn|attention|\.layer\.0\.|EncDec",
+    "embeddings": r"embed|^shared\.|\bwte\b",
+    "head": r"lm_head|output_layer",
+    "norms": r"norm",
+    "feed-forward": r"\.mlp\.|feed_forward|DenseReluDense",
+}
+"""Roles of tensors that were not packed, by what their names hold; the first that fits."""
+
+_PACKED_ROLES = {"shared": "shared experts", "mlp": "feed-forward", "embedding": "embeddings"}
+"""What is shown for the roles that manifests know, where it differs."""
+
+
+def role_sizes(manifest: Manifest) -> list[RoleSize]:
+    """Bytes by role, the largest before compression first; dense tensors have the same bytes before and after."""
+    found: dict[str, list[int]] = {}
+    for name, record in manifest.tensors.items():
+        role = _packed_role(record) if record.packed else _dense_role(name)
+        sums = found.setdefault(role, [0, 0, 0, 0])
+        before = record.source_bytes if record.packed else record.nbytes
+        packed = (math.prod(record.shape), record.nbytes) if record.packed else (0, 0)
+        for i, value in enumerate((packed[0], before, record.nbytes, packed[1])):
+            sums[i] += value
+    sizes = [
+        RoleSize(role, weights, before, after, 8 * packed / weights if weights else None)
+        for role, (weights, before, after, packed) in found.items()
+    ]
+    return sorted(sizes, key=lambda size: -size.before)
+
+
+def _packed_role(record: TensorRecord) -> str:
+    role = EXPERTS if record.experts else str(record.details.get("role", "feed-forward"))
+    return _PACKED_ROLES.get(role, role)
+
+
+def _dense_role(name: str) -> str:
+    return next((role for role, pattern in _ROLES.items() if re.search(pattern, name)), "other")

@@ -1,0 +1,114 @@
+"""How the packed model compares with the original: figures, and what both write. One model is in memory at a time."""
+
+import gc
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from moepack.evaluation import EvaluationReport, Reference, evaluate, record_reference
+from moepack.evaluation.models import Progress, dtype_of
+from moepack.evaluation.reference import fits
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.generation import generate
+
+__all__ = ["SAMPLES", "Continuation", "Quality", "measure", "prompts_of"]
+
+SAMPLES = 3
+TOKENS = 60
+TEMPERATURE = 0.7
+PROMPT = 160
+"""Most characters of a prompt that is taken from the text."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what the models wrote after it; `original` is None where it did not run as a whole."""
+
+    prompt: str
+    packed: str
+    original: str | None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was measured.
+
+    Attributes:
+        text: name of the text file, without its place.
+        chars: how many of its characters were used, at most.
+        figures: loss and distance.
+        continuations: of both models, with the same random numbers.
+    """
+
+    text: str
+    chars: int
+    figures: EvaluationReport
+    continuations: tuple[Continuation, ...]
+
+
+def measure(
+    directory: Path,
+    text: Path,
+    chars: int,
+    reference: str | PathLike[str] | None = None,
+    prompts: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Quality:
+    """Evaluate a packed model, and let it and its original write.
+
+    Args:
+        directory: the packed directory.
+        text: UTF-8.
+        chars: characters of it to use.
+        reference: the original: a directory, an id of the hub, or a recorded reference (which writes nothing).
+        prompts: what is continued; by default places of the text. None for encoder-decoders.
+        progress: as for `evaluate`.
+    """
+    tokenizer = open_tokenizer(directory)
+    chosen = tuple(prompts) or prompts_of(text, chars)
+    known, originals = _original(reference, text, chars, tokenizer, chosen, progress)
+    model = open_model(directory, "float32")
+    figures = evaluate(model, text, chars, known, tokenizer=tokenizer, progress=progress)
+    written = _continued(model, tokenizer, chosen)
+    pairs: Any = zip_longest(chosen[: len(written)], written, originals or ())
+    return Quality(text.name, chars, figures, tuple(Continuation(*each) for each in pairs))
+
+
+def _original(
+    source: Any, text: Path, chars: int, tokenizer: Any, prompts: Sequence[str], progress: Progress | None
+) -> tuple[Reference | None, list[str] | None]:
+    """What the original predicts, and what it writes if it was loaded as a whole. It is gone afterwards."""
+    if source is None or Path(source).is_file():
+        return (None if source is None else Reference(source)), None
+    options = {"tokenizer": tokenizer, "progress": progress}
+    if not fits(source, dtype_of("float32")):
+        return record_reference(source, text, chars, **options), None
+    model = open_model(source, "float32")
+    written, known = _continued(model, tokenizer, prompts), record_reference(model, text, chars, **options)
+    del model
+    gc.collect()
+    return known, written
+
+
+def _continued(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
+    if model.config.is_encoder_decoder:
+        return []
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": TEMPERATURE, "seed": 0}
+    return [generate(model, tokenizer, prompt, **options).text for prompt in prompts]
+
+
+def prompts_of(text: Path, chars: int) -> tuple[str, ...]:
+    """Beginnings of sentences at even distances of a text, each cut behind a word."""
+    with open(text, encoding="utf-8") as stream:
+        words = " ".join(stream.read(chars).split())
+    prompts = []
+    for number in range(1, SAMPLES + 1):
+        place = len(words) * number // (SAMPLES + 1)
+        start = re.search(r"[.!?][\"'”’]? (?=[A-Z])", words[place:])
+        rest = words[place + start.end() :] if start else words[place:]
+        prompts.append(rest[:PROMPT].rpartition(" ")[0] or rest[:PROMPT])
+    return tuple(prompt for prompt in prompts if prompt)
