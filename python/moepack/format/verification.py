@@ -112,9 +112,11 @@ def _fault(error: CorruptionError, file: str, offset: int | None = None) -> Faul
 
 
 def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
-    """Find files that the manifest does not list. (Missing ones are found when they are read.)"""
+    """Find links and files that the manifest does not list. (Missing ones are found when they are read.)"""
     for entry in sorted(directory.iterdir()):
-        if entry.name not in manifest.files and entry.name != MANIFEST and entry.name not in TRANSPORT:
+        if leads_out(entry):
+            yield Fault(entry.name, f"is a link out of the directory, to {entry.resolve()}")
+        elif entry.name not in manifest.files and entry.name != MANIFEST and entry.name not in TRANSPORT:
             small = is_small(entry)
             yield SideFile(entry.name, "added") if small else Fault(entry.name, "the manifest does not list it")
 
@@ -126,8 +128,6 @@ def _checksums(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile
             gone = is_editable(name) and not file.exists()
             yield SideFile(name, "missing") if gone else Fault(name, "missing")
             continue
-        if leads_out(file):
-            yield Fault(name, f"is a link out of the directory, to {file.resolve()}")
         try:
             size, sha256 = file.stat().st_size, _sha256(file)
         except OSError as error:
