@@ -140,7 +140,7 @@ def test_a_mixed_job_resumes_to_the_same_bytes_and_another_mixture_is_another_jo
 
 def test_assignments_that_mean_nothing_are_refused(mixtral: Path, tmp_path: Path) -> None:
     name, linear = "model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"
-    compress(mixtral, tmp_path / "packed")
+    compress(mixtral, tmp_path / "packed", method="finequant")
     up = PackedDirectory.open(tmp_path / "packed").tensor("model.layers.0.mlp.experts.up_proj")
     for others, message in (
         ({"model.nothing": Ternary()}, "no tensor 'model.nothing'"),
@@ -149,9 +149,9 @@ def test_assignments_that_mean_nothing_are_refused(mixtral: Path, tmp_path: Path
         ({name: CodeQuant("text.txt", rotation="random")}, "changes the whole checkpoint"),
     ):
         with pytest.raises(ValueError, match=message):
-            compress(mixtral, tmp_path / "out", others=others)
+            compress(mixtral, tmp_path / "out", method="finequant", others=others)
     assert [entry.name for entry in tmp_path.iterdir()] == ["packed"]
-    compress(mixtral, tmp_path / "out", others={linear: FineQuant(dense_bits="attention=4")})
+    compress(mixtral, tmp_path / "out", method="finequant", others={linear: FineQuant(dense_bits="attention=4")})
     runs(tmp_path / "out")
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import moepack
 from moepack.cli.plan import print_plan
-from moepack.cli.settings import METHODS, METHODS_OF, flag, options_of
+from moepack.cli.settings import MAIN, METHODS, METHODS_OF, flag, options_of
 from moepack.methods import METHODS as IMPLEMENTED
 from moepack.methods import create
 from moepack.pipeline.estimate import Estimate, estimate
@@ -44,7 +44,7 @@ def test_the_plan_stands_before_the_work(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moepack.pipeline.compress", work)
-    run(capsys, "compress", mixtral, tmp_path / "out")
+    run(capsys, "compress", mixtral, tmp_path / "out", "--method", "finequant")
     (plan,) = seen
     for expected in (
         *(f"{mixtral} (mixtral: 2 layers of 4 experts)", "finequant: 8, 4, 3 or 2 bits", "bits 4, group_size 64"),
@@ -55,14 +55,14 @@ def test_the_plan_stands_before_the_work(
 
 
 def test_quiet_prints_no_plan(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = run(capsys, "compress", mixtral, tmp_path / "out", "-q")
+    code, out, error = run(capsys, "compress", mixtral, tmp_path / "out", "-q", "--ratio", 0.8)
     assert code == 0 and "plan: " not in out and not error
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = run(capsys, "compress", mixtral, tmp_path / "out", "--dry-run", "-q")
+    code, out, _ = run(capsys, "compress", mixtral, tmp_path / "out", "--dry-run", "-q", "--ratio", 0.8)
     assert code == 0 and "plan: size" in out and "wrote" not in out
     assert list(tmp_path.iterdir()) == []
 
@@ -194,6 +194,8 @@ FOREIGN = [
     ("finequant", ["--calibration", "x"]),
     ("finequant", ["--rank", "uniform:16", "--code", "fsv8"]),
     ("ternary", ["--bits", "4"]),
+    ("finequant", ["--size", "9GB"]),
+    ("auto", ["--bits", "4"]),
     ("milo", ["--no-search"]),
     ("qmoe", ["--calibration", "x", "--activation-bits", "8"]),
     ("codequant", ["--calibration", "x", "--symmetric"]),
@@ -213,7 +215,10 @@ def test_options_of_other_methods_are_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("options", "expected"), [(["--method", "zip"], "finequant"), (["--bits", "7"], "2, 3, 4, 8")])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(["--method", "zip"], "finequant"), (["--method", "finequant", "--bits", "7"], "2, 3, 4, 8")],
+)
 def test_wrong_values_name_the_right_ones(
     options: list[str], expected: str, mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,17 +230,28 @@ def test_help_groups_the_options_by_method(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("COLUMNS", "200")
     code, text, _ = run(capsys, "compress", "--help")
     assert code == 0
-    panels = ["Options ", *(f"Options of {name} " for name in IMPLEMENTED), "Options of several methods"]
+    alone = {methods[0] for setting, methods in METHODS_OF.items() if len(methods) == 1 and setting not in MAIN}
+    panels = ["Options ", *(f"Research: --method {name} " for name in alone), "Research: settings of several methods"]
     assert all(f"─ {panel}" in text for panel in panels)
+    first, _, _ = text.partition("─ Research")
+    assert all(flag(setting) in first for setting in MAIN), "what most people need stands first"
+    assert "--rank" not in first and "--group-size" not in first
     assert all(flag(setting) in text for setting in METHODS_OF)
     for name in METHODS:
         assert " ".join(options_of(name)) in " ".join(text.split()), name
 
 
-def test_finequant_is_the_default(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert moepack.compress(mixtral, tmp_path / "one").method == "finequant"
-    assert run(capsys, "compress", mixtral, tmp_path / "two")[0] == 0
-    assert moepack.PackedDirectory.open(tmp_path / "two").manifest.method == "finequant"
+def test_auto_is_the_default(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert moepack.compress(mixtral, tmp_path / "one", ratio=0.8).method == "auto"
+    assert run(capsys, "compress", mixtral, tmp_path / "two", "--ratio", 0.8)[0] == 0
+    assert moepack.PackedDirectory.open(tmp_path / "two").manifest.method == "auto"
+
+
+def test_settings_are_keywords(mixtral: Path, tmp_path: Path) -> None:
+    report = moepack.compress(mixtral, tmp_path / "one", method="finequant", bits=8, dense_bits=4)
+    assert report.bits_per_weight > 8 and report.dense_weights
+    with pytest.raises(ValueError, match="bits: settings are of methods given by name"):
+        moepack.compress(mixtral, tmp_path / "two", method=create("finequant"), bits=8)
 
 
 # The hub
@@ -248,7 +264,7 @@ def test_a_model_of_the_hub_is_compressed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     snapshot = cached(cache, "someone/tiny-moe", mixtral)
-    code, out, error = run(capsys, "compress", "someone/tiny-moe@main", tmp_path / "out")
+    code, out, error = run(capsys, "compress", "someone/tiny-moe@main", tmp_path / "out", "--ratio", 0.8)
     assert code == 0, error
     assert str(snapshot) in out
     code, out, _ = run(capsys, "verify", tmp_path / "out")

@@ -381,7 +381,9 @@ def test_dense_shards_are_cut(mixtral: Path, tmp_path: Path, monkeypatch: pytest
     assert moepack.verify(tmp_path / "out").ok
 
 
-@pytest.mark.parametrize("settings", [{"method": "magic"}, {"code": "morse"}, {"threads": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"method": "magic"}, {"method": "ternary", "code": "morse"}, {"code": "fsv8"}, {"threads": 0}]
+)
 def test_settings_without_meaning_are_value_errors(settings: dict[str, Any], mixtral: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         moepack.compress(mixtral, tmp_path / "out", **settings)

@@ -9,7 +9,7 @@ from moepack.calibration.run import Calibrator
 from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.stage import Inputs, LayerRun, Stage, Weights
-from moepack.calibration.text import read_texts, token_windows
+from moepack.calibration.text import check_source, read_texts, token_windows
 
 __all__ = [
     "CalibrationRequest",
@@ -21,6 +21,7 @@ __all__ = [
     "SpanTokens",
     "Stage",
     "Weights",
+    "check_source",
     "decoder_samples",
     "read_texts",
     "seq2seq_samples",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moepack.errors import CalibrationError, MoepackWarning
 
-__all__ = ["Tokenizer", "read_texts", "token_windows"]
+__all__ = ["Tokenizer", "check_source", "read_texts", "token_windows"]
 
 #: Text beyond this many characters a token asked for is not read: natural text has 3 to 6.
 CHARACTERS_PER_TOKEN = 32
@@ -32,6 +32,18 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
         """Return an object whose `input_ids` is a list of token ids."""
+
+
+def check_source(source: str | PathLike[str]) -> None:
+    """Notice a file or directory that is not there, before anything else is done; data sets of the hub are not asked.
+
+    Raises:
+        CalibrationError: there is none of this name, and it cannot be one of a data set.
+    """
+    path = Path(source)
+    named = path.suffix in TEXT_SUFFIXES + JSON_SUFFIXES or str(source).partition(":")[0].count("/") != 1
+    if not path.exists() and (named or str(source).startswith(("/", "."))):
+        raise CalibrationError("there is no such calibration file or directory", file=path)
 
 
 def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iterator[str]:

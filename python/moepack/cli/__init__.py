@@ -21,6 +21,7 @@ from moepack.errors import MoepackError, MoepackWarning
 
 COMMANDS = {
     "compress": "compress",
+    "compare": "compare",
     "tune": "tune",
     "convert": "convert",
     "inspect": "inspect",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 EPILOG = "\n\n".join(
-    ["Methods and their options:"]
+    ["Methods, and the settings that each takes:"]
     + [f"{name}: {text}. {' '.join(settings.options_of(name))}" for name, text in settings.METHODS.items()]
 )
 """What stands below the options: each method with all that it takes."""
@@ -32,8 +32,25 @@ def compress_command(
         ),
     ],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
-    method: Annotated[str, typer.Option(help=f"Compression method: {', '.join(settings.METHODS)}.")] = "finequant",
+    size: settings.Size = None,
+    bits_per_weight: settings.BitsPerWeight = None,
+    ratio: settings.Ratio = None,
+    calibration: settings.Calibration = None,
+    prefer: settings.Prefer = None,
+    device: settings.Device = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
+    threads: options.Threads = None,
+    resume: options.Resume = True,
+    quiet: options.Quiet = False,
+    method: Annotated[str, typer.Option(help=f"For research: {', '.join(settings.METHODS)}.")] = "auto",
+    samples: settings.Samples = None,
+    sequence_length: settings.SequenceLength = None,
+    bits: settings.Bits = None,
+    group_size: settings.GroupSize = None,
+    dense_bits: settings.DenseBits = None,
+    symmetric: settings.Symmetric = None,
+    solver: settings.Solver = None,
     code: settings.Code = None,
     roles: settings.Roles = None,
     alpha: settings.Alpha = None,
@@ -49,24 +66,12 @@ def compress_command(
     steps: settings.Steps = None,
     rotation: settings.Rotation = None,
     hadamard: settings.Hadamard = None,
-    bits_per_weight: settings.BitsPerWeight = None,
-    bits: settings.Bits = None,
-    group_size: settings.GroupSize = None,
-    dense_bits: settings.DenseBits = None,
-    symmetric: settings.Symmetric = None,
-    solver: settings.Solver = None,
-    calibration: settings.Calibration = None,
-    samples: settings.Samples = None,
-    sequence_length: settings.SequenceLength = None,
-    device: settings.Device = None,
-    report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
-    threads: options.Threads = None,
-    resume: options.Resume = True,
-    quiet: options.Quiet = False,
 ) -> None:
-    """Compress the experts of MODEL into the packed directory OUT, after printing a plan of the job.
+    """Compress MODEL into the packed directory OUT, after printing a plan of the job.
 
-    A model of the hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
+    Say how large OUT may be with one of --size, --bits-per-weight and --ratio; without, it takes 4 bits a weight, or
+    half of the free memory where that is less. A text (--calibration) saves about half of what is lost. A model of the
+    hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
     """
     given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
     done = run(model, out, method, given, dry_run=dry_run, threads=threads, resume=resume, quiet=quiet)
@@ -100,8 +105,9 @@ def run(
         chosen = create(method, **given)
         try:
             directory = resolve_model(model)
+            plan = estimate(directory, out, chosen, threads)
             if dry_run or not quiet:
-                print_plan(estimate(directory, out, chosen, threads), Console())
+                print_plan(plan, Console())
             if dry_run:
                 return None
             progress = terminal_progress(console, quiet)

@@ -39,6 +39,8 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
         *(("packs", _part(part)) for part in plan.parts),
         ("keeps", f"everything else as it is: {size(plan.kept)}"),
         ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
+        *([("goal", f"{size(plan.budget)} of weights: {plan.reason}")] if plan.budget and plan.reason else []),
+        *([("loss", f"about +{plan.loss:.2g} nats a token")] if plan.loss is not None else []),
         ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
         ("disk", f"up to {size(plan.disk)} to be written, {_left(plan.free_disk, plan.disk)}"),
         ("time", _time(plan)),

@@ -1,5 +1,7 @@
 """The methods of `moepack compress` and their settings as options: which methods take each, and what it is there.
 
+Settings that most people need come first; those of single methods are tools for research, in panels of their own.
+
 `METHODS_OF` is checked against the methods themselves by the tests: here nothing heavy is imported, so that `--help`
 is quick.
 """
@@ -12,7 +14,8 @@ import typer
 from moepack.cli.device import usable_device
 
 METHODS = {
-    "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text (the default)",
+    "auto": "the best model of a size (the default); better with a text",
+    "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text",
     "rate": "any number of bits from 0.4 to 5.5, entropy coded, all linear layers too; better with a text",
     "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
     "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
@@ -22,18 +25,21 @@ METHODS = {
 """The methods, and what they make of weights."""
 
 METHODS_OF = {
+    "size": ("auto",),
+    "ratio": ("auto",),
+    "prefer": ("auto",),
     "code": ("ternary", "qmoe"),
-    "calibration": ("rate", "qmoe", "codequant", "milo"),
-    "samples": ("rate", "qmoe", "codequant", "milo"),
-    "sequence_length": ("rate", "qmoe", "codequant", "milo"),
+    "calibration": ("auto", "rate", "qmoe", "codequant", "milo"),
+    "samples": ("auto", "rate", "qmoe", "codequant", "milo"),
+    "sequence_length": ("auto", "rate", "qmoe", "codequant", "milo"),
     "bits": ("finequant", "milo", "qmoe"),
-    "bits_per_weight": ("rate", "qmoe", "finequant"),
+    "bits_per_weight": ("auto", "rate", "qmoe", "finequant"),
     "roles": ("rate",),
     "group_size": ("finequant", "milo", "qmoe"),
     "dense_bits": ("finequant", "qmoe"),
     "symmetric": ("finequant", "milo"),
     "solver": ("milo", "qmoe"),
-    "device": ("rate", "qmoe", "codequant", "milo"),
+    "device": ("auto", "rate", "qmoe", "codequant", "milo"),
     "alpha": ("finequant",),
     "search": ("finequant",),
     "scales": ("finequant",),
@@ -50,7 +56,10 @@ METHODS_OF = {
 }
 """The methods that take each setting."""
 
-SHARED = "Options of several methods, which are named first"
+MAIN = ("size", "bits_per_weight", "ratio", "prefer", "calibration", "device")
+"""Settings that most people need; they stand first, among the options of the command itself."""
+
+SHARED = "Research: settings of several methods"
 
 
 def flag(setting: str) -> str:
@@ -81,22 +90,28 @@ def _number(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.isdecimal() else text
 
 
-def _option(setting: str, text: str, *declarations: str, panel: str | None = None, **more: Any) -> Any:
-    """The option of a setting: in the panel of its only method, or in the shared one, where its methods are named."""
-    methods = METHODS_OF[setting]
-    if len(methods) > 1:
-        text = f"{', '.join(methods)}: {text}"
-    panel = panel or (f"Options of {methods[0]}" if len(methods) == 1 else SHARED)
+def _option(setting: str, text: str, *declarations: str, **more: Any) -> Any:
+    """The option of a setting: among the command's own, in the panel of its only method, or in the shared one, where
+    its methods are named."""
+    methods, panel = METHODS_OF[setting], None
+    if setting not in MAIN:
+        panel = f"Research: --method {methods[0]}" if len(methods) == 1 else SHARED
+        text = text if len(methods) == 1 else f"{', '.join(methods)}: {text}"
     return typer.Option(*declarations, help=text, rich_help_panel=panel, **more)
 
 
-Code = Annotated[str | None, _option("code", "fsv8 (default) or dict16.", panel="Options of ternary")]
+Size = Annotated[str | None, _option("size", "Size of all files of weights: 9GB, 7.5GiB, 5e9.")]
+Ratio = Annotated[float | None, _option("ratio", "The size as a part of the checkpoint's: 0.25.")]
+Prefer = Annotated[
+    str | None, _option("prefer", "quality (default), or speed: formats of fixed width, whose products are faster.")
+]
+Code = Annotated[str | None, _option("code", "fsv8 (default) or dict16.")]
 Calibration = Annotated[
     str | None,
-    _option("calibration", "text file, JSON lines, directory or hub data set. rate and milo may do without."),
+    _option("calibration", "Text like what the model will read: file, JSON lines, directory or data set of the hub."),
 ]
-Samples = Annotated[int | None, _option("samples", "calibration samples; default 128.", min=1)]
-SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a sample; default 512.", min=1)]
+Samples = Annotated[int | None, _option("samples", "windows of the text; default 128.", min=1)]
+SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a window; default 512.", min=1)]
 Bits = Annotated[
     str | None, _option("bits", "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2.")
 ]
@@ -104,9 +119,7 @@ BitsPerWeight = Annotated[
     float | None,
     _option(
         "bits_per_weight",
-        "everything counted: of all that is packed (rate, 0.4 to 5.5), of ternary experts (qmoe, 0.4 to 2), or for "
-        "--group-size budget (finequant).",
-        panel="Options of qmoe",
+        "The size over the number of all weights: 2.5. With --method rate, qmoe or finequant: of what it packs.",
     ),
 ]
 GroupSize = Annotated[
@@ -160,5 +173,5 @@ MemoryBudget = Annotated[
 ]
 Device = Annotated[
     str | None,
-    _option("device", "where the model or the solver runs; default cpu.", callback=usable_device),
+    _option("device", "Where a text is read and solvers run: cpu (default), cuda.", callback=usable_device),
 ]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+from moepack.methods.auto import Auto
 from moepack.methods.base import Expected, LayerPlan, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.codequant import CodeQuant
 from moepack.methods.finequant import FineQuant
@@ -13,6 +14,7 @@ from moepack.methods.rate import Rate
 from moepack.methods.ternary import Ternary
 
 METHODS: dict[str, Callable[..., Method]] = {
+    "auto": Auto,
     "codequant": CodeQuant,
     "finequant": FineQuant,
     "milo": Milo,

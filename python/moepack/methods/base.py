@@ -150,6 +150,18 @@ class Method(ABC):
         """
         return None
 
+    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods are given no size
+        """Refuse what cannot be done with a checkpoint, before a weight is read. Called before `prepare`.
+
+        Raises:
+            ValueError: the size that was asked for cannot be.
+        """
+
+    @property
+    def plans(self) -> bool:
+        """Whether sizes are known only after `prepare`, whose second call for a checkpoint costs nothing."""
+        return False
+
     def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods prepare nothing
         """Decide what concerns the whole model. Called once a job, resumed or not, before the first stage; must come
         to the same result each time.
@@ -181,6 +193,20 @@ class Method(ABC):
     @abstractmethod
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack a tensor from the solution for all its experts."""
+
+    @property
+    def budget(self) -> int | None:
+        """The most bytes that all files of weights may take, where that is known; after `aim`."""
+        return None
+
+    @property
+    def expected_loss(self) -> float | None:
+        """Nats a token that a model is expected to lose, where that is known; after `prepare`."""
+        return None
+
+    def book(self, name: str, nbytes: int) -> None:  # noqa: B027 - few methods share bytes between layers
+        """Learn what a packed tensor takes. Called for all tensors in the order of work, also for those that an
+        interrupted run packed."""
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Return what the user should know of a finished job, in full sentences.

@@ -22,15 +22,16 @@ from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.architectures import described as architecture
 from moepack.checkpoint.resolve import resolve_model
+from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Method, Weights
 from moepack.methods.parallel import MAX_WORKERS
-from moepack.pipeline.plan import Plan, make_plan, space_bound
+from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
 
 __all__ = ["Estimate", "Part", "estimate"]
 
-SECONDS = {"ternary": 15, "rate": 60, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
+SECONDS = {"auto": 90, "ternary": 15, "rate": 60, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
 """Seconds in which one thread of a Zen 3 packs 10^9 weights, by method; calibration comes on top."""
 
 TOKEN_SECONDS = 3e-10
@@ -80,7 +81,10 @@ class Estimate:
         method, settings: name and settings of the method.
         parts: what is packed, experts first.
         kept: bytes that are taken over as they are: other tensors and small files.
-        budget: bytes that all weights may take where the method was given that number, or None.
+        budget: bytes that all files of weights may take where the method was given that number, or None.
+        reason: how that number came about, in words; "" without one.
+        planned: whether the method has shared out the bytes already.
+        loss: nats a token that the model is expected to lose, or None where the method does not know.
         memory: bytes of the process's own memory, about.
         free_memory: bytes that the machine has left, or None where it does not say.
         disk: the most bytes that will be written.
@@ -98,6 +102,9 @@ class Estimate:
     parts: tuple[Part, ...]
     kept: int
     budget: int | None
+    reason: str
+    planned: bool
+    loss: float | None
     memory: int
     free_memory: int | None
     disk: int
@@ -113,7 +120,9 @@ class Estimate:
     @property
     def after(self) -> float:
         """Bytes of the packed directory, about."""
-        return self.budget or self.kept + sum(part.after for part in self.parts)
+        if self.budget and not self.planned:
+            return self.budget
+        return self.kept + sum(part.after for part in self.parts)
 
 
 def estimate(
@@ -129,14 +138,23 @@ def estimate(
 
     Raises:
         CheckpointError, UnsupportedModelError, InvalidTensorError: as for `compress`.
-        OutputExistsError, DiskError: `out` exists or cannot be made.
+        CalibrationError: the calibration text is unusable.
+        OutputExistsError, DiskError: `out` exists or cannot be made, or the disk has too little room for a size.
+        ValueError: the size cannot be.
     """
     target = Path(os.path.abspath(out))
     refuse_existing(target)
+    check_text(method)
     checkpoint = Checkpoint.open(resolve_model(model))
     found = describe(checkpoint)
+    method.aim(checkpoint, found)
     try_creating(target)
     plan = make_plan(checkpoint, found, method)
+    disk, free = space_bound(plan, checkpoint, ()), _free_disk(target)
+    if method.budget is not None and disk > free:
+        raise DiskError(f"needs up to {disk:,} bytes, {free:,} are free", file=target.parent)
+    if method.plans:
+        method.prepare(checkpoint, found)
     parts = _parts(plan, method)
     kept = sum(path.stat().st_size for path in plan.copies)
     kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
@@ -152,21 +170,29 @@ def estimate(
         settings=method.settings,
         parts=parts,
         kept=kept,
-        budget=getattr(method, "memory_budget", None),
+        budget=method.budget,
+        reason=getattr(method, "reason", ""),
+        planned=method.plans,
+        loss=method.expected_loss,
         memory=_memory(plan, method, checkpoint, workers),
         free_memory=available_bytes(),
-        disk=space_bound(plan, checkpoint, ()),
-        free_disk=shutil.disk_usage(next(above for above in target.parents if above.exists())).free,
+        disk=disk,
+        free_disk=free,
         threads=workers,
         seconds=_seconds(parts, share, method, workers),
     )
 
 
+def _free_disk(target: Path) -> int:
+    return shutil.disk_usage(next(above for above in target.parents if above.exists())).free
+
+
 def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
-    """Add up what is packed, by role; tensors of equal shape and place in a layer are expected to pack alike."""
+    """Add up what is packed, by role; tensors of equal shape and place in a layer are expected to pack alike, where the
+    method did not plan each of them."""
     alike: dict[tuple[str, str, tuple[int, ...]], list[Weights]] = {}
     for name, weights in _packed_tensors(plan):
-        place = name if weights.role == "experts" else ""
+        place = weights.name if method.plans else name if weights.role == "experts" else ""
         alike.setdefault((weights.role, place, weights.shape), []).append(weights)
     parts: dict[str, list[Part]] = {}
     for (role, _, shape), members in alike.items():

@@ -38,7 +38,7 @@ from moepack.memory import PeakMemory
 from moepack.methods import Method, PackedTensor, create
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.journal import ShardRecord, Workspace
-from moepack.pipeline.plan import Plan, Shard, make_plan, space_bound
+from moepack.pipeline.plan import Plan, Shard, check_text, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
@@ -60,29 +60,31 @@ def compress(
     model: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    method: str | Method = "finequant",
+    method: str | Method = "auto",
     others: Mapping[str, Method | PackedTensor] | None = None,
-    code: str | None = None,
     threads: int | None = None,
     resume: bool = True,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> CompressReport:
-    """Compress the experts of a Mixture-of-Experts checkpoint into a packed directory; some methods pack other linear
-    layers too.
+    """Compress a Mixture-of-Experts checkpoint into a packed directory: to a size, or by a method.
+
+        compress("examples/tiny-moe", "packed", size="3MB", calibration="text.txt")
+        compress("examples/tiny-moe", "packed", method="finequant", bits=8)
 
     Args:
         model: directory of a Hugging Face checkpoint (safetensors), or the id of one on the hub, as in
             `mistralai/Mixtral-8x7B-v0.1` or `ORGANIZATION/NAME@REVISION`.
         out: directory to be made; it must not exist.
-        method: name of a method, or one with its settings.
+        method: name of a method, or one with its settings. `auto` makes a model of a size (`moepack.methods.Auto`).
         others: tensors that something else packs: by the packed tensor's name (an experts module's path and projection,
             such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's name in the checkpoint) another method,
             or the packed tensor itself, made elsewhere.
-        code: entropy code of a ternary method given by name: `fsv8` (the default) or `dict16`.
         threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it,
             but for methods that run the model: torch's sums do.
         resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
         progress: where progress is shown; None shows nothing.
+        settings: of a method given by name; of `auto` size, bits_per_weight or ratio, calibration, prefer.
 
     Returns:
         Sizes, times and memory.
@@ -95,6 +97,7 @@ def compress(
         OutputExistsError: `out` exists.
         ResumeError: `out`.partial belongs to another job.
         DiskError: the disk is full or refuses.
+        ValueError: a setting has no meaning, or the size cannot be.
         KeyboardInterrupt: Ctrl-C.
 
     Whatever is raised, finished layers stay in `out`.partial, and the same call continues once its cause is mended;
@@ -102,12 +105,16 @@ def compress(
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
-    chosen = create(method, **({} if code is None else {"code": code})) if isinstance(method, str) else method
+    if settings and not isinstance(method, str):
+        raise ValueError(f"{', '.join(settings)}: settings are of methods given by name")
+    chosen = create(method, **settings) if isinstance(method, str) else method
     assignment, progress = Assignment(chosen, others or {}), progress or Silent()
     if threads is not None:
         set_threads(threads)
+    check_text(chosen)
     checkpoint = Checkpoint.open(resolve_model(model))
     described = describe(checkpoint)
+    chosen.aim(checkpoint, described)
     try_creating(target)  # before the whole model is looked at
     check_source(checkpoint, described, assignment)
     state = target.with_name(target.name + STATE)
@@ -256,6 +263,11 @@ class Job:
                     workspace.append(self._write_layer(workspace.path / shard.file, layer, run))
                 elif run is not None:
                     self.packer.pack(layer, run, _read_layer(workspace.path / record.name, layer, record))
+                self._book(workspace.done[shard.file])
+
+    def _book(self, shard: ShardRecord) -> None:
+        for name, record in shard.tensors.items():
+            self.assignment.method.book(name, record.nbytes)
 
     def _write_layer(self, path: Path, layer: PackedLayer, run: LayerRun | None) -> ShardRecord:
         packed = self.packer.pack(layer, run, {})

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from moepack.calibration import check_source
 from moepack.calibration.stage import PackedLayer
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.errors import CheckpointError, MoepackWarning
@@ -48,6 +49,12 @@ class Plan:
     copies: tuple[Path, ...]
     skipped: tuple[str, ...]
     assignment: Assignment
+
+
+def check_text(method: Method) -> None:
+    """Notice a calibration text that is not there before a weight is read; raises CalibrationError."""
+    if source := getattr(method, "calibration", None):
+        check_source(source)
 
 
 def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method | Assignment) -> Plan:
@@ -109,14 +116,16 @@ def _small_files(source: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
 
 
 def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:
-    """Return the most bytes that the shards not yet `done` and the copies can take."""
+    """Return the most bytes that the shards not yet `done` and the copies can take; a size that was asked for is one
+    bound of all shards."""
     finished = set(done)
-    total = sum(path.stat().st_size for path in plan.copies)
+    total = 0
     for shard in plan.shards:
         if shard.file in finished:
             continue
         if shard.layer is not None:
             total += plan.assignment.bound(shard.layer)
         total += sum(checkpoint.info(name).nbytes for name in shard.names)
+    copies = sum(path.stat().st_size for path in plan.copies)
     headers = 1 << 20  # headers, config, index and manifest of any model with few tensors
-    return total + headers + 1024 * sum(1 for _ in checkpoint.names())
+    return min(total, plan.assignment.method.budget or total) + copies + headers + 1024 * len(list(checkpoint.names()))

@@ -31,11 +31,20 @@ REFERENCE = 64
 
 @dataclass(frozen=True)
 class Proposal:
-    """The group sizes of a tensor to be packed: its packed name, its shape, its bits, a candidate for each size."""
+    """The group sizes of a tensor to be packed.
+
+    Attributes:
+        name: its packed name.
+        shape: experts, rows, columns.
+        bits: of a code.
+        squares: the sum of its weights' squares, times the importance of an error.
+        candidates: one for each size.
+    """
 
     name: str
     shape: Shape
     bits: int
+    squares: float
     candidates: Sequence[Candidate[GroupSize]]
 
 
@@ -66,7 +75,13 @@ def plan_sizes(
 
 
 def proposals(
-    checkpoint: Checkpoint, model: MoeModel, bits: Mapping[str, int], symmetric: bool = True, search: bool = True
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    bits: Mapping[str, int],
+    symmetric: bool = True,
+    search: bool = True,
+    importance: Mapping[str, float] | None = None,
+    sizes: Sequence[GroupSize] | None = None,
 ) -> Iterator[Proposal]:
     """What each group size costs every tensor of a model.
 
@@ -76,21 +91,27 @@ def proposals(
         bits: bits a code by role ("experts" and those linear layers that are packed).
         symmetric: whether groups have a scale only.
         search: how scales are found.
+        importance: by the packed tensor's name, what a squared error counts. What is not there counts the share of
+            tokens that visit an expert, or 1 for a linear layer.
+        sizes: group sizes; None for all that make a difference.
 
     Raises:
         InvalidTensorError: a sampled weight is NaN or infinite.
     """
+    known = importance or {}
 
-    def propose(name: str, shape: Shape, width: int, importance: float, matrices: Iterable[torch.Tensor]) -> Proposal:
+    def propose(name: str, shape: Shape, width: int, usual: float, matrices: Iterable[torch.Tensor]) -> Proposal:
         values, factor = _sample(shape, matrices)
+        factor *= known.get(name, usual)
         found = []
-        for size in sizes_for(shape[2]):
+        for size in sizes or sizes_for(shape[2]):
             groups = quantize_groupwise(values, width, size, symmetric=symmetric, search=search, name=name)
             # Summed by NumPy: torch's order follows the number of threads, and sizes could follow it.
             error = (group_values(groups, width, size) - values).square_().sum(-1).numpy().sum(dtype="float64")
             nbytes = packed_bytes(shape, width, size, symmetric)
-            found.append(Candidate("groupwise", size, nbytes, factor * importance * float(error)))
-        return Proposal(name, shape, width, found)
+            found.append(Candidate("groupwise", size, nbytes, factor * float(error)))
+        squares = factor * float(values.square().sum(dtype=torch.float64))
+        return Proposal(name, shape, width, squares, found)
 
     chosen = described(model.architecture).top_k(checkpoint.config)
     for layer in model.layers:

@@ -130,6 +130,11 @@ class Milo(Method):
         return found
 
     @property
+    def budget(self) -> int | None:
+        """The memory budget."""
+        return self.memory_budget
+
+    @property
     def dense_roles(self) -> frozenset[str]:
         """All but the output head."""
         return DENSE_ROLES

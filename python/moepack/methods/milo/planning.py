@@ -28,6 +28,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import DenseLinear
 from moepack.checkpoint.model import Projection
 from moepack.methods.base import Shape
+from moepack.methods.files import kept_bytes
 from moepack.methods.milo.packing import base_bytes, factor_bytes, packed_bytes
 from moepack.methods.milo.ranks import Term, named_ranks, rank_step
 from moepack.methods.milo.statistics import kurtosis, residual_spectrum
@@ -43,8 +44,6 @@ _BATCH = 1 << 22
 """Weights that are worked on at a time, but at least one expert: 16 MB of float32."""
 _IN_WORK = 1 << 28
 """Weights in work in all threads together, each with temporaries of some 24 bytes a weight: 6 GB at most."""
-_TENSOR_HEADER, _SHARD_HEADER = 160, 192
-"""Bytes of a shard's header: for each tensor besides its name, and for the file with its padding."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Planner:
         sides = np.repeat([min(source.shape[1:]) for source in sources], counts)
         dense = np.repeat([source.layer is None for source in sources], counts)
         if memory is not None or terms[0].policy == "budget":
-            fixed = self._fixed_bytes(checkpoint, model, sources)
+            fixed = kept_bytes(checkpoint, model, {source.name for source in sources})
             if memory is None:
                 plain = fixed + sum(base_bytes(source.shape, self.specs[0]) for source in sources)
                 memory = int(plain * (1 + terms[0].amount / 100))
@@ -159,14 +158,6 @@ class Planner:
     def _shares(self, source: Source) -> Numbers:
         """For each matrix of a tensor the share of its layer's choices, a dense one's being 1."""
         return np.ones(1) if source.layer is None else shares(self.frequency[source.layer])
-
-    def _fixed_bytes(self, checkpoint: Checkpoint, model: MoeModel, sources: Sequence[Source]) -> int:
-        """What all safetensors files hold beside the packed tensors, to within the padding of headers."""
-        packed = {source.name for source in sources}
-        kept = {name for name in model.dense_names if name not in packed}
-        headers = sum(_TENSOR_HEADER + len(name) for name in packed | kept)
-        shards = _SHARD_HEADER * (1 + len(model.layers) + len(model.dense))
-        return shards + headers + sum(checkpoint.info(name).nbytes for name in kept)
 
     def _by_budget(self, sources: Sequence[Source], step: int, memory: int, fixed: int) -> RankPlan:
         bare = fixed + sum(min(base_bytes(source.shape, spec) for spec in self.specs) for source in sources)

@@ -22,7 +22,7 @@ from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.rate.layer import LayerSolver
-from moepack.methods.rate.sample import take_sample
+from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step
 from moepack.solvers.priced import WORTH, round_priced
 
@@ -121,9 +121,12 @@ class Rate(Method):
             InvalidTensorError: a weight of the sample is NaN or infinite.
             ValueError: metadata alone takes more bits.
         """
-        sample = take_sample(checkpoint, model, self._roles)
-        self._step = find_step(sample, self.bits_per_weight)
-        self._widths = dict(sample.widths)
+        self.decide(take_sample(checkpoint, model, self._roles))
+
+    def decide(self, sample: Sample) -> Step:
+        """Find the step for a sample; raises the ValueError of `prepare`."""
+        self._step, self._widths = find_step(sample, self.bits_per_weight), dict(sample.widths)
+        return self._step
 
     def decided(self, name: str) -> float:
         """The step of a tensor, or with a text the bits that it is given."""

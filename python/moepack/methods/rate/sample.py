@@ -66,22 +66,26 @@ class _Source:
     matrix: Callable[[int], Tensor]
 
 
-def take_sample(checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str]) -> Sample:
+def take_sample(
+    checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str], importance: Mapping[str, float] | None = None
+) -> Sample:
     """Look at every tensor that will be packed.
 
-    The importance of an expert is the share of tokens that visit one, that of a linear layer 1, and steps are in
-    proportion to one over its root: an equal price of a bit everywhere.
+    Steps are in proportion to one over the root of the importance: an equal price of a bit everywhere.
 
     Args:
         checkpoint: the source.
         model: its description.
         roles: of the linear layers outside the experts that are packed.
+        importance: by the tensor's name, what an error of it counts. What is not there counts the share of tokens that
+            visit an expert, or 1 for a linear layer.
 
     Raises:
         InvalidTensorError: a weight of the sample is NaN or infinite.
     """
     sources = list(_sources(checkpoint, model, roles))
-    widths = {source.name: source.importance**-0.5 for source in sources}
+    known = importance or {}
+    widths = {source.name: known.get(source.name, source.importance) ** -0.5 for source in sources}
     rows: dict[str, Tensor] = {}
     sample = Sample({source.name: source.shape for source in sources}, widths, Profile(), rows)
     weights = sample.weights

@@ -1,0 +1,101 @@
+"""How much the loss rises with the error of each tensor: the diagonal of the Fisher information, measured on a text.
+
+Where weights carry errors d that have no preferred direction, the loss rises by half the sum of F d^2, with F the mean
+over tokens of the squared gradient of log p(y), y drawn from the model's own prediction (Amari 1998; Martens 2014).
+Predictions at different positions have uncorrelated gradients, for their mean is zero given what stands before them: so
+the squared gradient of a window's sum is the sum of its tokens' squares, and a window costs one backward pass.
+
+The model runs whole, in float32: a gradient is summed up and dropped as soon as it is complete.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moepack.calibration.samples import Samples
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.integrations.loading import open_model
+from moepack.memory import available_bytes
+
+__all__ = ["fisher"]
+
+WINDOWS, LENGTH = 32, 256
+"""Windows of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
+
+ROOM = 1.3
+"""Memory that a model needs to run so, over that of its weights in float32."""
+
+
+def fisher(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> dict[str, float] | None:
+    """Measure the mean of F over the weights of each tensor that can be packed, by the packed tensor's name.
+
+    Returns:
+        What was measured, in nats a token over squared weights; None for models that read two texts, and where the
+        model does not fit into the memory that is free.
+    """
+    weights = sum(info.nbytes // info.dtype.itemsize for info in map(checkpoint.info, checkpoint.names()))
+    free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if samples.targets is not None or (free is not None and free < ROOM * 4 * weights):
+        return None
+    whole = open_model(checkpoint.path, torch.float32).to(device)
+    gradients = _Squares(whole, dict(_owners(model, whole)))
+    windows = samples.inputs[torch.linspace(0, len(samples.inputs) - 1, min(WINDOWS, len(samples.inputs))).long()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.enable_grad():
+        for window in windows[:, :LENGTH]:
+            torch.autograd.backward(_predict(whole, window[None].to(device), generator))
+    return gradients.means(windows[:, :LENGTH].numel())
+
+
+def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tensor:
+    """The loss, summed over a window, of tokens drawn from the model's own predictions."""
+    logits = whole(input_ids=ids, use_cache=False).logits[0].float()
+    # Drawn on the CPU: the same tokens whatever the device.
+    drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
+    return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+
+
+class _Squares:
+    """Sums of the squared gradients of parameters, by the packed tensors that the parameters hold."""
+
+    def __init__(self, whole: nn.Module, owners: Mapping[str, list[str]]) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._weights: dict[str, int] = defaultdict(int)
+        for name, parameter in whole.named_parameters():
+            parameter.requires_grad_(name in owners)
+            if name in owners:
+                hooked: Any = parameter
+                hooked.register_post_accumulate_grad_hook(lambda found, of=owners[name]: self._add(found, of))
+                for owner in owners[name]:
+                    self._weights[owner] += parameter.numel()
+
+    def _add(self, parameter: Any, owners: list[str]) -> None:
+        squares = float(parameter.grad.square().sum(dtype=torch.float64))
+        parameter.grad = None
+        for owner in owners:
+            self._sums[owner] += squares
+
+    def means(self, tokens: int) -> dict[str, float]:
+        """The mean over weights and tokens."""
+        return {name: self._sums[name] / (weights * tokens) for name, weights in self._weights.items()}
+
+
+def _owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """The parameters that hold weights to be packed, and the packed tensors that come from each.
+
+    Gate and up projections that share a parameter have its mean.
+    """
+    dense = {f"{linear.name}.weight": [linear.source] for layer in model.dense for linear in layer.linears}
+    for name, _ in whole.named_parameters(remove_duplicate=True):
+        if name in dense:
+            yield name, dense[name]
+        for layer in model.layers:
+            if name.startswith(f"{layer.name}."):
+                path = name.removeprefix(f"{layer.name}.")
+                parts = [part for part in layer.projections if part.name.removesuffix("_proj") in path]
+                yield name, [part.packed_name for part in parts]

@@ -1,0 +1,64 @@
+"""`moepack compare`: loss over size, for a model of the user's own."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moepack.cli.device import usable_device
+from moepack.cli.usage import wrong_usage
+from moepack.units import byte_count, size
+
+__all__ = ["compare_command"]
+
+
+def compare_command(
+    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a model of the hub.")],
+    text: Annotated[list[Path], typer.Option(help="Text file to predict; may be repeated.", exists=True)],
+    sizes: Annotated[str, typer.Option(help="Sizes with commas: 3MB, or 25% of the checkpoint.")] = "12%,20%,30%",
+    methods: Annotated[str, typer.Option(help="Methods with commas.")] = "auto,rate,finequant,milo",
+    calibration: Annotated[str | None, typer.Option(help="Text for the methods that use one.")] = None,
+    samples: Annotated[int, typer.Option(help="Windows of that text.", min=1)] = 128,
+    chars: Annotated[int, typer.Option(help="Characters of each text to predict.", min=1)] = 100_000,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.", callback=usable_device)] = "cpu",
+    chart: Annotated[Path | None, typer.Option(help="SVG file to be drawn.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each model made.")] = False,
+) -> None:
+    """Compress MODEL to several sizes by several methods, and show what each costs on a text.
+
+    Nothing is kept of the packed models.
+    """
+    from moepack.cli.evaluate import quiet_transformers
+    from moepack.comparison import FITTING, Comparison, draw
+
+    quiet_transformers()
+    with wrong_usage():
+        names = [name.strip() for name in methods.split(",")]
+        if unknown := sorted(set(names) - set(FITTING)):
+            raise ValueError(f"cannot compare {', '.join(unknown)}; there is: {', '.join(FITTING)}")
+        compared = Comparison(model, text, chars, device)
+        wanted = [_bytes(part.strip(), compared.size) for part in sizes.split(",")]
+        source = {} if calibration is None else {"calibration": calibration, "samples": samples, "device": device}
+        points = []
+        for point in compared.points(wanted, names, source):
+            points.append(point)
+            if as_json:
+                print(json.dumps(point.to_json()), flush=True)
+    if not as_json:
+        table = Table("method", "size", "of the original", *(file.stem for file in text), box=None)
+        for point in points:
+            rises = (f"{rise:+.4f}" for rise in point.rise.values())
+            table.add_row(point.method, size(point.size), f"{point.size / compared.size:.1%}", *rises)
+        Console().print(table)
+    if chart is not None:
+        first = text[0].stem
+        lines = {name: [(p.size / 1e6, p.rise[first]) for p in points if p.method == name] for name in names}
+        chart.write_text(draw(f"{compared.path.name}: loss over bf16 on {first}, nats a token", "MB", lines))
+
+
+def _bytes(text: str, original: int) -> int:
+    """A size, or a part of the original's."""
+    return int(original * float(text.removesuffix("%")) / 100) if text.endswith("%") else byte_count(text)

@@ -1,0 +1,63 @@
+"""The chart of a comparison: increase of the loss over size, one line a method, as SVG without any library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+__all__ = ["draw"]
+
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 440, 70, 40, 200, 50
+"""The picture, and its margins, in pixels."""
+
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2")
+
+LEAST = 1e-4
+"""Nats below which differences are noise: the bottom of the logarithmic axis."""
+
+
+def draw(title: str, axis: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """An SVG picture.
+
+    Args:
+        title: above the chart.
+        axis: what the horizontal axis shows.
+        lines: by method, size and increase of the loss of each point; the loss is drawn logarithmically.
+    """
+    points = [point for line in lines.values() for point in line]
+    low, high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)
+    decades = [math.floor(math.log10(min((max(y, LEAST) for _, y in points), default=LEAST)))]
+    decades.append(math.ceil(math.log10(max((max(y, 10 * LEAST) for _, y in points), default=1.0))))
+
+    def across(x: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (x - low) / ((high - low) or 1.0)
+
+    def down(y: float) -> float:
+        part = (math.log10(max(y, LEAST)) - decades[0]) / max(decades[1] - decades[0], 1)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(max(part, 0.0), 1.0)
+
+    shapes = [_text(LEFT, TOP - 18, title, "start", 15), _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, axis)]
+    for decade in range(decades[0], decades[1] + 1):
+        y = down(10.0**decade)
+        shapes.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
+        shapes.append(_text(LEFT - 8, y + 4, f"+{10.0**decade:g}", "end"))
+    for number in range(6):
+        x = low + (high - low) * number / 5
+        shapes.append(_text(across(x), HEIGHT - BOTTOM + 18, f"{x:.3g}"))
+    for number, (name, line) in enumerate(lines.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        path = "L".join(f"{across(x):.1f} {down(y):.1f}" for x, y in sorted(line))
+        shapes.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>' if line else "")
+        shapes += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="3.5" fill="{colour}"/>' for x, y in line]
+        shapes.append(_text(WIDTH - RIGHT + 16, TOP + 18 * number + 4, name, "start", fill=colour))
+    body = "\n".join(shapes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12, fill: str = "#333") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"'
+    return f"<text {place}>{escape(text)}</text>"

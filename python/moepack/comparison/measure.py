@@ -1,0 +1,117 @@
+"""Compressing a model to many sizes by many methods, and what each costs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.resolve import resolve_model
+from moepack.comparison.fitting import Wanted, fitted
+from moepack.evaluation import evaluate
+from moepack.export import export
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.methods import Method
+from moepack.pipeline import compress
+from moepack.pipeline.estimate import estimate
+
+__all__ = ["Comparison", "Point"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One packed model.
+
+    Attributes:
+        method: name of what made it.
+        wanted, size: bytes of all files of weights, as asked for and as made; None where nothing was asked for.
+        rise: by text, the loss over that of the original, nats a token.
+        expected_rise, expected_seconds, expected_memory: what the plan said, None where it did not.
+        seconds, memory: of compressing; bytes of the process's own memory.
+    """
+
+    method: str
+    wanted: int | None
+    size: int
+    rise: dict[str, float]
+    expected_rise: float | None
+    expected_seconds: float | None
+    expected_memory: int
+    seconds: float
+    memory: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return asdict(self)
+
+
+class Comparison:
+    """One model, and its losses on some texts.
+
+    Attributes:
+        path: the checkpoint. size: bytes of its files of weights. original: nats a token by text.
+    """
+
+    def __init__(
+        self, model: str | PathLike[str], texts: Sequence[Path], chars: int = 100_000, device: str = "cpu"
+    ) -> None:
+        """Measure the original on the first `chars` characters of each text.
+
+        Raises:
+            CheckpointError, UnsupportedModelError, LoadError: the model cannot be read.
+        """
+        self.path, self._texts, self._chars, self._device = resolve_model(model), texts, chars, device
+        self.checkpoint = Checkpoint.open(self.path)
+        self.model = describe(self.checkpoint)
+        self.size = weight_bytes(self.path)
+        self._tokenizer = open_tokenizer(self.path)
+        self.original = self._losses(open_model(self.path, torch.float32).to(device))
+
+    def points(self, sizes: Collection[int], methods: Collection[str], text: dict[str, Any]) -> Iterator[Point]:
+        """Every method at every size that it can meet; `text` has the settings of the calibration, if any."""
+        for size in sizes:
+            for name in methods:
+                try:
+                    method = fitted(name, Wanted(self.checkpoint, self.model, size, text))
+                    yield self.point(name, method, size)
+                except ValueError:
+                    continue
+
+    def point(self, name: str, method: Method, wanted: int | None = None) -> Point:
+        """Compress in a temporary directory and measure; errors as of `compress`."""
+        with tempfile.TemporaryDirectory() as directory:
+            packed = Path(directory) / "packed"
+            plan = estimate(self.path, packed, method)
+            done = compress(self.path, packed, method=method)
+            losses = self._losses(self._opened(packed, method))
+            size = weight_bytes(packed)
+        rise = {text: loss - self.original[text] for text, loss in losses.items()}
+        return Point(
+            name, wanted, size, rise, plan.loss, plan.seconds, plan.memory, round(done.seconds, 2), done.peak_memory
+        )
+
+    def _opened(self, packed: Path, method: Method) -> Any:
+        """The packed model; on another device than the CPU its weights as they are decoded, which has the same loss
+        where products do not round activations."""
+        if self._device == "cpu" or getattr(method, "activation_bits", 16) != 16:
+            return open_model(packed, torch.float32)
+        plain = packed.with_name("plain")
+        export(packed, plain)
+        return open_model(plain, torch.float32).to(self._device)
+
+    def _losses(self, model: Any) -> dict[str, float]:
+        with torch.inference_mode():
+            return {
+                text.stem: evaluate(model, text, self._chars, tokenizer=self._tokenizer).loss for text in self._texts
+            }
+
+
+def weight_bytes(directory: Path) -> int:
+    """Bytes of all files of weights."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))

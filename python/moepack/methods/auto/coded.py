@@ -1,0 +1,97 @@
+"""All tensors of a model as coded integers, at one price of a bit, within the bits of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from moepack.calibration import Stage
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.methods.auto.importance import Importance
+from moepack.methods.auto.packer import Packer
+from moepack.methods.base import Expected, PackedTensor, Solution, Weights
+from moepack.methods.rate import Rate
+from moepack.methods.rate.layer import LayerSolver
+from moepack.methods.rate.sample import Sample, take_sample
+from moepack.methods.rate.step import Step
+from moepack.solvers.priced import WORTH, round_priced
+
+__all__ = ["Coded"]
+
+CORRECTION = 1.25
+"""Most that a layer's bits are changed by, either way, for what the layers before it took."""
+
+COMPENSATED = 0.5
+"""What error compensation leaves of the loss that rounding alone would cost (docs/methods/auto.md)."""
+
+
+@dataclass
+class Coded(Packer):
+    """All tensors as coded integers.
+
+    Attributes:
+        coder: the method of one price, decided.
+        loss: that is expected.
+        given: bits that each tensor was given, by name. taken: those of tensors that are packed.
+    """
+
+    coder: Rate
+    loss: float
+    given: Mapping[str, float]
+    taken: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def decided(cls, coder: Rate, checkpoint: Checkpoint, model: MoeModel, importance: Importance) -> Coded:
+        """Find the step that meets the bits of a coder; raises as `Rate.prepare`."""
+        sample = take_sample(checkpoint, model, coder.dense_roles, importance.values)
+        step = coder.decide(sample)
+        compensated = 1.0 if coder.calibration is None else COMPENSATED
+        return cls(coder, importance.loss(_errors(sample, step)) * compensated, step.bits)
+
+    def expected(self, weights: Weights) -> Expected:
+        """The bits that a tensor was given."""
+        return Expected(self.given[weights.name] / 8, exact=False)
+
+    def decision(self, name: str) -> Any:
+        """Its step, or the bits that it was given."""
+        return self.coder.decided(name)
+
+    def book(self, name: str, nbytes: int) -> None:
+        """Note what a tensor took."""
+        self.taken[name] = 8.0 * nbytes
+
+    def layer_solver(self) -> LayerSolver:
+        """A solver for tensors whose bits are changed by what was taken before."""
+        left = sum(self.given.values()) - sum(self.taken.values())
+        due = sum(bits for name, bits in self.given.items() if name not in self.taken)
+        factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
+        return LayerSolver({name: bits * factor for name, bits in self.given.items()})
+
+    def solve(self, stage: Stage) -> Mapping[str, Solution]:
+        """Linear layers that read the same input are solved one by one: their errors count differently."""
+        if stage.inputs is None:
+            return self.coder.solve(stage)
+        if not stage.dense:
+            found: dict[str, Solution] = stage.plan.solve(stage)
+            return found
+        found = {}
+        known = replace(stage, inputs=replace(stage.inputs, moments=cache(stage.inputs.moments)))
+        for name in stage.tensors:
+            solver, part = self.layer_solver(), known.only([name])
+            solver.plan(part)
+            found |= solver.solve(part)
+        return found
+
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Code the integers."""
+        return self.coder.pack(weights, solution)
+
+
+def _errors(sample: Sample, step: Step) -> Iterator[tuple[str, float, float]]:
+    """By tensor, the sum of squared errors and of squares, both times the importance."""
+    for name in sample.rows:
+        values, factor = sample.values(name), sample.factor(name)
+        rounded = round_priced(values, step.size, step.lengths, WORTH) * step.size
+        yield name, float((rounded - values).square().sum()) * factor, float(values.square().sum()) * factor

@@ -1,0 +1,24 @@
+"""The files of a packed directory's weights: what they hold beside packed tensors."""
+
+from collections.abc import Collection
+
+from moepack.checkpoint import Checkpoint, MoeModel
+
+__all__ = ["kept_bytes"]
+
+TENSOR_HEADER, SHARD_HEADER = 160, 192
+"""Bytes of a shard's header: for each tensor besides its name, and for the file with its padding."""
+
+
+def kept_bytes(checkpoint: Checkpoint, model: MoeModel, packed: Collection[str]) -> int:
+    """What all safetensors files hold beside the packed tensors, to within the padding of headers.
+
+    Args:
+        checkpoint: the source.
+        model: its description.
+        packed: names of the packed tensors, experts and linear layers.
+    """
+    kept = set(model.dense_names) - set(packed)
+    headers = sum(TENSOR_HEADER + len(name) for name in kept | set(packed))
+    shards = SHARD_HEADER * (1 + len(model.layers) + len(model.dense))
+    return shards + headers + sum(checkpoint.info(name).nbytes for name in kept)
