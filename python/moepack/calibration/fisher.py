@@ -11,7 +11,7 @@ The model runs whole, in float32: a gradient is summed up and dropped as soon as
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moepack.calibration.samples import Samples
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.dense import EMBEDDING
 from moepack.integrations.loading import open_model
 from moepack.memory import available_bytes
 
@@ -31,19 +32,21 @@ ROOM = 1.3
 """Memory that a model needs to run so, over that of its weights in float32."""
 
 
-def fisher(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> dict[str, float] | None:
-    """Measure the mean of F over the weights of each tensor that can be packed, by the packed tensor's name.
+def fisher(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> dict[str, Tensor] | None:
+    """Measure the mean of F over the weights of each tensor that can be packed, by the packed tensor's name; of the
+    embedding and the head, whose rows are tokens, row by row.
 
     Returns:
-        What was measured, in nats a token over squared weights; None for models that read two texts, and where the
-        model does not fit into the memory that is free.
+        What was measured, a scalar or [R] float64, in nats a token over squared weights; None for models that read two
+        texts, and where the model does not fit into the memory that is free.
     """
     weights = sum(info.nbytes // info.dtype.itemsize for info in map(checkpoint.info, checkpoint.names()))
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if samples.targets is not None or (free is not None and free < ROOM * 4 * weights):
         return None
     whole = open_model(checkpoint.path, torch.float32).to(device)
-    gradients = _Squares(whole, dict(_owners(model, whole)))
+    tokens = {linear.source for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head")}
+    gradients = _Squares(whole, dict(_owners(model, whole)), tokens)
     windows = samples.inputs[torch.linspace(0, len(samples.inputs) - 1, min(WINDOWS, len(samples.inputs))).long()]
     generator = torch.Generator().manual_seed(0)
     with torch.enable_grad():
@@ -63,25 +66,26 @@ def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tenso
 class _Squares:
     """Sums of the squared gradients of parameters, by the packed tensors that the parameters hold."""
 
-    def __init__(self, whole: nn.Module, owners: Mapping[str, list[str]]) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
+    def __init__(self, whole: nn.Module, owners: Mapping[str, list[str]], by_row: Collection[str]) -> None:
+        self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
         self._weights: dict[str, int] = defaultdict(int)
+        self._by_row = by_row
         for name, parameter in whole.named_parameters():
             parameter.requires_grad_(name in owners)
             if name in owners:
                 hooked: Any = parameter
                 hooked.register_post_accumulate_grad_hook(lambda found, of=owners[name]: self._add(found, of))
                 for owner in owners[name]:
-                    self._weights[owner] += parameter.numel()
+                    self._weights[owner] += parameter.shape[1] if owner in by_row else parameter.numel()
 
     def _add(self, parameter: Any, owners: list[str]) -> None:
-        squares = float(parameter.grad.square().sum(dtype=torch.float64))
+        squares = parameter.grad.square().flatten(1).sum(1, dtype=torch.float64).cpu()
         parameter.grad = None
         for owner in owners:
-            self._sums[owner] += squares
+            self._sums[owner] = self._sums[owner] + (squares if owner in self._by_row else squares.sum())
 
-    def means(self, tokens: int) -> dict[str, float]:
-        """The mean over weights and tokens."""
+    def means(self, tokens: int) -> dict[str, Tensor]:
+        """The mean over weights, or those of a row, and tokens."""
         return {name: self._sums[name] / (weights * tokens) for name, weights in self._weights.items()}
 
 
@@ -98,4 +102,5 @@ def _owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, list[str]]
             if name.startswith(f"{layer.name}."):
                 path = name.removeprefix(f"{layer.name}.")
                 parts = [part for part in layer.projections if part.name.removesuffix("_proj") in path]
-                yield name, [part.packed_name for part in parts]
+                if parts and whole.get_parameter(name).dim() > 1:
+                    yield name, [part.packed_name for part in parts]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.checkpoint.dense import ROLES
+from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods import Auto, FineQuant, Method, Milo, Qmoe, Rate
 from moepack.methods.files import kept_bytes
 from moepack.methods.finequant.sizes import packed_bytes
@@ -47,7 +47,7 @@ class Wanted:
 
 
 def _rate(wanted: Wanted) -> Method:
-    return Rate(min(0.997 * wanted.bits(ROLES), MOST_BITS), **wanted.text)
+    return Rate(min(0.997 * wanted.bits((EMBEDDING, *ROLES)), MOST_BITS), **wanted.text)
 
 
 def _finequant(wanted: Wanted) -> Method:
@@ -64,7 +64,7 @@ def _milo(wanted: Wanted) -> Method:
     bits = next((bits for bits in (8, 4, 3, 2) if wanted.bits(DENSE) >= bits + 0.3), None)
     if bits is None:
         raise ValueError("two bits in groups take more")
-    return Milo(bits, memory_budget=wanted.size)
+    return Milo(bits, memory_budget=wanted.size, device=wanted.text.get("device", "cpu"))
 
 
 def _qmoe(wanted: Wanted) -> Method:

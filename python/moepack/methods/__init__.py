@@ -26,13 +26,20 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 __all__ = [
     "METHODS",
+    "Auto",
+    "CodeQuant",
     "Expected",
+    "FineQuant",
     "LayerPlan",
     "Method",
+    "Milo",
     "PackedTensor",
+    "Qmoe",
+    "Rate",
     "Shape",
     "Solution",
     "Stage",
+    "Ternary",
     "Weights",
     "create",
 ]

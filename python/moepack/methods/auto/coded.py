@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.methods.auto.importance import Importance
@@ -35,20 +37,23 @@ class Coded(Packer):
         coder: the method of one price, decided.
         loss: that is expected.
         given: bits that each tensor was given, by name. taken: those of tensors that are packed.
+        rows: factors of the rows of some tensors: their steps are in proportion to one over them.
     """
 
     coder: Rate
     loss: float
     given: Mapping[str, float]
+    rows: Mapping[str, Tensor]
     taken: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def decided(cls, coder: Rate, checkpoint: Checkpoint, model: MoeModel, importance: Importance) -> Coded:
         """Find the step that meets the bits of a coder; raises as `Rate.prepare`."""
-        sample = take_sample(checkpoint, model, coder.dense_roles, importance.values)
+        sample = take_sample(checkpoint, model, coder.dense_roles, importance.values, importance.rows)
         step = coder.decide(sample)
-        compensated = 1.0 if coder.calibration is None else COMPENSATED
-        return cls(coder, importance.loss(_errors(sample, step)) * compensated, step.bits)
+        solved = {name for name in sample.rows if coder.calibration is not None and name not in importance.rows}
+        errors = (error * (COMPENSATED if name in solved else 1.0) for name, error in _errors(sample, step))
+        return cls(coder, importance.loss(errors), step.bits, importance.rows)
 
     def expected(self, weights: Weights) -> Expected:
         """The bits that a tensor was given."""
@@ -72,7 +77,7 @@ class Coded(Packer):
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Linear layers that read the same input are solved one by one: their errors count differently."""
         if stage.inputs is None:
-            return self.coder.solve(stage)
+            return self.coder.solve(replace(stage, tensors=dict(map(self._scaled, stage.tensors.items()))))
         if not stage.dense:
             found: dict[str, Solution] = stage.plan.solve(stage)
             return found
@@ -84,14 +89,25 @@ class Coded(Packer):
             found |= solver.solve(part)
         return found
 
+    def _scaled(self, named: tuple[str, Weights]) -> tuple[str, Weights]:
+        """A tensor whose rows are multiplied by their factors, if they have any."""
+        name, weights = named
+        rows = self.rows.get(weights.name)
+        if rows is None:
+            return named
+        return name, replace(weights, expert=lambda expert: weights.expert(expert) * rows[:, None])
+
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Code the integers."""
+        if weights.name in self.rows:
+            steps = solution.parts["step"] / self.rows[weights.name]
+            solution = replace(solution, parts={**solution.parts, "step": steps.bfloat16().float()})
         return self.coder.pack(weights, solution)
 
 
-def _errors(sample: Sample, step: Step) -> Iterator[tuple[str, float, float]]:
-    """By tensor, the sum of squared errors and of squares, both times the importance."""
+def _errors(sample: Sample, step: Step) -> Iterator[tuple[str, float]]:
+    """The sum of squared errors of each tensor, times its importance."""
     for name in sample.rows:
         values, factor = sample.values(name), sample.factor(name)
         rounded = round_priced(values, step.size, step.lengths, WORTH) * step.size
-        yield name, float((rounded - values).square().sum()) * factor, float(values.square().sum()) * factor
+        yield name, float((rounded - values).square().sum()) * factor

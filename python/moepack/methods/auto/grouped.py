@@ -58,7 +58,6 @@ class Grouped(Packer):
             InvalidTensorError: a sampled weight is NaN or infinite.
         """
         found: dict[str, list[Candidate[Choice]]] = {}
-        squares: dict[str, float] = {}
         for bits in BITS:
             widths = {"experts": bits, **dict.fromkeys(ROLES, bits)}
             for one in proposals(checkpoint, model, widths, importance=importance.values, sizes=SIZES):
@@ -66,9 +65,8 @@ class Grouped(Packer):
                     Candidate(each.format, (bits, each.specification), each.nbytes, each.loss)
                     for each in one.candidates
                 )
-                squares[one.name] = one.squares
         picked = dict(zip(found, allocate(list(found.values()), room), strict=True))
-        losses = ((name, choice.candidate.loss, squares[name]) for name, choice in picked.items())
+        losses = (choice.candidate.loss for choice in picked.values())
         return cls({name: choice.candidate.specification for name, choice in picked.items()}, importance.loss(losses))
 
     def _method(self, name: str) -> FineQuant:

@@ -1,23 +1,29 @@
-"""What an error of each tensor counts: a squared error of a weight, in half nats a token where a text tells."""
+"""What an error of each tensor counts: twice the nats a token that a squared error of a weight costs."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moepack.allocation.importance import visits
+import torch
+from torch import Tensor
+
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.fisher import fisher
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.checkpoint.architectures import described
+from moepack.errors import InvalidTensorError
 
 __all__ = ["Importance", "find_importance"]
 
-PRIOR = {"attention": 8.0, "mlp": 2.0, "shared": 1.5, "head": 3.0, "embeddings": 3.0}
-"""What a weight outside the experts counts where no text tells, over one of an expert that every token visits: the
-means that texts gave (docs/methods/auto.md)."""
+LOST = {"experts": 1.5, "attention": 2.0, "shared": 0.4, "mlp": 2.0, "head": 3.0, "embedding": 4.5}
+"""Nats, times two, that a model would lose by noise as strong as all tensors of a role, were the loss a parabola: what
+texts gave (docs/methods/auto.md), alike for models of unlike shapes. It tells importance where there is no text."""
 
-EXPERTS_LOST = 1.5
-"""Nats, times two, that a model would lose by noise as strong as its experts, were the loss a parabola: 1.4 to 1.6."""
+ROWS = 256
+"""Rows of a matrix, about, that tell its mean square."""
+
+UNSEEN = 0.5
+"""What is added to what a row counts, over the mean of its tensor: other texts have other tokens (docs/methods/auto.md)."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +32,16 @@ class Importance:
 
     Attributes:
         values: by the packed tensor's name.
-        experts: those of them that are experts.
-        measured: whether a text said so; otherwise they are right to a factor that all share.
+        rows: by the packed tensor's name, [R] float32, the root of what an error of a row counts over the mean; of the
+            embedding and the head, where a text says how often tokens come.
     """
 
     values: dict[str, float]
-    experts: frozenset[str]
-    measured: bool
+    rows: dict[str, Tensor]
 
-    def loss(self, errors: Iterable[tuple[str, float, float]]) -> float:
-        """Nats a token that a model loses by errors: by tensor, squared errors and squares, both times importance."""
-        lost, whole = 0.0, 0.0
-        for name, error, squares in errors:
-            lost += error
-            whole += squares if name in self.experts else 0.0
-        return 0.5 * lost * (1.0 if self.measured else EXPERTS_LOST / (whole or 1.0))
+    def loss(self, errors: Iterable[float]) -> float:
+        """Nats a token that a model loses by squared errors, times importance, of its tensors."""
+        return 0.5 * sum(errors)
 
 
 def find_importance(checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None) -> Importance:
@@ -52,18 +53,42 @@ def find_importance(checkpoint: Checkpoint, model: MoeModel, request: Calibratio
     found = None
     if request is not None:
         found = fisher(checkpoint, model, request.load(checkpoint), request.settings.device)
-    values = _prior(checkpoint, model)
-    experts = frozenset(part.packed_name for layer in model.layers for part in layer.projections)
     if found is None:
-        return Importance(values, experts, measured=False)
-    least = min(filter(None, found.values()), default=1.0)
-    return Importance({name: _rounded(found.get(name) or least) for name in values}, experts, measured=True)
+        return Importance(_prior(model), {})
+    rows = {name: _relative(each) for name, each in found.items() if each.dim()}
+    means = {name: float(each.mean()) for name, each in found.items()}
+    least = min(filter(None, means.values()), default=1.0)
+    return Importance({name: _rounded(mean or least) for name, mean in means.items()}, rows)
 
 
-def _prior(checkpoint: Checkpoint, model: MoeModel) -> dict[str, float]:
-    chosen = described(model.architecture).top_k(checkpoint.config)
-    values = {part.packed_name: visits(chosen, layer.experts) for layer in model.layers for part in layer.projections}
-    return values | {linear.source: PRIOR[linear.role] for dense in model.dense for linear in dense.linears}
+def _relative(rows: Tensor) -> Tensor:
+    """The root of each row's part of the mean; rows of tokens that the text lacks count something, too."""
+    whole = (rows / rows.mean().clamp(min=torch.finfo(torch.float64).tiny) + UNSEEN) / (1 + UNSEEN)
+    octaves = (4 * torch.log2(whole)).round() / 4
+    return (2.0 ** (octaves / 2)).float()
+
+
+def _prior(model: MoeModel) -> dict[str, float]:
+    """Tensors of a role share what is lost by it evenly."""
+    tensors = [
+        (part.packed_name, "experts", math.prod(part.shape), part.expert(layer.experts // 2))
+        for layer in model.layers
+        for part in layer.projections
+    ]
+    for dense in model.dense:
+        tensors += [(each.source, each.role, math.prod(each.shape), each.matrix()) for each in dense.linears]
+    alike = Counter(role for _, role, _, _ in tensors)
+    squares = {name: weights * _mean_square(matrix, name) for name, _, weights, matrix in tensors}
+    return {name: LOST[role] / alike[role] / squares[name] if squares[name] else 1.0 for name, role, _, _ in tensors}
+
+
+def _mean_square(matrix: Tensor, name: str) -> float:
+    """Of some rows at even distances; raises InvalidTensorError for weights that are not finite."""
+    rows = matrix[:: max(1, len(matrix) // ROWS)].float()
+    found = float(rows.square().mean(dtype=torch.float64)) if rows.numel() else 0.0
+    if not math.isfinite(found):
+        raise InvalidTensorError("has NaN or infinite weights", tensor=name)
+    return found
 
 
 def _rounded(value: float) -> float:

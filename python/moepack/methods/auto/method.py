@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from moepack.calibration import CalibrationRequest, Stage
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.checkpoint.dense import ROLES
+from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.auto.coded import Coded
 from moepack.methods.auto.grouped import Grouped
 from moepack.methods.auto.importance import find_importance
@@ -97,8 +97,8 @@ class Auto(Method):
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """All of them."""
-        return frozenset(ROLES)
+        """All of them; formats of fixed width have no rows to look up."""
+        return frozenset((EMBEDDING, *ROLES) if self.prefer == "quality" else ROLES)
 
     @property
     def looks_ahead(self) -> bool:
@@ -135,7 +135,8 @@ class Auto(Method):
             return
         nbytes, reason = self._target.nbytes(checkpoint)
         shapes = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
-        shapes |= {linear.source: (1, *linear.shape) for dense in model.dense for linear in dense.linears}
+        linears = (linear for dense in model.dense for linear in dense.only(self.dense_roles).linears)
+        shapes |= {linear.source: (1, *linear.shape) for linear in linears}
         goal = _Goal(checkpoint.path, nbytes, reason, nbytes - kept_bytes(checkpoint, model, shapes), shapes)
         least = LEAST_BITS if self.prefer == "quality" else Grouped.least_bits(shapes.values())
         if goal.bits < least:

@@ -37,14 +37,12 @@ class Proposal:
         name: its packed name.
         shape: experts, rows, columns.
         bits: of a code.
-        squares: the sum of its weights' squares, times the importance of an error.
         candidates: one for each size.
     """
 
     name: str
     shape: Shape
     bits: int
-    squares: float
     candidates: Sequence[Candidate[GroupSize]]
 
 
@@ -110,8 +108,7 @@ def proposals(
             error = (group_values(groups, width, size) - values).square_().sum(-1).numpy().sum(dtype="float64")
             nbytes = packed_bytes(shape, width, size, symmetric)
             found.append(Candidate("groupwise", size, nbytes, factor * float(error)))
-        squares = factor * float(values.square().sum(dtype=torch.float64))
-        return Proposal(name, shape, width, squares, found)
+        return Proposal(name, shape, width, found)
 
     chosen = described(model.architecture).top_k(checkpoint.config)
     for layer in model.layers:

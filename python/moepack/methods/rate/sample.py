@@ -6,7 +6,7 @@ model's sample at `MOST` weights about, and one stream at least.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,11 @@ class _Source:
 
 
 def take_sample(
-    checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str], importance: Mapping[str, float] | None = None
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    roles: frozenset[str],
+    importance: Mapping[str, float] | None = None,
+    rows: Mapping[str, Tensor] | None = None,
 ) -> Sample:
     """Look at every tensor that will be packed.
 
@@ -79,19 +83,20 @@ def take_sample(
         roles: of the linear layers outside the experts that are packed.
         importance: by the tensor's name, what an error of it counts. What is not there counts the share of tokens that
             visit an expert, or 1 for a linear layer.
+        rows: by the tensor's name, [R] factors of its rows: what is rounded is the product.
 
     Raises:
         InvalidTensorError: a weight of the sample is NaN or infinite.
     """
-    sources = list(_sources(checkpoint, model, roles))
+    sources = [_scaled(source, (rows or {}).get(source.name)) for source in _sources(checkpoint, model, roles)]
     known = importance or {}
     widths = {source.name: known.get(source.name, source.importance) ** -0.5 for source in sources}
-    rows: dict[str, Tensor] = {}
-    sample = Sample({source.name: source.shape for source in sources}, widths, Profile(), rows)
+    taken: dict[str, Tensor] = {}
+    sample = Sample({source.name: source.shape for source in sources}, widths, Profile(), taken)
     weights = sample.weights
     for source in sources:
-        rows[source.name] = _rows(source, weights)
-        if rows[source.name].numel():
+        taken[source.name] = _rows(source, weights)
+        if taken[source.name].numel():
             sample.profile.add(sample.values(source.name), sample.factor(source.name))
     return sample
 
@@ -109,6 +114,12 @@ def _sources(checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str]) -> 
 
 def _only(linear: DenseLinear) -> Callable[[int], Tensor]:
     return lambda _: linear.matrix()
+
+
+def _scaled(source: _Source, rows: Tensor | None) -> _Source:
+    if rows is None:
+        return source
+    return replace(source, matrix=lambda expert: source.matrix(expert) * rows[:, None])
 
 
 def _rows(source: _Source, weights: int) -> Tensor:

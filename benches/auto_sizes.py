@@ -1,0 +1,98 @@
+"""`auto` beside single methods at equal sizes of the whole checkpoint, and what its plan promised.
+
+    python benches/auto_sizes.py MODEL [MODEL ...] --calibration FILE --text FILE [--text FILE]
+        [--bits 0.9 1.3 2 2.5 3 4 5] [--methods auto rate qmoe milo finequant] [--samples 64] [--chars 100000]
+        [--threads 1] [--device cpu] [--out build/auto-sizes.json]
+
+Sizes are bits over all weights of the checkpoint, and count all of its safetensors files. Printed are the size made
+over the size asked for, the increase of the loss by text, and for `auto` what its plan said of increase, time and
+memory; at last, what `auto` loses over the best single method of no larger size. With --merge, figures of earlier runs
+are put in front.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import machine
+from moepack.comparison import FITTING, Comparison
+
+Rows = list[dict[str, Any]]
+
+
+def summary(rows: Rows) -> dict[str, Any]:
+    """Over all sizes, models and texts: the mean ratio of `auto`'s increase to that of the best single method of no
+    larger size (a hundredth more is let pass), and the most nats by which it is above."""
+    ratios, above = [], []
+    for row in (row for row in rows if row["method"] == "auto"):
+        others = [
+            other
+            for other in rows
+            if other["model"] == row["model"] and "auto" not in other["method"] and other["size"] <= 1.01 * row["size"]
+        ]
+        for text, rise in row["rise"].items():
+            if others:
+                best = min(other["rise"][text] for other in others)
+                ratios.append(max(rise, 1e-4) / max(best, 1e-4))
+                above.append(rise - best)
+    return {"compared": len(ratios), "mean_ratio": _mean(ratios), "most_above": max(above, default=math.nan)}
+
+
+def _mean(ratios: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+
+
+def main() -> None:
+    """Measure every method at every size; print a line for each, and save the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--text", action="append", type=Path, default=[])
+    parser.add_argument("--bits", nargs="+", type=float, default=[0.9, 1.3, 2, 2.5, 3, 4, 5])
+    parser.add_argument("--methods", nargs="+", choices=FITTING, default=["auto", "rate", "qmoe", "milo", "finequant"])
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--chars", type=int, default=100_000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--merge", action="append", type=Path, default=[])
+    parser.add_argument("--out", type=Path, default=Path("build/auto-sizes.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows: Rows = []
+    for earlier in options.merge:
+        rows += json.loads(earlier.read_text())["figures"]["rows"]
+    text = {"calibration": str(options.calibration), "samples": options.samples, "device": options.device}
+    for path in options.models:
+        compared = Comparison(path, options.text, options.chars, options.device)
+        weights = sum(math.prod(compared.checkpoint.info(name).shape) for name in compared.checkpoint.names())
+        for bits in options.bits:
+            for point in compared.points([int(bits * weights / 8)], options.methods, text):
+                row = {"model": path.name, "bits": bits, **point.to_json()}
+                rows.append(row)
+                print(_line(row), flush=True)
+                figures = {"chars": options.chars, "samples": options.samples, "rows": rows, **summary(rows)}
+                machine.save(options.out, options.threads, figures, options.device)
+    print(json.dumps(summary(rows)))
+
+
+def _line(row: dict[str, Any]) -> str:
+    rises = "  ".join(f"{text} {rise:+.4f}" for text, rise in row["rise"].items())
+    made = (
+        f"{row['model']:16} {row['method']:20} {row['bits']:4.2f} bits, size {row['size'] / row['wanted']:.4f}  {rises}"
+    )
+    if row["expected_rise"] is None:
+        return made
+    promised = [f"{row['expected_rise']:+.4f}"]
+    promised += [f"{row[f'expected_{key}'] or math.nan:.3g} for {row[key]:.3g}" for key in ("seconds", "memory")]
+    return f"{made}  plan {', '.join(promised)}"
+
+
+if __name__ == "__main__":
+    main()
