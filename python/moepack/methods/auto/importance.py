@@ -23,7 +23,7 @@ ROWS = 256
 """Rows of a matrix, about, that tell its mean square."""
 
 UNSEEN = 0.5
-"""What is added to what a row counts, over the mean of its tensor: other texts have other tokens (docs/methods/auto.md)."""
+"""What is added to what a row counts, over the mean of its tensor: other texts have other tokens."""
 
 
 @dataclass(frozen=True)
