@@ -54,6 +54,12 @@ def test_the_plan_stands_before_the_work(
     assert all(line.startswith("plan: ") for line in plan.splitlines()), "plain lines in a log"
 
 
+def test_the_end_says_what_may_come_next(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "compress", mixtral, tmp_path / "out put", "--method", "ternary")
+    assert code == 0 and f"moepack inspect '{tmp_path / 'out put'}'" in out
+    assert f"--reference {mixtral} --text FILE" in out
+
+
 def test_quiet_prints_no_plan(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = run(capsys, "compress", mixtral, tmp_path / "out", "-q", "--ratio", 0.8)
     assert code == 0 and "plan: " not in out and not error

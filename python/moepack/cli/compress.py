@@ -1,6 +1,7 @@
 """`moepack compress`: make a packed directory from a checkpoint."""
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -77,6 +78,7 @@ def compress_command(
     done = run(model, out, method, given, dry_run=dry_run, threads=threads, resume=resume, quiet=quiet)
     if done is not None:
         print_report(done)
+        print_next(model, out)
     if done is not None and report:
         print_directory(out)
 
@@ -125,6 +127,14 @@ def interrupted(console: Console, out: Path) -> typer.Exit:
     rest = f"the same command continues from {kept[0]}" if kept else "nothing was written yet"
     console.print(f"interrupted; {rest}", markup=False, soft_wrap=True)
     return typer.Exit(130)
+
+
+def print_next(model: str, out: Path) -> None:
+    """Say what may be done with a packed directory: look into it, measure it, use it."""
+    original, packed = quote(model), quote(str(out))
+    print(f"next       moepack inspect {packed}")
+    print(f"           moepack report {packed} --reference {original} --text FILE   (loss, KL, a page, a model card)")
+    print(f'           moepack generate {packed} --prompt "..."')
 
 
 def print_report(report: "CompressReport") -> None:
