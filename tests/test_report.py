@@ -92,13 +92,16 @@ def test_the_page_stands_alone(facts):
 
 
 def test_every_mark_lies_in_its_drawing(facts):
-    drawing = None
+    drawing, shift = [], [0.0, 0.0]
     for tag, attributes in Dom(render_page(facts)).tags:
         if tag == "svg":
-            drawing = [float(each) for each in attributes["viewbox"].split()]
+            drawing, shift = [float(each) for each in attributes["viewbox"].split()], [0.0, 0.0]
+        if tag == "g":
+            shift = [float(each) for each in re.findall(r"[\d.]+", attributes["transform"])]
         if tag == "rect":
-            x, y, width, height = (float(attributes[name]) for name in ("x", "y", "width", "height"))
-            assert x >= 0 and y >= 0 and x + width <= drawing[2] + 0.1 and y + height <= drawing[3] and width > 0
+            x, y, width, height = (float(attributes.get(name, 0)) for name in ("x", "y", "width", "height"))
+            right, bottom = shift[0] + x + width, shift[1] + y + height
+            assert x >= 0 and y >= 0 and width > 0 and right <= drawing[2] + 0.1 and bottom <= drawing[3]
 
 
 def test_each_expert_has_its_cell(facts):

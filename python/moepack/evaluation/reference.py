@@ -31,6 +31,7 @@ from moepack.evaluation.models import Progress, Source, dtype_of, is_loaded, ope
 from moepack.evaluation.streaming import StreamedDecoder
 from moepack.evaluation.windows import Windows, batches, read_windows
 from moepack.format.atomic import publish_file, write_all
+from moepack.format.header import DTYPES
 from moepack.format.shard import DTYPE_NAMES
 from moepack.integrations.loading import is_packed
 from moepack.memory import PeakMemory, available_bytes
@@ -104,9 +105,9 @@ class Reference:
         self.seq2seq = about["kind"] == "encoder-decoder"
         self._states = content.get_slice(STATES)
         self.tokens, width = self._states.get_shape()
-        names = content.keys()
-        bias = content.get_tensor(BIAS) if BIAS in names else None
-        self._head = _Head(content.get_tensor(HEAD), bias, float(about["scale"])) if HEAD in names else None
+        names, dtype = content.keys(), DTYPES[self._states.get_dtype()]
+        weight, bias = (content.get_tensor(name).to(dtype) if name in names else None for name in (HEAD, BIAS))
+        self._head = None if weight is None else _Head(weight, bias, float(about["scale"]))
         if self._head is not None and self._head.weight.shape[1] != width:
             raise CorruptionError("states and head do not fit", file=self.file, tensor=HEAD)
 

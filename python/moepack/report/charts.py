@@ -19,7 +19,7 @@ LEFT, GAP, TOP = 96, 14, 26
 WIDTH = 960
 
 SEPARATE = 64
-"""Most experts that are drawn one by one where neighbours are alike: more would make a large page."""
+"""Most experts that are drawn one by one, with their place in the title: more would make a large page."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +84,27 @@ def heat_map(title: str, columns: Sequence[str], rows: Sequence[HeatRow], scale:
             parts.append(f'<text class="axis end" x="{LEFT - 12}" y="{y + height - 6}">{escape(row.name)}</text>')
         for number, values in enumerate(row.groups):
             place = f"{row.name}, {columns[number]}"
-            box = LEFT + number * (width + GAP), y, width, height - 2
-            parts.extend(_cells(values, box, scale, place, entry))
+            parts.append(f'<g class="heat" transform="translate({LEFT + number * (width + GAP):.1f} {y})">')
+            parts.extend(_cells(values, width, height - (2 if height >= 14 else 1), scale, place, entry))
+            parts.append("</g>")
     return "\n".join([*parts, "</svg>"])
 
 
-def _cells(
-    values: Sequence[float], box: tuple[float, float, float, float], scale: Scale, place: str, entry: str
-) -> list[str]:
+def _cells(values: Sequence[float], width: float, height: int, scale: Scale, place: str, entry: str) -> list[str]:
     """Rectangles of a group's values. Where all are written alike, or where they are narrow, neighbours share one."""
-    x, y, width, height = box
     step, cells, first = width / max(len(values), 1), [], 0
     texts = [scale.spell(value) for value in values]
     merged = len(values) > SEPARATE or len(set(texts)) == 1
     for _, run in groupby(range(len(values)), lambda i: texts[i] if merged else i):
         count, text, value = len(list(run)), texts[first], values[first]
         which = f" {first}" if count == 1 else f"s {first} to {first + count - 1}"
-        name = place if len(values) == 1 else f"{place}, {entry}{which}"
+        name = (
+            place if len(values) == 1 else f"{entry}{which}" if len(values) > SEPARATE else f"{place}, {entry}{which}"
+        )
         gap = 1 if step * count > 4 else 0
-        rectangle = f'x="{x + first * step:.1f}" y="{y}" width="{step * count - gap:.1f}" height="{height}"'
+        rectangle = f'x="{first * step:.1f}" width="{step * count - gap:.1f}" height="{height}"'
         title = f"<title>{escape(name)}: {escape(text)}</title>"
-        cells.append(f'<rect class="heat" style="--p:{scale.share(value)}%" {rectangle}>{title}</rect>')
+        cells.append(f'<rect style="--p:{scale.share(value)}%" {rectangle}>{title}</rect>')
         first += count
     return cells
 

@@ -41,7 +41,7 @@ figure { margin: 18px 0 8px; }
 .axis, .figure { font-size: 13px; fill: var(--quiet); }
 .figure { fill: var(--ink); font-weight: 600; font-size: 15px; }
 .end { text-anchor: end; }
-.heat { fill: var(--heat-1); fill: color-mix(in oklab, var(--heat-0), var(--heat-1) var(--p)); }
+.heat rect { fill: var(--heat-1); fill: color-mix(in oklab, var(--heat-0), var(--heat-1) var(--p)); }
 i.heat { background: color-mix(in oklab, var(--heat-0), var(--heat-1) var(--p)); flex: 1; }
 .legend { display: flex; gap: 10px; align-items: center; flex-wrap: wrap; max-width: none; margin: 4px 0 0; }
 .strip { display: inline-flex; width: 180px; height: 12px; }
