@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from moepack.evaluation import EvaluationReport
 from moepack.report.charts import HeatRow, Scale, heat_map, legend, short_layer, size_bars
-from moepack.report.contents import Row
+from moepack.report.contents import ORDER, Row
 from moepack.report.experts import TensorValues
 from moepack.report.facts import Facts
 from moepack.report.quality import TEMPERATURE, Continuation
@@ -15,6 +15,9 @@ from moepack.report.style import STYLE
 from moepack.units import size
 
 __all__ = ["render_page"]
+
+_PLACES = {name: place for place, name in enumerate((*ORDER, "q_proj", "k_proj", "v_proj", "o_proj"))}
+"""The order of the computation, for columns that have these names."""
 
 COLOURS = 7
 """Colours of roles, the last of them for what is no tensor; the smallest roles share the one before it."""
@@ -154,7 +157,7 @@ def _maps(facts: Facts, what: str, scale: Scale, values: dict[int, tuple[float, 
         chosen = [each for each in facts.values if each.experts == experts and id(each) in values]
         if not chosen:
             continue
-        columns = tuple(dict.fromkeys(map(_column, chosen)))
+        columns = sorted(dict.fromkeys(map(_column, chosen)), key=lambda name: _PLACES.get(name, len(_PLACES)))
         rows: dict[str, dict[str, tuple[float, ...]]] = {}
         for each in chosen:
             rows.setdefault(short_layer(each.module), {})[_column(each)] = values[id(each)]
@@ -173,7 +176,7 @@ def _formats(rows: Sequence[Row]) -> str:
     for row in rows:
         groups.setdefault((row.role, row.format), []).append(row)
     lines = []
-    for (role, kind), group in groups.items():
+    for (role, kind), group in sorted(groups.items(), key=lambda item: -sum(row.before for row in item[1])):
         before, after = sum(row.before for row in group), sum(row.after for row in group)
         bits = sum(row.bits_per_weight * row.after for row in group) / max(after, 1)
         cells = (escape(role), escape(kind), str(len(group)), f"{bits:.2f}", size(before), size(after))

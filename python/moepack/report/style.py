@@ -32,12 +32,13 @@ p { max-width: 68ch; margin: 6px 0 14px; }
 table { border-collapse: collapse; width: 100%; font-size: 15px; margin: 14px 0 6px; }
 th { font-weight: 600; font-size: 14px; color: var(--quiet); border-bottom: 1px solid var(--ink); }
 th, td { text-align: right; padding: 7px 0 7px 22px; vertical-align: baseline; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; }
 th.text, td.text { text-align: left; }
 td { border-bottom: 1px solid var(--rule); }
 tr.sum td { font-weight: 600; border-bottom: 0; border-top: 1px solid var(--ink); }
-figure { margin: 18px 0 8px; }
-.chart { display: block; width: 100%; height: auto; }
+figure { margin: 18px 0 8px; overflow-x: auto; }
+.chart { display: block; width: 100%; min-width: 600px; height: auto; }
+.chart + .chart { margin-top: 14px; }
 .axis, .figure { font-size: 13px; fill: var(--quiet); }
 .figure { fill: var(--ink); font-weight: 600; font-size: 15px; }
 .end { text-anchor: end; }
