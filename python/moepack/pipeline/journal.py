@@ -52,6 +52,8 @@ class ShardRecord:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "ShardRecord":
         """Read the content of a line; `ValueError` or `KeyError` if it is none."""
+        if not isinstance(content["shard"], str) or Path(content["shard"]).name != content["shard"]:
+            raise ValueError(f"{content['shard']!r} is not the name of a file")
         file = FileRecord.from_json({"size": content["size"], "sha256": content["sha256"]})
         tensors = {name: TensorRecord.from_json(record) for name, record in content["tensors"].items()}
         return cls(content["shard"], file, tensors)
