@@ -4,6 +4,7 @@ Names are imported on first use (`_EXPORTS` says from where), so that `import mo
 never touches. Errors are imported at once: they are what everybody catches.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,19 @@ _EXPORTS = {
     "unpack_int3": "moepack.bits",
     "verify": "moepack.format",
 }
+
+
+def _refuse_other_interpreters() -> None:
+    """Classes of the core belong to the interpreter that imports them first; two would share them without a lock."""
+    for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
+        with suppress(ModuleNotFoundError):
+            interpreters: Any = import_module(name)
+            if interpreters.get_current() != interpreters.get_main():
+                raise ImportError("moepack runs in the main interpreter only; use threads or processes")
+            return
+
+
+_refuse_other_interpreters()
 
 
 def __getattr__(name: str) -> Any:
