@@ -25,6 +25,10 @@ __all__ = ["Coded"]
 CORRECTION = 1.25
 """Most that a layer's bits are changed by, either way, for what the layers before it took."""
 
+FINEST, ROUNDS = 8.0, 3
+"""Steps that the root mean square of a tensor may be, some five bits a weight: beyond, integers become exceptions. How
+often the importance of what is finer is lowered."""
+
 COMPENSATED = 0.5
 """What error compensation leaves of the loss that rounding alone would cost (docs/methods/auto.md)."""
 
@@ -49,10 +53,18 @@ class Coded(Packer):
     @classmethod
     def decided(cls, coder: Rate, checkpoint: Checkpoint, model: MoeModel, importance: Importance) -> Coded:
         """Find the step that meets the bits of a coder; raises as `Rate.prepare`."""
-        sample = take_sample(checkpoint, model, coder.dense_roles, importance.values, importance.rows)
-        step = coder.decide(sample)
+        used = dict(importance.values)
+        for _ in range(ROUNDS):
+            sample = take_sample(checkpoint, model, coder.dense_roles, used, importance.rows)
+            step = coder.decide(sample)
+            if not (finer := _too_fine(sample, step)):
+                break
+            used |= {name: used[name] / excess**2 for name, excess in finer.items()}
         solved = {name for name in sample.rows if coder.calibration is not None and name not in importance.rows}
-        errors = (error * (COMPENSATED if name in solved else 1.0) for name, error in _errors(sample, step))
+        errors = (
+            error * importance.values[name] / used[name] * (COMPENSATED if name in solved else 1.0)
+            for name, error in _errors(sample, step)
+        )
         return cls(coder, importance.loss(errors), step.bits, importance.rows)
 
     def expected(self, weights: Weights) -> Expected:
@@ -103,6 +115,12 @@ class Coded(Packer):
             steps = solution.parts["step"] / self.rows[weights.name]
             solution = replace(solution, parts={**solution.parts, "step": steps.bfloat16().float()})
         return self.coder.pack(weights, solution)
+
+
+def _too_fine(sample: Sample, step: Step) -> dict[str, float]:
+    """Tensors whose steps are too fine for tables of 64 integers, and how many times."""
+    spreads = {name: float(sample.values(name).square().mean()) ** 0.5 / step.size for name in sample.rows}
+    return {name: spread / FINEST for name, spread in spreads.items() if spread > 1.02 * FINEST}
 
 
 def _errors(sample: Sample, step: Step) -> Iterator[tuple[str, float]]:
