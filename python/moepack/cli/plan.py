@@ -44,6 +44,7 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
         ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
         ("disk", f"up to {size(plan.disk)} to be written, {_left(plan.free_disk, plan.disk)}"),
         ("time", _time(plan)),
+        ("runs", _running(plan)),
     ]
     return rows
 
@@ -60,6 +61,13 @@ def _left(free: int | None, need: int) -> str:
     if free is None:
         return "how much is free is unknown"
     return f"{size(free)} free" + ("" if free >= need else ": this may be TOO LITTLE")
+
+
+def _running(plan: "Estimate") -> str:
+    speed = "how fast, `moepack doctor` measures once"
+    if plan.tokens_per_second is not None:
+        speed = f"about {plan.tokens_per_second:.3g} tokens/s at most on this processor"
+    return f"in about {size(plan.run_memory)} of memory; {speed}"
 
 
 def _time(plan: "Estimate") -> str:

@@ -200,6 +200,11 @@ class Method(ABC):
         return None
 
     @property
+    def kernel(self) -> str | None:
+        """Whose measured speed tells how fast the packed model runs (`moepack.runtime.speeds`): "int" or "coded"."""
+        return None
+
+    @property
     def expected_loss(self) -> float | None:
         """Nats a token that a model is expected to lose, where that is known; after `prepare`."""
         return None

@@ -20,6 +20,7 @@ import torch
 from moepack.allocation.importance import visits
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.architectures import EMBEDDING
 from moepack.checkpoint.architectures import described as architecture
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import DiskError
@@ -28,6 +29,7 @@ from moepack.memory import available_bytes
 from moepack.methods import Method, Weights
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
+from moepack.runtime.speeds import kept_speeds, token_seconds
 
 __all__ = ["Estimate", "Part", "estimate"]
 
@@ -91,6 +93,9 @@ class Estimate:
         free_disk: bytes that the disk has left.
         threads: threads that work.
         seconds: time, about; None on a device that is not the CPU.
+        run_memory: bytes that running the packed model takes, about: a process, and all files of weights.
+        tokens_per_second: of one sequence on this machine's processor, about and at most: products of packed weights
+            alone. None where the format was not measured (`moepack doctor` does).
     """
 
     model: Path
@@ -111,6 +116,8 @@ class Estimate:
     free_disk: int
     threads: int
     seconds: float | None
+    run_memory: int
+    tokens_per_second: float | None
 
     @property
     def before(self) -> int:
@@ -180,6 +187,8 @@ def estimate(
         free_disk=free,
         threads=workers,
         seconds=_seconds(parts, share, method, workers),
+        run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
+        tokens_per_second=_tokens_per_second(parts, share, method, bool(checkpoint.config.get("tie_word_embeddings"))),
     )
 
 
@@ -229,6 +238,18 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
         squares = max(min(experts, request.settings.group) * columns**2 for experts, _, columns in shapes)
         total += 4 * largest + 2 * 4 * states + HESSIAN * squares
     return total
+
+
+def _tokens_per_second(parts: Iterable[Part], share: float, method: Method, tied: bool) -> float | None:
+    """What products of packed weights take; the rows of an embedding are looked up, but for one that is a head, too."""
+    kind, speeds = method.kernel, kept_speeds()
+    if kind is None or speeds is None:
+        return None
+    visits = {"experts": share, EMBEDDING: float(tied)}
+    seconds = (
+        token_seconds(kind, part.bits_per_weight, part.weights * visits.get(part.role, 1.0), speeds) for part in parts
+    )
+    return 1 / (sum(seconds) or math.inf)
 
 
 def _tokens(method: Method) -> int:

@@ -16,6 +16,7 @@ import torch
 from moepack.errors import DeviceError
 from moepack.runtime.backends.gpu import free_bytes, require, require_compiler
 from moepack.runtime.compute import compute_mode
+from moepack.runtime.speeds import measure_speeds
 
 __all__ = ["examine", "read_bandwidth"]
 
@@ -25,7 +26,7 @@ PROBE_BYTES = 512 << 20
 
 
 def examine() -> dict[str, Any]:
-    """Collect everything that `moepack doctor` shows; takes about a second, most of it measuring bandwidth."""
+    """Collect everything that `moepack doctor` shows; takes some seconds, most of them measuring products."""
     from moepack import _core
 
     return {
@@ -45,6 +46,7 @@ def examine() -> dict[str, Any]:
             "OpenMP wait policy": os.environ.get("OMP_WAIT_POLICY"),
         },
         "kernels": _core.kernels(),
+        "10^9 weights a second": {name: round(speed / 1e9, 2) for name, speed in measure_speeds().items()},
         "memory": {
             "total GB": _total_memory(),
             "read bandwidth GB/s": round(read_bandwidth() / 1e9, 1),

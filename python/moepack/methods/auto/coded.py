@@ -29,7 +29,7 @@ FINEST, ROUNDS = 8.0, 3
 """Steps that the root mean square of a tensor may be, some five bits a weight: beyond, integers become exceptions. How
 often the importance of what is finer is lowered."""
 
-COMPENSATED = 0.5
+COMPENSATED = 0.35
 """What error compensation leaves of the loss that rounding alone would cost (docs/methods/auto.md)."""
 
 

@@ -121,6 +121,11 @@ class Auto(Method):
         return "" if self._goal is None else self._goal.reason
 
     @property
+    def kernel(self) -> str:
+        """That of coded integers, or of groups."""
+        return "coded" if self.prefer == "quality" else "int"
+
+    @property
     def expected_loss(self) -> float | None:
         """From squared errors, and what they count."""
         return None if self._packer is None else self._packer.loss

@@ -123,6 +123,11 @@ class FineQuant(Method):
         return frozenset(self._dense)
 
     @property
+    def kernel(self) -> str:
+        """That of integers in groups."""
+        return "int"
+
+    @property
     def looks_ahead(self) -> bool:
         """A budget is spent over the whole model."""
         return self.group_size == BUDGET

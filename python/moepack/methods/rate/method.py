@@ -101,6 +101,11 @@ class Rate(Method):
         return self._roles
 
     @property
+    def kernel(self) -> str:
+        """That of coded integers."""
+        return "coded"
+
+    @property
     def looks_ahead(self) -> bool:
         """One step serves the whole model."""
         return True

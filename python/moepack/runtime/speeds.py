@@ -1,0 +1,90 @@
+"""How fast this machine multiplies by weights of each format: one token, all threads, measured once and kept in a file.
+
+Weights a second of a matrix that the last cores' caches do not hold alone; `moepack doctor` measures, and the plan of
+`moepack compress` expects tokens a second from them.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moepack import _core
+
+__all__ = ["kept_speeds", "measure_speeds", "token_seconds"]
+
+SHAPE = (4, 2048, 4096)
+"""Experts, rows and columns that are multiplied: 33 million weights."""
+
+CALLS = 5
+"""Calls of each kind; the fastest counts."""
+
+WIDTHS = (2, 3, 4, 8)
+"""Bits of group-wise integers that are measured; coded integers are, at 2 and 4 bits."""
+
+
+def _file() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "moepack" / "speeds.json"
+
+
+def _machine() -> str:
+    return f"{_core.__version__} {_core.isa()} {_core.threads()} threads"
+
+
+def kept_speeds() -> dict[str, float] | None:
+    """Weights a second by format (`int4`, `coded2`, ...) as they were measured; None if they were not yet."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(_file().read_text())[_machine()]
+        return {str(name): float(speed) for name, speed in found.items()}
+    return None
+
+
+def measure_speeds() -> dict[str, float]:
+    """Measure all formats, a few seconds, and keep the result for this version, instruction set and thread count."""
+    found = {f"int{bits}": _speed(_groupwise(bits)) for bits in WIDTHS}
+    found |= {f"coded{bits}": _speed(_coded(bits)) for bits in (2, 4)}
+    known = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(_file().read_text())
+    with suppress(OSError):
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        _file().write_text(json.dumps({**known, _machine(): found}, indent=1))
+    return found
+
+
+def token_seconds(kind: str, bits: float, weights: float, speeds: dict[str, float]) -> float:
+    """Time of so many weights of a format, between or beyond the widths that were measured."""
+    widths = sorted(int(name.removeprefix(kind)) for name in speeds if name.startswith(kind))
+    inverse = np.interp(bits, widths, [1 / speeds[f"{kind}{width}"] for width in widths])
+    return float(weights * inverse)
+
+
+def _speed(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
+    tensor = _core.PackedTensor(data)
+    x = np.ones((1, SHAPE[2]), np.float32)
+    call: Callable[[int], object] = lambda expert: tensor.matmul(x, expert=expert)  # noqa: E731
+    best = float("inf")
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        for expert in range(SHAPE[0]):
+            call(expert)
+        best = min(best, time.perf_counter() - start)
+    return float(np.prod(SHAPE)) / best
+
+
+def _groupwise(bits: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    codes = torch.randint(0, 1 << bits, SHAPE, dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    scales = np.full((*SHAPE[:2], SHAPE[2] // 64), 2.0**-8, np.float32)
+    return _core.encode_groupwise(codes.numpy(), scales, None, bits=bits, group_size=64, ndim=3)
+
+
+def _coded(bits: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    # The entropy of Gaussian integers of deviation s is log2(s) and 2.05 bits.
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(bits)) * 2 ** (bits - 2.05)
+    return _core.encode_coded(values.round().to(torch.int8).numpy(), np.ones((1, 1), np.float32), ndim=3)
