@@ -19,7 +19,7 @@ from moepack.evaluation import EvaluationReport, record_reference
 from moepack.format import PackedDirectory
 from moepack.report import write_report
 from moepack.report.card import Source, render_card
-from moepack.report.charts import Scale
+from moepack.report.charts import Scale, short_layer
 from moepack.report.contents import role_sizes
 from moepack.report.experts import read_values
 from moepack.report.facts import Facts
@@ -109,6 +109,26 @@ def test_each_expert_has_its_cell(facts):
     assert "layer 1, down_proj, expert 3: 30.0%" in titles
     assert "layer 0, experts, expert 0: 0 tokens" in titles
     assert sum("%" in title for title in titles) == 6 * 4
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("model.layers.12.mlp.experts", "layer 12"),
+        ("decoder.block.3.layer.2.mlp.experts", "decoder 3"),
+        ("model.embed_tokens", "embed_tokens"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_names_of_rows_are_short(module, name):
+    assert short_layer(module) == name
+
+
+def test_formats_are_listed_with_their_bits(facts):
+    page = render_page(facts)
+    weights = sum(np.prod(row.shape) for row in facts.rows)
+    bits = 8 * sum(row.after for row in facts.rows) / weights
+    assert f"<td>6</td><td>{bits:.2f}</td>" in page
 
 
 def test_what_is_unknown_is_left_out_and_said(facts):

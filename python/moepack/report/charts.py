@@ -13,7 +13,7 @@ from itertools import groupby
 
 __all__ = ["HeatRow", "Scale", "heat_map", "legend", "short_layer", "size_bars"]
 
-LEFT, GAP, TOP = 96, 14, 26
+LEFT, GAP, TOP = 104, 14, 26
 """Space of the rows' names, between column groups, and of the columns' names; in units of the drawing."""
 
 WIDTH = 960
@@ -144,6 +144,6 @@ def size_bars(bars: Sequence[tuple[str, Sequence[tuple[str, int, str]]]], spell:
 
 
 def short_layer(module: str) -> str:
-    """`layer 3` for `model.layers.3.mlp.experts`, `decoder 1` for a block of an encoder-decoder's decoder."""
+    """`layer 3` for `model.layers.3.mlp.experts`, `decoder 1` in a decoder; otherwise the last part of the path."""
     found = re.search(r"(?:(encoder|decoder)\.)?(?:layers|block|h)\.(\d+)", module)
-    return f"{found[1] or 'layer'} {found[2]}" if found else module
+    return f"{found[1] or 'layer'} {found[2]}" if found else module.rpartition(".")[2]
