@@ -69,6 +69,8 @@ def main() -> None:
     for earlier in options.merge:
         rows += json.loads(earlier.read_text())["figures"]["rows"]
     text = {"calibration": str(options.calibration), "samples": options.samples, "device": options.device}
+    if options.merge and not options.models:
+        machine.write(options.out, json.loads(options.merge[0].read_text())["machine"], {"rows": rows, **summary(rows)})
     for path in options.models:
         compared = Comparison(path, options.text, options.chars, options.device)
         weights = sum(math.prod(compared.checkpoint.info(name).shape) for name in compared.checkpoint.names())

@@ -1,0 +1,52 @@
+"""`moepack compare`: methods meet a size, figures, and a chart that any browser opens."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from moepack.checkpoint import Checkpoint, describe
+from moepack.comparison import FITTING, draw, fitted
+from moepack.comparison.fitting import Wanted
+from test_cli_format import run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY_MOE, NOVEL = EXAMPLES / "tiny-moe", EXAMPLES / "texts" / "white-fang.txt"
+
+
+def test_every_method_can_be_fitted_to_a_large_size() -> None:
+    checkpoint = Checkpoint.open(TINY_MOE)
+    wanted = Wanted(checkpoint, describe(checkpoint), 5_000_000, {"calibration": str(NOVEL), "samples": 4})
+    for name in FITTING:
+        assert fitted(name, wanted).name in ("auto", "rate", "finequant", "milo", "qmoe")
+    small = Wanted(checkpoint, describe(checkpoint), 2_300_000, {})
+    for name in ("finequant", "milo", "qmoe"):
+        with pytest.raises(ValueError):
+            fitted(name, small)
+    with pytest.raises(ValueError, match="cannot compare"):
+        fitted("zip", wanted)
+
+
+def test_a_comparison_is_a_table_and_a_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = run(
+        capsys, "compare", TINY_MOE, "--text", NOVEL, "--sizes", "70%,4MB",
+        "--methods", "auto without a text,finequant", "--chars", 3000, "--chart", tmp_path / "chart.svg", "--json",
+    )  # fmt: skip
+    assert code == 0, error
+    points = [json.loads(line) for line in out.splitlines()]
+    assert {point["method"] for point in points} == {"auto without a text", "finequant"}
+    assert all(point["size"] <= point["wanted"] for point in points if point["method"] != "finequant")
+    assert all(-0.1 < point["rise"]["white-fang"] < 1 for point in points)
+    picture = ElementTree.parse(tmp_path / "chart.svg").getroot()
+    assert picture.tag.endswith("svg") and "finequant" in "".join(picture.itertext())
+
+
+def test_names_in_a_chart_are_text() -> None:
+    assert "&lt;b&gt;" in draw("<b>", "MB", {"<i>": [(1.0, 0.1), (2.0, 0.0)], "none": []})
+
+
+def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--methods", "zip"], ["--sizes", "much"]):
+        code, _, error = run(capsys, "compare", TINY_MOE, "--text", NOVEL, "--chars", 600, *options)
+        assert code == 2 and error.count("\n") == 1
