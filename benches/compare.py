@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +21,8 @@ from typing import Any
 import torch
 
 import machine
-from codequant import loaded, opened
-from moepack import evaluate
-from moepack.export import export
-from moepack.integrations.loading import open_tokenizer
+from moepack.comparison import Comparison
 from moepack.methods import Method, create
-from moepack.pipeline import compress
 from moepack.pipeline.tune import tune
 from pictures import panels
 
@@ -65,34 +60,18 @@ Rows = dict[str, dict[str, Any]]
 
 
 class Bench:
-    """One model, the size of its files and its losses."""
+    """One model, compared by the settings of `POINTS`."""
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path, self.options = path, options
-        self.tokenizer = open_tokenizer(path)
-        self.size, self.original = _size(path), self.losses(opened(path, options))
-
-    def losses(self, model: Any) -> dict[str, float]:
-        """Nats a token by text."""
-        chars = self.options.chars
-        return {t.stem: evaluate(model, t, chars, tokenizer=self.tokenizer).loss for t in self.options.text}
+        self.compared = Comparison(path, options.text, options.chars, options.device)
 
     def point(self, method: Method, tuned: bool) -> dict[str, Any]:
         """Compress and measure: size as a part of the original's, increase of the loss, seconds of compressing."""
-        with tempfile.TemporaryDirectory() as directory:
-            packed, plain = Path(directory) / "packed", Path(directory) / "plain"
-            start = time.perf_counter()
-            compress(self.path, packed, method=method, threads=self.options.threads)
-            if tuned:
-                packed = self._tuned(packed)
-            seconds = time.perf_counter() - start
-            if getattr(method, "activation_bits", 16) == 16:
-                export(packed, plain)
-                model = opened(plain, self.options)
-            else:
-                model = loaded(packed, self.options)
-            rise = {text: loss - self.original[text] for text, loss in self.losses(model).items()}
-            return {"size": _size(packed) / self.size, "rise": rise, "seconds": round(seconds, 1)}
+        start = time.perf_counter()
+        found = self.compared.point(method.name, method, then=self._tuned if tuned else lambda packed: packed)
+        seconds = time.perf_counter() - start if tuned else found.seconds
+        return {"size": found.size / self.compared.size, "rise": found.rise, "seconds": round(seconds, 1)}
 
     def _tuned(self, packed: Path) -> Path:
         """Fine-tune with the command's settings, on more samples."""
@@ -113,10 +92,6 @@ class Bench:
             }
             for label, settings in POINTS[name] if options.point is None else POINTS[name][options.point :][:1]:
                 yield f"{name}: {label}", self.point(create(method, **common, **settings), name.endswith(", tuned"))
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def table(figures: dict[str, Rows]) -> str:

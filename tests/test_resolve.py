@@ -132,3 +132,11 @@ def test_only_what_is_read_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
         *("original/model.safetensors", "onnx/model.onnx", "model.gguf", "tf_model.h5", "flax_model.msgpack", "a.pt"),
     ]
     assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
+
+
+def test_the_root_of_a_cache_is_no_model(cache: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--someone--moe" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="snapshots/abc"):
+        resolve_model(snapshot.parent.parent)
+    assert resolve_model(snapshot) == snapshot

@@ -31,12 +31,21 @@ def resolve_model(model: str | PathLike[str]) -> Path:
             it to say what is wrong with it.
 
     Raises:
-        CheckpointError: the hub has no such model or revision, refuses it, or cannot be reached and the cache does not
-            hold it.
+        CheckpointError: it is the root of a model's cache; or the hub has no such model or revision, refuses it, or
+            cannot be reached and the cache does not hold it.
     """
     given = fspath(model)
+    _refuse_cache(Path(given))
     found = None if Path(given).exists() else _HUB_ID.fullmatch(given)
     return Path(given) if found is None else _fetched(found[1], found[2])
+
+
+def _refuse_cache(path: Path) -> None:
+    """The hub keeps snapshots of a model below a folder of its own, which is easily taken for the model."""
+    if (path / "snapshots").is_dir() and not (path / "config.json").exists():
+        found = sorted(str(each) for each in (path / "snapshots").iterdir())
+        holds = f"give one of its snapshots: {', '.join(found)}" if found else "it holds no snapshot"
+        raise CheckpointError(f"is the hub's cache of a model and no model; {holds}", file=path)
 
 
 def _fetched(name: str, revision: str | None) -> Path:

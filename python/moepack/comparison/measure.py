@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -83,12 +83,15 @@ class Comparison:
                 except ValueError:
                     continue
 
-    def point(self, name: str, method: Method, wanted: int | None = None) -> Point:
-        """Compress in a temporary directory and measure; errors as of `compress`."""
+    def point(
+        self, name: str, method: Method, wanted: int | None = None, then: Callable[[Path], Path] = lambda packed: packed
+    ) -> Point:
+        """Compress in a temporary directory and measure what `then` makes of it; errors as of `compress`."""
         with tempfile.TemporaryDirectory() as directory:
             packed = Path(directory) / "packed"
             plan = estimate(self.path, packed, method)
             done = compress(self.path, packed, method=method)
+            packed = then(packed)
             losses = self._losses(self._opened(packed, method))
             size = weight_bytes(packed)
         rise = {text: loss - self.original[text] for text, loss in losses.items()}
