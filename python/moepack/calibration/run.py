@@ -119,7 +119,9 @@ class Calibrator:
         """Make stream `number` (0 is the one that Hessians use) and fill it with the embeddings."""
         compressed = self.settings.activations == "compressed" and number == 0
         lengths = [ids.shape[1]] * ids.shape[0]
-        width = int(self.skeleton.config.hidden_size)
+        width = getattr(self.skeleton.config, "hidden_size", None)
+        if not isinstance(width, int):
+            raise UnsupportedModelError("methods that run the model know language models only, not one around another")
 
         def buffer(kind: str) -> ListBuffer:
             directory = self.settings.buffer_directory

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.experts import form_of
 from moepack.checkpoint.model import MoeModel
 from moepack.errors import CheckpointError, UnsupportedModelError
 
@@ -58,22 +59,24 @@ def _activation(experts: nn.Module) -> Callable[[Sequence[Tensor]], Tensor]:
     if isinstance(experts, nn.ModuleDict):  # Switch: one activation in each expert, no gate
         act: Any = experts["expert_0"].act
         return lambda parts: act(parts[0])
-    gate: Any
-    act, gate = getattr(experts, "act_fn", None), getattr(experts, "_apply_gate", None)
-    if act is None:
+    form = form_of(experts)
+    held = {name for name, _ in experts.named_parameters()}
+    if form is None or form.kind not in ("gated", "own") or held != set(form.parameters):
+        raise UnsupportedModelError(
+            f"{type(experts).__name__} computes more than gate(x) * up(x) between its products, which methods that run "
+            "the model cannot follow yet; finequant and rate pack it without calibration"
+        )
+    gate: Any = getattr(experts, "_apply_gate", None)
+    if gate is None:
         raise UnsupportedModelError(f"{type(experts).__name__} has no known activation")
-    if gate is not None:  # models may override it, for example to clamp
-        return lambda parts: gate(torch.cat(list(parts), dim=-1))
-    return lambda parts: act(parts[0]) * parts[1]
+    return lambda parts: gate(torch.cat(list(parts), dim=-1))  # models may override it, for example to clamp
 
 
 def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
     """Configuration and model, on the meta device."""
     try:
-        config = AutoConfig.from_pretrained(checkpoint.path)
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        with torch.device("meta"):
-            return config, auto.from_config(config).eval()
+        model = meta_model(checkpoint.path, checkpoint.config).eval()
+        return model.config, model
     except Exception as cause:  # whatever a class of transformers makes of values that it does not expect
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         message = f"transformers cannot build the model ({reason})"
@@ -163,17 +166,6 @@ class Skeleton:
             for owner, leaf, tensor in filled:
                 store: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
                 store[leaf] = tensor
-
-    def check(self) -> None:
-        """Hold every tensor of the model outside the experts against the checkpoint; none is read.
-
-        Raises:
-            CheckpointError: one is missing or has another shape than the model's.
-        """
-        for tensors in (self.module.named_parameters(), self.module.named_buffers()):
-            for name, tensor in tensors:
-                if tensor.is_meta:
-                    self._source(name, tensor)
 
     def _put(self, store: Any, leaf: str, value: Tensor) -> None:
         store[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(store[leaf], nn.Parameter) else value

@@ -13,14 +13,15 @@ Architectures without a description are recognised by structure where that is sa
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+
+import torch
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
 from moepack.checkpoint.dense import FLOATS, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.reader import Checkpoint
-from moepack.checkpoint.structural import expert_modules, refusal
+from moepack.checkpoint.structural import recognise, refusal
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.plausible import check_config
 
@@ -37,7 +38,7 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     _refuse_quantized(checkpoint)
     architecture = ARCHITECTURES.get(checkpoint.config["model_type"])
     if architecture is None:
-        model = _recognise(checkpoint)
+        model = recognise(checkpoint)
     else:
         model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
         _check_layers(checkpoint, architecture)
@@ -52,25 +53,6 @@ def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
     check_config(checkpoint.config, len(names), nbytes, file, CheckpointError)
     if not 1 <= top_k <= experts:
         raise CheckpointError(f"a token visits {top_k} of {experts} experts", file=file)
-
-
-def _recognise(checkpoint: Checkpoint) -> MoeModel:
-    """Describe a checkpoint by the experts that transformers' model has, and by names that are common."""
-    modules = expert_modules(checkpoint)
-    blocks = {name.removesuffix(".experts").rpartition(".")[2] for name in modules}
-    counts = {shape[0] for shape in modules.values()}
-    if len(blocks) != 1 or len(counts) != 1:
-        raise refusal(checkpoint, "its experts lie in blocks of different names or numbers")
-    model = _read(checkpoint, replace(STANDARD, module=blocks.pop()), counts.pop())
-    found = {layer.name: layer for layer in model.layers}
-    if set(found) != set(modules):
-        strange = min(set(found) ^ set(modules))
-        raise refusal(checkpoint, f"the checkpoint and the model disagree about the experts of {strange}")
-    for name, shape in modules.items():
-        if found[name].projections[0].shape != shape:
-            raise refusal(checkpoint, f"the experts of {name} have another shape than the model's, {list(shape)}")
-    note = f"'{model.architecture}' has no description of its own; its experts were recognised by structure."
-    return replace(model, notes=(note, *model.notes))
 
 
 def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> MoeModel:
@@ -210,8 +192,8 @@ def _parts(checkpoint: Checkpoint, layout: Layout, block: str, experts: int) -> 
             if not layout.stacked:
                 parts[projection] = tuple(Part(name.format(expert)) for expert in range(experts))
             else:
-                share = None if count == 1 else (rows * i // count, rows * (i + 1) // count)
-                parts[projection] = tuple(Part(name, expert, share) for expert in range(experts))
+                share = () if count == 1 else (slice(rows * i // count, rows * (i + 1) // count),)
+                parts[projection] = tuple(Part(name, (expert, *share)) for expert in range(experts))
     return parts
 
 
@@ -247,10 +229,10 @@ def _matrix_shape(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
             file=info.file,
             tensor=part.tensor,
         )
-    shape = info.shape if part.expert is None else info.shape[1:]
-    if len(shape) != 2:
+    if len(info.shape) != 2 + sum(isinstance(index, int) for index in part.index):
         raise CheckpointError(f"has shape {list(info.shape)}, expected a matrix", file=info.file, tensor=part.tensor)
-    return (shape[0] if part.rows is None else part.rows[1] - part.rows[0]), shape[1]
+    rows, columns = part.of(torch.empty(info.shape, device="meta")).shape
+    return rows, columns
 
 
 def _check_shapes(checkpoint: Checkpoint, block: str, projections: tuple[Projection, ...]) -> None:

@@ -4,8 +4,9 @@ These values name tensors; they hold none. One projection of one layer is the un
 matrix of `R` outputs by `C` inputs, whatever the checkpoint's layout (a tensor for each expert, or one tensor that
 stacks them and may also join gate and up).
 
-Invariants: `MoeModel.dense_names` and the sources of all projections partition the checkpoint's tensors; the experts of
-a projection have equal shapes; layers are in the order of execution.
+Invariants: `MoeModel.dense_names` and the sources of all projections partition the checkpoint's tensors, but for
+matrices that the model never reads; the experts of a projection have equal shapes; layers are in the order of
+execution.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,19 @@ class Part:
 
     Attributes:
         tensor: name of the checkpoint's tensor.
-        expert: index into the first dimension of a stacked tensor, or None where the tensor is the matrix.
-        rows: first row and end of the expert's part of the stacked matrix, or None for all of it (gate and up share
-            one matrix).
+        index: what of it: nothing where the tensor is the matrix, the expert's number in a stacked tensor, and slices
+            where it shares rows or columns with another matrix (gate and up).
+        transposed: whether inputs come before outputs.
     """
 
     tensor: str
-    expert: int | None = None
-    rows: tuple[int, int] | None = None
+    index: tuple[int | slice, ...] = ()
+    transposed: bool = False
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The matrix `[R, C]` in the checkpoint's tensor; nothing is copied."""
+        matrix = tensor[self.index]
+        return matrix.mT if self.transposed else matrix
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,7 @@ class Projection:
             CheckpointError: the file changed since the checkpoint was opened.
         """
         part = self.parts[index]
-        tensor = self.checkpoint.tensor(part.tensor)
-        if part.expert is None:
-            return tensor
-        matrix = tensor[part.expert]
-        return matrix if part.rows is None else matrix[slice(*part.rows)]
+        return part.of(self.checkpoint.tensor(part.tensor))
 
     @cached_property
     def sources(self) -> tuple[str, ...]:

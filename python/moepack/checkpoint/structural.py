@@ -1,94 +1,203 @@
-"""The experts of architectures without a description, found in transformers' model, where that is safe.
+"""Architectures without a description: their experts, found in transformers' model, and their tensors by its own rules.
 
-Transformers 5 keeps the experts of most architectures in one standard module (`use_experts_implementation`): gate and
-up joined as `[E, 2I, H]`, down as `[E, H, I]`, `down(act(gate x) * up x)`, no bias. For such a model moepack needs no
-knowledge of its own. So the model is built from config.json without weights (on the meta device), and accepted if every
-experts module in it is of the standard layout, and there is one at least. The checkpoint must then have exactly these
-experts under common names (`architectures.standard`).
+The model is built from config.json without weights (on the meta device). It says where experts are and how they are
+held (`experts`), and transformers' rules for loading say which of the checkpoint's tensors become which of its
+parameters: renamings, and conversions that stack, join, transpose or interleave the tensors of the experts. So whatever
+transformers loads is read as it loads it, and a new release of it brings its architectures along.
 
-Anything else is refused: a guess that is wrong would quantize the wrong tensors without a sign.
+A conversion that is not known here is refused, as is a module of another form than `experts` describes: a guess that is
+wrong would pack the wrong numbers without a sign.
 """
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moepack.checkpoint.architectures import ARCHITECTURES
+from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD
+from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.dense import FLOATS, DenseLayer, DenseLinear, position
+from moepack.checkpoint.experts import ExpertsForm, Place, form_of, is_experts
+from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
+from moepack.checkpoint.names import Names, Source, UnknownConversion
 from moepack.checkpoint.reader import Checkpoint
-from moepack.errors import UnsupportedModelError
+from moepack.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["expert_modules", "refusal"]
-
-_FLAGS = {
-    "has_gate": True,
-    "is_concatenated": True,
-    "is_transposed": False,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-}
-"""What `use_experts_implementation` notes on a module of the standard layout; older versions know fewer flags."""
+__all__ = ["recognise", "refusal"]
 
 
 def refusal(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
     """The error for a model that cannot be read; it lists the architectures that can."""
     return UnsupportedModelError(
         f"model type '{checkpoint.config['model_type']}' is not supported: {reason}. Supported are "
-        f"{', '.join(sorted(ARCHITECTURES))}, and models whose experts transformers keeps in its standard layout",
+        f"{', '.join(sorted(ARCHITECTURES))}, and models whose experts transformers keeps in modules of its interface "
+        "(`moepack models`)",
         file=checkpoint.path,
     )
 
 
-def expert_modules(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
-    """Paths of the experts modules of the model, and the shape of their gate projection.
+def recognise(checkpoint: Checkpoint) -> MoeModel:
+    """Describe a checkpoint by the experts that transformers' model has. No tensor is read.
 
     Raises:
-        UnsupportedModelError: the model cannot be built, or not all of its experts are of the standard layout.
+        UnsupportedModelError: the model cannot be built, has no experts, or some of a form that is not known.
+        CheckpointError: the tensors contradict the model.
     """
-    found: dict[str, tuple[int, int, int]] = {}
-    for name, module in _meta_model(checkpoint).named_modules():
-        if not hasattr(module, "is_transposed") and not name.endswith(".experts"):
+    model = _built(checkpoint)
+    forms = _forms(checkpoint, model)
+    names = Names(checkpoint, model)
+    layers = tuple(_layer(checkpoint, names, path, *forms[path]) for path in sorted(forms, key=position))
+    consumed = {name for layer in layers for part in layer.projections for name in part.sources}
+    unread = {
+        name
+        for path, (module, form) in forms.items()
+        for name in _unread(checkpoint, names, path, module, form, consumed)
+    }
+    dense_names = tuple(name for name in checkpoint.names() if name not in consumed | unread)
+    taken = consumed | {name for layer in layers for name in layer.router}
+    architecture = checkpoint.config["model_type"]
+    notes = (f"'{architecture}' has no description of its own; its experts were recognised by structure.",)
+    return MoeModel(architecture, layers, dense_names, notes, _dense(checkpoint, names, model, [*forms], taken))
+
+
+def _built(checkpoint: Checkpoint) -> Any:
+    """The model of config.json on the meta device."""
+    config = checkpoint.config
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        layers = part.get("num_hidden_layers", 0)
+        if not isinstance(layers, int) or layers > len(checkpoint):
+            raise refusal(checkpoint, f"{layers} layers are configured for {len(checkpoint)} tensors")
+    try:
+        return meta_model(checkpoint.path, config)
+    except UnsupportedModelError as cause:
+        raise refusal(checkpoint, cause.detail) from cause
+    except Exception as cause:
+        raise refusal(checkpoint, f"transformers cannot build it ({cause})") from cause
+
+
+def _forms(checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, ExpertsForm]]:
+    """The experts modules of the model with their forms, by path."""
+    found: dict[str, tuple[torch.nn.Module, ExpertsForm]] = {}
+    for path, module in model.named_modules():
+        if not is_experts(path, module) or any(path.startswith(f"{outer}.") for outer in found):
             continue
-        shape = _standard_shape(module)
-        if shape is None:
-            raise refusal(checkpoint, f"{name} is not of transformers' standard layout")
-        found[name] = shape
+        form = form_of(module)
+        if form is None and any(is_experts("", inner) for inner in list(module.modules())[1:]):
+            continue
+        if form is None:
+            raise refusal(checkpoint, f"{path} ({type(module).__name__}) is of a form that moepack does not know")
+        found[path] = module, form
     if not found:
         raise refusal(checkpoint, "the model has no experts")
     return found
 
 
-def _standard_shape(module: torch.nn.Module) -> tuple[int, int, int] | None:
-    """Experts, inner and hidden width of a module of the standard layout; None for any other."""
-    from transformers.integrations import moe
+def _layer(checkpoint: Checkpoint, names: Names, path: str, module: torch.nn.Module, form: ExpertsForm) -> MoeLayer:
+    """The experts of a module, held against the checkpoint."""
+    projections = []
+    for name, shape in form.shapes.items():
+        place = form.places[name]
+        parameter = module.get_parameter(place.parameter)
+        try:
+            source = names.source(f"{path}.{place.parameter}", tuple(parameter.shape), shape[0])
+        except UnknownConversion as cause:
+            raise refusal(checkpoint, str(cause)) from cause
+        parts = tuple(_parts(checkpoint, source, name, place, shape))
+        _check(checkpoint, path, parts, shape)
+        projections.append(Projection(name, shape, f"{path}.{form.packed_name(name)}", parts, checkpoint))
+    block = path.rpartition(".")[0]
+    beside = {name: parameter.removeprefix(f"{block}.") for parameter, name in names.below(block)}
+    router = tuple(name for name, rest in beside.items() if rest.startswith(STANDARD.router))
+    shared = tuple(name for name, rest in beside.items() if rest.startswith(STANDARD.shared))
+    return MoeLayer(path, tuple(projections), router, shared)
 
-    parameters = dict(module.named_parameters())
-    if set(parameters) != {"gate_up_proj", "down_proj"} or list(module.buffers()):
-        return None
-    if any(getattr(module, flag, value) != value for flag, value in _FLAGS.items()):
-        return None
-    if getattr(type(module), "_apply_gate", None) is not moe._default_apply_gate:
-        return None
-    gate_up, down = tuple(parameters["gate_up_proj"].shape), tuple(parameters["down_proj"].shape)
-    if len(gate_up) != 3 or len(down) != 3 or gate_up != (down[0], 2 * down[2], down[1]):
-        return None
-    return down[0], down[2], down[1]
+
+def _unread(
+    checkpoint: Checkpoint, names: Names, path: str, module: torch.nn.Module, form: ExpertsForm, consumed: set[str]
+) -> Iterator[str]:
+    """Tensors that nobody reads: matrices of numbers beyond the last expert, which stand for the token itself.
+
+    Raises:
+        CheckpointError: something else lies among the experts and is no parameter that the module keeps beside them.
+    """
+    kept = {f"{path}.{name}" for name in module.state_dict() if name not in form.parameters}
+    for parameter, name in names.below(path):
+        if name in consumed or parameter in kept:
+            continue
+        if form.kind != "identity":
+            message = "lies among the experts and is no matrix of theirs"
+            raise CheckpointError(message, file=checkpoint.info(name).file, tensor=name)
+        yield name
 
 
-def _meta_model(checkpoint: Checkpoint) -> torch.nn.Module:
-    """The model of config.json, with shapes and no weights; the checkpoint's own code is never run."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+def _parts(
+    checkpoint: Checkpoint, source: Source, name: str, place: Place, shape: tuple[int, int, int]
+) -> Iterator[Part]:
+    """Where a projection's matrices lie, one for each expert."""
+    rows, inner = place.rows, shape[1]
+    if len(source.pieces) == 2:
+        if place.transposed:
+            raise refusal(checkpoint, f"its transposed experts are joined from several tensors ({name})")
+        yield from source.pieces[0 if name == "gate_proj" else 1][: shape[0]]
+        return
+    if source.interleaved is not None and rows != slice(None):
+        first = name == "gate_proj"
+        rows = (
+            slice(int(not first), None, 2) if source.interleaved else slice(0, inner) if first else slice(inner, None)
+        )
+    for part in source.pieces[0][: shape[0]]:
+        transposed = part.transposed != place.transposed
+        share = () if rows == slice(None) else (slice(None), rows) if transposed else (rows,)
+        yield replace(part, index=(*part.index, *share), transposed=transposed)
 
-    model_type = checkpoint.config["model_type"]
-    layers = checkpoint.config.get("num_hidden_layers", 0)
-    if model_type not in CONFIG_MAPPING:
-        raise refusal(checkpoint, "the installed transformers does not know it")
-    if not isinstance(layers, int) or layers > len(checkpoint):
-        raise refusal(checkpoint, f"{layers} layers are configured for {len(checkpoint)} tensors")
-    try:
-        config: Any = CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        with torch.device("meta"):
-            model: torch.nn.Module = auto.from_config(config, trust_remote_code=False)
-    except Exception as cause:
-        raise refusal(checkpoint, f"transformers cannot build it ({cause})") from cause
-    return model
+
+def _check(checkpoint: Checkpoint, path: str, parts: tuple[Part, ...], shape: tuple[int, int, int]) -> None:
+    """Every matrix has the model's shape and a floating-point dtype."""
+    for part in parts:
+        info = checkpoint.info(part.tensor)
+        if info.dtype not in FLOATS:
+            message = (
+                f"is stored as {str(info.dtype).removeprefix('torch.')}: quantized, with no declaration that says how"
+            )
+            raise UnsupportedModelError(message, file=info.file, tensor=part.tensor)
+        try:
+            found = tuple(part.of(torch.empty(info.shape, device="meta")).shape)
+        except (IndexError, RuntimeError):
+            found = ()
+        if found != shape[1:]:
+            message = f"the experts of {path} have another shape than the model's, {list(shape)} ({part.tensor})"
+            raise refusal(checkpoint, message)
+
+
+def _dense(
+    checkpoint: Checkpoint, names: Names, model: torch.nn.Module, experts: list[str], taken: set[str]
+) -> tuple[DenseLayer, ...]:
+    """The linear layers of the stacks that have experts, and the head."""
+    stacks = "|".join({re.escape(path) for name in experts for path in re.findall(r"^(.+?)\.\d+\.", name)})
+    patterns = {}
+    for role, linears in STANDARD.dense.items():
+        leaves = "|".join((*linears.reads, *linears.inner, *linears.writes))
+        patterns[role] = re.compile(rf"(?P<layer>(?:{stacks})\.\d+)\.{linears.path}\.(?:{leaves})\.weight")
+    modules = dict(model.named_modules())
+    found: dict[str, list[DenseLinear]] = {}
+    for parameter, source in names.plain.items():
+        path, info = parameter.removesuffix(".weight"), checkpoint.info(source)
+        matched = {role: match for role, pattern in patterns.items() if (match := pattern.fullmatch(parameter))}
+        if parameter == STANDARD.head and not checkpoint.config.get("tie_word_embeddings"):
+            role, layer = "head", path
+        elif matched:
+            role = next(iter(matched))
+            layer = matched[role]["layer"]
+        else:
+            continue
+        if source in taken or info.dtype not in FLOATS or type(modules.get(path)) is not torch.nn.Linear:
+            continue
+        linear = DenseLinear(path, role, (info.shape[0], info.shape[1]), source, checkpoint)
+        found.setdefault(layer, []).append(linear)
+    roles = [*STANDARD.dense, "head"]
+    return tuple(
+        DenseLayer(layer, tuple(sorted(found[layer], key=lambda linear: roles.index(linear.role))))
+        for layer in sorted(found, key=position)
+    )

@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": "generate",
     "export": "export",
     "doctor": "doctor",
+    "models": "models",
 }
 """Commands in the order of the help, and their modules here."""
 

@@ -19,7 +19,7 @@ def export_bf16(directory: Path, out: Path) -> int:
     The tensors that were not packed keep their dtype; tied weights stay tied.
     """
     source = PackedDirectory.open(directory)
-    layers = experts_of(source.manifest)
+    layers = experts_of(source)
     linears = _linears(source)
     dense = [*dense_entries(source)]
     shards = sum(len([*layer.files()]) for layer in layers) + len(linears) + len(dense)
@@ -44,7 +44,11 @@ def _linears(source: PackedDirectory) -> list[list[str]]:
 
 
 def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[str, ...]) -> Iterator[Entry]:
-    """One tensor for each expert, or one that stacks them (gate above up)."""
+    """One tensor for each expert, or one that stacks them (gate above up, or as transformers' module holds them)."""
+    if layer.form is not None:
+        values = {projection: _values(source, layer.packed[projection]) for projection in projections}
+        yield tensor_entry(layer.name(projections[0], 0), _joined(layer, values))
+        return
     if not layer.layout.stacked:
         (projection,) = projections
         for expert, matrix in enumerate(_values(source, layer.packed[projection])):
@@ -52,6 +56,23 @@ def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[
         return
     parts = [_values(source, layer.packed[projection]) for projection in projections]
     yield tensor_entry(layer.name(projections[0], 0), torch.cat(parts, dim=1))
+
+
+def _joined(layer: Experts, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A parameter of transformers' module from the projections in it, `[E, R, C]` each; what they leave is zero."""
+    assert layer.form is not None
+    places = [layer.form.places[projection] for projection in values]
+    shape = layer.shapes[places[0].parameter]
+    out = torch.zeros(shape, dtype=torch.bfloat16)
+    for place, matrices in zip(places, values.values(), strict=True):
+        turned = matrices.mT if place.transposed else matrices
+        if len(shape) == 2:
+            out.view(len(matrices), -1, shape[1])[:] = turned
+        elif place.transposed:
+            out[: len(matrices), :, place.rows] = turned
+        else:
+            out[: len(matrices), place.rows] = turned
+    return out
 
 
 def _values(source: PackedDirectory, name: str) -> torch.Tensor:

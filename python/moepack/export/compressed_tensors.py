@@ -40,7 +40,7 @@ def export_compressed_tensors(directory: Path, out: Path) -> int:
 
 def _modules(source: PackedDirectory) -> Iterator[tuple[str, list[str], str]]:
     """For each packed tensor its name, the paths on disk of the modules in it, and a pattern that matches them."""
-    for layer in experts_of(source.manifest):
+    for layer in experts_of(source):
         for projection, name in layer.packed.items():
             if layer.layout.stacked:
                 message = "compressed-tensors has a module for each expert; this architecture stacks them"

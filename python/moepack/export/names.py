@@ -2,16 +2,20 @@
 
 A packed directory knows experts by their module in transformers' model. On disk most architectures keep a tensor for
 each expert, under names of their own; the block's path is found from its router, which was never packed. For an
-architecture without a description, the names of transformers' own module are used (`experts.gate_up_proj`).
+architecture without a description, the parameters of transformers' own module are written (`experts.gate_up_proj`), as
+that module holds them; its form is found in the model that transformers builds from config.json.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
-from moepack.errors import CorruptionError
-from moepack.format import Manifest
+from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.experts import ExpertsForm, form_of
+from moepack.errors import CorruptionError, UnsupportedModelError
+from moepack.format.directory import PackedDirectory
 
 __all__ = ["Experts", "experts_of"]
 
@@ -25,39 +29,61 @@ class Experts:
         packed: name of the packed tensor by projection.
         block: path of the sparse block on disk.
         layout: how the experts are stored below the block.
+        form: of transformers' module, where its parameters are written; None where the layout says how.
+        shapes: of that module's parameters.
     """
 
     module: str
     packed: Mapping[str, str]
     block: str
     layout: Layout
+    form: ExpertsForm | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def files(self) -> Iterable[tuple[str, ...]]:
         """The projections that are to be written together: those that share a tensor."""
+        if self.form is not None:
+            places = self.form.places
+            return [tuple(p for p in places if places[p].parameter == name) for name in self.form.parameters]
         return self.layout.tensors.values() if self.layout.stacked else [(projection,) for projection in self.packed]
 
     def name(self, projection: str, expert: int) -> str:
         """The tensor that holds a matrix of an expert."""
+        if self.form is not None:
+            return f"{self.module}.{self.form.places[projection].parameter}"
         return f"{self.block}.{self.layout.template(projection).format(expert)}"
 
 
-def experts_of(manifest: Manifest) -> list[Experts]:
+def experts_of(source: PackedDirectory) -> list[Experts]:
     """Find the layers of experts of a packed directory, in the order of its shards.
 
     Raises:
         CorruptionError: the directory has experts whose block it does not have.
     """
-    modules: dict[str, dict[str, str]] = {}
+    manifest, modules = source.manifest, dict[str, dict[str, str]]()
     for name, record in manifest.packed().items():
         if record.experts:
             modules.setdefault(record.module, {})[record.projection] = name
     architecture = ARCHITECTURES.get(manifest.architecture)
+    model = None if architecture is not None or not modules else meta_model(source.path, source.config)
     dense = [name for name, record in manifest.tensors.items() if not record.experts]
     found = []
     for module, packed in modules.items():
-        block = module.removesuffix(".experts") if architecture is None else _block(module, architecture, dense)
-        found.append(Experts(module, packed, block, (architecture or STANDARD).layouts[0]))
+        if model is not None or architecture is None:
+            found.append(_as_in_the_model(module, packed, model))
+        else:
+            found.append(Experts(module, packed, _block(module, architecture, dense), architecture.layouts[0]))
     return found
+
+
+def _as_in_the_model(module: str, packed: Mapping[str, str], model: Any) -> Experts:
+    """The experts of a module of transformers, written as its parameters."""
+    original = model.get_submodule(module)
+    form = form_of(original)
+    if form is None:
+        raise UnsupportedModelError("is a module that the installed transformers holds in another form", tensor=module)
+    shapes = {name: tuple(original.get_parameter(name).shape) for name in form.parameters}
+    return Experts(module, packed, module.rpartition(".")[0], STANDARD.layouts[0], form, shapes)
 
 
 def _block(module: str, architecture: Architecture, names: Iterable[str]) -> str:

@@ -19,6 +19,9 @@ EXPERT_BYTES = 64
 SMALL = 1 << 20
 """Widths, and bytes of files, that are never too large or too small: a model of so few values costs next to nothing."""
 
+_NO_SIZES = ("quantization_config", "rope_parameters", "rope_scaling")
+"""Settings inside which nothing is a size."""
+
 _KINDS = {
     "layers": re.compile(r"(?:n|num|encoder|decoder)(?:_\w+)?_layers"),
     "experts": re.compile(r"(?:\w+_)?(?:n|num)_(?:\w+_)?experts"),
@@ -56,7 +59,7 @@ def check_config(config: Mapping[str, Any], tensors: int, nbytes: int, file: Pat
 def _claims(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Key, kind and value of every size in a configuration and the configurations inside it."""
     for key, value in config.items():
-        if isinstance(value, dict) and key != "quantization_config":
+        if isinstance(value, dict) and key not in _NO_SIZES:
             yield from _claims(value)
         kind = next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(key)), None)
         if kind is not None and value is not None:

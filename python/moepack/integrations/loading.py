@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moepack.checkpoint.classes import model_class
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError
 from moepack.format.header import read_header
@@ -61,7 +62,7 @@ def load(
             keeps those of the last tokens (docs/offload.md). None maps the files.
 
     Returns:
-        The `...ForCausalLM` model, or `...ForConditionalGeneration` for encoder-decoders.
+        The model of the class that config.json names, such as `...ForCausalLM` or `...ForConditionalGeneration`.
 
     Raises:
         CheckpointError: the hub does not give the model.
@@ -99,16 +100,12 @@ def open_model(
         raise ValueError("host_memory is for models on the CPU that are not resident")
     if threads is not None:
         set_threads(threads)
-    import transformers
-
     from moepack.integrations import register
 
     register()
-    seq2seq = config.get("is_encoder_decoder", False)
-    auto = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
     dtype = _dtype(dtype)
     try:
-        model, report = auto.from_pretrained(
+        model, report = model_class(config).from_pretrained(
             fspath(directory), dtype=dtype, local_files_only=True, output_loading_info=True, device_map=places
         )
     except MoepackError:

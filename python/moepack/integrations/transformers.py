@@ -25,6 +25,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moepack.checkpoint.experts import form_of
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format.plausible import SMALL
 from moepack.integrations.placement import Placement, has_gpu, reserve
@@ -32,7 +33,15 @@ from moepack.integrations.saving import Saver
 from moepack.runtime.decoder import install as install_decoder
 from moepack.runtime.device import DeviceStore
 from moepack.runtime.embedding import PackedEmbedding
-from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
+from moepack.runtime.experts import (
+    PackedEveryExperts,
+    PackedExpertProducts,
+    PackedExperts,
+    PackedIdentityExperts,
+    PackedOwnExperts,
+    PackedPlainExperts,
+    PackedSwitchExperts,
+)
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.store import MappedStore
 
@@ -41,7 +50,9 @@ __all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
 METHOD = "moepack"
 SUPPORTED_VERSION = 1
 
-Replacement = PackedExperts | PackedSwitchExperts | PackedLinear | PackedEmbedding
+Replacement = (
+    PackedExperts | PackedOwnExperts | PackedExpertProducts | PackedSwitchExperts | PackedLinear | PackedEmbedding
+)
 Shapes = dict[str, tuple[int, ...]]
 ExpertShapes = dict[str, tuple[int, int, int]]
 
@@ -294,7 +305,7 @@ def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> Replacement:
+def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
     """The packed twin of an experts module, a linear layer or an embedding.
 
     Raises:
@@ -304,18 +315,33 @@ def _packed_module(original: nn.Module, path: str, shapes: Shapes) -> Replacemen
     if set(shapes) == {LINEAR}:
         make = _packed_embedding if isinstance(original, nn.Embedding) else _packed_linear
         return make(original, path, shapes[LINEAR])
-    kind: type[PackedExperts] | type[PackedSwitchExperts]
-    if set(shapes) == set(PackedSwitchExperts.projections) and isinstance(original, nn.ModuleDict):
+    form = form_of(original)
+    if isinstance(original, nn.ModuleDict) and set(shapes) == set(PackedSwitchExperts.projections):
         expected, act_fn = _switch_layout(original)
-        kind = PackedSwitchExperts
-    elif set(shapes) == set(PackedExperts.projections) and not isinstance(original, nn.ModuleDict):
-        expected, act_fn = _gated_layout(original, path)
-        kind = PackedExperts
-    else:
+        _require_shapes(path, shapes, expected)
+        return PackedSwitchExperts(expected, act_fn)
+    if form is None or set(shapes) != set(form.shapes):
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
-    if shapes != expected:
-        raise LoadError(f"the directory packs '{path}' as {shapes}, the model's configuration says {expected}")
-    return kind(expected, act_fn)
+    _require_shapes(path, shapes, form.shapes)
+    if form.kind == "product":
+        return PackedExpertProducts(form.shapes)
+    if form.kind == "own":
+        return PackedOwnExperts(form.shapes, original, not getattr(original, "is_concatenated", True))
+    activation = original.mlp.activation_fn if hasattr(original, "mlp") else original.act_fn
+    return _TWINS[form.kind](form.shapes, activation)
+
+
+_TWINS: Mapping[str, type[PackedExperts]] = {
+    "gated": PackedExperts,
+    "plain": PackedPlainExperts,
+    "every": PackedEveryExperts,
+    "identity": PackedIdentityExperts,
+}
+
+
+def _require_shapes(path: str, shapes: Shapes, expected: Mapping[str, tuple[int, ...]]) -> None:
+    if shapes != dict(expected):
+        raise LoadError(f"the directory packs '{path}' as {shapes}, the model's configuration says {dict(expected)}")
 
 
 def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> PackedLinear:
@@ -343,20 +369,3 @@ def _switch_layout(original: nn.ModuleDict) -> tuple[ExpertShapes, Any]:
     first: Any = next(iter(original.values()))
     shapes = {name: (len(original), *getattr(first, name).weight.shape) for name in PackedSwitchExperts.projections}
     return shapes, first.act
-
-
-def _gated_layout(original: Any, path: str) -> tuple[ExpertShapes, Any]:
-    """Shapes and activation of a standard experts module, refused where its arithmetic is not the standard one."""
-    gate = getattr(original, "_apply_gate", None)
-    standard = (
-        all(hasattr(original, name) for name in ("gate_up_proj", "down_proj", "act_fn"))
-        and getattr(gate, "__name__", "") == "_default_apply_gate"
-        and not any(getattr(original, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
-    )
-    if not standard:
-        message = f"'{path}' ({type(original).__name__}) is no experts module of the standard layout"
-        raise UnsupportedModelError(message)
-    experts, double, hidden = original.gate_up_proj.shape
-    inner = (experts, double // 2, hidden)
-    shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": tuple(original.down_proj.shape)}
-    return shapes, original.act_fn

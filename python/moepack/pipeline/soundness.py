@@ -6,10 +6,10 @@ nobody can use, and only a method that runs the model would notice, late.
 
 import torch
 
-from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import FLOATS
+from moepack.checkpoint.names import check_tensors
 from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
@@ -35,7 +35,7 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
         if 0 in weights.shape and isinstance(method, Method) and not method.packs_empty:
             message = f"has no values (shape {list(weights.shape)}), which the method {method.name} does not pack"
             raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
-    Skeleton(checkpoint, model, dtype=torch.float32, device=torch.device("cpu")).check()
+    check_tensors(checkpoint, [layer.name for layer in model.layers])
     for name in model.dense_names:
         info = checkpoint.info(name)
         if info.dtype in FLOATS and not _is_finite(checkpoint.tensor(name)):

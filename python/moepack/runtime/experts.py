@@ -1,23 +1,39 @@
 """Expert modules that compute from packed bytes: they stand where transformers has its own experts modules.
 
-`PackedExperts` replaces the standard layout (`gate_up_proj`, `down_proj`, called with top-k indices and weights), and
-`PackedSwitchExperts` the `ModuleDict` of Switch Transformers (called with a one-hot mask).
+`PackedExperts` replaces the standard layout (`gate_up_proj`, `down_proj`, called with top-k indices and weights),
+`PackedPlainExperts` the one without a gate, and `PackedOwnExperts` what computes anything else between and behind the
+products: it leaves that to the code of the module that it replaces. `PackedIdentityExperts`, `PackedEveryExperts` and
+`PackedSwitchExperts` are called in other ways.
 
 Invariants, beside those of `PackedModule`:
 - Products accumulate in float32, and so does the sum over a token's experts, in an order that depends on the routing
   alone: the same input gives the same output, whatever the number of threads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from moepack.runtime.backends import Activation, backend_for
 from moepack.runtime.ops import activation_name
 from moepack.runtime.ops import experts as traced_experts
+from moepack.runtime.ops import grouped as traced_grouped
 from moepack.runtime.packed import PackedModule, Shape, inference_only
 
-__all__ = ["PackedExperts", "PackedSwitchExperts"]
+__all__ = [
+    "PackedEveryExperts",
+    "PackedExpertProducts",
+    "PackedExperts",
+    "PackedIdentityExperts",
+    "PackedOwnExperts",
+    "PackedPlainExperts",
+    "PackedSwitchExperts",
+]
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A grouped product: rows sorted by expert, and where each expert's begin (`Backend.grouped`)."""
 
 
 class _Experts(PackedModule):
@@ -35,15 +51,16 @@ class _Experts(PackedModule):
         self._activation = activation_name(act_fn)
 
     def _run(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sum the chosen experts' outputs: [T, H], [T, k], [T, k], to [T, H] in the dtype of `hidden_states`."""
-        x, index, weights = self.brought_home(hidden_states, index, weights)
+        """Sum the chosen experts' outputs: [..., H], [T, k], [T, k], to the shape and dtype of `hidden_states`."""
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        x, index, weights = self.brought_home(flat, index, weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
         if data is None:
             outputs = inference_only(self._forward, x, index, weights)
         else:
             rows = self.shapes[self.projections[-1]][1]
             outputs = traced_experts(x, index, weights, data, rows, self._activation, self.mode)
-        return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype)
+        return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype).view(hidden_states.shape)
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         backend = backend_for(hidden_states.device)
@@ -63,7 +80,7 @@ class PackedExperts(_Experts):
         act_fn: the activation of the module that is replaced.
     """
 
-    projections = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -79,6 +96,141 @@ class PackedExperts(_Experts):
             [T, H] in the dtype of `hidden_states`.
         """
         return self._run(hidden_states, top_k_index, top_k_weights)
+
+
+class PackedPlainExperts(PackedExperts):
+    """Experts without a gate: down(act(up(x))), as in NemotronH."""
+
+    projections = ("up_proj", "down_proj")
+
+
+class PackedIdentityExperts(PackedExperts):
+    """Gated experts, and beyond them numbers that give the token back, as the zero-computation experts of LongCat."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum the chosen experts' outputs and the token's own share; arguments and result as of `PackedExperts`."""
+        share = (top_k_weights * (top_k_index >= self.num_experts)).sum(-1, keepdim=True)
+        return super().forward(hidden_states, top_k_index, top_k_weights) + (hidden_states * share).to(
+            hidden_states.dtype
+        )
+
+
+class PackedEveryExperts(PackedExperts):
+    """Gated experts that get a row for each token and expert, scaled by the router; zero where it did not choose.
+
+    Llama 4 calls its experts so. Rows of zeros have outputs of zeros and are left out.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Run the experts: [E * T, H], expert by expert, to [E * T, H] in the same dtype."""
+        rows = hidden_states.any(dim=-1).nonzero()
+        index = rows // (len(hidden_states) // self.num_experts)
+        outputs = torch.zeros_like(hidden_states)
+        chosen = rows.squeeze(-1)
+        outputs[chosen] = self._run(hidden_states[chosen], index, torch.ones_like(index, dtype=torch.float32))
+        return outputs
+
+
+class PackedOwnExperts(PackedModule):
+    """Experts whose products are packed, while all between and behind them is left to the module they replace.
+
+    That is its `_apply_gate` (a clamped SwiGLU, say), its biases and its norm behind the last product, computed in
+    float32 by torch. Its parameters that are not packed become this module's, under their names.
+
+    Args:
+        shapes: (E, R, C) of the projections.
+        original: a module of transformers' experts interface.
+        interleaved: whether its `_apply_gate` takes the rows of gate and up in turns.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], original: Any, interleaved: bool) -> None:
+        self.projections = tuple(shapes)
+        super().__init__(shapes)
+        self.num_experts = next(iter(self.shapes.values()))[0]
+        self._original, self._interleaved = (original,), interleaved  # a tuple: no child whose name is in no checkpoint
+        for name, parameter in original.named_parameters(recurse=False):
+            if parameter.ndim < 3:
+                self.register_parameter(name, parameter)
+        self.post_expert_norm = getattr(original, "post_expert_norm", None)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum the chosen experts' outputs; arguments and result as of `PackedExperts`."""
+        x, index, weights = self.brought_home(hidden_states, top_k_index, top_k_weights)
+        outputs = inference_only(self._forward, x, index, weights)
+        return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype)
+
+    def _forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        data = self.packed_bytes() if torch.compiler.is_compiling() else None
+        if data is not None:
+            rows = [shape[1] for shape in self.shapes.values()]
+            traced = [partial(traced_grouped, data=data[i], rows=rows[i], mode=self.mode) for i in range(len(data))]
+            return self._portion(traced, x, index, weights)
+        backend = backend_for(x.device)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for matrices, chosen in self.store.portions(self, index, x.device):
+            products = [partial(backend.grouped, matrix, mode=self.mode) for matrix in matrices]
+            total += self._portion(products, x, chosen, weights)
+        return total
+
+    def _portion(
+        self, products: Sequence[Product], x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum the outputs of the experts that `index` names, [T, H] float32; others count as zero."""
+        order = index.reshape(-1).argsort(stable=True)
+        owner = index.reshape(-1)[order]
+        offsets = torch.searchsorted(owner, torch.arange(self.num_experts + 1, device=owner.device))
+        rows, expert = x[order // index.shape[1]], owner.clamp(max=self.num_experts - 1)
+        *first, last = products
+        inner = self._between([product(rows, offsets) for product in first], expert)
+        outputs = self._biased(last(inner, offsets), "down_proj_bias", expert)
+        if self.post_expert_norm is not None:
+            outputs = self.post_expert_norm(outputs).float()
+        share = weights.reshape(-1)[order].float() * (owner < self.num_experts)
+        placed = torch.empty_like(outputs).index_copy(0, order, outputs * share.unsqueeze(-1))
+        return placed.view(*index.shape, -1).sum(1)
+
+    def _between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
+        """The inputs of the last product from the outputs of the first ones, [N, I] each."""
+        (original,) = self._original
+        if len(parts) == 1:
+            inner: torch.Tensor = original.act_fn(self._biased(parts[0], "up_proj_bias", expert))
+            return inner
+        joined = torch.stack(parts, -1).flatten(-2) if self._interleaved else torch.cat(parts, -1)
+        gated: torch.Tensor = original._apply_gate(self._biased(joined, "gate_up_proj_bias", expert))
+        return gated.float()
+
+    def _biased(self, outputs: torch.Tensor, name: str, expert: torch.Tensor) -> torch.Tensor:
+        bias = self._parameters.get(name)
+        return outputs if bias is None else outputs + bias[expert].float()
+
+
+class PackedExpertProducts(PackedModule):
+    """One matrix an expert, for callers that sort the rows and do the rest themselves, as JetMoE does.
+
+    Args:
+        shapes: (E, R, C) of `matrices`.
+    """
+
+    projections = ("matrices",)
+
+    def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
+        """Multiply rows, sorted by expert: [N, C] and how many belong to each expert, to [N, R]."""
+        offsets = torch.tensor([0, *expert_size]).cumsum(0)
+        return inference_only(partial(self._forward, offsets), inputs).to(inputs.dtype)
+
+    def _forward(self, offsets: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        chosen = (offsets.diff() > 0).nonzero()
+        outputs = inputs.new_zeros((len(inputs), self.shapes["matrices"][1]), dtype=torch.float32)
+        for (matrix,), portion in self.store.portions(self, chosen, inputs.device):
+            held = torch.isin(torch.arange(len(offsets) - 1), portion)
+            rows = torch.repeat_interleave(held, offsets.diff())
+            starts = torch.cat((offsets[:1], (offsets.diff() * held).cumsum(0)))
+            outputs[rows] = backend_for(inputs.device).grouped(matrix, inputs[rows], starts, self.mode)
+        return outputs
 
 
 class PackedSwitchExperts(_Experts):

@@ -19,11 +19,12 @@ from moepack.runtime.backends import Activation, backend_for, is_silu
 from moepack.runtime.backends.cpu import views
 from moepack.runtime.store import matrix_over
 
-__all__ = ["activation_name", "embedding", "experts", "linear"]
+__all__ = ["activation_name", "embedding", "experts", "grouped", "linear"]
 
 _torch: Any = torch.library  # whose functions have no types
 _library = _torch.Library("moepack", "DEF")
 _library.define("linear(Tensor x, Tensor data, SymInt rows, str? mode) -> Tensor")
+_library.define("grouped(Tensor x, Tensor offsets, Tensor data, SymInt rows, str? mode) -> Tensor")
 _library.define(
     "experts(Tensor x, Tensor index, Tensor weights, Tensor[] data, SymInt rows, str activation, str? mode) -> Tensor"
 )
@@ -45,6 +46,12 @@ def activation_name(activation: Activation) -> str:
 def linear(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
     """Multiply x [N, C] by the packed matrix of bytes `data`, to [N, rows] float32; see `Backend.linear`."""
     product: Tensor = torch.ops.moepack.linear(x, data, rows, mode)
+    return product
+
+
+def grouped(x: Tensor, offsets: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
+    """Multiply x [N, C], sorted by expert, by the packed matrices of bytes `data`, to [N, rows]; `Backend.grouped`."""
+    product: Tensor = torch.ops.moepack.grouped(x, offsets, data, rows, mode)
     return product
 
 
@@ -82,6 +89,10 @@ def _linear(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
     return backend_for(x.device).linear(matrix_over(data), x, mode)
 
 
+def _grouped(x: Tensor, offsets: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
+    return backend_for(x.device).grouped(matrix_over(data), x, offsets, mode)
+
+
 def _experts(
     x: Tensor, index: Tensor, weights: Tensor, data: list[Tensor], rows: int, activation: str, mode: str | None
 ) -> Tensor:
@@ -98,6 +109,10 @@ def _refuse(gradient: Tensor) -> Tensor:
 
 
 def _linear_fake(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
+    return x.new_empty((x.shape[0], rows), dtype=torch.float32)
+
+
+def _grouped_fake(x: Tensor, offsets: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
     return x.new_empty((x.shape[0], rows), dtype=torch.float32)
 
 
@@ -133,6 +148,7 @@ def _install(name: str, function: Any, fake: Any, backward: Any) -> None:
 
 
 _install("linear", _linear, _linear_fake, _backward)
+_install("grouped", _grouped, _grouped_fake, _backward)
 _install("experts", _experts, _experts_fake, _backward)
 _install("embedding", _embedding, _embedding_fake, None)
 _install("no_gradient", _refuse, torch.empty_like, None)

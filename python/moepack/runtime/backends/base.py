@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moepack.errors import LoadError
+
 __all__ = ["Activation", "Backend", "Matrix", "is_silu"]
 
 Activation = Callable[[Tensor], Tensor]
@@ -62,6 +64,26 @@ class Backend(ABC):
             x: the activations.
             mode: a compute mode, or None for that of the process.
         """
+
+    def grouped(self, matrix: Matrix, x: Tensor, offsets: Tensor, mode: str | None) -> Tensor:
+        """Multiply rows, sorted by expert, by their experts' matrices; only the CPU's backend can.
+
+        Args:
+            matrix: the weights of E experts.
+            x: [N, C], float32, bfloat16 or float16.
+            offsets: [E + 1] int64, where each expert's rows begin; the last is at most N.
+            mode: as in `linear`.
+
+        Returns:
+            [N, R] float32; zero for rows behind the last expert's.
+
+        Raises:
+            LoadError: the device has no such product.
+        """
+        raise LoadError(
+            "experts that compute more than act(gate x) * up x between their products (biases, clamps, norms) run on "
+            f"the CPU only, a tensor is on '{x.device}'"
+        )
 
     @abstractmethod
     def experts(

@@ -50,6 +50,12 @@ class CpuBackend(Backend):
         """See `Backend.linear`."""
         return _product(matrix, x, np.array([0, len(x)], np.int64), mode)
 
+    def grouped(self, matrix: Matrix, x: Tensor, offsets: Tensor, mode: str | None) -> Tensor:
+        """See `Backend.grouped`."""
+        count = int(offsets[-1])
+        found = _product(matrix, x[:count], offsets.numpy(), mode)
+        return functional.pad(found, (0, 0, 0, len(x) - count))
+
     def experts(
         self,
         matrices: Sequence[Matrix],

@@ -1,0 +1,187 @@
+"""The trial of one architecture: build, compress, load, run, generate, export, compare.
+
+Comparisons take the median over tokens: the router of a random model is undecided, so rounding sends single tokens to
+other experts, whose outputs are unlike.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack.census.tiny import VOCABULARY, tiny_model
+from moepack.checkpoint.classes import model_class
+from moepack.checkpoint.experts import form_of
+from moepack.errors import MoepackError
+from moepack.export import export
+from moepack.integrations.loading import load
+from moepack.methods import Method
+from moepack.methods.finequant import FineQuant
+from moepack.pipeline import compress
+
+__all__ = ["EXPORTED", "ORIGINAL", "Outcome", "architectures", "check"]
+
+ORIGINAL = 0.05
+"""The largest median of the relative error of a token's logits, beside the original: 8 bits a weight."""
+EXPORTED = 0.03
+"""The same beside the bf16 export: 8 bits of mantissa, through all layers."""
+
+_TOWERS = ("vision_config", "audio_config", "vit_config")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial.
+
+    Attributes:
+        architecture: transformers' model type.
+        verdict: "works", "text part only" (towers for images or sound stay as they are), "refused", "fails" (loaded,
+            but not what the original computes), or "not tried" (transformers does not build it here).
+        experts: the kind of its experts modules (`checkpoint.experts`).
+        original, exported: medians of the relative errors of logits beside the original and beside the bf16 export.
+        reason: why it does not work.
+    """
+
+    architecture: str
+    verdict: str
+    experts: str = ""
+    original: float | None = None
+    exported: float | None = None
+    reason: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it does, with or without towers."""
+        return self.verdict in ("works", "text part only")
+
+
+@cache
+def architectures() -> tuple[tuple[str, ...], ...]:
+    """The architectures of the installed transformers that have routed experts: the model types of each, best first."""
+    from transformers import CONFIG_MAPPING
+
+    families: dict[str, list[str]] = {}
+    for model_type in CONFIG_MAPPING:
+        families.setdefault(CONFIG_MAPPING[model_type].__module__.split(".")[2], []).append(model_type)
+    return tuple(tuple(_ranked(types)) for family, types in sorted(families.items()) if _has_experts(family))
+
+
+def _has_experts(family: str) -> bool:
+    """Whether a package of transformers' models has a module of experts, by its source."""
+    spec = find_spec(f"transformers.models.{family}")
+    folders = spec.submodule_search_locations or [] if spec else []
+    sources = [file.read_text() for folder in folders for file in Path(folder).glob("modeling_*.py")]
+    return any(re.search(r"^@use_experts_implementation|^class \w+Experts\(", text, re.M) for text in sources)
+
+
+def _ranked(model_types: list[str]) -> Iterator[str]:
+    """Model types that have a model with a head: first those around others."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModelForSeq2SeqLM)
+    for auto in autos:
+        yield from (kind for kind in model_types if CONFIG_MAPPING[kind] in auto._model_mapping)
+    if not any(CONFIG_MAPPING[kind] in auto._model_mapping for kind in model_types for auto in autos):
+        yield model_types[0]
+
+
+def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome:
+    """Try an architecture.
+
+    Args:
+        model_types: its model types; the first that transformers builds is tried.
+        method: what compresses it; group-wise integers of 8 bits by default, which the limits here are for.
+    """
+    reason = ""
+    for model_type in dict.fromkeys(model_types):
+        try:
+            model = tiny_model(model_type)
+            logits = _logits(model)
+        except Exception as error:  # whatever an architecture of transformers raises where it lacks something
+            reason = reason or f"transformers does not build a tiny one here ({_line(error)})"
+            continue
+        return _tried(model_type, model, logits, method or FineQuant(bits=8))
+    return Outcome(model_types[0], "not tried", reason=reason)
+
+
+def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) -> Outcome:
+    config, kinds = model.config, _kinds(model)
+    try:
+        with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
+            original, exported = _errors(Path(folder), model, logits, method)
+    except MoepackError as error:
+        return Outcome(model_type, "refused", kinds, reason=_line(error))
+    except Exception as error:  # a failure that moepack did not foresee is part of the table, not the end of it
+        return Outcome(model_type, "fails", kinds, reason=f"{type(error).__name__}: {_line(error)}")
+    if original > ORIGINAL or exported > EXPORTED:
+        return Outcome(model_type, "fails", kinds, original, exported, "the logits differ")
+    towers = any(getattr(config, name, None) is not None for name in _TOWERS)
+    return Outcome(model_type, "text part only" if towers else "works", kinds, original, exported)
+
+
+def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> tuple[float, float]:
+    """Errors of the packed model beside the original and beside its bf16 export."""
+    model.save_pretrained(folder / "source")
+    compress(folder / "source", folder / "packed", method=method)
+    packed = load(folder / "packed", dtype="float32", mode="exact")
+    found = _logits(packed)
+    _run_with_cache(packed, found)
+    export(folder / "packed", folder / "plain")
+    kind = model_class(packed.config.to_dict())
+    plain = kind.from_pretrained(folder / "plain", dtype=torch.float32).eval()
+    return _median(found, logits), _median(found, _logits(plain))
+
+
+def _inputs(model: Any) -> dict[str, torch.Tensor]:
+    ids = torch.arange(24).mul(7).remainder(VOCABULARY - 4).add(3).view(2, 12)
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**_inputs(model)).logits
+    return logits
+
+
+def _run_with_cache(model: Any, logits: torch.Tensor) -> None:
+    """Token by token with a cache, where the model has one, and through `generate`.
+
+    Raises:
+        ArithmeticError: the cache changes what the model computes.
+    """
+    inputs = _inputs(model)
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        return
+    ids = inputs["input_ids"]
+    with torch.inference_mode():
+        first = model(input_ids=ids[:, :8], use_cache=True)
+        if getattr(first, "past_key_values", None) is not None:
+            rest = [first]
+            for token in range(8, 12):
+                step = model(input_ids=ids[:, token : token + 1], past_key_values=rest[-1].past_key_values)
+                rest.append(step)
+            if _median(torch.cat([step.logits for step in rest], 1), logits) > EXPORTED:
+                raise ArithmeticError("with a cache the logits are others than without")
+    model.generate(ids, max_new_tokens=3, do_sample=False)
+
+
+def _median(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+
+
+def _kinds(model: torch.nn.Module) -> str:
+    """The kinds of a model's experts modules."""
+    forms = (form_of(module) for module in model.modules())
+    return ", ".join(sorted({form.kind for form in forms if form is not None}))
+
+
+def _line(error: Exception) -> str:
+    """An error in one line, without places that are gone."""
+    detail = error.detail if isinstance(error, MoepackError) else str(error)
+    return " ".join(detail.split(". Supported are ")[0].split())[:200]

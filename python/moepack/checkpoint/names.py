@@ -1,0 +1,171 @@
+"""Which tensors of a checkpoint become which parameter of transformers' model, by the rules by which it loads.
+
+The rules rename tensors, and convert some: they stack, join, transpose or interleave the tensors of experts. So
+whatever transformers loads is read as it loads it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.model import Part
+from moepack.checkpoint.reader import Checkpoint
+from moepack.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["Names", "Source", "UnknownConversion", "check_tensors"]
+
+
+class UnknownConversion(Exception):
+    """Transformers makes a parameter in a way that is not known here."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter's tensors before transformers' conversion.
+
+    Attributes:
+        pieces: by piece and expert; the pieces follow each other along the output rows.
+        interleaved: whether the rows of two halves take turns where the parameter has one behind the other (True), the
+            other way round (False), or all is as in the parameter (None).
+    """
+
+    pieces: list[list[Part]]
+    interleaved: bool | None = None
+
+
+class Names:
+    """Which tensors become which parameter, by the rules by which transformers loads.
+
+    Attributes:
+        plain: tensors that become a parameter as they are, by the parameter's name.
+        found: all tensors of a parameter, by its name and by the pattern of the conversion that takes them.
+        tied: parameters that are others under another name.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        rules = get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._checkpoint = checkpoint
+        self.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self._converters = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        self.found: dict[str, dict[str | None, list[str]]] = {}
+        self._number: dict[str, tuple[int, int]] = {}
+        state = model.state_dict()
+        for name in checkpoint.names():
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+            if target not in state and name in state:  # as transformers does where a renaming was not meant for it
+                target, pattern = name, None
+            targets = self._converters[pattern].target_patterns if pattern is not None else [""]
+            for number, other in enumerate(targets):
+                parameter = target.replace(targets[0], other, 1) if number else target
+                self.found.setdefault(parameter, {}).setdefault(pattern, []).append(name)
+                self._number[parameter] = number, len(targets)
+        self.plain = {parameter: found[None][0] for parameter, found in self.found.items() if None in found}
+
+    def below(self, path: str) -> Iterator[tuple[str, str]]:
+        """Parameters below a module with the names of their tensors."""
+        for parameter, found in self.found.items():
+            if parameter.startswith(f"{path}."):
+                for names in found.values():
+                    yield from ((parameter, name) for name in names)
+
+    def source(self, parameter: str, shape: tuple[int, ...], experts: int) -> Source:
+        """The tensors of a parameter of this shape, which stacks experts.
+
+        Raises:
+            CheckpointError: there are none.
+            UnsupportedModelError: transformers converts them in a way that is not known here.
+        """
+        if parameter in self.plain:
+            return Source([_stacked(self.plain[parameter], shape, experts)])
+        if parameter in self.tied:
+            raise UnknownConversion(f"two modules share their experts ({parameter})")
+        if parameter not in self.found:
+            raise CheckpointError(
+                "the model needs it, the checkpoint lacks it", file=self._checkpoint.path, tensor=parameter
+            )
+        found = self.found[parameter]
+        rule = self._converters[next(pattern for pattern in found if pattern is not None)]
+        source = Source([self._piece(parameter, pattern, found, experts) for pattern in rule.source_patterns])
+        for operation in rule.operations:
+            source = self._converted(source, operation, parameter, shape)
+        return source
+
+    def _piece(self, parameter: str, pattern: str, found: Mapping[str | None, list[str]], experts: int) -> list[Part]:
+        """What a pattern stands for: a tensor for each expert, or one that stacks them."""
+        if pattern not in found:
+            raise CheckpointError(f"has no tensors like '{pattern}'", file=self._checkpoint.path, tensor=parameter)
+        names = sorted(found[pattern], key=_natural)
+        if "*" not in pattern:
+            return _stacked(names[0], (experts, 0, 0), experts)
+        number, count = self._number[parameter]
+        share = -(-len(names) // count)
+        names = names[number * share : (number + 1) * share]
+        if len(names) < experts:
+            message = f"{experts} experts are configured, the checkpoint has {len(names)} tensors like '{pattern}'"
+            raise CheckpointError(message, file=self._checkpoint.path, tensor=parameter)
+        return [Part(name) for name in names]
+
+    def _converted(self, source: Source, operation: Any, parameter: str, shape: tuple[int, ...]) -> Source:
+        """A source behind one of transformers' operations."""
+        kind, axis = type(operation).__name__, getattr(operation, "dim", None)
+        if (kind, axis) in (("MergeModulelist", 0), ("Concatenate", 1)) or kind.startswith("ErnieFuseAndSplit"):
+            return source
+        if kind == "Transpose" and {operation.dim0, operation.dim1} == {1, 2}:
+            stored = self._checkpoint.info(source.pieces[0][0].tensor).shape
+            if operation.check_dims and stored == shape:
+                return source
+            return Source([[replace(part, transposed=True) for part in piece] for piece in source.pieces])
+        if (kind, axis) == ("Interleave", 1) and len(source.pieces) == 1:
+            return replace(source, interleaved=not operation.inverse)
+        raise UnknownConversion(f"transformers makes {parameter} by {kind}, which moepack does not know")
+
+
+def _natural(name: str) -> list[Any]:
+    """Sorts experts by their numbers."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def _stacked(name: str, shape: tuple[int, ...], experts: int) -> list[Part]:
+    """The experts of a tensor: its first axis, or equal shares of its rows where it is a matrix."""
+    if len(shape) == 3:
+        return [Part(name, (expert,)) for expert in range(experts)]
+    rows = shape[0] // experts
+    return [Part(name, (slice(rows * expert, rows * (expert + 1)),)) for expert in range(experts)]
+
+
+def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
+    """Hold every tensor that the model needs against the checkpoint; none is read.
+
+    Args:
+        checkpoint: the checkpoint.
+        packed: paths of modules that were described before, whose tensors are not looked at.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build a model of config.json.
+        CheckpointError: a tensor is missing or has another shape than the model's.
+    """
+    try:
+        model = meta_model(checkpoint.path, checkpoint.config)
+    except Exception as cause:  # whatever a class of transformers makes of values that it does not expect
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        message = f"transformers cannot build the model ({reason})"
+        raise UnsupportedModelError(message, file=checkpoint.path / "config.json") from cause
+    names, described = Names(checkpoint, model), tuple(f"{path}." for path in packed)
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    for name, tensor in model.state_dict().items():
+        if name.startswith(described) or name in names.tied or any(pattern.search(name) for pattern in ignored):
+            continue
+        if name not in names.found:
+            raise CheckpointError("the model needs it, the checkpoint lacks it", file=checkpoint.path, tensor=name)
+        source = names.plain.get(name)
+        if source is not None and checkpoint.info(source).shape != tuple(tensor.shape):
+            info = checkpoint.info(source)
+            message = f"has shape {list(info.shape)}, the model expects {list(tensor.shape)}"
+            raise CheckpointError(message, file=info.file, tensor=source)

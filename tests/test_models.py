@@ -1,0 +1,156 @@
+"""Architectures of the installed transformers: a sample of each layout of experts, from a tiny model to its export.
+
+The whole table is `moepack models`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress, describe, load
+from moepack.calibration.skeleton import Skeleton
+from moepack.census import architectures, check
+from moepack.census.tiny import tiny_model
+from moepack.checkpoint.experts import form_of
+from moepack.methods.finequant import FineQuant
+from moepack.methods.rate import Rate
+
+SAMPLE = {
+    "aria": "transposed experts in a model that reads images",
+    "dbrx": "stacked rows",
+    "deepseek_v4": "clamped SwiGLU, every tensor renamed",
+    "ernie4_5_vl_moe": "experts of text and images in one list",
+    "gemma4": "GELU",
+    "gpt_oss": "transposed, interleaved, biases",
+    "granitemoehybrid": "a setting that is infinite",
+    "inkling_text": "rows of gate and up taking turns on disk",
+    "jetmoe": "experts in the attention, rows sorted by the caller",
+    "llama4": "all experts on scaled rows",
+    "longcat_flash": "identity experts",
+    "nemotron_h": "ReLU squared, no gate",
+    "openai_privacy_filter": "token classification",
+    "qwen3_next": "gated delta attention",
+    "qwen3_vl_moe": "transposed on disk",
+    "step3p7": "a norm of its own clamp, outside the interface",
+    "switch_transformers": "encoder and decoder",
+}
+KNOWN = {name for types in architectures() for name in types}
+
+
+def skip_unknown(model_type: str) -> None:
+    if model_type not in KNOWN:
+        pytest.skip("this version of transformers does not have it")
+
+
+@pytest.mark.parametrize("model_type", SAMPLE, ids=SAMPLE.get)
+def test_a_layout_works(model_type: str) -> None:
+    skip_unknown(model_type)
+    outcome = check((model_type,))
+    assert outcome.works, outcome
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "nemotron_h", "llama4"])
+def test_a_layout_takes_other_methods(model_type: str, tmp_path: Path) -> None:
+    """What `rate` packs is near the original, and the more so the more bits it has."""
+    skip_unknown(model_type)
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path / "source")
+    ids = torch.arange(3, 19)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits
+        errors = []
+        for bits in (3.0, 5.5):
+            compress(tmp_path / "source", tmp_path / f"{bits}", method=Rate(bits, roles="none"))
+            found = load(tmp_path / f"{bits}", dtype="float32", mode="exact")(input_ids=ids).logits
+            errors.append(float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median()))
+    assert errors[1] < errors[0] < 1
+
+
+def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path) -> None:
+    """Biases, clamps and interleaving beside transformers' own module, with sentinels; exact but for rounding."""
+    skip_unknown("gpt_oss")
+    model = tiny_model("gpt_oss")
+    model.save_pretrained(tmp_path / "source")
+    compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
+    packed = load(tmp_path / "packed", dtype="float32", mode="exact")
+    path = next(name for name, module in model.named_modules() if form_of(module) is not None)
+    original, twin = model.get_submodule(path), packed.get_submodule(path)
+    matrices = [torch.from_numpy(twin.matrix(name).dequantize("float32")) for name in twin.projections]
+    with torch.no_grad():
+        original.gate_up_proj[:, :, 0::2], original.gate_up_proj[:, :, 1::2] = (m.mT for m in matrices[:2])
+        original.down_proj.copy_(matrices[2].mT)
+        x, index, weights = torch.randn(5, 32), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+        torch.testing.assert_close(twin(x, index, weights), original(x, index, weights), rtol=1e-4, atol=1e-4)
+        nowhere = twin(x, torch.full((5, 2), 4), weights)
+    assert not nowhere.any()
+
+
+def refused(directory: Path, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        describe(Checkpoint.open(directory))
+
+
+def saved(architecture: str, path: Path, **config: object) -> Path:
+    tiny_model(architecture).save_pretrained(path)
+    settings = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
+def test_experts_that_two_modules_share_are_refused(tmp_path: Path) -> None:
+    skip_unknown("diffusion_gemma")
+    refused(saved("diffusion_gemma", tmp_path), "two modules share their experts")
+
+
+def test_a_model_that_reads_images_without_experts_is_refused(tmp_path: Path) -> None:
+    config = transformers.LlavaConfig(
+        text_config={
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 1,
+            "vocab_size": 64,
+        },
+        vision_config={"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32},
+    )
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    refused(tmp_path, "'llava' is not supported: the model has no experts")
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    path = saved("glm4_moe", tmp_path, model_type="made_up", auto_map={"AutoModelForCausalLM": "code.Model"})
+    (path / "code.py").write_text("raise SystemExit('ran')")
+    refused(path, "does not know it; code that comes with a checkpoint is never run")
+
+
+@pytest.mark.parametrize("spelling", ["Infinity", {"__float__": "Infinity"}])
+def test_infinite_settings(spelling: object, tmp_path: Path) -> None:
+    skip_unknown("granitemoehybrid")
+    limit = float("inf") if spelling == "Infinity" else spelling
+    path = saved("granitemoehybrid", tmp_path, time_step_limit=[0.0, limit])
+    assert len(describe(Checkpoint.open(path)).layers) == 2
+
+
+def test_a_setting_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    refused(saved("glm4_moe", tmp_path, hidden_size=float("nan")), "transformers cannot build it")
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = saved("qwen3_next" if "qwen3_next" in KNOWN else "glm4_moe", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    gone = next(name for name in tensors if ".experts.3.up_proj" in name)
+    del tensors[gone]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"4 experts are configured, the checkpoint has 3 tensors"):
+        describe(Checkpoint.open(path))
+
+
+def test_methods_that_run_the_model_say_what_they_cannot_follow(tmp_path: Path) -> None:
+    skip_unknown("gpt_oss")
+    checkpoint = Checkpoint.open(saved("gpt_oss", tmp_path))
+    with pytest.raises(UnsupportedModelError, match="GptOssExperts computes more than gate"):
+        Skeleton(checkpoint, describe(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
