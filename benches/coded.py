@@ -27,7 +27,7 @@ from moepack import _core
 from peers import aligned, encode
 
 SOURCES = ("gaussian", "laplace")
-ENTROPIES = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+ENTROPIES = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 7.5)
 MODES = ("int8", "exact", "auto")
 
 
@@ -88,7 +88,7 @@ def measure(source: str, bits: float, columns: int, options: argparse.Namespace)
     """Size and speeds of one tensor."""
     rows = options.weights // columns
     codes, one = draw(source, bits, rows, columns), np.ones((1, 1), np.float32)
-    make = partial(_core.encode_coded, codes, one, ndim=2)
+    make = partial(_core.encode_coded, codes, one, ndim=2, low_bits=3 if bits > 5 else 0)
     data = make()
     blob, exact = _core.PackedTensor(data), entropy(codes)
     stored = 8 * data.nbytes / codes.size

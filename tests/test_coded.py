@@ -46,15 +46,30 @@ def test_every_file_is_a_case():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 35, 50), (3, 70, 9), (0, 3, 3), (2, 0, 3), (2, 3, 0)])
-@pytest.mark.parametrize("deviation", [0.2, 1.5, 40])
+@pytest.mark.parametrize("deviation", [0.2, 1.5, 40, 120])
 def test_an_independent_reader_gets_codes_and_scales(shape, deviation):
     codes = drawn(shape, deviation)
-    for dtype in (np.int16, np.int32):
-        data = _core.encode_coded(codes.astype(dtype), scales(shape), ndim=3)
+    for dtype, low_bits in ((np.int16, 0), (np.int32, 3)):
+        data = _core.encode_coded(codes.astype(dtype), scales(shape), ndim=3, low_bits=low_bits)
         read = oracle.read(data.tobytes())
         np.testing.assert_array_equal(read.codes, codes)
         np.testing.assert_array_equal(_core.decode_coded(data), codes)
         np.testing.assert_array_equal(_core.PackedTensor(data).dequantize(), read.weights())
+
+
+@pytest.mark.parametrize(("deviation", "version"), [(3, 1), (60, 2)])
+def test_low_bits_are_kept_apart_where_a_table_lists_too_few_integers(deviation, version):
+    """And what has none is a tensor of version 1, as ever."""
+    data = _core.encode_coded(drawn((1, 128, 512), deviation), np.ones((1, 1), np.float32), ndim=2, low_bits=3)
+    details = _core.PackedTensor(data).details()
+    assert data[8] == version and (details.get("low_bits", 0) > 0) is (version == 2)
+    assert details["exceptions"] < 0.003 * 128 * 512
+
+
+def test_gpus_refuse_low_bits():
+    data = _core.encode_coded(drawn((1, 128, 512), 60), np.ones((1, 1), np.float32), ndim=2, low_bits=3)
+    with pytest.raises(ValueError, match="low bits"):
+        _core.coded_to_device(data)
 
 
 def test_bytes_hold_small_codes_only():
@@ -94,9 +109,10 @@ def test_sizes_are_near_the_entropy(columns, deviation):
 
 
 @pytest.mark.parametrize("mode", ["auto", "exact", "bf16", "int8"])
-def test_products_are_those_of_the_weights(mode):
+@pytest.mark.parametrize("deviation", [1.5, 80])
+def test_products_are_those_of_the_weights(mode, deviation):
     shape = (3, 130, 300)
-    blob = _core.PackedTensor(_core.encode_coded(drawn(shape), scales(shape), ndim=3))
+    blob = _core.PackedTensor(_core.encode_coded(drawn(shape, deviation), scales(shape), ndim=3, low_bits=3))
     x = np.random.default_rng(4).standard_normal((33, 300)).astype(np.float32)
     offsets = np.array([0, 2, 2, 33])
     for isa in _core.available_isas():
@@ -124,8 +140,9 @@ def test_threads_do_not_change_bytes_or_products():
     assert len(set(found)) == 1
 
 
-def test_damage_is_found_or_harmless():
-    data = _core.encode_coded(drawn((1, 40, 64)), scales((1, 40)), ndim=2)
+@pytest.mark.parametrize("deviation", [1.5, 80])
+def test_damage_is_found_or_harmless(deviation):
+    data = _core.encode_coded(drawn((1, 40, 64), deviation), scales((1, 40)), ndim=2, low_bits=3)
     rng, x = np.random.default_rng(2), np.ones((1, 64), np.float32)
     for place in rng.integers(0, len(data), 300):
         bad = data.copy()

@@ -248,6 +248,7 @@ def encode_coded(
     *,
     ndim: int,
     stream_rows: int | None = None,
+    low_bits: int = 0,
 ) -> _Bytes:
     """Entropy code integers, uint8 [bytes]; a weight is `scale * code`.
 
@@ -257,6 +258,7 @@ def encode_coded(
         scales: float32 [experts, rows], or [1, 1] for the whole tensor; finite.
         ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         stream_rows: rows that are coded together, 16 or 64; by default what suits the columns.
+        low_bits: low bits of codes that may be kept apart, 0 to 3; as many are as leave the fewest bytes.
     """
 
 def decode_coded(data: _Bytes) -> NDArray[np.int32]:

@@ -68,7 +68,8 @@ def read(data: bytes) -> Tensor:
     """Read a tensor, checking everything."""
     magic, version, ndim, blocks, row_scales, wide, count, symbols = struct.unpack_from("<8sH6B", data)
     experts, rows, columns, payload, exceptions, entry, size = struct.unpack_from("<5Q2B", data, 16)
-    assert (magic, version) == (b"MOEPRANS", 1) and not any(data[58:64])
+    low_bits = data[58]
+    assert magic == b"MOEPRANS" and version == (2 if low_bits else 1) and low_bits <= 3 and not any(data[59:64])
     sections, quads = Sections(data), -(-columns // QUAD)
     tables = sections.take(count * (1 + symbols))
     parts = [tables[i : i + 1 + symbols] for i in range(0, len(tables), 1 + symbols)]
@@ -88,6 +89,9 @@ def read(data: bytes) -> Tensor:
         heights = [min(max(rows - first - BLOCK * block, 0), BLOCK) for block in range(blocks)]
         end = at + 2 * LANES + length
         registers = decode(found[table], stored[at:end], heights, quads)
+        size_of_planes = 8 * low_bits * quads * sum(height > 0 for height in heights)
+        planes = [int.from_bytes(stored[end + i : end + i + 8], "little") for i in range(0, size_of_planes, 8)]
+        end += size_of_planes
         differences = {}
         for place in range(exception, exception + several):
             record = int.from_bytes(listed[size * place : size * (place + 1)], "little")
@@ -95,11 +99,16 @@ def read(data: bytes) -> Tensor:
             differences[record >> bits] = (record + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
         for number_of_register, register in enumerate(registers):
             block, quad = divmod(number_of_register, quads)
+            own = planes[low_bits * number_of_register : low_bits * (number_of_register + 1)]
             for lane, code in enumerate(register):
                 row, column = first + BLOCK * block + lane // QUAD, QUAD * quad + lane % QUAD
+                low = sum((plane >> lane & 1) << bit for bit, plane in enumerate(own))
                 if column < columns:
                     difference = differences.pop(LANES * number_of_register + lane, 0)
-                    codes[expert, row, column] = code + difference
+                    codes[expert, row, column] = 2**low_bits * code + low + difference
+                else:
+                    assert not low
+            assert not any(plane >> len(register) for plane in own)
         assert not differences
         at, exception = end, exception + several
     assert (at, exception) == (payload, exceptions)

@@ -16,7 +16,7 @@ from moepack.cli.device import usable_device
 METHODS = {
     "auto": "the best model of a size (the default); better with a text",
     "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text",
-    "rate": "any number of bits from 0.4 to 5.5, entropy coded, all linear layers too; better with a text",
+    "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; better with a text",
     "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
     "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
     "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",

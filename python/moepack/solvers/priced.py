@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moepack import _core
 
-__all__ = ["BLOCK_ROWS", "PRICE", "WORTH", "Lengths", "Profile", "round_priced"]
+__all__ = ["BLOCK_ROWS", "PRICE", "WORTH", "Lengths", "Profile", "largest_at", "low_bits_of", "round_priced"]
 
 PRICE = math.log(2) / 6
 """Squared steps that a bit is worth."""
@@ -38,14 +38,15 @@ rounds towards zero; a model minds their lost energy more than the same error el
 BLOCK_ROWS = 16
 """Rows of a row block."""
 
-LARGEST = 31
-"""The largest magnitude with a length of its own; larger ones are stored as exceptions."""
+LARGEST, DENSE_LARGEST, DENSE_BITS = 31, 255, 5.0
+"""The largest magnitude with a length of its own, and the largest at more than so many bits a weight, where the coder
+keeps low bits apart; larger ones are stored as exceptions."""
 
 MOST = float(1 << 30)
 """The largest integer."""
 
 EXCEPTION_BITS = 32.0
-"""What an exception takes beside the code of the symbol in its place."""
+"""What an exception takes beside the code of the symbol in its place, without low bits."""
 
 CLASSES, NARROWEST = 128, -24.0
 """Classes, a quarter of an octave each, and the base-two logarithm of the first one's root mean square."""
@@ -58,6 +59,21 @@ ROUNDS = 4
 
 HALF_COUNT = 0.5
 """What is added to every count, so that symbols that a sample lacks have a length."""
+
+
+def largest_at(bits_per_weight: float) -> int:
+    """The largest magnitude with a length of its own at a rate."""
+    return LARGEST if bits_per_weight <= DENSE_BITS else DENSE_LARGEST
+
+
+def exception_bits(largest: int) -> float:
+    """What an exception takes beside the code of the symbol in its place; with low bits its difference is long."""
+    return EXCEPTION_BITS if largest == LARGEST else 2 * EXCEPTION_BITS
+
+
+def low_bits_of(largest: int) -> int:
+    """The most low bits that the coder may keep apart, by the largest magnitude with a length of its own."""
+    return 0 if largest == LARGEST else 3
 
 
 def classes_of(values: Tensor) -> Tensor:
@@ -79,10 +95,12 @@ class Profile:
 
     Attributes:
         counts: [CLASSES, BINS] float64, of weights by their values in units of the class's root mean square.
+        largest: the largest magnitude with a length of its own, L.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = LARGEST) -> None:
         """Start without weights."""
+        self.largest = largest
         self.counts = torch.zeros(CLASSES, BINS, dtype=torch.float64)
 
     @property
@@ -108,23 +126,24 @@ class Profile:
         """Bits of the weights rounded to a step."""
         counts = self._symbols(step, lengths, price)
         exceptions = self.counts.sum() - counts.sum()
-        return float((counts * lengths.bits).sum() + EXCEPTION_BITS * exceptions)
+        return float((counts * lengths.bits).sum() + exception_bits(self.largest) * exceptions)
 
     def lengths(self, step: float, price: float = PRICE) -> Lengths:
         """Learn the lengths of the weights rounded to a step, rounding and counting in turns."""
-        found = Lengths(torch.zeros(CLASSES, 2 * LARGEST + 1))
+        found = Lengths(torch.zeros(CLASSES, 2 * self.largest + 1))
         for _ in range(ROUNDS):
             found = Lengths(_lengths(self._symbols(step, found, price)))
         return found
 
     def _symbols(self, step: float, lengths: Lengths, price: float) -> Tensor:
-        """How often each symbol comes in each class, [CLASSES, 2 * LARGEST + 1] float64; exceptions are left out."""
-        counts = torch.zeros(CLASSES, 2 * LARGEST + 1, dtype=torch.float64)
+        """How often each symbol comes in each class, [CLASSES, 2 L + 1] float64; exceptions are left out."""
+        largest = self.largest
+        counts = torch.zeros(CLASSES, 2 * largest + 1, dtype=torch.float64)
         for number in self.counts.sum(1).nonzero().flatten().tolist():
             values = _centers() * (_scale(number) / step)
-            symbols = lengths.cheapest(values, number, price)
-            listed = symbols.abs() <= LARGEST
-            counts[number].index_add_(0, symbols[listed].long() + LARGEST, self.counts[number][listed])
+            symbols = lengths.cheapest(values, number, price).int()  # as bytes they could not be compared with L
+            listed = symbols.abs() <= largest
+            counts[number].index_add_(0, symbols[listed].long() + largest, self.counts[number][listed])
         return counts
 
 
@@ -133,10 +152,15 @@ class Lengths:
     """Bits of symbols by class.
 
     Attributes:
-        bits: [CLASSES, 2 * LARGEST + 1] float32, of the symbols from -LARGEST on.
+        bits: [CLASSES, 2 L + 1] float32, of the symbols from -L on.
     """
 
     bits: Tensor
+
+    @property
+    def largest(self) -> int:
+        """The largest magnitude with a length of its own, L."""
+        return self.bits.shape[1] // 2
 
     def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
         """The integers of values [n] of class `number`, given in units of the step."""
@@ -145,11 +169,11 @@ class Lengths:
 
     def total(self, values: Tensor, symbols: Tensor) -> float:
         """Bits of all symbols [R, C] that a matrix [R, C] was rounded to, classes being those of the matrix."""
-        bits = 0.0
+        bits, symbols = 0.0, symbols.int()
         for number, rows in _by_class(values):
-            found = symbols[rows].clamp(-LARGEST, LARGEST).long() + LARGEST
+            found = symbols[rows].clamp(-self.largest, self.largest).long() + self.largest
             bits += float(self.bits[number][found].sum(dtype=torch.float64))
-        return bits + EXCEPTION_BITS * float((symbols.abs() > LARGEST).sum())
+        return bits + exception_bits(self.largest) * float((symbols.abs() > self.largest).sum())
 
 
 def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = PRICE, *, width: float = 1.0) -> Tensor:

@@ -25,9 +25,6 @@ from moepack.solvers.problem import Problem
 
 __all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "priced_codes", "step_of"]
 
-SYMBOLS = 2 * LARGEST + 3
-"""Integers with a length of their own, and one on either side for all beyond."""
-
 PRIOR = 64.0
 """How many codes the frequencies of all rows count for among those of a run of rows."""
 
@@ -45,12 +42,14 @@ class UniformSettings:
         shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
         shift_damping: damping of that regression.
         worth: squared steps that a bit is worth.
+        largest: the largest magnitude with a length of its own.
     """
 
     damping: float = 0.5
     shift: float = 0.75
     shift_damping: float = 0.2
     worth: float = WORTH
+    largest: int = LARGEST
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,8 @@ class CodeLengths:
     """Bits of the codes of runs of rows.
 
     Attributes:
-        table: [N, SYMBOLS] float32, of the integers from -LARGEST - 1 on, by run.
+        table: [N, 2 L + 3] float32, of the integers from -L - 1 on, by run: those with a length of their own, and one
+            on either side for all beyond.
         runs: [E, R] int64, the run of each row.
         totals: [N] float64, what the codes of each run take that were counted.
     """
@@ -68,11 +68,11 @@ class CodeLengths:
     totals: Tensor
 
     @classmethod
-    def counted(cls, codes: Tensor, runs: Tensor) -> CodeLengths:
+    def counted(cls, codes: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:
         """Lengths from codes [E, R, C] and the runs [E, R] of their rows, numbered from 0 on."""
-        number = int(runs.max()) + 1 if runs.numel() else 1
-        places = (_symbols(codes) + runs[..., None] * SYMBOLS).flatten()
-        counts = torch.bincount(places, minlength=number * SYMBOLS).view(number, SYMBOLS).double()
+        number, width = int(runs.max()) + 1 if runs.numel() else 1, 2 * largest + 3
+        places = (_symbols(codes, largest) + runs[..., None] * width).flatten()
+        counts = torch.bincount(places, minlength=number * width).view(number, width).double()
         every = counts.sum(0) + 0.5
         frequencies = counts + PRIOR * every / every.sum()
         bits = -torch.log2(frequencies / frequencies.sum(1, keepdim=True))
@@ -82,13 +82,14 @@ class CodeLengths:
     def of(self, codes: Tensor) -> Tensor:
         """Bits of integers [E, R], one a row, or [E, R, C]."""
         runs = self.runs if codes.dim() == 2 else self.runs[..., None]
-        places = _symbols(codes) + runs * SYMBOLS
+        width = self.table.shape[1]
+        places = _symbols(codes, width // 2 - 1) + runs * width
         return self.table.view(-1).index_select(0, places.flatten()).view(codes.shape)
 
 
-def _symbols(codes: Tensor) -> Tensor:
+def _symbols(codes: Tensor, largest: int) -> Tensor:
     """The places of integers in a run's table, int64."""
-    return codes.clamp(-LARGEST - 1, LARGEST + 1).long() + (LARGEST + 1)
+    return codes.clamp(-largest - 1, largest + 1).long() + (largest + 1)
 
 
 def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
@@ -111,17 +112,18 @@ def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
     return best
 
 
-def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor) -> CodeLengths:
+def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:
     """Lengths of values that are rounded without compensation, in turns with counting.
 
     Args:
         exact: [E, R, C] float32, in steps.
         prices: [E], squared steps that a bit is worth.
         runs: [E, R], the run of each row.
+        largest: the largest magnitude with a length of its own.
     """
-    lengths = CodeLengths.counted(exact.round(), runs)
+    lengths = CodeLengths.counted(exact.round(), runs, largest)
     for _ in range(ROUNDS):
-        lengths = CodeLengths.counted(_cheapest(exact, prices[:, None, None], lengths), runs)
+        lengths = CodeLengths.counted(_cheapest(exact, prices[:, None, None], lengths), runs, largest)
     return lengths
 
 

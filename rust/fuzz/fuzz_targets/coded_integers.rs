@@ -37,7 +37,8 @@ fn read(data: &[u8]) -> Result<(), Error> {
         }
     }
     verified?;
-    let again = coded::encode(&codes, &[1.0], shape, Some(coded.layout().stream_rows()), &pool);
+    let rows = Some(coded.layout().stream_rows());
+    let again = coded::encode_with_low_bits(&codes, &[1.0], shape, rows, coded::MAX_LOW_BITS, &pool);
     if let Ok(again) = again {
         let coded = Coded::parse(&again).expect("encoded tensors parse");
         let view = coded.view(&again)?;

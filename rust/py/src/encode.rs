@@ -175,18 +175,20 @@ pub enum Integers<'py> {
 
 /// Entropy codes integers.
 #[pyfunction]
-#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None))]
+#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None, low_bits=0))]
 pub fn encode_coded<'py>(
     py: Python<'py>,
     codes: Integers<'py>,
     scales: PyReadonlyArray2<'py, f32>,
     ndim: u8,
     stream_rows: Option<usize>,
+    low_bits: usize,
 ) -> Bytes<'py> {
+    let form = (stream_rows, low_bits);
     match &codes {
-        Integers::Bytes(codes) => encode_integers(py, codes, &scales, ndim, stream_rows),
-        Integers::Shorts(codes) => encode_integers(py, codes, &scales, ndim, stream_rows),
-        Integers::Words(codes) => encode_integers(py, codes, &scales, ndim, stream_rows),
+        Integers::Bytes(codes) => encode_integers(py, codes, &scales, ndim, form),
+        Integers::Shorts(codes) => encode_integers(py, codes, &scales, ndim, form),
+        Integers::Words(codes) => encode_integers(py, codes, &scales, ndim, form),
     }
 }
 
@@ -195,7 +197,7 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     codes: &PyReadonlyArray3<'py, T>,
     scales: &PyReadonlyArray2<'py, f32>,
     ndim: u8,
-    stream_rows: Option<usize>,
+    (stream_rows, low_bits): (Option<usize>, usize),
 ) -> Bytes<'py> {
     let shape = shape(codes, ndim);
     if ![[1, 1], [shape.experts, shape.rows]]
@@ -211,7 +213,7 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     }
     let (codes, scales) = (values(codes, "codes")?, values(scales, "scales")?);
     packed(py, || {
-        coded::encode(codes, scales, shape, stream_rows, &*pool::current()?)
+        coded::encode_with_low_bits(codes, scales, shape, stream_rows, low_bits, &*pool::current()?)
     })
 }
 

@@ -26,6 +26,7 @@ from moepack.calibration import Stage
 from moepack.methods.base import Solution
 from moepack.methods.rate.sample import stream_rows
 from moepack.methods.rate.step import free_bits, once_bytes
+from moepack.solvers.priced import low_bits_of
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, priced_codes, step_of
 
 __all__ = ["LayerSolver"]
@@ -51,27 +52,28 @@ class _Outlook:
         weights: [E, K, C'] of its matrices.
         curvature: [E].
         scale: how many weights each of them stands for.
-        worth: squared steps that a bit is worth.
+        settings: of the solver.
         step: once it is decided.
     """
 
     weights: Tensor
     curvature: Tensor
     scale: float
-    worth: float
+    settings: UniformSettings
     step: float | None = None
 
     def step_at(self, price: float) -> float:
         """The step, or what it would be."""
         if self.step is not None:
             return self.step
-        return step_of(price, float(self.curvature.mean()), self.worth)
+        return step_of(price, float(self.curvature.mean()), self.settings.worth)
 
     def lengths(self, price: float) -> CodeLengths:
         """Lengths of the codes at a price, one run an expert."""
         step = self.step_at(price)
         runs = torch.arange(len(self.weights))[:, None].expand(self.weights.shape[:2])
-        return priced_codes(self.weights / step, (price / (step * step * self.curvature)).float(), runs)
+        prices = (price / (step * step * self.curvature)).float()
+        return priced_codes(self.weights / step, prices, runs, self.settings.largest)
 
     def bits(self, price: float) -> Tensor:
         """Bits of each expert at a price, [E] float64."""
@@ -104,7 +106,7 @@ class LayerSolver:
             experts = next(iter(shapes.values()))[0]
             scale = rows * columns / max(len(picked) * len(across), 1)
             empty = torch.zeros(experts, len(picked), len(across))
-            self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale, self._settings.worth)
+            self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale, self._settings)
         group = slice(stage.experts.start, stage.experts.stop)
         self._outlooks[name].weights[group] = problem.weights[:, picked][:, :, across].cpu()
         self._outlooks[name].curvature[group] = problem.curvature.cpu()
@@ -119,8 +121,8 @@ class LayerSolver:
             price = self._unit * budget.price(name, stage.experts)
             step = outlook.step_at(price)
             result = problem.solve(step, price, lengths or _expected(outlook, price, stage, problem.weights))
-            lengths = CodeLengths.counted(result.codes, runs)
-            budget.book(name, stage.experts, _stored_bits(stage, result.codes))
+            lengths = CodeLengths.counted(result.codes, runs, self._settings.largest)
+            budget.book(name, stage.experts, _stored_bits(stage, result.codes, self._settings.largest))
             excess = budget.excess()
             if outlook.step is None:
                 outlook.step = outlook.step_at(self._unit * budget.price(name, stage.experts))
@@ -193,12 +195,13 @@ def _expected(outlook: _Outlook, price: float, stage: Stage, weights: Tensor) ->
     return CodeLengths(table.contiguous(), runs, torch.zeros(0))
 
 
-def _stored_bits(stage: Stage, codes: Tensor) -> Tensor:
+def _stored_bits(stage: Stage, codes: Tensor, largest: int) -> Tensor:
     """What a group's codes [G, R, C] take when they are coded, less `free_bits`; [G] float64, the same for all."""
     bits = 0.0
     for name, symbols in _by_tensor(stage, codes).items():
         shape = stage.tensors[name].shape
-        blob = _core.encode_coded(symbols.cpu().contiguous().numpy(), np.ones((1, 1), np.float32), ndim=3)
+        one = np.ones((1, 1), np.float32)
+        blob = _core.encode_coded(symbols.cpu().contiguous().numpy(), one, ndim=3, low_bits=low_bits_of(largest))
         once, share = once_bytes(blob), len(symbols) / shape[0]
         bits += 8 * (blob.nbytes - once * (1 - share)) - free_bits(shape) * share
     return torch.full((len(codes),), bits / max(len(codes), 1), dtype=torch.float64)

@@ -23,15 +23,19 @@ from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.sample import Sample, take_sample
-from moepack.methods.rate.step import Step, find_step
-from moepack.solvers.priced import WORTH, round_priced
+from moepack.methods.rate.step import Step, find_step, free_bits
+from moepack.solvers.priced import WORTH, largest_at, low_bits_of, round_priced
+from moepack.solvers.uniform import UniformSettings
 
 __all__ = ["Rate"]
 
+MOST_CORRECTED = 0.25
+"""The largest share of a layer's bits by which it makes up for what earlier ones took."""
+
 _ROLES = (EMBEDDING, *ROLES)
 
-LEAST_BITS, MOST_BITS = 0.4, 5.5
-"""Beyond the largest, more integers are exceptions than a table lists, and bits no longer lower the loss."""
+LEAST_BITS, MOST_BITS = 0.4, 8.0
+"""Beyond the largest, more integers are exceptions than tables list with three low bits."""
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Rate(Method):
     """Settings of the method.
 
     Attributes:
-        bits_per_weight: of everything that is packed, all metadata counted; 0.4 to 5.5.
+        bits_per_weight: of everything that is packed, all metadata counted; 0.4 to 8.
         roles: what is packed outside the experts at the same price: "all", "none", or some with commas (embedding,
             attention, shared, mlp, head). A head that is tied to the embedding is packed with it.
         calibration: text file, JSON lines, directory or data set of the hub; None does without.
@@ -63,11 +67,13 @@ class Rate(Method):
     name: ClassVar[str] = "rate"
     _step: Step | None = field(default=None, init=False, repr=False)
     _widths: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _solved: dict[str, Shape] = field(default_factory=dict, init=False, repr=False)
+    _excess: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not LEAST_BITS <= self.bits_per_weight <= MOST_BITS:
             message = f"bits_per_weight must be {LEAST_BITS} to {MOST_BITS}, not {self.bits_per_weight}"
-            raise ValueError(f"{message}; more than that loses least by finequant with 8 bits")
+            raise ValueError(message)
         given = {"all": _ROLES, "none": ()}.get(self.roles, tuple(self.roles.split(",")))
         if unknown := sorted(set(given) - set(_ROLES)):
             raise ValueError(f"roles must be all, none, or some of {', '.join(_ROLES)}, not {', '.join(unknown)}")
@@ -126,11 +132,15 @@ class Rate(Method):
             InvalidTensorError: a weight of the sample is NaN or infinite.
             ValueError: metadata alone takes more bits.
         """
-        self.decide(take_sample(checkpoint, model, self._roles))
+        self.decide(take_sample(checkpoint, model, self._roles, largest=largest_at(self.bits_per_weight)))
+        ends = (linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head"))
+        for linear in ends:
+            self._solved.pop(linear.source, None)
 
     def decide(self, sample: Sample) -> Step:
         """Find the step for a sample; raises the ValueError of `prepare`."""
         self._step, self._widths = find_step(sample, self.bits_per_weight), dict(sample.widths)
+        self._solved, self._excess = dict(sample.shapes), 0.0
         return self._step
 
     def decided(self, name: str) -> float:
@@ -141,7 +151,23 @@ class Rate(Method):
     def layer_plan(self, experts: int) -> LayerSolver | None:
         """With a text, the stages of a layer share its bits."""
         assert self._step is not None, "prepare comes first"
-        return None if self.calibration is None else LayerSolver(self._step.bits)
+        return None if self.calibration is None else self._layer_solver()
+
+    def book(self, name: str, nbytes: int) -> None:
+        """Note what a tensor took: tensors that will be solved make up for it."""
+        assert self._step is not None, "prepare comes first"
+        if name in self._step.bits:
+            self._excess += 8 * nbytes - self._step.bits[name]
+            self._solved.pop(name, None)
+
+    def _layer_solver(self) -> LayerSolver:
+        """A solver for tensors whose bits are changed by what those before them took."""
+        assert self._step is not None, "prepare comes first"
+        given = self._step.bits
+        symbols = {name: given[name] - free_bits(shape) for name, shape in self._solved.items()}
+        share = min(max(self._excess / max(sum(symbols.values()), 1.0), -MOST_CORRECTED), MOST_CORRECTED)
+        bits = {name: given[name] - share * own for name, own in symbols.items()}
+        return LayerSolver(bits, UniformSettings(largest=largest_at(self.bits_per_weight)))
 
     def _step_of(self, name: str) -> float:
         assert self._step is not None, "prepare comes first"
@@ -155,7 +181,7 @@ class Rate(Method):
             return self._rounded(stage, self._step)
         solver: LayerSolver | None = stage.plan
         if solver is None:  # linear layers, whose stages are not seen in advance
-            solver = LayerSolver(self._step.bits)
+            solver = self._layer_solver()
             solver.plan(stage)
         return solver.solve(stage)
 
@@ -178,10 +204,12 @@ class Rate(Method):
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Code the integers."""
+        assert self._step is not None, "prepare comes first"
         # All experts have one step; with a text, each group of them brings it.
         symbols, step = solution.parts["symbols"].numpy(), solution.parts["step"][:1].numpy()
         try:
-            blob = _core.encode_coded(symbols, step, ndim=weights.ndim)
+            low_bits = low_bits_of(self._step.lengths.largest)
+            blob = _core.encode_coded(symbols, step, ndim=weights.ndim, low_bits=low_bits)
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         return PackedTensor("coded", blob, _core.PackedTensor(blob).details())

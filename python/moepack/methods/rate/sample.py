@@ -17,7 +17,7 @@ from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import DenseLinear
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Shape
-from moepack.solvers.priced import BLOCK_ROWS, Profile
+from moepack.solvers.priced import BLOCK_ROWS, LARGEST, Profile
 
 __all__ = ["Sample", "stream_rows", "take_sample"]
 
@@ -72,6 +72,7 @@ def take_sample(
     roles: frozenset[str],
     importance: Mapping[str, float] | None = None,
     rows: Mapping[str, Tensor] | None = None,
+    largest: int = LARGEST,
 ) -> Sample:
     """Look at every tensor that will be packed.
 
@@ -84,6 +85,7 @@ def take_sample(
         importance: by the tensor's name, what an error of it counts. What is not there counts the share of tokens that
             visit an expert, or 1 for a linear layer.
         rows: by the tensor's name, [R] factors of its rows: what is rounded is the product.
+        largest: the largest magnitude of an integer with a length of its own.
 
     Raises:
         InvalidTensorError: a weight of the sample is NaN or infinite.
@@ -92,7 +94,7 @@ def take_sample(
     known = importance or {}
     widths = {source.name: known.get(source.name, source.importance) ** -0.5 for source in sources}
     taken: dict[str, Tensor] = {}
-    sample = Sample({source.name: source.shape for source in sources}, widths, Profile(), taken)
+    sample = Sample({source.name: source.shape for source in sources}, widths, Profile(largest), taken)
     weights = sample.weights
     for source in sources:
         taken[source.name] = _rows(source, weights)

@@ -16,15 +16,15 @@ import torch
 from moepack import _core
 from moepack.methods.base import Shape
 from moepack.methods.rate.sample import Sample, stream_rows
-from moepack.solvers.priced import WORTH, Lengths, round_priced
+from moepack.solvers.priced import WORTH, Lengths, low_bits_of, round_priced
 
 __all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
 EXACT = 0.001
 """Octaves to which the step is found: about so many bits a weight."""
 
-TRIALS = 2
-"""How often the sample is coded; a third time moves the rate by less than a thousandth."""
+TRIALS, DENSE_TRIALS = 2, 3
+"""How often the sample is coded, without low bits and with; once more moves the rate by less than a thousandth."""
 
 NARROWEST, WIDEST, NEAR = 10.0, 6.0, 0.25
 """Octaves of the first search below and above the model's root mean square, and of later ones around the step."""
@@ -78,7 +78,8 @@ def find_step(sample: Sample, bits_per_weight: float) -> Step:
     center = 0.5 * math.log2(sample.profile.mean_square or 1.0)
     step = _search(sample, budget - least, center - NARROWEST, center + WIDEST)
     bits: dict[str, float] = {}
-    for _ in range(TRIALS if budget else 0):
+    trials = DENSE_TRIALS if low_bits_of(sample.profile.largest) else TRIALS
+    for _ in range(trials if budget else 0):
         bits = _coded(sample, step)
         lengths = sample.profile.bits(step, sample.profile.lengths(step, WORTH), WORTH)
         excess = (sum(bits.values()) - least) / (lengths or 1.0)
@@ -109,7 +110,8 @@ def _coded(sample: Sample, step: float) -> dict[str, float]:
         own = [lengths.total(sample.values(name), found) for name, found in zip(pool, symbols, strict=True)]
         whole, alone = torch.cat(symbols), sample.factor(pool[0]) <= 1
         shape = sample.shapes[pool[0]] if alone else (1, *whole.shape)
-        blob = _core.encode_coded(whole.view(shape).numpy(), np.ones((1, 1), np.float32), ndim=3)
+        one, low_bits = np.ones((1, 1), np.float32), low_bits_of(lengths.largest)
+        blob = _core.encode_coded(whole.view(shape).numpy(), one, ndim=3, low_bits=low_bits)
         once = 8 * once_bytes(blob)
         excess = (8 * blob.nbytes - once - stream_bits(shape)) / max(sum(own), 1.0)
         for name, least in zip(pool, own, strict=True):

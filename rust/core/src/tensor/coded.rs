@@ -55,13 +55,17 @@ impl Tensor for Coded {
 
     fn details(&self) -> Details {
         let layout = self.layout();
-        Details::default()
+        let details = Details::default()
             .with("bits_per_weight", &*format!("{:.4}", self.bits_per_weight()))
             .with("stream_rows", layout.stream_rows())
             .with("tables", layout.tables())
             .with("exceptions", layout.exceptions())
             .with("row_scales", layout.has_row_scales())
-            .with("dtype", layout.scale_type())
+            .with("dtype", layout.scale_type());
+        match layout.low_bits() {
+            0 => details,
+            bits => details.with("low_bits", bits),
+        }
     }
 
     fn modes(&self) -> &'static [Mode] {

@@ -8,45 +8,49 @@ use super::fit::{self, Frequencies, Histogram, INTEGERS};
 use super::give_off::{self, GiveOff};
 use super::layout::STATE_BYTES;
 use super::table::Table;
-use super::{BLOCK_ROWS, LANES, Layout, QUAD, invalid};
+use super::{BLOCK_ROWS, LANES, Layout, MAX_LOW_BITS, QUAD, invalid, planes};
 use crate::Result;
 use crate::simd::{self, Isa, vectorized};
 use crate::types::Shape;
 
 /// Streams that tables are fitted to, at most.
 const SAMPLE: usize = 256;
+/// Bits a weight from which on low bits are tried, and the share of the bits that they must save.
+const DENSE: (f64, f64) = (4.0, 0.002);
 /// Codes of a larger magnitude are refused.
 const LARGEST: i32 = 1 << 30;
 /// What no symbol is.
 const NONE: u8 = u8::MAX;
 
 /// The type of the codes that are given.
-pub trait Code: Copy + Send + Sync + PartialOrd + Into<i32> + From<i8> {
+pub trait Code: Copy + Default + Send + Sync + PartialOrd + Into<i32> + From<i8> {
     /// The low byte.
     fn low(self) -> u8;
+    /// The code without so many of its low bits.
+    fn high(self, bits: usize) -> Self;
 }
 
-impl Code for i8 {
-    fn low(self) -> u8 {
-        self as u8
-    }
+macro_rules! code {
+    ($type:ty) => {
+        impl Code for $type {
+            fn low(self) -> u8 {
+                self as u8
+            }
+
+            fn high(self, bits: usize) -> Self {
+                self >> bits
+            }
+        }
+    };
 }
 
-impl Code for i16 {
-    fn low(self) -> u8 {
-        self as u8
-    }
-}
-
-impl Code for i32 {
-    fn low(self) -> u8 {
-        self as u8
-    }
-}
+code!(i8);
+code!(i16);
+code!(i32);
 
 /// Encodes `codes`, E x R x C, none beyond 2^30 in magnitude. `scales` are E x R, or one for the whole tensor, and finite;
 /// they are stored in bf16 if it holds all of them exactly, otherwise in f32. Streams code 16 or 64 rows, by default what
-/// suits the columns.
+/// suits the columns. Codes have no low bits.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](crate::Error): a size, code or scale is out of range; the message names the row.
@@ -57,6 +61,26 @@ pub fn encode<T: Code>(
     stream_rows: Option<usize>,
     pool: &ThreadPool,
 ) -> Result<Vec<u8>> {
+    encode_with_low_bits(codes, scales, shape, stream_rows, 0, pool)
+}
+
+/// As [`encode`], with as many low bits of codes, at most `low_bits`, as leave the fewest bytes.
+///
+/// # Errors
+/// As [`encode`]; more than [`MAX_LOW_BITS`].
+pub fn encode_with_low_bits<T: Code>(
+    codes: &[T],
+    scales: &[f32],
+    shape: Shape,
+    stream_rows: Option<usize>,
+    low_bits: usize,
+    pool: &ThreadPool,
+) -> Result<Vec<u8>> {
+    if low_bits > MAX_LOW_BITS {
+        return invalid(format!(
+            "a code has at most {MAX_LOW_BITS} low bits, not {low_bits}"
+        ));
+    }
     let mut layout = Layout::new(shape, stream_rows)?;
     let counted =
         shape.weights() == Some(codes.len()) && (scales.len() == 1 || shape.all_rows() == Some(scales.len()));
@@ -72,8 +96,10 @@ pub fn encode<T: Code>(
         .iter()
         .any(|&scale| half::bf16::from_f32(scale).to_f32() != scale);
     let isa = simd::active()?;
-    let source = Source { codes, layout, isa };
     pool.install(|| {
+        let mut source = Source { codes, layout, isa };
+        source.layout.low_bits = source.best_low_bits(low_bits);
+        let layout = source.layout;
         let tables = source.tables();
         let streams = source.encode_all(&tables)?;
         Ok(assemble(layout, scales, &tables, &streams))
@@ -84,6 +110,8 @@ pub fn encode<T: Code>(
 struct Stream {
     /// States and renormalization bytes.
     bytes: Vec<u8>,
+    /// Bit planes.
+    planes: Vec<u8>,
     table: usize,
     /// Places, ascending, and differences.
     exceptions: Vec<(u32, i32)>,
@@ -115,19 +143,41 @@ impl<'a, T: Code> Source<'a, T> {
         }
     }
 
-    fn histogram(&self, stream: usize) -> Histogram {
-        Histogram::new((0..self.layout.blocks).map(|block| self.block(stream, block)))
+    /// The codes of a stream, counted without so many low bits.
+    fn histogram(&self, stream: usize, low_bits: usize) -> Histogram {
+        let blocks = (0..self.layout.blocks).map(|block| self.block(stream, block));
+        Histogram::new(blocks, low_bits)
     }
 
-    /// Tables fitted to streams that are spread evenly over the tensor.
-    fn tables(&self) -> Vec<Frequencies> {
+    /// Histograms of streams that are spread evenly over the tensor.
+    fn sample(&self, low_bits: usize) -> Vec<Histogram> {
         let streams = self.streams();
         let count = streams.min(SAMPLE);
-        let sample = (0..count)
-            .into_par_iter()
-            .map(|i| self.histogram(i * streams / count));
-        let sample: Vec<_> = sample.collect();
-        fit::tables(&sample, streams as f64 / count.max(1) as f64)
+        let sample = (0..count).into_par_iter();
+        sample
+            .map(|i| self.histogram(i * streams / count, low_bits))
+            .collect()
+    }
+
+    /// The low bits, at most so many, that leave the fewest bits; none where a table holds nearly all codes.
+    fn best_low_bits(&self, most: usize) -> usize {
+        if most == 0 {
+            return 0;
+        }
+        let bits = |low_bits| fit::bits_by_one_table(&self.sample(low_bits)) + low_bits as f64;
+        let ((dense, worthwhile), none) = (DENSE, bits(0));
+        if none < dense {
+            return 0;
+        }
+        let tries = (1..=most).map(|low_bits| (low_bits, bits(low_bits)));
+        let better = |best: (usize, f64), next: (usize, f64)| if next.1 < best.1 { next } else { best };
+        tries.fold((0, none * (1.0 - worthwhile)), better).0
+    }
+
+    /// Tables fitted to a sample.
+    fn tables(&self) -> Vec<Frequencies> {
+        let sample = self.sample(self.layout.low_bits);
+        fit::tables(&sample, self.streams() as f64 / sample.len().max(1) as f64)
     }
 
     fn encode_all(&self, tables: &[Frequencies]) -> Result<Vec<Stream>> {
@@ -136,32 +186,58 @@ impl<'a, T: Code> Source<'a, T> {
             return invalid("no table fits");
         };
         let costs: Vec<_> = tables.iter().map(Frequencies::costs).collect();
-        let encoded = (0..self.streams())
-            .into_par_iter()
-            .map_init(Buffers::default, |buffers, stream| {
-                let table = match costs.len() {
-                    1 => 0,
-                    _ => fit::cheapest(&self.histogram(stream), &costs).0,
-                };
-                let exceptions = self.symbols(stream, &coders[table], buffers)?;
-                let rows = |block| self.layout.rows_of(stream % self.layout.streams(), block);
-                let Buffers { symbols, bytes, .. } = buffers;
-                let bytes = coders[table].encode(self.isa, bytes, symbols, self.layout.blocks, rows);
-                Ok(Stream {
-                    bytes,
-                    table,
-                    exceptions,
-                })
-            });
+        let encoded =
+            (0..self.streams())
+                .into_par_iter()
+                .map_init(Buffers::<T>::default, |buffers, stream| {
+                    let table = match costs.len() {
+                        1 => 0,
+                        _ => fit::cheapest(&self.histogram(stream, self.layout.low_bits), &costs).0,
+                    };
+                    let exceptions = self.symbols(stream, &coders[table], buffers)?;
+                    let rows = |block| self.layout.rows_of(stream % self.layout.streams(), block);
+                    let Buffers { symbols, bytes, .. } = buffers;
+                    let bytes = coders[table].encode(self.isa, bytes, symbols, self.layout.blocks, rows);
+                    Ok(Stream {
+                        bytes,
+                        planes: self.planes(stream),
+                        table,
+                        exceptions,
+                    })
+                });
         encoded.collect()
     }
 
+    /// The bit planes of a stream.
+    fn planes(&self, stream: usize) -> Vec<u8> {
+        let Layout { shape, low_bits, .. } = self.layout;
+        let (mut planes, mask) = (Vec::new(), (1 << low_bits) - 1);
+        let blocks = (0..self.layout.blocks).filter(|_| low_bits > 0);
+        for codes in blocks
+            .map(|block| self.block(stream, block))
+            .filter(|codes| !codes.is_empty())
+        {
+            let mut lows = vec![Register::ZERO; self.layout.quads()];
+            for (row, codes) in codes.chunks_exact(shape.columns).enumerate() {
+                for (column, code) in codes.iter().enumerate() {
+                    lows[column / QUAD].0[row * QUAD + column % QUAD] = code.low() & mask;
+                }
+            }
+            lows.iter()
+                .for_each(|lows| planes::append(lows, low_bits, &mut planes));
+        }
+        planes
+    }
+
     /// Writes the symbols of a stream in the order of decoding; returns its exceptions.
-    fn symbols(&self, stream: usize, coder: &Coder, buffers: &mut Buffers) -> Result<Vec<(u32, i32)>> {
+    fn symbols(&self, stream: usize, coder: &Coder, buffers: &mut Buffers<T>) -> Result<Vec<(u32, i32)>> {
         let (quads, columns) = (self.layout.quads(), self.layout.shape.columns);
         let favourite = coder.table.favourite();
         let usual = i32::from(coder.table.lowest()) + i32::from(favourite);
-        let Buffers { symbols, row, .. } = buffers;
+        let low_bits = self.layout.low_bits;
+        let Buffers {
+            symbols, row, high, ..
+        } = buffers;
         symbols.clear();
         symbols.resize(self.layout.blocks * quads, Register([favourite; LANES]));
         row.clear();
@@ -169,14 +245,22 @@ impl<'a, T: Code> Source<'a, T> {
         let mut exceptions = Vec::new();
         for (block, registers) in symbols.chunks_exact_mut(quads).enumerate() {
             for (number, codes) in self.block(stream, block).chunks_exact(columns).enumerate() {
+                let codes = match low_bits {
+                    0 => codes,
+                    bits => {
+                        high.clear();
+                        high.extend(codes.iter().map(|code| code.high(bits)));
+                        &*high
+                    }
+                };
                 if coder.look_up(codes, row) {
                     for (column, code) in take_out(codes, row, favourite) {
-                        if !(-LARGEST..=LARGEST).contains(&code) {
+                        if !(-LARGEST..=LARGEST).contains(&(code << low_bits)) {
                             let row = self.first_row(stream, block) + number;
-                            return invalid(format!("code {code} in row {row} of all experts' is too large"));
+                            return invalid(format!("a code in row {row} of all experts' is too large"));
                         }
                         let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
-                        exceptions.push((place as u32, code - usual));
+                        exceptions.push((place as u32, (code - usual) << low_bits));
                     }
                 }
                 for (symbols, register) in row.as_chunks::<QUAD>().0.iter().zip(&mut *registers) {
@@ -203,8 +287,10 @@ fn take_out<T: Code>(codes: &[T], symbols: &mut [u8], favourite: u8) -> impl Ite
 
 /// What a thread keeps from stream to stream.
 #[derive(Default)]
-struct Buffers {
+struct Buffers<T> {
     symbols: Vec<Register>,
+    /// The codes of a row without their low bits.
+    high: Vec<T>,
     /// The symbols of a row.
     row: Vec<u8>,
     bytes: Vec<u8>,
@@ -375,7 +461,8 @@ fn take_up_portable(
 fn assemble(mut layout: Layout, scales: &[f32], tables: &[Frequencies], streams: &[Stream]) -> Vec<u8> {
     layout.tables = tables.len();
     layout.symbols = tables.iter().map(|table| table.counts.len()).max().unwrap_or(2);
-    layout.payload = streams.iter().map(|stream| stream.bytes.len()).sum();
+    let parts = || streams.iter().flat_map(|stream| [&stream.bytes, &stream.planes]);
+    layout.payload = parts().map(Vec::len).sum();
     layout.exceptions = streams.iter().map(|stream| stream.exceptions.len()).sum();
     let long = |stream: &Stream| {
         stream.bytes.len() - STATE_BYTES > usize::from(u16::MAX)
@@ -420,9 +507,9 @@ fn assemble(mut layout: Layout, scales: &[f32], tables: &[Frequencies], streams:
         bytes[width..].copy_from_slice(&place[..layout.exception - width]);
     }
     let mut payload = &mut out[sections[4].clone()];
-    for stream in streams {
-        let (bytes, behind) = payload.split_at_mut(stream.bytes.len());
-        bytes.copy_from_slice(&stream.bytes);
+    for part in parts() {
+        let (bytes, behind) = payload.split_at_mut(part.len());
+        bytes.copy_from_slice(part);
         payload = behind;
     }
     out

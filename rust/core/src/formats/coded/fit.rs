@@ -26,17 +26,23 @@ const WORTHWHILE: f64 = 0.0005;
 #[derive(Debug, Clone)]
 pub(super) struct Histogram {
     counts: Box<[u32; INTEGERS]>,
+    /// How many others were met, all of which are exceptions.
+    others: u32,
 }
 
 impl Histogram {
-    /// Counts integers; others do not matter, for every table makes exceptions of them.
-    pub fn new<T: Copy + Into<i32>>(runs: impl Iterator<Item = impl AsRef<[T]>>) -> Histogram {
+    /// Counts integers without so many low bits.
+    pub fn new<T: Copy + Into<i32>>(
+        runs: impl Iterator<Item = impl AsRef<[T]>>,
+        low_bits: usize,
+    ) -> Histogram {
         // Neighbours have counts of their own: to count the same integer again takes as long as to store and load.
         let mut counts = [[0u32; INTEGERS + 1]; 4];
         for run in runs {
             for codes in run.as_ref().chunks(4) {
                 for (counts, &code) in counts.iter_mut().zip(codes) {
-                    counts[(code.into().wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
+                    let high = code.into() >> low_bits;
+                    counts[(high.wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
                 }
             }
         }
@@ -44,6 +50,7 @@ impl Histogram {
         let sum = |i: usize| first[i] + second[i] + third[i] + fourth[i];
         Histogram {
             counts: Box::new(std::array::from_fn(sum)),
+            others: sum(INTEGERS),
         }
     }
 
@@ -100,6 +107,17 @@ fn cost(histogram: &Histogram, costs: &[f32; INTEGERS]) -> f64 {
         }
     }
     sums.iter().map(|&sum| f64::from(sum)).sum()
+}
+
+/// Bits a weight that all integers take by one table.
+pub(super) fn bits_by_one_table(sample: &[Histogram]) -> f64 {
+    let counts = Histogram::sum(sample.iter());
+    let others: f64 = sample.iter().map(|histogram| f64::from(histogram.others)).sum();
+    let costs = fitted(&counts).costs();
+    let rarest = costs.iter().copied().fold(EXCEPTION_BITS as f32, f32::max);
+    let pairs = counts.iter().zip(costs).chain(std::iter::once((&others, rarest)));
+    let bits: f64 = pairs.map(|(count, cost)| count * f64::from(cost)).sum();
+    bits / (counts.iter().sum::<f64>() + others).max(1.0)
 }
 
 /// Tables for streams of which some, with `weight` streams for each, were counted: as many as pay for themselves.

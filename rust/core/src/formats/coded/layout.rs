@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{BLOCK_ROWS, LANES, MAGIC, MAX_COLUMNS, QUAD, VERSION, corrupt, invalid};
+use super::{BLOCK_ROWS, LANES, MAGIC, MAX_COLUMNS, MAX_LOW_BITS, QUAD, VERSION, corrupt, invalid};
 use crate::Result;
 use crate::formats::header;
 use crate::limits::MAX_ROWS;
@@ -16,6 +16,8 @@ pub(super) const ALIGNMENT: usize = 64;
 pub(super) const STATE_BYTES: usize = 2 * LANES;
 /// Most tables.
 pub(super) const MAX_TABLES: usize = 64;
+/// Bytes of a bit plane of a register.
+pub(super) const PLANE: usize = LANES / 8;
 /// Most columns of which a stream codes four row blocks: states take 48 bits a row more than they carry where it codes
 /// one, and 12 where it codes four, 0.3% of 2,048 columns of 2 bits.
 const NARROW: usize = 2048;
@@ -39,6 +41,8 @@ pub struct Layout {
     pub(super) entry: usize,
     /// Bytes of an exception, 4 or 8.
     pub(super) exception: usize,
+    /// Bits of a code below its symbol's integer.
+    pub(super) low_bits: usize,
 }
 
 impl Layout {
@@ -62,6 +66,7 @@ impl Layout {
             exceptions: 0,
             entry: 4,
             exception: 4,
+            low_bits: 0,
         };
         match layout.is_valid() {
             true => Ok(layout),
@@ -107,6 +112,17 @@ impl Layout {
     pub(super) fn symbols_of(&self, stream: usize) -> usize {
         let rows = (0..self.blocks).map(|block| self.rows_of(stream, block));
         rows.sum::<usize>() * self.quads() * QUAD
+    }
+
+    /// Bits of a code that are stored as they are, below its symbol's integer.
+    pub fn low_bits(&self) -> usize {
+        self.low_bits
+    }
+
+    /// Bytes of a stream's bit planes, behind its renormalization bytes: those of the registers of row blocks that exist.
+    pub(super) fn plane_bytes(&self, stream: usize) -> usize {
+        let blocks = (0..self.blocks).filter(|&block| self.rows_of(stream, block) > 0);
+        blocks.count() * self.quads() * self.low_bits * PLANE
     }
 
     /// Whether each row has a scale; otherwise the tensor has one.
@@ -185,7 +201,8 @@ impl Layout {
     }
 
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
-        let header: &[u8; HEADER_BYTES] = header::read(data, "coded tensor", MAGIC, VERSION)?;
+        let version = if data.get(8) == Some(&1) { 1 } else { VERSION };
+        let header: &[u8; HEADER_BYTES] = header::read(data, "coded tensor", MAGIC, version)?;
         let size = |at: usize| {
             let word = header[at..at + 8].try_into().map_or(u64::MAX, u64::from_le_bytes);
             usize::try_from(word).unwrap_or(usize::MAX)
@@ -206,7 +223,9 @@ impl Layout {
             exceptions: size(48),
             entry: header[56].into(),
             exception: header[57].into(),
+            low_bits: header[58].into(),
         };
+        let low_bits = if version == 1 { 0..=0 } else { 1..=MAX_LOW_BITS };
         let known = matches!(layout.blocks, 1 | 4)
             && (1..=MAX_TABLES).contains(&layout.tables)
             && (2..=64).contains(&layout.symbols)
@@ -214,7 +233,8 @@ impl Layout {
                 .iter()
                 .all(|width| matches!(width, 4 | 8))
             && header[12..14].iter().all(|&flag| flag <= 1)
-            && header[58..].iter().all(|&byte| byte == 0);
+            && low_bits.contains(&layout.low_bits)
+            && header[59..].iter().all(|&byte| byte == 0);
         match known && layout.is_valid() {
             true => Ok(layout),
             false => corrupt(format!("{layout:?} is no layout")),
@@ -223,7 +243,8 @@ impl Layout {
 
     pub(super) fn write(&self, out: &mut [u8]) {
         out[..8].copy_from_slice(&MAGIC);
-        out[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        let version = if self.low_bits == 0 { 1 } else { VERSION };
+        out[8..10].copy_from_slice(&version.to_le_bytes());
         out[10..16].copy_from_slice(&[
             self.shape.ndim,
             self.blocks as u8,
@@ -242,6 +263,6 @@ impl Layout {
         for (field, size) in out[16..56].chunks_exact_mut(8).zip(sizes) {
             field.copy_from_slice(&(size as u64).to_le_bytes());
         }
-        out[56..58].copy_from_slice(&[self.entry as u8, self.exception as u8]);
+        out[56..59].copy_from_slice(&[self.entry, self.exception, self.low_bits].map(|field| field as u8));
     }
 }

@@ -16,19 +16,24 @@
 //! *stream* is the states of all lanes and the bytes that follow: it codes one row block, or, of narrow rows, four, one
 //! after the other. Streams start at known places and are decoded alone.
 //!
+//! Codes of many bits spread over more integers than a table lists, and their low bits are as good as random. So a tensor
+//! may keep r *low bits* of each code apart, as they are: a code is 2^r times a symbol's integer plus its low bits. Bit p
+//! of a register's codes is a *bit plane* of 8 bytes.
+//!
 //! ```text
 //!  0 8s magic "MOEPRANS"       14 u8 tables T, at most 64        40 u64 bytes of the payload
-//!  8 u16 version 1             15 u8 symbols K of a table, 2-64  48 u64 exceptions
+//!  8 u16 version 1 or 2        15 u8 symbols K of a table, 2-64  48 u64 exceptions
 //! 10 u8 ndim 2 or 3            16 u64 experts E                  56 u8 bytes of an index entry, 4 or 8
 //! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
-//!       stream, 1 or 4         32 u64 columns C                  58 6 zeros
+//!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 0 in version 1, 1 to 3 in version 2
+//!                                                                59 5 zeros
 //! 12 u8 a scale a row 0 or 1
 //! 13 u8 type of scales: 0 bf16, 1 f32
 //! tables     T times: the lowest code, i8, and K frequencies, u8, which add up to 256
 //! scales     one, or E x R
 //! index      an entry a stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
 //! exceptions what a code is above its symbol's integer (8 bits, or 32, signed), below the weight's place in the stream
-//! payload    a stream: 64 high bytes, 64 low bytes, renormalization bytes
+//! payload    a stream: 64 high bytes, 64 low bytes, renormalization bytes, the r bit planes of each register
 //! ```
 //!
 //! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload, so that
@@ -46,6 +51,7 @@ mod encode;
 mod fit;
 mod give_off;
 mod layout;
+mod planes;
 mod rows;
 mod table;
 #[cfg(test)]
@@ -54,8 +60,9 @@ mod verify;
 mod view;
 
 pub use decode::{Chain, Register, decode, side_by_side};
-pub use encode::{Code, encode};
+pub use encode::{Code, encode, encode_with_low_bits};
 pub use layout::Layout;
+pub use planes::lows;
 pub use table::Table;
 pub use view::{Coded, CodedView, Exception};
 
@@ -63,8 +70,10 @@ use crate::{Error, Result};
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"MOEPRANS";
-/// The version that this library writes, and the only one so far.
-pub const VERSION: u16 = 1;
+/// The newest version: tensors with low bits. Others are written as version 1.
+pub const VERSION: u16 = 2;
+/// Most low bits of a code.
+pub const MAX_LOW_BITS: usize = 3;
 /// Rows of a row block.
 pub const BLOCK_ROWS: usize = 16;
 /// Columns of a register.

@@ -4,7 +4,8 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::decode::{Register, decode};
-use super::{BLOCK_ROWS, CodedView, LANES, corrupt};
+use super::planes::are_within;
+use super::{BLOCK_ROWS, CodedView, LANES, QUAD, corrupt, lows};
 use crate::Result;
 use crate::simd::Isa;
 
@@ -25,6 +26,7 @@ impl CodedView<'_> {
             let (expert, stream) = (number / streams, number % streams);
             let checked = self.check_exceptions(number, stream);
             let checked = checked.and_then(|()| self.check_stream(isa, number, stream));
+            let checked = checked.and_then(|()| self.check_planes(isa, number, stream));
             checked.or_else(|what| {
                 corrupt(format!(
                     "expert {expert}, rows from {}: {what}",
@@ -44,6 +46,24 @@ impl CodedView<'_> {
                 return Err(format!("the exception at {place} is out of place"));
             }
             least = place + 1;
+        }
+        Ok(())
+    }
+
+    fn check_planes(&self, isa: Isa, number: usize, stream: usize) -> std::result::Result<(), String> {
+        let (layout, columns) = (self.layout(), self.layout().shape().columns);
+        let places =
+            (0..layout.stream_blocks()).flat_map(|block| (0..layout.quads()).map(move |quad| (block, quad)));
+        let mut low_bits = [Register::ZERO];
+        for (place, (block, quad)) in places.enumerate() {
+            let rows = layout.rows_of(stream, block);
+            if layout.low_bits() == 0 || rows == 0 {
+                return Ok(());
+            }
+            lows(isa, self.planes(number, place..place + 1), &mut low_bits);
+            if !are_within(&low_bits[0], rows, columns - quad * QUAD) {
+                return Err("low bits of no weight".into());
+            }
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::decode::{Chain, Register, decode};
 use super::layout::{ALIGNMENT, Layout, STATE_BYTES};
 use super::table::Table;
-use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid};
+use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid, lows};
 use crate::simd::Isa;
 use crate::{Error, Result};
 
@@ -123,11 +123,12 @@ fn starts(layout: &Layout, index: &[u8], payload: usize) -> Result<Vec<Start>> {
         if table >= layout.tables {
             return corrupt(format!("stream {number} has no table"));
         }
-        if layout.symbols_of(number % layout.streams()) > MOST_WEIGHTS * (length + LANES) {
+        let stream = number % layout.streams();
+        if layout.symbols_of(stream) > MOST_WEIGHTS * (length + LANES) {
             return corrupt(format!("stream {number}: {length} bytes cannot hold its codes"));
         }
         starts.push(Start { at, exception, table });
-        at += STATE_BYTES + length;
+        at += STATE_BYTES + length + layout.plane_bytes(stream);
         exception += exceptions;
     }
     starts.push(Start {
@@ -173,12 +174,18 @@ impl<'a> CodedView<'a> {
 
     /// A decoder at the start of a stream of all experts' streams.
     pub fn chain(&self, stream: usize) -> Chain<'a> {
-        let [start, next] = [stream, stream + 1].map(|stream| self.coded.starts[stream]);
+        let start = self.coded.starts[stream];
         Chain::new(
             &self.coded.tables[start.table],
             &self.data[start.at..],
-            next.at - start.at,
+            self.coded_bytes(stream),
         )
+    }
+
+    /// The bytes of states and renormalization of one of all experts' streams: all but its bit planes.
+    pub(super) fn coded_bytes(&self, stream: usize) -> usize {
+        let (layout, starts) = (&self.coded.layout, &self.coded.starts);
+        starts[stream + 1].at - starts[stream].at - layout.plane_bytes(stream % layout.streams())
     }
 
     /// The exceptions of a stream of all experts' streams. Places and differences are unchecked.
@@ -279,6 +286,7 @@ impl<'a> CodedView<'a> {
         let number = expert * layout.streams() + stream;
         let mut chain = self.chain(number);
         let mut registers = vec![Register::ZERO; layout.quads()];
+        let mut low_bits = registers.clone();
         let mut exceptions = self.exceptions(number).peekable();
         let mut codes = vec![0; BLOCK_ROWS * columns];
         for block in 0..count.div_ceil(BLOCK_ROWS).min(layout.blocks) {
@@ -291,10 +299,15 @@ impl<'a> CodedView<'a> {
                 layout.quads(),
                 &mut registers,
             );
+            if layout.low_bits > 0 && rows > 0 {
+                let place = block * layout.quads()..(block + 1) * layout.quads();
+                lows(isa, self.planes(number, place), &mut low_bits);
+            }
             for (row, codes) in codes.chunks_exact_mut(columns).take(wanted).enumerate() {
                 for (column, code) in codes.iter_mut().enumerate() {
-                    let symbol = registers[column / QUAD].0[row * QUAD + column % QUAD];
-                    *code = i32::from(chain.table().lowest()) + i32::from(symbol);
+                    let (register, lane) = (column / QUAD, row * QUAD + column % QUAD);
+                    let high = i32::from(chain.table().lowest()) + i32::from(registers[register].0[lane]);
+                    *code = (high << layout.low_bits) + i32::from(low_bits[register].0[lane]);
                 }
             }
             let end = (block + 1) * layout.quads() * LANES;

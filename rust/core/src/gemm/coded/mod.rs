@@ -10,8 +10,11 @@
 //!   integer dot products of symbols, which are not negative, and sums of activations correct for it.
 //! * *bf16*, which *auto* is, too: experts with many tokens are multiplied by panels of bf16 ([`panels`]), others exactly.
 //!
+//! Low bits (codes of many bits) are decoded beside the symbols and multiplied by themselves: a sum is 2^r times that of the
+//! symbols' integers plus that of the low bits.
+//!
 //! # Accuracy
-//! With u = 2^-24 and S = sum of |scale * code * x| over the C columns of a row, of which k are exceptions, an exact output
+//! With u = 2^-24 and S = sum of |scale * code * x| (with r low bits, of |scale| (|code| + 2^(r+1)) |x|) over the C columns of a row, of which k are exceptions, an exact output
 //! is off by at most (C / 4 + k + 8) u S. Of int8 the same holds, with S over the rounded activations, which are off by at
 //! most 1/254 of the largest of their piece; where that is below 2^-100 a piece counts as zero. It gives the same bits on
 //! every instruction set. A piece with an activation that is not finite makes its token's outputs NaN. Codes up to 256 are

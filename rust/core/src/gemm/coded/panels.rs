@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::formats::coded::{
-    BLOCK_ROWS, Chain, CodedView, Exception, LANES, QUAD, Register, decode, side_by_side,
+    BLOCK_ROWS, Chain, CodedView, Exception, LANES, QUAD, Register, decode, lows, side_by_side,
 };
 use crate::gemm::panel::{
     Backend, Element, Line, Section, Source, Square, Tile, TokenForm, bf16, pair, round_token,
@@ -39,8 +39,10 @@ pub(super) struct Panels<'a> {
 /// A row block.
 #[derive(Default)]
 pub(super) struct Block {
-    /// Its codes, signed bytes, and zeros up to a whole chunk.
+    /// Its codes, or what is above their low bits, signed bytes, and zeros up to a whole chunk.
     codes: Vec<Register>,
+    /// The low bits, if there are any.
+    lows: Vec<Register>,
     /// Its exceptions, whose places are counted from its first weight.
     exceptions: Vec<Exception>,
 }
@@ -85,6 +87,13 @@ impl<'a> Panels<'a> {
                         let codes = &mut open.codes[at..at + count];
                         codes.copy_from_slice(registers);
                         super::products::shift(self.isa, codes, chain.table().lowest());
+                        let (stream, block) =
+                            (block / layout.stream_blocks(), block % layout.stream_blocks());
+                        if layout.low_bits() > 0 && layout.rows_of(stream, block) > 0 {
+                            let place = block * layout.quads() + at;
+                            let planes = self.view.planes(number(stream), place..place + count);
+                            lows(self.isa, planes, &mut open.lows[at..at + count]);
+                        }
                     }
                 }
             }
@@ -142,6 +151,10 @@ impl Source for Panels<'_> {
             open.codes.clear();
             open.codes
                 .resize(layout.quads().next_multiple_of(CHUNK), Register::ZERO);
+            open.lows.clear();
+            if layout.low_bits() > 0 {
+                open.lows.resize(open.codes.len(), Register::ZERO);
+            }
             open.exceptions.clear();
         }
         let height = layout.stream_blocks();
@@ -157,7 +170,14 @@ impl Source for Panels<'_> {
 
     fn decode(&self, _: usize, open: &mut Block, chunks: Range<usize>, to: &mut [Line]) {
         let registers = chunks.start * CHUNK..chunks.end * CHUNK;
-        lines(self.isa, &open.codes[registers.clone()], to);
+        let bits = self.view.layout().low_bits();
+        match bits {
+            0 => lines(self.isa, &open.codes[registers.clone()], to),
+            _ => {
+                let (codes, lows) = (&open.codes[registers.clone()], &open.lows[registers.clone()]);
+                long_lines(self.isa, codes, lows, bits, to);
+            }
+        }
         let places = registers.start * LANES..registers.end * LANES;
         let start = open
             .exceptions
@@ -165,7 +185,9 @@ impl Source for Panels<'_> {
         let exceptions = open.exceptions[start..].iter();
         for exception in exceptions.take_while(|exception| exception.place < places.end) {
             let (register, lane) = (exception.place / LANES, exception.place % LANES);
-            let code = i32::from(open.codes[register].0[lane] as i8).wrapping_add(exception.difference);
+            let low = open.lows.get(register).map_or(0, |lows| lows.0[lane]);
+            let code = (i32::from(open.codes[register].0[lane] as i8) << bits) + i32::from(low);
+            let code = code.wrapping_add(exception.difference);
             let line = 2 * (register - registers.start) + lane % QUAD / 2;
             let (word, shift) = (&mut to[line].0[lane / QUAD], 16 * (lane % 2));
             *word = *word & !(0xffff << shift) | bf16(code as f32) << shift;
@@ -200,6 +222,23 @@ fn lines_portable(codes: &[Register], to: &mut [Line]) {
             let values = quad.map(|code| f32::from(code as i8));
             lines[0].0[row] = pair(values[0], values[1]);
             lines[1].0[row] = pair(values[2], values[3]);
+        }
+    }
+}
+
+vectorized! {
+    /// As [`lines`], of codes that have so many low bits.
+    fn long_lines(codes: &[Register], lows: &[Register], bits: usize, to: &mut [Line]) = long_lines_portable;
+}
+
+#[inline(always)]
+fn long_lines_portable(codes: &[Register], lows: &[Register], bits: usize, to: &mut [Line]) {
+    for ((codes, lows), lines) in codes.iter().zip(lows).zip(to.as_chunks_mut::<2>().0) {
+        let code = |lane: usize| ((i32::from(codes.0[lane] as i8) << bits) + i32::from(lows.0[lane])) as f32;
+        for row in 0..BLOCK_ROWS {
+            let lane = row * QUAD;
+            lines[0].0[row] = pair(code(lane), code(lane + 1));
+            lines[1].0[row] = pair(code(lane + 2), code(lane + 3));
         }
     }
 }

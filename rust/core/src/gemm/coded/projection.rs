@@ -7,7 +7,9 @@ use super::panels::{self, Panels};
 use super::prepared::Token;
 use super::{MODES, PIECE, Precision, products};
 use crate::Result;
-use crate::formats::coded::{BLOCK_ROWS, Chain, CodedView, LANES, QUAD, Register, decode, side_by_side};
+use crate::formats::coded::{
+    BLOCK_ROWS, Chain, CodedView, LANES, QUAD, Register, decode, lows, side_by_side,
+};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::gemm::require_mode;
@@ -95,7 +97,9 @@ static TOKENS_OF: Cache<(Precision, usize), Slots<Token>> = Cache::new();
 pub struct Buffers<'w> {
     chains: Vec<Chain<'w>>,
     registers: Vec<Register>,
-    /// For each chain and token, of a row block: of exact products of lanes, otherwise of rows.
+    /// The low bits of a piece.
+    lows: Vec<Register>,
+    /// For each chain and token, and then of low bits again, of a row block: of exact products of lanes, otherwise of rows.
     sums: Vec<[f32; LANES]>,
 }
 
@@ -180,42 +184,63 @@ impl<'a> Coded<'a> {
         let Buffers {
             chains,
             registers,
+            lows: low_bits,
             sums,
         } = buffers;
         chains.clear();
         let numbers = streams.clone().map(|stream| expert * layout.streams() + stream);
         chains.extend(numbers.map(|number| self.view.chain(number)));
         registers.resize(chains.len() * PIECE, Register::ZERO);
+        low_bits.resize(PIECE, Register::ZERO);
+        let parts = if layout.low_bits() > 0 { 2 } else { 1 };
+        let width = parts * part.tokens.len();
         for block in 0..layout.stream_blocks() {
             for (chain, stream) in chains.iter_mut().zip(streams.clone()) {
                 chain.set_rows(layout.rows_of(stream, block));
             }
             sums.clear();
-            sums.resize(chains.len() * part.tokens.len(), [0.0; LANES]);
+            sums.resize(chains.len() * width, [0.0; LANES]);
             for first in (0..layout.quads()).step_by(PIECE) {
                 let count = PIECE.min(layout.quads() - first);
                 decode(self.isa, chains, count, registers);
                 let pieces = chains.iter().zip(registers.chunks_exact_mut(count));
-                for ((chain, registers), sums) in pieces.zip(sums.chunks_exact_mut(part.tokens.len())) {
-                    self.piece(first, chain.table().lowest(), registers, part.tokens, sums);
+                let pieces = pieces.zip(streams.clone()).zip(sums.chunks_exact_mut(width));
+                for (((chain, registers), stream), sums) in pieces {
+                    let (high, low) = sums.split_at_mut(part.tokens.len());
+                    self.piece(first, chain.table().lowest(), registers, part.tokens, high);
+                    if layout.low_bits() > 0 && layout.rows_of(stream, block) > 0 {
+                        let place = block * layout.quads() + first;
+                        let planes = self
+                            .view
+                            .planes(expert * layout.streams() + stream, place..place + count);
+                        lows(self.isa, planes, &mut low_bits[..count]);
+                        self.piece(first, 0, &mut low_bits[..count], part.tokens, low);
+                    }
                 }
             }
-            for (stream, sums) in streams.clone().zip(sums.chunks_exact(part.tokens.len())) {
+            let streams = streams.clone().zip(sums.chunks_exact(width));
+            for (stream, sums) in streams.filter(|(stream, _)| layout.rows_of(*stream, block) > 0) {
                 let row = (stream * layout.stream_blocks() + block) * BLOCK_ROWS;
-                for (token, sums) in sums
-                    .iter()
-                    .enumerate()
-                    .filter(|_| layout.rows_of(stream, block) > 0)
-                {
-                    let values = match self.precision {
-                        Precision::Exact => products::of_rows(sums),
-                        Precision::Int8 => std::array::from_fn(|row| sums[row]),
-                    };
+                let (high, low) = sums.split_at(part.tokens.len());
+                for (token, high) in high.iter().enumerate() {
+                    let mut values = self.of_rows(high);
+                    if let Some(low) = low.get(token) {
+                        let pairs = values.iter_mut().zip(self.of_rows(low));
+                        pairs.for_each(|(high, low)| *high = *high * (1 << layout.low_bits()) as f32 + low);
+                    }
                     let out = part.from(token, row);
                     let count = out.len().min(BLOCK_ROWS);
                     out[..count].copy_from_slice(&values[..count]);
                 }
             }
+        }
+    }
+
+    /// The sums of rows.
+    fn of_rows(&self, sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
+        match self.precision {
+            Precision::Exact => products::of_rows(sums),
+            Precision::Int8 => std::array::from_fn(|row| sums[row]),
         }
     }
 

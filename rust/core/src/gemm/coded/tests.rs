@@ -1,6 +1,6 @@
 use super::*;
 use crate::formats::coded::tests::{Random, gaussian};
-use crate::formats::coded::{self as format, encode};
+use crate::formats::coded::{self as format, MAX_LOW_BITS, encode_with_low_bits};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 use crate::simd::Isa;
@@ -23,11 +23,12 @@ impl Case {
         let scales: Vec<f32> = (0..shape.experts * shape.rows)
             .map(|row| 0.1 + row as f32 / 7.0)
             .collect();
-        let data = encode(
+        let data = encode_with_low_bits(
             &codes,
             &scales,
             shape,
             Some(stream_rows),
+            MAX_LOW_BITS,
             &pool::current().unwrap(),
         )
         .unwrap();
@@ -106,7 +107,7 @@ fn products_are_those_of_the_codes() {
             columns,
             ndim: 3,
         };
-        for (stream_rows, deviation) in [(16, 0.3), (64, 1.5), (16, 12.0), (64, 30.0)] {
+        for (stream_rows, deviation) in [(16, 0.3), (64, 1.5), (16, 12.0), (64, 30.0), (16, 90.0)] {
             let case = Case::new(shape, stream_rows, deviation);
             for count in [1, 3, 19] {
                 let mut offsets = vec![0, count];

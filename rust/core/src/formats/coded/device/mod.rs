@@ -227,6 +227,11 @@ impl CodedView<'_> {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): such segments, or so many bytes, do not exist.
     pub fn to_device(&self, of_segment: Option<usize>, pool: &ThreadPool) -> Result<Vec<u8>> {
+        if self.layout().low_bits() > 0 {
+            return invalid(
+                "GPUs have no kernel for codes with low bits, which more than 5 bits a weight have",
+            );
+        }
         let cut = Cut::new(self.layout(), of_segment)?;
         let tables: Vec<_> = self.coded.tables.iter().map(entries).collect();
         pool.install(|| {
