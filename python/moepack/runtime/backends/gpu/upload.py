@@ -29,6 +29,7 @@ class _Slot:
         self.stream: torch.cuda.Stream = _cuda.Stream(device)
         self.empty: torch.cuda.Event = _cuda.Event()
 
+    @torch.inference_mode()  # of this thread: the buffers may have been made in it
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Start to copy at most `PIECE` bytes; returns when the source has been read."""
         self.empty.synchronize()
