@@ -40,6 +40,7 @@ struct Codebook {
     // Behind the codes of a chunk in the ring lies the address of its parameters.
     static constexpr int STAGE = CODES + 16, DEPTH = most(3, 4608 / CODES);
     static constexpr int NOTES = 4, SUMS = 0;  // one is used, four keep cells aligned
+    static constexpr bool TOGETHER = false;
 
     struct Matrix {
         const u8* data;  // the first panel
@@ -574,10 +575,10 @@ MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, i
 
 // Writes the values of `count` rows, counted through all experts, from `first` on, turned back by matrices of `width`.
 extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width,
-                                      u16* out) {
+                                      int wide, void* out) {
     for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
         auto value = [&](int column) { return weight(matrix, rows, first + i, column); };
-        auto use = [&](int column, float value) { out[i * columns + column] = u16(to_bf16x2(value, 0)); };
+        auto use = [&](int column, float value) { store_value(out, i * columns + column, value, wide); };
         if (width > 1) turn_row(columns, width, value, use);
         else for (int column = threadIdx.x; column < columns; column += blockDim.x) use(column, value(column));
     }

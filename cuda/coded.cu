@@ -328,6 +328,7 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
     __shared__ Routing routing;
     __shared__ Tables tables;
     __shared__ float2 own_notes[MOST_SLOTS];
+    if (problem.index) enter_launch();
     build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
     Work<MODE> work(problem, routing);
     // All experts read the same activations of an only token.
@@ -341,6 +342,7 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
         warp.fetch();
     };
     warp.cells = problem.cells ? problem.cells : areas.cells, warp.notes = problem.cells ? problem.notes : own_notes;
+    if (!problem.index) enter_launch();
     if (problem.cells || routing.slots == 0) load();
     else lay_out_places<MODE>(problem, routing, 0, same ? 1 : routing.slots, areas.cells, own_notes, same, load);
     __syncthreads();
@@ -359,25 +361,26 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
 
 // Where the values of a thread's two rows of a row block go.
 struct Rows {
-    u16* to[2];
+    i64 to[2];  // negative: there is no such row
     float scale[2];
-    int columns, lowest;
+    int columns, lowest, wide;
+    void* out;
 
     // `out` begins with the first row of expert `first`.
     MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, i64 block, i64 first, int columns,
-                        u16* out)
-        : columns(columns), lowest(int(matrix.blocks[block] << 16) >> 24) {
+                        int wide, void* out)
+        : columns(columns), lowest(int(matrix.blocks[block] << 16) >> 24), wide(wide), out(out) {
         int expert = int(block / problem.blocks.by), line = int(block % problem.blocks.by) * CODED_BLOCK;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int row = line + threadIdx.x % WARP / 4 + 8 * i;
-            to[i] = row < problem.rows ? out + ((expert - first) * problem.rows + row) * columns : nullptr;
+            to[i] = row < problem.rows ? ((expert - first) * problem.rows + row) * columns : -1;
             scale[i] = scale_of_row(matrix, expert, problem.rows, least(row, problem.rows - 1));
         }
     }
 
     MOEPACK_DEVICE void put(int i, int column, int code) const {
-        if (to[i] && column < columns) to[i][column] = u16(to_bf16x2(scale[i] * float(code), 0.0f));
+        if (to[i] >= 0 && column < columns) store_value(out, to[i] + column, scale[i] * float(code), wide);
     }
 
     // The symbols of 16 columns as `Lanes::decode` leaves them.
@@ -394,14 +397,17 @@ struct Rows {
         for (; at < end; ++at) {
             u32 correction = corrections[at], place = correction & 0xffff;
             int column = first + (place & 0xfff);
-            u16* row = place >> 15 ? to[1] : to[0];
+            i64 at_row = place >> 15 ? to[1] : to[0];
             float step = place >> 15 ? scale[1] : scale[0];
-            if (int(place >> 12 & 7) != threadIdx.x % WARP / 4 || column % 4 != threadIdx.x % 4 || !row) continue;
-            float code = rintf(bf16_value(row[column]) / step);
+            if (int(place >> 12 & 7) != threadIdx.x % WARP / 4 || column % 4 != threadIdx.x % 4) continue;
+            if (at_row < 0) continue;
+            float old = wide ? static_cast<const float*>(out)[at_row + column]
+                             : bf16_value(static_cast<const u16*>(out)[at_row + column]);
+            float code = rintf(old / step);
             for (; at < end && (corrections[at] & 0xffff) == place; ++at)
                 code += half_value(u16(corrections[at] >> 16)) * 16777216.0f;
             --at;
-            row[column] = u16(to_bf16x2(step * code, 0.0f));
+            store_value(out, at_row + column, step * code, wide);
         }
     }
 };
@@ -410,6 +416,7 @@ struct Rows {
 template <Mode MODE>
 MOEPACK_DEVICE void lay_out_coded(const CodedProblem& problem) {
     __shared__ Routing routing;
+    enter_launch();
     build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
     for (int place = blockIdx.x; place < routing.slots; place += gridDim.x) {
         lay_out_places<MODE>(problem, routing, place, 1, problem.cells, problem.notes, false, [] {});
@@ -447,6 +454,7 @@ CODED_KERNEL combine(CodedProblem problem, CodedMatrix matrix) {
 
 // out[token] = the sum over its slots of weight * from[slot]; slots of no expert are left out.
 CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
+    enter_launch();
     int count = problem.tokens * problem.rows;
     for (int item = blockIdx.x * blockDim.x + threadIdx.x; item < count; item += gridDim.x * blockDim.x) {
         int token = item / problem.rows, row = item - token * problem.rows;
@@ -461,9 +469,10 @@ CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
     }
 }
 
-// Writes the values of `count` row blocks, counted through all experts, from `begin` on, where an expert begins; a warp
-// a segment.
-CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64 count, int columns, u16* out) {
+// Writes the values of `count` row blocks, counted through all experts, from `begin` on, where an expert begins, as
+// bfloat16 or, `wide`, float32; a warp a segment.
+CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64 count, int columns, int wide,
+                        void* out) {
     __shared__ Tables tables;
     Areas areas(problem);
     if (threadIdx.x < 2) tables.used[threadIdx.x] = threadIdx.x ? 0 : ~0ull >> (64 - matrix.table_count);
@@ -476,7 +485,7 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64
         i64 block = begin + unit / segments;
         int segment = int(unit % segments), chunk = segment * problem.of_segment, first = chunk * CODED_CHUNK;
         Copies copies = tables.find(0, matrix.blocks[block] & 63, areas.tables);
-        Rows rows(problem, matrix, block, begin / problem.blocks.by, columns, out);
+        Rows rows(problem, matrix, block, begin / problem.blocks.by, columns, wide, out);
         Lanes lanes;
         for (int last = least(chunk + problem.of_segment, problem.chunks); chunk < last; ++chunk) {
             ring.look_up(matrix.starts, block * problem.chunks + chunk);

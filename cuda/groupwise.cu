@@ -15,14 +15,18 @@
 // are f16, otherwise bf16), TOKENS (most of a tile: 8 or 32), BLOCK_WARPS, RESIDENT (blocks of an SM), RANK_BITS (of
 // the values of low-rank factors; 0: there are none).
 //
+// Tiles of more than eight tokens are multiplied by warpgroups where there are any (sm_90a): the tensor cores read the
+// activations of four row blocks from shared memory once, and multiply while the next codes are decoded.
+//
 // Bounds: bytes of codes and parameters over the memory's rate, 8 us for 4096 x 14336 weights of 3 bits in groups of 64
-// on an H100, or instructions: a chunk, 64 weights a lane, takes 175, of which 96 decode, and 265 with 32 tokens. One
-// token takes 17 us, of which a little more than half passes in the main loop: four warps a scheduler issue six
-// instructions in ten cycles. The rest is the launch, activations and sums. 16 tokens take 24 us, 4 of them for the
-// launches that lay cells out and add the parts of sums; 32 take 34 us, bound by instructions.
+// on an H100, or instructions: a chunk, 64 weights a lane, takes 155 and some 55 to copy the next, and 234 with 32
+// tokens; 96 decode. One token takes 17 us, of which a little more than half passes in the main loop: four warps a
+// scheduler issue 0.56 instructions a cycle. The rest is the launch, activations and sums. 16 tokens take 23 us, 4 of
+// them for the launches that lay cells out and add the parts of sums; 32 take 30 us.
 #include "common/factors.cuh"
 #include "common/integers.cuh"
 #include "common/kernels.cuh"
+#include "common/warpgroups.cuh"
 
 namespace moepack {
 
@@ -42,9 +46,10 @@ struct Groupwise {
     static constexpr int STAGE = WHOLE ? UNITS / most(RECORD_UNITS, 1) * RECORD : REGISTER + UNITS * UNIT_BYTES;
     static constexpr int DEPTH = most(3, (TOKENS == 8 ? 4608 : 3328) / STAGE);
     static constexpr int SUMS = SYMMETRIC ? 0 : GROUPS, NOTES = ceil_div(1 + SUMS, 4) * 4;
-    static constexpr bool LAYS_OUT = true;
     static constexpr int MIDDLE = SYMMETRIC ? 1 << (BITS - 1) : 0;
     using Decoder = Codes<BITS, BITS == 3 ? (WIDTH >= 64) : (WIDTH >= 32)>;
+    static constexpr int QUADS = Decoder::UNITS * 2;
+    static constexpr bool TOGETHER = TOKENS > 8 && HAS_WARPGROUPS;
 
     struct Matrix {
         const u8* data;  // the first block
@@ -132,25 +137,32 @@ struct Groupwise {
         return {bf16_value(u16(pair)), bf16_value(u16(pair >> 16))};
     }
 
-    // out += what a group's sums of codes times activations give; `sum` is zero again.
+    // part = what a group's sums of codes times activations give, added to what the groups before it have given.
     template <int N>
-    static MOEPACK_DEVICE void scale(const u8* stage, int group, int lane, const float* notes, float (*sum)[4],
-                                     float (*out)[4]) {
-        const u8* at = stage + parameters_at(group) + lane / 4 * 4;
-        float2 scales = parameters(at);
+    static MOEPACK_DEVICE void scale(const u8* stage, int group, int lane, const float (*sum)[4], float (*part)[4]) {
+        float2 scales = parameters(stage + parameters_at(group) + lane / 4 * 4);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const float* first = notes + (8 * i + lane % 4 * 2) * NOTES;
-            const float* second = first + NOTES;
-            out[i][0] += scales.x * first[0] * sum[i][0], out[i][1] += scales.x * second[0] * sum[i][1];
-            out[i][2] += scales.y * first[0] * sum[i][2], out[i][3] += scales.y * second[0] * sum[i][3];
-            if constexpr (!SYMMETRIC) {
-                float2 offsets = parameters(at + 32);
-                out[i][0] += offsets.x * first[1 + group], out[i][1] += offsets.x * second[1 + group];
-                out[i][2] += offsets.y * first[1 + group], out[i][3] += offsets.y * second[1 + group];
-            }
+        for (int i = 0; i < 4 * N; ++i) {
+            float product = (i % 4 < 2 ? scales.x : scales.y) * sum[i / 4][i % 4];
+            part[i / 4][i % 4] = group == 0 ? product : part[i / 4][i % 4] + product;
+        }
+    }
+
+    // out += a chunk's part in the unit of each token, and offsets times sums of activations.
+    template <int N>
+    static MOEPACK_DEVICE void finish(const u8* stage, int lane, const float* notes, const float (&part)[N][4],
+                                      float (*out)[4]) {
+        notes += lane % 4 * 2 * NOTES;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sum[i][j] = 0;
+        for (int i = 0; i < 4 * N; ++i)
+            out[i / 4][i % 4] += notes[(i / 4 * 8 + i % 2) * NOTES] * part[i / 4][i % 4];
+#pragma unroll
+        for (int group = 0; group < SUMS; ++group) {
+            float2 offsets = parameters(stage + parameters_at(group) + 32 + lane / 4 * 4);
+#pragma unroll
+            for (int i = 0; i < 4 * N; ++i)
+                out[i / 4][i % 4] +=
+                    (i % 4 < 2 ? offsets.x : offsets.y) * notes[(i / 4 * 8 + i % 2) * NOTES + 1 + group];
         }
     }
 
@@ -163,10 +175,20 @@ struct Groupwise {
     template <int N>
     static MOEPACK_DEVICE void multiply(const Lane& lane, const u8* stage, const u8* cells, int tokens,
                                         float (*out)[4]) {
-        constexpr int QUADS = Decoder::UNITS * 2;
+        float part[N][4];
+#if defined(__CUDACC__)
+        if constexpr (TOGETHER) multiply_together<N>(lane, stage, cells, tokens, part);
+        else
+#endif
+            multiply_alone<N>(lane, stage, cells, tokens, part);
+        finish<N>(stage, lane.lane, reinterpret_cast<const float*>(cells + tokens * VALUE_BYTES), part, out);
+    }
+
+    template <int N>
+    static MOEPACK_DEVICE void multiply_alone(const Lane& lane, const u8* stage, const u8* cells, int tokens,
+                                              float (&part)[N][4]) {
         // Tokens that do not exist get anything, in columns of their own.
         const u8* x = cells + lane.lane * 16;
-        const float* notes = reinterpret_cast<const float*>(cells + tokens * VALUE_BYTES);
         float sum[N][4] = {};
 #pragma unroll
         for (int unit = 0; unit < UNITS; unit += Decoder::UNITS) {
@@ -179,19 +201,57 @@ struct Groupwise {
 #pragma unroll
                 for (int i = 0; i < N; ++i) {
                     Quad b = *reinterpret_cast<const Quad*>(from + 8 * i * STEP_BYTES);
-                    const float* its = notes + 8 * i * NOTES;
                     multiply_quads(sum[i], quad[0][j], quad[1][j], b.x, b.y);
-                    if (WIDTH == 16) scale<1>(stage, columns / WIDTH - 1, lane.lane, its, sum + i, out + i);
+                    if (WIDTH == 16) take<1>(stage, columns / WIDTH - 1, lane.lane, sum + i, part + i);
                     multiply_quads(sum[i], quad[0][j + 1], quad[1][j + 1], b.z, b.w);
                 }
                 columns += 16;
-                if (columns % WIDTH == 0) scale<N>(stage, columns / WIDTH - 1, lane.lane, notes, sum, out);
+                if (columns % WIDTH == 0) take<N>(stage, columns / WIDTH - 1, lane.lane, sum, part);
             }
         }
     }
 
+    // `scale`, after which the sums are zero again.
+    template <int N>
+    static MOEPACK_DEVICE void take(const u8* stage, int group, int lane, float (*sum)[4], float (*part)[4]) {
+        scale<N>(stage, group, lane, sum, part);
+#pragma unroll
+        for (int i = 0; i < 4 * N; ++i) sum[i / 4][i % 4] = 0;
+    }
+
+#if defined(__CUDACC__)
+    // The same by a warpgroup. Tensor cores multiply while the next codes are decoded.
+    template <int N>
+    static MOEPACK_DEVICE void multiply_together(const Lane& lane, const u8* stage, const u8* cells, int tokens,
+                                                 float (&part)[N][4]) {
+        constexpr int OF_GROUP = WIDTH / 16;  // products
+        Described b(cells, tokens);
+        float sum[N][4] = {};
+#pragma unroll
+        for (int unit = 0; unit < UNITS; unit += Decoder::UNITS) {
+            u32 quad[2][QUADS][2];
+            decode(lane, stage + unit_at(unit), quad);
+            u32(&operands)[4 * QUADS] = reinterpret_cast<u32(&)[4 * QUADS]>(quad);
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) {
+                int product = unit * 2 + j;
+                bool begins = product % OF_GROUP == 0;
+                if (begins && product > 0) {
+                    wait_products(sum);
+                    scale<N>(stage, product / OF_GROUP - 1, lane.lane, sum, part);
+                }
+                if (begins || j == 0) begin_products(operands, sum);
+                multiply_add(sum, quad[0][j][0], quad[1][j][0], quad[0][j][1], quad[1][j][1],
+                             b.after(product * tokens * STEP_BYTES / 2), !begins);
+            }
+        }
+        wait_products(sum);
+        scale<N>(stage, GROUPS - 1, lane.lane, sum, part);
+    }
+#endif
+
     // The quads of rows 2 g and 2 g + 1.
-    static MOEPACK_DEVICE void decode(const Lane& lane, const u8* units, u32 (&quad)[2][Decoder::UNITS * 2][2]) {
+    static MOEPACK_DEVICE void decode(const Lane& lane, const u8* units, u32 (&quad)[2][QUADS][2]) {
         u32 first[Decoder::WORDS], second[Decoder::WORDS];
 #pragma unroll
         for (int i = 0; i < Decoder::WORDS; ++i) {
@@ -255,10 +315,10 @@ using namespace moepack;
 
 MOEPACK_LAYER_KERNELS(Groupwise)
 
-// Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 [experts, rows, columns], a thread 32
-// columns.
+// Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 or, `wide`, float32 [experts, rows,
+// columns], a thread 32 columns.
 extern "C" __global__ void __launch_bounds__(256, RANK_BITS ? 1 : 2)
-dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int columns, u16* out) {
+dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int columns, int wide, void* out) {
     constexpr int UNIT = Groupwise::UNIT;
     int units = ceil_div(columns, UNIT), per_expert = ceil_div(rows, BLOCK_ROWS);
     i64 items = blocks * units * BLOCK_ROWS;
@@ -272,14 +332,12 @@ dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int column
 #if RANK_BITS
         add_factors(matrix.factors, (first + block) / per_expert, in_expert, unit * UNIT, value);
 #endif
-        u16* to = out + (block / per_expert * rows + in_expert) * columns + unit * UNIT;
+        i64 to = (block / per_expert * rows + in_expert) * columns + unit * UNIT;
 #pragma unroll
         for (int i = 0; i < UNIT; i += 8) {
-            const float* v = value + i;
-            Quad eight = {to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]), to_bf16x2(v[4], v[5]), to_bf16x2(v[6], v[7])};
             int left = columns - unit * UNIT - i;
-            if (columns % 8 == 0 && left > 0) *reinterpret_cast<Quad*>(to + i) = eight;
-            else for (int j = 0; j < least(left, 8); ++j) to[i + j] = u16(to_bf16x2(v[j], 0));
+            const float(&eight)[8] = reinterpret_cast<const float(&)[8]>(value[i]);
+            if (left > 0) store_eight(out, to + i, eight, left, wide, columns % 8 == 0);
         }
     }
 }

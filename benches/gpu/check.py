@@ -128,9 +128,10 @@ def check_specification(make: Make, seed: int) -> dict[str, float]:
 
     for experts, inner, outer in ((1, 7, 33), (5, 72, 200), (8, 384, 1000)):
         case = Case(make, experts, inner, outer, seed)
-        out = torch.full((experts, inner, outer), float("nan"), device="cuda", dtype=torch.bfloat16)
-        case.kernels.dequantize(case.gate, 0, out)
-        note("dequantize", error(out, case.values[0]))
+        for dtype, name in ((torch.bfloat16, "dequantize"), (torch.float32, "to float32")):
+            out = torch.full((experts, inner, outer), float("nan"), device="cuda", dtype=dtype)
+            case.kernels.dequantize(case.gate, 0, out)
+            note(name, error(out, case.values[0]))
         for tokens in (1, 3, 8, 9, 17, 33, 64):
             dtype = torch.bfloat16 if tokens % 2 else torch.float16
             if experts == 1:
@@ -162,7 +163,7 @@ def main() -> None:
             continue
         worst = check_specification(make, options.seed)
         rounded = getattr(sys.modules.get(make.func.__module__), "ERROR", EXACT)
-        bounds = {"dequantize": 3e-3, "linear": rounded, "gated": GATED * rounded}
+        bounds = {"dequantize": 3e-3, "to float32": EXACT, "linear": rounded, "gated": GATED * rounded}
         wrong = [kernel for kernel, value in worst.items() if not value <= bounds.get(kernel, ROUNDED)]
         failed = failed or bool(wrong)
         print(f"{name:32}", *(f"{kernel} {value:.1e}" for kernel, value in worst.items()), "WRONG" if wrong else "")

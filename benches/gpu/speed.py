@@ -8,6 +8,7 @@ process, one after the other. "decoded" is the path of prompts: weights to bfloa
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import baselines
 import torch
 from cases import FAMILIES, Make, copies, device_name, on_device, routing, specifications
 from torch import Tensor
+from torch.nn import functional
 
 from moepack.runtime.backends.gpu import prompt
 from moepack.runtime.backends.gpu.families import kernels_of
@@ -95,6 +97,17 @@ class Baselines:
             self.times[key] = found
         return self.times[key]
 
+    def experts(self, layer: Sparse) -> dict[str, float]:
+        """Gate and up projections of a token's experts, as one matrix of all their rows and one by one."""
+        if layer not in self.times:
+            shape = 2 * layer.top_k, layer.inner, layer.outer
+            x = torch.randn(1, layer.outer, device="cuda").bfloat16()
+            weights = [torch.randn(shape, device="cuda").bfloat16() for _ in range(rotated(2 * math.prod(shape)))]
+            whole = [partial(functional.linear, x, weight.flatten(0, 1)) for weight in weights]
+            parts = [partial(functional.linear, x, matrix) for weight in weights for matrix in weight]
+            self.times[layer] = {"bf16": microseconds(whole), "bf16 one by one": microseconds(parts) * shape[0]}
+        return self.times[layer]
+
     def layer(self, layer: Sparse, tokens: int) -> dict[str, float]:
         """The layer in bfloat16 through torch's grouped products."""
         key = layer, tokens
@@ -159,6 +172,18 @@ def time_layer(make: Make, layer: Sparse) -> dict[int, tuple[float, int]]:
     return times
 
 
+def time_experts(make: Make, layer: Sparse) -> tuple[float, int]:
+    """Microseconds of one launch, gate and up projections of a token's experts, and their bytes."""
+    matrices = [on_device(make(layer.top_k, layer.inner, layer.outer, seed)) for seed in range(2)]
+    nbytes = sum(matrix.data.numel() for matrix in matrices)
+    x = torch.randn(1, layer.outer, device="cuda").bfloat16()
+    index = torch.arange(layer.top_k, device="cuda").view(1, -1)
+    hidden = torch.empty(layer.top_k, layer.inner, device="cuda")
+    pairs = zip(*(copies(matrix, rotated(nbytes)) for matrix in matrices), strict=True)
+    gated = kernels_of(matrices[0].kind).gated
+    return microseconds([partial(gated, gate, up, x, index, hidden) for gate, up in pairs]), nbytes
+
+
 def line(name: str, what: str, tokens: int, took: float, nbytes: int, others: dict[str, float]) -> dict[str, Any]:
     """A row of the results, printed."""
     ratios = {peer: round(other / took, 2) for peer, other in others.items()}
@@ -177,6 +202,9 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, make in specifications(options.families).items():
         if not any(part in name for part in options.only):
             continue
+        if options.experts:
+            took, nbytes = time_experts(make, LAYERS["Qwen3-30B-A3B"])
+            yield line(name, "8 of Qwen3-30B-A3B", 1, took, nbytes, known.experts(LAYERS["Qwen3-30B-A3B"]))
         for what, shape in LINEAR.items() if options.linear else ():
             for tokens, took, nbytes, decoded in time_linear(make, *shape):
                 yield line(name, what, tokens, took, nbytes, known.linear(*shape, tokens) | decoded)
@@ -199,6 +227,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
     parser.add_argument("--no-linear", dest="linear", action="store_false")
+    parser.add_argument("--no-experts", dest="experts", action="store_false", help="without 8 experts in one launch")
     parser.add_argument("--no-layers", dest="layers", action="store_false")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()

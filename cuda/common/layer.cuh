@@ -22,7 +22,7 @@
 //     Matrix                     what the launch says of the weights
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
-//     LAYS_OUT                   launches of more than eight tokens always give `cells`
+//     TOGETHER                   warpgroups multiply: four warps that have four row blocks and the same chunks
 //     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step,
 //                                part)` gives part[i], the row's for token i, summed from `first` on by `step`
 //     Lane(lane)                 constants of a lane
@@ -34,6 +34,7 @@
 #pragma once
 #include "common/cells.cuh"
 #include "common/ptx.cuh"
+#include "common/warpgroups.cuh"
 
 namespace moepack {
 
@@ -67,17 +68,6 @@ struct Fetching {
 template <class Format>
 struct Fetching<Format, decltype(void(sizeof(typename Format::Source)))> : Format::Source {
     using Format::Source::Source;
-};
-
-// Whether a Format's launches of many tokens find their cells laid out (`LAYS_OUT`), so that they need not make them.
-template <class Format, class = void>
-struct LaysOut {
-    static constexpr bool value = false;
-};
-
-template <class Format>
-struct LaysOut<Format, decltype(void(Format::LAYS_OUT))> {
-    static constexpr bool value = Format::LAYS_OUT;
 };
 
 template <class Format, Mode MODE, int MOST_TOKENS>
@@ -116,6 +106,17 @@ struct Layer {
         ring = into = from = shared_memory + threadIdx.x / WARP * RING;
         sums = reinterpret_cast<float*>(shared_memory + WARPS * RING);
         cells = shared_memory + cells_at();
+    }
+
+    // What is the same in a warp, so that the compiler knows it: warpgroups multiply on no path that it takes for
+    // divergent.
+    static MOEPACK_DEVICE int even(int value) {
+        return Format::TOGETHER ? __shfl_sync(~0u, value, 0) : value;
+    }
+
+    static MOEPACK_DEVICE Round even(Round round) {
+        round.number = even(round.number), round.begin = even(round.begin), round.end = even(round.end);
+        return round;
     }
 
     MOEPACK_DEVICE int cells_at() const {
@@ -172,9 +173,7 @@ struct Layer {
     // Makes the cells of a round. `meanwhile` as for `make_cells`.
     template <class Meanwhile>
     MOEPACK_DEVICE void make_cells_of(const Round& round, Meanwhile meanwhile) {
-        constexpr int GROUPS = THREADS / 16;
-        if constexpr (MOST_TOKENS == 8 || !LaysOut<Format>::value)
-            make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, GROUPS, meanwhile);
+        make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, THREADS / 16, meanwhile);
     }
 
     // Starts to bring activations to the half of the cells that the current round does not read.
@@ -193,10 +192,12 @@ struct Layer {
         if (problem.cells) {
             start();
             wait_cells();
+            if (Format::TOGETHER) publish_operands();
             cells = other_cells();
         } else {
             __syncthreads();
             make_cells_of(round, start);
+            if (Format::TOGETHER) publish_operands();
         }
         staged = activations;
         __syncthreads();
@@ -254,12 +255,15 @@ struct Layer {
         if (first == last) return;
         int number = problem.chunks.quotient(first), chunk = first - number * schedule.chunks();
         int width = least(schedule.chunks() - chunk, last - first), start = routing.tile[number].start;
-        for (here.enter(first, last); here.at < here.end;) {
-            int count = here.take();
+        here.enter(first, last);
+        for (here.at = even(here.at), here.end = even(here.end); here.at < here.end;) {
+            int count = even(here.take());
+            here.at = even(here.at);
             const Tile& tile = routing.tile[here.tile];
             const u8* cell = cells + ((tile.start - start) * width + tile.tokens * (here.chunk - chunk)) * CELL;
-            if (MOST_TOKENS == 8 || tile.tokens <= 8) multiply<1>(count, tile, cell);
-            else if (MOST_TOKENS == 16 || tile.tokens <= 16) multiply<2>(count, tile, cell);
+            int tokens = even(tile.tokens);
+            if (MOST_TOKENS == 8 || tokens <= 8) multiply<1>(count, tile, cell);
+            else if (MOST_TOKENS == 16 || tokens <= 16) multiply<2>(count, tile, cell);
             else multiply<MOST_TOKENS / 8>(count, tile, cell);
         }
     }
@@ -306,7 +310,7 @@ struct Layer {
 
     // The same for all tiles of a unit, once.
     MOEPACK_DEVICE void correct(const Unit& unit, int split) {
-        if (here.block() >= problem.blocks() || split > 0) return;
+        if (split > 0) return;
         int tile = MODE == Mode::combine ? 0 : problem.chunks.quotient(unit.first);
         int end = MODE == Mode::combine ? routing.tiles : tile + 1;
         for (; tile < end; ++tile) correct(routing.tile[tile]);
@@ -364,13 +368,13 @@ struct Layer {
         for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS; i += THREADS) sums[i] = 0;
         int units = schedule.units(), share = units / gridDim.x, more = units % gridDim.x;
         int first = blockIdx.x * share + least<int>(blockIdx.x, more);
-        stop = first + share + (blockIdx.x < more);
+        stop = even(first + share + (blockIdx.x < more));
         ahead.start(first, stop);
         // Without an index chunks are known before the launch in front has ended.
         if (!problem.index) fetch(), enter_launch();
         Round round = {first - 1, 0, 0, {0, 0, 0}};
         do {
-            Round next = next_round(round);
+            Round next = even(next_round(round));
             Unit activations = activations_of(next);
             prepare(next, activations);
             here.unit = round.unit;

@@ -132,6 +132,28 @@ MOEPACK_DEVICE u32 to_bf16x2(float low, float high) {
     return d;
 }
 
+// Writes a value as bfloat16 or, `wide`, as float32.
+MOEPACK_DEVICE void store_value(void* out, i64 at, float value, bool wide) {
+    if (wide) static_cast<float*>(out)[at] = value;
+    else static_cast<u16*>(out)[at] = u16(to_bf16x2(value, 0.0f));
+}
+
+// Writes `count` of eight neighbouring values, as bfloat16 or, `wide`, as float32; `aligned`: all, at a multiple of 16.
+MOEPACK_DEVICE void store_eight(void* out, i64 at, const float (&value)[8], int count, bool wide, bool aligned) {
+    const float(&v)[8] = value;
+    if (aligned && wide) {
+        float4* to = reinterpret_cast<float4*>(static_cast<float*>(out) + at);
+        to[0] = {v[0], v[1], v[2], v[3]}, to[1] = {v[4], v[5], v[6], v[7]};
+    } else if (aligned) {
+        Quad* to = reinterpret_cast<Quad*>(static_cast<u16*>(out) + at);
+        *to = {to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]), to_bf16x2(v[4], v[5]), to_bf16x2(v[6], v[7])};
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (i < count) store_value(out, at + i, v[i], wide);
+    }
+}
+
 // c += a b: a 16x16 f16 (rows lane/4 and lane/4 + 8), b 16x8 f16 (column lane/4), c 16x8 f32.
 MOEPACK_DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -43,7 +43,7 @@ struct Problem {
     float* out;            // [slots, rows]; combine: [splits, tokens, rows]
     u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
     int tokens, experts, rows;
-    int row_blocks;        // of a row tile: 1, 2, 4 or 8; gated: at most 4
+    int row_blocks;        // of a row tile: a power of two, at most the warps of a matrix
     int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
     Divisor top_k, chunks, row_tiles;
 
@@ -128,14 +128,15 @@ struct Cursor {
         round = unit.first;
     }
 
+    // The last one stands in for those behind it, so that all warps of a round do the same.
     MOEPACK_DEVICE int block() const {
-        return unit.rows * schedule.problem.row_blocks + row_block;
+        return least(unit.rows * schedule.problem.row_blocks + row_block, schedule.problem.blocks() - 1);
     }
 
     // The warp's share of a round.
     MOEPACK_DEVICE void enter(int first, int last) {
         at = first + ((last - first) * part >> part_bits);
-        end = block() < schedule.problem.blocks() ? first + ((last - first) * (part + 1) >> part_bits) : at;
+        end = first + ((last - first) * (part + 1) >> part_bits);
     }
 
     // Takes the chunks of one tile off the share: from `chunk` of `tile` on, as many as it returns.

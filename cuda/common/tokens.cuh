@@ -9,6 +9,10 @@
 // The 16 bytes of a lane are two quads of neighbouring columns, each in the order 0, 2, 1, 3, in which integer codes
 // leave their words; which quads is the format's choice (Codes::place).
 //
+// For warpgroups (a Format's TOGETHER) columns 0 and 2 of quads, and 1 and 3, are apart, as rows of operand B:
+//
+//     product 0: columns 0 and 2: token 0: 4 lanes x 4 bytes, token 1: ...; columns 1 and 3; product 1 to 7 likewise
+//
 // A cell is scaled by the power of two that brings its largest value to [2^14, 2^15): bfloat16 and f16 survive exactly,
 // but for values 2^29 times smaller than the largest, and f32 is rounded to 11 bits. Note 0 is what undoes it, times
 // the routing weight; the others are sums of the values of groups of columns, times that weight, for formats with
@@ -67,8 +71,20 @@ MOEPACK_DEVICE Scale scale_of(float largest) {
     return {__uint_as_float((268u - exponent) << 23), __uint_as_float((exponent - 14u) << 23)};
 }
 
+// Writes four of a cell's values.
+template <bool TOGETHER>
+MOEPACK_DEVICE void write_quad(u8* cells, int token, int tokens, Place place, Pair pair) {
+    if (TOGETHER) {
+        u8* to = cells + ((place.step * 2 + place.half) * 2 * tokens + token) * 16 + place.lane * 4;
+        *reinterpret_cast<u32*>(to) = pair.x, *reinterpret_cast<u32*>(to + tokens * 16) = pair.y;
+    } else {
+        u8* to = cells + (place.step * tokens + token) * STEP_BYTES + place.lane * 16 + place.half * 8;
+        *reinterpret_cast<Pair*>(to) = pair;
+    }
+}
+
 // Writes a cell; sixteen lanes call it, each with eight columns of the chunk, both halves of a warp together.
-// Format: place(quad), NOTES, and SUMS, the groups of a chunk whose sums are noted (0: none).
+// Format: place(quad), TOGETHER, NOTES, and SUMS, the groups of a chunk whose sums are noted (0: none).
 template <class Format>
 MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&value)[8], float weight, bool exists) {
     int lane = threadIdx.x & 15;
@@ -85,10 +101,9 @@ MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&v
     for (int half = 0; half < 2; ++half) {
         const float* v = value + 4 * half;
         Place place = Format::place(2 * lane + half);
-        u8* to = cells + (place.step * tokens + token) * STEP_BYTES + place.lane * 16 + place.half * 8;
         float f = scale.factor;
         Pair pair = {to_half2(v[0] * f, v[2] * f), to_half2(v[1] * f, v[3] * f)};
-        if (exists) *reinterpret_cast<Pair*>(to) = pair;
+        if (exists) write_quad<Format::TOGETHER>(cells, token, tokens, place, pair);
         // Of the rounded values, which weights with an offset are multiplied by.
         sum += half_value(u16(pair.x)) + half_value(u16(pair.x >> 16));
         sum += half_value(u16(pair.y)) + half_value(u16(pair.y >> 16));

@@ -43,7 +43,7 @@ class Kernel:
 
     def products(self):
         """Opcode counts of the basic block with most products of tensor cores: it decodes and multiplies a chunk."""
-        return max(self.blocks(), key=lambda block: block["HMMA"] + block["IMMA"])
+        return max(self.blocks(), key=lambda block: block["HMMA"] + block["IMMA"] + block["HGMMA"])
 
 
 def disassemble(cubin: Path) -> dict[str, Kernel]:

@@ -144,6 +144,14 @@ def test_coded_integers_are_decoded_when_they_are_uploaded():
     assert_near(layer(x.cuda()).cpu(), tensor.matmul(x))
 
 
+def test_prompts_in_float32_are_not_rounded():
+    tensor, x = integers(), torch.randn(100, 128)
+    layer = PackedLinear(40, 128)
+    DeviceStore(GPU).put(layer, "packed", torch.from_numpy(tensor.data.copy()), tensor="packed")
+    expected = x.double() @ tensor.dequantize().double().T
+    assert float((layer(x.cuda()).cpu() - expected).norm() / expected.norm()) < 1e-6
+
+
 def test_coded_tensors_have_another_layout_on_a_gpu():
     codes = torch.randint(-9, 10, (3, 70, 300), generator=torch.Generator().manual_seed(0)).numpy().astype(np.int8)
     packed = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3)

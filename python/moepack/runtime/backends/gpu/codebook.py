@@ -153,7 +153,8 @@ class CodebookKernels(LayerKernels):
             return
         grid = min(count, 16 * device_of(out).processors)
         arguments: list[Argument] = [
-            self.struct(matrix), np.int64(first * rows), np.int64(count), rows, columns, turned, out,
+            self.struct(matrix), np.int64(first * rows), np.int64(count), rows, columns, turned,
+            int(out.dtype is torch.float32), out,
         ]  # fmt: skip
         self.program(matrix, TOKENS[0]).launch("dequantize", grid, _ROW_THREADS, arguments, _turned_bytes(turned))
 

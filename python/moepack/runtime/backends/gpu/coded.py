@@ -115,7 +115,7 @@ class CodedKernels:
         _launch("project", [down], hidden, index, None, slots, 1)
         problem = _problem([down], hidden, index, weights, out, index.shape[1])
         grid = min(-(-out.numel() // 512), 4 * _device(out.device.index)[0])
-        _program(8).launch("add_slots", grid, 512, [problem, slots])
+        _program(8).launch("add_slots", grid, 512, [problem, slots], early=True)
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
@@ -127,7 +127,8 @@ class CodedKernels:
         warps = _share(problem, [matrix], _MOST_TABLES, _THREADS[8], 0, 0)
         grid = min(-(-len(out) * blocks * int(problem["segments"]["by"][0]) // warps), _device(out.device.index)[0])
         arguments: list[Argument] = [
-            problem, _struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), columns, out,
+            problem, _struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), columns,
+            int(out.dtype is torch.float32), out,
         ]  # fmt: skip
         _program(8).launch("dequantize", grid, 32 * warps, arguments, _shared(problem, warps))
 
@@ -167,10 +168,12 @@ def _launch(
     if cells > _CELL_BYTES or (cells > 16 << 10 and warps < threads // 32):
         kept = torch.empty(slots * (groups * 32 + 8), dtype=torch.uint8, device=out.device)
         problem["cells"], problem["notes"] = kept.data_ptr(), kept.data_ptr() + len(kept) - slots * 8
-        _program(tokens).launch("lay_out_hidden" if combines else "lay_out_tokens", slots, _THREADS[tokens], [problem])
+        name = "lay_out_hidden" if combines else "lay_out_tokens"
+        _program(tokens).launch(name, slots, _THREADS[tokens], [problem], early=True)
         warps = _share(problem, matrices, tables, threads, sums, 0)
     arguments: list[Argument] = [problem, *map(_struct, matrices)]
-    _program(tokens).launch(kernel, min(tasks, processors), 32 * warps, arguments, _shared(problem, warps))
+    shared = _shared(problem, warps)
+    _program(tokens).launch(kernel, min(tasks, processors), 32 * warps, arguments, shared, early=True)
     del kept
     return True
 

@@ -120,7 +120,8 @@ class GroupwiseKernels(LayerKernels):
             return
         grid = min(-(-items // THREADS), 16 * device_of(out).processors)
         arguments: list[Argument] = [
-            self.struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), rows, columns, out,
+            self.struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), rows, columns,
+            int(out.dtype is torch.float32), out,
         ]  # fmt: skip
         self.program(matrix, TOKENS[0]).launch("dequantize", grid, THREADS, arguments)
 

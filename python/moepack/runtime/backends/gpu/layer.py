@@ -49,6 +49,9 @@ _FEW = 4
 _FEW_CELLS = 128
 """Most of their cells."""
 
+_OWN_CELLS = 200
+"""Most cells of a block that it makes itself of more tokens: a launch of its own takes longer."""
+
 _SLACK_CELLS = 12
 """More cells than what kernels read behind the last one (SLACK)."""
 
@@ -170,11 +173,11 @@ class LayerKernels(ABC):
         """See `Kernels.combine`; where the sum is split over blocks, its parts take memory of torch's allocator."""
         self._sum(down, hidden, index, weights, out)
 
-    def by_slot(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
+    def by_slot(self, matrices: list[DeviceMatrix], slots: int, tokens: int) -> Division:
         """How to cut a launch that writes a row for each slot; more rows of a tile share its activations."""
-        _, _, columns = matrix.shape
+        _, _, columns = matrices[0].shape
         if tokens > TOKENS[0]:
-            return Division(self.blocks(tile_tokens(tokens)).warps // 2)
+            return Division(self.blocks(tile_tokens(tokens)).warps // len(matrices))
         return Division(4 if slots > _FEW * 4 or columns > 16 * CHUNK else 2)
 
     def of_sum(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
@@ -190,7 +193,7 @@ class LayerKernels(ABC):
         """Launch a kernel that writes a row for each slot."""
         first = matrices[0]
         x = _padded(self.activations(first, x))
-        problem = _problem(first, x, index, None, out, len(x), self.by_slot(first, index.numel(), len(x)))
+        problem = _problem(first, x, index, None, out, len(x), self.by_slot(matrices, index.numel(), len(x)))
         cells = self._lay_out("lay_out_tokens", first, problem)
         before = [self.launched(matrix, problem, index.shape[1]) for matrix in matrices]
         self._launch(kernel, first, problem, [struct for struct, _ in before])
@@ -227,7 +230,10 @@ class LayerKernels(ABC):
             The cells; whoever launches the kernel that reads them keeps them until then.
         """
         tokens, top_k, chunks = problem["tokens"][0], problem["top_k"]["by"][0], problem["chunks"]["by"][0]
-        if not self.lays_out or (tokens <= _FEW and tokens * top_k * chunks <= _FEW_CELLS):
+        # Blocks share a sum out by columns, other launches by experts.
+        parts = problem["splits"][0] if kernel == "lay_out_hidden" else min(problem["experts"][0], tokens * top_k)
+        own = _FEW_CELLS if tokens <= _FEW else _OWN_CELLS * parts if tokens > TOKENS[0] else 0
+        if not self.lays_out or tokens * top_k * chunks <= own:
             return None
         cells = torch.empty(
             int(tokens * top_k * chunks) * self.cell_bytes(matrix), dtype=torch.uint8, device=matrix.device

@@ -89,5 +89,5 @@ class Kernels(Protocol):
         ...
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
-        """Write the values of the experts from `first` on, as many as out [n, R, C] bfloat16 holds."""
+        """Write the values of the experts from `first` on, as many as out [n, R, C], bfloat16 or float32, holds."""
         ...

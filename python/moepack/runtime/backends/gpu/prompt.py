@@ -1,4 +1,5 @@
-"""Products of many tokens: weights are decoded to bfloat16, a few experts at a time, and multiplied by cuBLAS.
+"""Products of many tokens: weights are decoded, a few experts at a time, and multiplied by cuBLAS: in float32 if the
+activations are, otherwise in bfloat16.
 
 The decoded weights cost as many bytes as a bfloat16 model reads, once a call instead of once a token; with more than
 some 60 tokens an expert that is less than the arithmetic. The host learns how many tokens each expert has, which waits
@@ -22,7 +23,8 @@ DECODED_BYTES = 512 << 20
 
 def linear(matrix: DeviceMatrix, x: Tensor) -> Tensor:
     """Multiply x [N, C] to [N, R] float32."""
-    return (x.to(torch.bfloat16) @ _decoded(matrix, 0, 1)[0].T).float()
+    x = x.to(_computing(x))
+    return (x @ _decoded(matrix, 0, 1, x.dtype)[0].T).float()
 
 
 def experts(
@@ -36,11 +38,17 @@ def experts(
     # A search finds where each expert's run ends; counting by atomics would be no faster and needs no less waiting.
     ends = torch.searchsorted(sorted_experts, torch.arange(count, device=flat.device), right=True).tolist()
     outputs = torch.zeros((flat.numel(), matrices[-1].shape[1]), dtype=torch.float32, device=x.device)
-    for run in _runs(matrices, ends):
+    x = x.to(_computing(x))
+    for run in _runs(matrices, ends, x.dtype.itemsize):
         places = order[run.tokens]
-        outputs[places] = _run(matrices, x[places // index.shape[1]].to(torch.bfloat16), run, activation)
+        outputs[places] = _run(matrices, x[places // index.shape[1]], run, activation)
     shape = (*index.shape, outputs.shape[1])
     return torch.einsum("tk,tkh->th", weights, outputs.view(shape))
+
+
+def _computing(x: Tensor) -> torch.dtype:
+    """What weights are decoded to."""
+    return torch.float32 if x.dtype is torch.float32 else torch.bfloat16
 
 
 class _Run:
@@ -58,9 +66,9 @@ class _Run:
         self.tokens = slice(start, ends[-1])
 
 
-def _runs(matrices: Sequence[DeviceMatrix], ends: Sequence[int]) -> list[_Run]:
+def _runs(matrices: Sequence[DeviceMatrix], ends: Sequence[int], itemsize: int) -> list[_Run]:
     """Runs of experts, without those that begin or end a run and have no tokens."""
-    size = 2 * max(rows * columns for _, rows, columns in (matrix.shape for matrix in matrices))
+    size = itemsize * max(rows * columns for _, rows, columns in (matrix.shape for matrix in matrices))
     most = max(1, DECODED_BYTES // size)
     starts = [0, *ends]
     runs, expert = [], 0
@@ -75,7 +83,7 @@ def _runs(matrices: Sequence[DeviceMatrix], ends: Sequence[int]) -> list[_Run]:
 
 
 def _run(matrices: Sequence[DeviceMatrix], x: Tensor, run: _Run, activation: Activation) -> Tensor:
-    """Outputs [n, H] of a run's tokens x [n, C], bfloat16."""
+    """Outputs [n, H] of a run's tokens x [n, C]."""
     first, *middle, last = matrices
     inner = activation(_product(first, x, run))
     for matrix in middle:
@@ -84,10 +92,9 @@ def _run(matrices: Sequence[DeviceMatrix], x: Tensor, run: _Run, activation: Act
 
 
 def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
-    """Each expert's rows of x by its weights, bfloat16."""
-    weights = _decoded(matrix, run.first, len(run.ends))
-    _, rows, columns = weights.shape
-    if x.is_cuda and rows % 8 == 0 and columns % 8 == 0 and torch.cuda.get_device_capability(x.device) >= (9, 0):
+    """Each expert's rows of x by its weights, in the dtype of x."""
+    weights = _decoded(matrix, run.first, len(run.ends), x.dtype)
+    if x.dtype is torch.bfloat16 and _can_group(weights):
         ends = torch.tensor(run.ends, dtype=torch.int32, device=x.device)
         product: Tensor = torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
         return product
@@ -96,9 +103,15 @@ def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
     return torch.cat([x[place] @ weights[expert].T for expert, place in enumerate(places)])
 
 
-def _decoded(matrix: DeviceMatrix, first: int, count: int) -> Tensor:
-    """The values of some experts, [count, R, C] bfloat16."""
+def _can_group(weights: Tensor) -> bool:
+    """Whether torch multiplies all experts in one launch."""
+    aligned = all(size % 8 == 0 for size in weights.shape[1:])
+    return aligned and weights.is_cuda and torch.cuda.get_device_capability(weights.device) >= (9, 0)
+
+
+def _decoded(matrix: DeviceMatrix, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The values of some experts, [count, R, C]."""
     _, rows, columns = matrix.shape
-    out = torch.empty((count, rows, columns), dtype=torch.bfloat16, device=matrix.device)
+    out = torch.empty((count, rows, columns), dtype=dtype, device=matrix.device)
     kernels_of(matrix.kind).dequantize(matrix, first, out)
     return out

@@ -118,7 +118,11 @@ class TernaryKernels:
         self._combine(down, hidden, index, weights, out)
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
-        """See `Kernels.dequantize`."""
+        """See `Kernels.dequantize`; levels are rounded to bfloat16, which they are unless a tensor says otherwise."""
+        if out.dtype is torch.float32:
+            self.dequantize(matrix, first, rounded := torch.empty_like(out, dtype=torch.bfloat16))
+            out.copy_(rounded)
+            return
         row_bytes = -(-matrix.shape[2] // 8) * 16
         block = _block(_is_dict16(matrix), 1, WARP, 1)
         warps = min(block // WARP, (device_of(matrix.data).most_shared - _table_bytes(matrix)) // row_bytes)

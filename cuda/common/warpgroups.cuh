@@ -1,0 +1,88 @@
+// Products of warpgroups (wgmma, sm_90a): four warps, whose operands A, 16 rows of each, are in registers as m16n8k16
+// has them, and an operand B of all four in shared memory. They run beside what follows: from `begin_products` to
+// `wait_products` nobody may touch the sums, nor write B, and all four warps take the same way.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace moepack {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool HAS_WARPGROUPS = true;
+#else
+constexpr bool HAS_WARPGROUPS = false;
+#endif
+
+#if defined(__CUDACC__)
+// Where operand B lies: rows of 16 bytes, eight values of K of a column, columns side by side; first K 0 to 7 of all
+// columns and then 8 to 15. Columns behind the last read what follows.
+struct Described {
+    u64 bits;  // distance of eight columns, of the two halves of K, address: all in units of 16 bytes
+
+    MOEPACK_DEVICE Described(const void* first, int columns)
+        : bits(u64(128 >> 4) << 32 | u64(columns) << 16 | shared_address(first) >> 4) {}
+
+    // Operand B of a product that lies `bytes` further on.
+    MOEPACK_DEVICE u64 after(int bytes) const {
+        return bits + (bytes >> 4);
+    }
+};
+
+// c = a b, or c += a b if it `adds`: a 64x16 f16, b 16x8N f16, c 64x8N f32, of each warp and eight columns as
+// m16n8k16's. The strings are the numbers of the asm's operands.
+#define MOEPACK_PRODUCT(COLUMNS, C, A, B, ADDS)                                          \
+    "{.reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" COLUMNS \
+    "k16.f32.f16.f16 {" C "}, {" A "}, " B ", p, 1, 1, 0;}"
+#define MOEPACK_SUMS(c) "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+#define MOEPACK_OPERANDS "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(adds))
+
+MOEPACK_DEVICE void multiply_add(float (&c)[1][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool adds) {
+    asm volatile(MOEPACK_PRODUCT("8", "%0, %1, %2, %3", "%4, %5, %6, %7", "%8", "%9")
+                 : MOEPACK_SUMS(c[0])
+                 : MOEPACK_OPERANDS);
+}
+
+MOEPACK_DEVICE void multiply_add(float (&c)[2][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool adds) {
+    asm volatile(MOEPACK_PRODUCT("16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "%12", "%13")
+                 : MOEPACK_SUMS(c[0]), MOEPACK_SUMS(c[1])
+                 : MOEPACK_OPERANDS);
+}
+
+MOEPACK_DEVICE void multiply_add(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool adds) {
+    asm volatile(MOEPACK_PRODUCT("32", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                                 "%16, %17, %18, %19", "%20", "%21")
+                 : MOEPACK_SUMS(c[0]), MOEPACK_SUMS(c[1]), MOEPACK_SUMS(c[2]), MOEPACK_SUMS(c[3])
+                 : MOEPACK_OPERANDS);
+}
+
+#undef MOEPACK_PRODUCT
+#undef MOEPACK_SUMS
+#undef MOEPACK_OPERANDS
+
+// Orders registers before the next products, whose operands A are computed here and not later: what is written between
+// products makes the compiler run them one by one.
+template <int COUNT, int N>
+MOEPACK_DEVICE void begin_products(u32 (&a)[COUNT], float (&c)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i])::"memory");
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Waits for the products of this warpgroup.
+template <int N>
+MOEPACK_DEVICE void wait_products(float (&c)[N][4]) {
+    asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
+}
+
+// Lets products of warpgroups read, behind the next barrier, what this thread has written to shared memory.
+MOEPACK_DEVICE void publish_operands() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+#endif
+
+}  // namespace moepack
