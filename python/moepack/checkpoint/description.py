@@ -13,6 +13,7 @@ Architectures without a description are recognised by structure where that is sa
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
 from moepack.checkpoint.dense import FLOATS, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
+from moepack.checkpoint.quantized import QuantizedCheckpoint
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.structural import recognise, refusal
 from moepack.errors import CheckpointError, UnsupportedModelError
@@ -42,6 +44,8 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     else:
         model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
         _check_layers(checkpoint, architecture)
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        model = replace(model, notes=(*model.notes, checkpoint.note))
     _check_config(checkpoint, (architecture or STANDARD).top_k(checkpoint.config), model.layers[0].experts)
     return model
 

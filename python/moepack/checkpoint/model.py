@@ -9,7 +9,7 @@ matrices that the model never reads; the experts of a projection have equal shap
 execution.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -66,7 +66,10 @@ class Projection:
             CheckpointError: the file changed since the checkpoint was opened.
         """
         part = self.parts[index]
-        return part.of(self.checkpoint.tensor(part.tensor))
+        first, *rest = part.index or (None,)
+        if not isinstance(first, int):
+            return part.of(self.checkpoint.tensor(part.tensor))
+        return replace(part, index=tuple(rest)).of(self.checkpoint.part(part.tensor, first))
 
     @cached_property
     def sources(self) -> tuple[str, ...]:

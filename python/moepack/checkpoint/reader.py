@@ -122,6 +122,10 @@ class Checkpoint:
             data = data.copy()
         return torch.from_numpy(data).view(info.dtype).reshape(info.shape)
 
+    def part(self, name: str, expert: int) -> torch.Tensor:
+        """One matrix of a tensor that stacks experts; as of `tensor`."""
+        return self.tensor(name)[expert]
+
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of the tensor as they lie in the file, `[nbytes]`, mapped like `tensor`.
 

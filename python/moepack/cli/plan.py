@@ -45,6 +45,7 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
         ("disk", f"up to {size(plan.disk)} to be written, {_left(plan.free_disk, plan.disk)}"),
         ("time", _time(plan)),
         ("runs", _running(plan)),
+        *(("note", note) for note in plan.notes),
     ]
     return rows
 

@@ -22,6 +22,7 @@ from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.architectures import EMBEDDING
 from moepack.checkpoint.architectures import described as architecture
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
@@ -96,6 +97,7 @@ class Estimate:
         run_memory: bytes that running the packed model takes, about: a process, and all files of weights.
         tokens_per_second: of one sequence on this machine's processor, about and at most: products of packed weights
             alone. None where the format was not measured (`moepack doctor` does).
+        notes: what a user should know of the source, in full sentences.
     """
 
     model: Path
@@ -118,6 +120,7 @@ class Estimate:
     seconds: float | None
     run_memory: int
     tokens_per_second: float | None
+    notes: tuple[str, ...] = ()
 
     @property
     def before(self) -> int:
@@ -152,7 +155,7 @@ def estimate(
     target = Path(os.path.abspath(out))
     refuse_existing(target)
     check_text(method)
-    checkpoint = Checkpoint.open(resolve_model(model))
+    checkpoint = open_checkpoint(resolve_model(model))
     found = describe(checkpoint)
     method.aim(checkpoint, found)
     try_creating(target)
@@ -169,6 +172,7 @@ def estimate(
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
+        notes=found.notes,
         model=checkpoint.path,
         architecture=found.architecture,
         layers=len(found.layers),

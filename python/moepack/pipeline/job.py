@@ -19,6 +19,7 @@ from moepack import _core
 from moepack.calibration import LayerRun
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import (
     CalibrationError,
@@ -112,7 +113,7 @@ def compress(
     if threads is not None:
         set_threads(threads)
     check_text(chosen)
-    checkpoint = Checkpoint.open(resolve_model(model))
+    checkpoint = open_checkpoint(resolve_model(model))
     described = describe(checkpoint)
     chosen.aim(checkpoint, described)
     try_creating(target)  # before the whole model is looked at

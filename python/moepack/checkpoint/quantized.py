@@ -1,0 +1,301 @@
+"""Checkpoints that come quantized, read as the floating-point weights that their codes stand for.
+
+A quantized weight is several tensors: codes, scales, maybe zero points. Here they are one tensor again, under the name
+that it has without quantization, decoded when it is read: a tensor, or an expert of a stacked one, at a time. Values
+are rounded to bfloat16 (float16 where the scales are), as transformers does when it dequantizes; what the source has
+lost stays lost. Tensors that the source left as they are come as they are.
+
+| `quant_method` | tensors of a weight | source |
+|---|---|---|
+| `fp8` | `weight` (float8_e4m3fn), `weight_scale_inv`: a factor for each block | DeepSeek-V3, section 3.3 |
+| `mxfp4` | `_blocks`, `_scales`: groups of 32 values of 4 bits, exponents of two | OCP Microscaling Formats 1.0 |
+| `compressed-tensors` | `weight_packed`, `weight_scale` (`pack-quantized`, symmetric, 4 or 8 bits) | its library |
+| `gptq`, `awq` | `qweight`, `qzeros`, `scales`, and `g_idx` of gptq (4 bits) | arXiv 2210.17323, 2306.00978 |
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moepack.checkpoint.reader import Checkpoint
+from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.format.header import TensorInfo
+
+__all__ = ["QuantizedCheckpoint", "open_checkpoint"]
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A way in which weights are quantized.
+
+    Attributes:
+        codes: how the name of the tensor of codes ends.
+        others: how the names of its companions end, in place of that.
+        plain: how the weight's name ends, in place of that.
+        shape: the weight's shape from those of its tensors by their endings; raises ValueError where they do not fit.
+        values: the weight in float32, from its tensors by their endings.
+        stacked: whether a tensor holds all experts.
+        optional: companions that may be missing.
+    """
+
+    codes: str
+    others: tuple[str, ...]
+    plain: str
+    shape: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, ...]]
+    values: Callable[[Tensors], torch.Tensor]
+    stacked: bool = False
+    optional: tuple[str, ...] = ()
+
+
+def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
+    """Open a checkpoint, quantized or not; arguments and errors as of `Checkpoint.open`.
+
+    Raises:
+        UnsupportedModelError: its quantization is not known here; names it.
+        CheckpointError: scales are missing or of another shape than the codes'.
+    """
+    checkpoint = Checkpoint.open(path)
+    settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") in (None, "moepack"):
+        return checkpoint
+    method = settings["quant_method"]
+    try:
+        kind = _KINDS[method](settings)
+    except (KeyError, TypeError, ValueError) as cause:
+        detail = f" ({cause})" if isinstance(cause, ValueError) else ""
+        raise UnsupportedModelError(
+            f"the checkpoint is already quantized (quant_method '{method}'{detail}), which moepack does not read; it "
+            f"reads {', '.join(_KINDS)}, or start from the f32, f16 or bf16 weights",
+            file=checkpoint.path / "config.json",
+        ) from cause
+    return QuantizedCheckpoint(checkpoint, str(method), kind)
+
+
+class QuantizedCheckpoint(Checkpoint):
+    """The weights of a quantized checkpoint.
+
+    Attributes:
+        method: its `quant_method`.
+    """
+
+    def __init__(self, original: Checkpoint, method: str, kind: _Kind) -> None:
+        unquantized = {
+            k: v for k, v in original.config.items() if k not in ("quantization_config", "compression_config")
+        }
+        super().__init__(original.path, unquantized, original.shards)
+        self._original, self.method, self._kind = original, method, kind
+        self._codes: dict[str, str] = {}
+        taken: set[str] = set()
+        infos: dict[str, TensorInfo] = {}
+        for name in original.names():
+            info = original.info(name)
+            if name.endswith(kind.codes) and (kind.codes != kind.plain or info.dtype == torch.float8_e4m3fn):
+                described = self._describe(name, taken)
+                infos[described.name] = described
+        for name in original.names():
+            if name not in taken:
+                infos[name] = original.info(name)
+            if name not in taken and name.endswith(kind.others):
+                raise CheckpointError("has no codes that it belongs to", file=original.info(name).file, tensor=name)
+        self._tensors = infos
+
+    def _describe(self, codes: str, taken: set[str]) -> TensorInfo:
+        """Note a quantized weight and its tensors; offsets mean nothing, for no file holds what is decoded."""
+        kind, stem = self._kind, codes.removesuffix(self._kind.codes)
+        parts = {kind.codes: codes} | {end: stem + end for end in kind.others if stem + end in self._original}
+        for end in kind.others:
+            if end not in parts and end not in kind.optional:
+                message = f"has codes and no {stem}{end}"
+                raise CheckpointError(message, file=self._original.info(codes).file, tensor=codes)
+        infos = {end: self._original.info(name) for end, name in parts.items()}
+        try:
+            shape = kind.shape({end: info.shape for end, info in infos.items()})
+        except (ValueError, IndexError) as cause:
+            shapes = ", ".join(f"{end} {list(info.shape)}" for end, info in infos.items())
+            message = f"codes and scales do not fit each other: {shapes}"
+            raise CheckpointError(message, file=infos[kind.codes].file, tensor=codes) from cause
+        name = stem + kind.plain
+        scales = infos[next(end for end in kind.others if "scale" in end)].dtype
+        dtype = torch.float16 if scales == torch.float16 else torch.bfloat16
+        self._codes[name] = stem
+        taken.update(parts.values())
+        return TensorInfo(name, shape, dtype, infos[kind.codes].file, 0, prod(shape) * dtype.itemsize)
+
+    @property
+    def bits(self) -> float:
+        """Stored bits a decoded weight, scales counted."""
+        ends = (self._kind.codes, *self._kind.others)
+        parts = {stem + end for stem in self._codes.values() for end in ends} & set(self._original.names())
+        weights = sum(prod(self.info(name).shape) for name in self._codes)
+        return 8 * sum(self._original.info(name).nbytes for name in parts) / max(weights, 1)
+
+    @property
+    def note(self) -> str:
+        """What a user should know, as a sentence."""
+        return (
+            f"{len(self._codes)} tensors of the source are quantized already ({self.method}, {self.bits:.2f} bits a "
+            "weight): what that has lost is lost here, too."
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, decoded where it is quantized; errors as of the original's `tensor`."""
+        return self._decoded(name, None) if name in self._codes else self._original.tensor(name)
+
+    def part(self, name: str, expert: int) -> torch.Tensor:
+        """One matrix of a stacked tensor; nothing else of it is decoded."""
+        decoded = name in self._codes and self._kind.stacked
+        return self._decoded(name, expert) if decoded else super().part(name, expert)
+
+    def _decoded(self, name: str, expert: int | None) -> torch.Tensor:
+        stem, kind = self._codes[name], self._kind
+        ends = [end for end in (kind.codes, *kind.others) if stem + end in self._original]
+        tensors = {end: self._original.tensor(stem + end) for end in ends}
+        if expert is not None:
+            tensors = {end: tensor[expert] for end, tensor in tensors.items()}
+        return kind.values(tensors).to(self.info(name).dtype).contiguous()
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of the tensor in the type that `info` tells."""
+        if name not in self._codes:
+            return self._original.raw(name)
+        data: npt.NDArray[np.uint8] = self.tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy()
+        return data
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise ValueError(reason)
+
+
+def _fp8(settings: Mapping[str, Any]) -> _Kind:
+    rows, columns = settings["weight_block_size"]
+
+    def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        found, scales = shapes["weight"], shapes["weight_scale_inv"]
+        _require(scales == (-(-found[0] // rows), -(-found[1] // columns)), "blocks")
+        return found
+
+    def values(tensors: Tensors) -> torch.Tensor:
+        codes, scales = tensors["weight"].float(), tensors["weight_scale_inv"].float()
+        spread = scales.repeat_interleave(rows, 0)[: len(codes)].repeat_interleave(columns, 1)[:, : codes.shape[1]]
+        return codes * spread
+
+    return _Kind("weight", ("weight_scale_inv",), "weight", shape, values)
+
+
+_FP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The values of 4-bit floating-point codes (E2M1)."""
+
+
+def _mxfp4(settings: Mapping[str, Any]) -> _Kind:
+    def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        experts, rows, groups, width = shapes["_blocks"]
+        _require(shapes["_scales"] == (experts, rows, groups), "groups")
+        return experts, groups * width * 2, rows
+
+    def values(tensors: Tensors) -> torch.Tensor:
+        codes = tensors["_blocks"]
+        pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        exponents = tensors["_scales"].to(torch.int32) - 127
+        return torch.ldexp(_FP4[pairs.long()], exponents.unsqueeze(-1)).flatten(-2).mT
+
+    return _Kind("_blocks", ("_scales",), "", shape, values, stacked=True)
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in 32-bit words, low bits first: [..., W] to [..., W * 32 / bits] int32."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes: torch.Tensor = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(-2)
+
+
+def _pack_quantized(settings: Mapping[str, Any]) -> _Kind:
+    _require(settings.get("format") == "pack-quantized", f"format {settings.get('format')!r}")
+    schemes = [group["weights"] for group in settings["config_groups"].values()]
+    bits = {scheme["num_bits"] for scheme in schemes}
+    _require(all(scheme.get("symmetric") for scheme in schemes), "zero points")
+    _require(len(bits) == 1 and bits <= {4, 8}, f"{sorted(bits)} bits")
+    (width,) = bits
+
+    def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        (rows, words), (scaled, groups) = shapes["weight_packed"], shapes["weight_scale"]
+        columns = words * 32 // width
+        _require(rows == scaled and groups > 0 and columns % groups == 0, "groups")
+        return rows, columns
+
+    def values(tensors: Tensors) -> torch.Tensor:
+        codes, scales = _unpacked(tensors["weight_packed"], width), tensors["weight_scale"].float()
+        centred = (codes - (1 << width - 1)).float().view(*scales.shape, -1)
+        return (centred * scales.unsqueeze(-1)).flatten(-2)
+
+    return _Kind("weight_packed", ("weight_scale", "weight_shape"), "weight", shape, values, optional=("weight_shape",))
+
+
+def _grouped_shape(codes: tuple[int, ...], scales: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[int, ...]:
+    """[R, C] of gptq and awq, whose codes have been counted to [C, R]."""
+    columns, rows = codes
+    _require(scales[1] == rows and zeros == (scales[0], rows // 8) and columns % scales[0] == 0, "groups")
+    return rows, columns
+
+
+def _gptq(settings: Mapping[str, Any]) -> _Kind:
+    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits")
+    one = int(settings.get("checkpoint_format", "gptq") == "gptq")  # the first version stores zero points less one
+
+    def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        words, rows = shapes["qweight"]
+        return _grouped_shape((8 * words, rows), shapes["scales"], shapes["qzeros"])
+
+    def values(tensors: Tensors) -> torch.Tensor:
+        codes, scales = _unpacked(tensors["qweight"].mT.contiguous(), 4), tensors["scales"].float()
+        zeros = _unpacked(tensors["qzeros"], 4) + one
+        group = tensors["g_idx"].long() if "g_idx" in tensors else _groups(codes.shape[1], len(scales))
+        return (codes - zeros[group].mT).float() * scales[group].mT
+
+    return _Kind("qweight", ("qzeros", "scales", "g_idx"), "weight", shape, values, optional=("g_idx",))
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which of eight places of a word each of eight rows lies."""
+
+
+def _awq(settings: Mapping[str, Any]) -> _Kind:
+    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits")
+    _require(str(settings.get("version", "gemm")).lower() == "gemm", f"version {settings.get('version')!r}")
+
+    def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        columns, words = shapes["qweight"]
+        return _grouped_shape((columns, 8 * words), shapes["scales"], shapes["qzeros"])
+
+    def values(tensors: Tensors) -> torch.Tensor:
+        codes, zeros = (_in_order(_unpacked(tensors[end], 4)) for end in ("qweight", "qzeros"))
+        group = _groups(len(codes), len(zeros))
+        return ((codes - zeros[group]).float() * tensors["scales"].float()[group]).mT
+
+    return _Kind("qweight", ("qzeros", "scales"), "weight", shape, values)
+
+
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(len(codes), -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1)
+
+
+def _groups(columns: int, count: int) -> torch.Tensor:
+    """The group of each column."""
+    return torch.arange(columns) // (columns // count)
+
+
+_KINDS: Mapping[str, Callable[[Mapping[str, Any]], _Kind]] = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _pack_quantized,
+    "gptq": _gptq,
+    "awq": _awq,
+}

@@ -1,0 +1,250 @@
+"""Checkpoints that come quantized: their weights beside other decoders, and what is packed from them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress
+from moepack.census import architectures
+from moepack.census.tiny import tiny_model
+from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
+from moepack.format import PackedDirectory
+from moepack.methods.finequant import FineQuant
+
+Tensors = dict[str, torch.Tensor]
+BLOCK = [24, 16]
+"""Of fp8: divides no matrix's rows."""
+
+
+def rows_of(rows: int, columns: int) -> torch.Tensor:
+    return torch.randint(0, 16, (rows, columns), dtype=torch.int32)
+
+
+def words(codes: torch.Tensor) -> torch.Tensor:
+    """Eight codes of 4 bits to a word, low bits first: [R, C] to [R, C / 8] int32."""
+    parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
+    return parts.sum(-1).where(parts.sum(-1) < 1 << 31, parts.sum(-1) - (1 << 32)).to(torch.int32)
+
+
+def fp8(stem: str, weight: torch.Tensor) -> Tensors:
+    rows, columns = ((size + block - 1) // block for size, block in zip(weight.shape, BLOCK, strict=True))
+    scales = torch.rand(rows, columns) + 0.5
+    return {f"{stem}weight": weight.to(torch.float8_e4m3fn), f"{stem}weight_scale_inv": scales}
+
+
+def pack_quantized(stem: str, weight: torch.Tensor) -> Tensors:
+    rows, columns = weight.shape
+    return {
+        f"{stem}weight_packed": words(rows_of(rows, columns)),
+        f"{stem}weight_scale": torch.rand(rows, columns // 8).bfloat16(),
+        f"{stem}weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def gptq(stem: str, weight: torch.Tensor) -> Tensors:
+    rows, columns = weight.shape
+    return {
+        f"{stem}qweight": words(rows_of(rows, columns)).T.contiguous(),
+        f"{stem}qzeros": words(rows_of(columns // 16, rows)),
+        f"{stem}scales": torch.rand(columns // 16, rows).half(),
+        f"{stem}g_idx": torch.arange(columns, dtype=torch.int32).flip(0) // 16,
+    }
+
+
+def awq(stem: str, weight: torch.Tensor) -> Tensors:
+    rows, columns = weight.shape
+    return {
+        f"{stem}qweight": words(rows_of(columns, rows)),
+        f"{stem}qzeros": words(rows_of(columns // 16, rows)),
+        f"{stem}scales": torch.rand(columns // 16, rows).half(),
+    }
+
+
+SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 8, "strategy": "group"}
+KINDS: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
+    "fp8": (fp8, {"weight_block_size": BLOCK}),
+    "compressed-tensors": (
+        pack_quantized,
+        {"format": "pack-quantized", "config_groups": {"group_0": {"weights": SCHEME}}},
+    ),
+    "gptq": (gptq, {"bits": 4, "group_size": 16}),
+    "awq": (awq, {"bits": 4, "group_size": 16, "version": "gemm"}),
+}
+
+
+def write(source: Path, target: Path, tensors: Tensors, settings: dict[str, Any] | None) -> Path:
+    target.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config |= {} if settings is None else {"quantization_config": settings}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sources") / "plain"
+    tiny_model("qwen3_moe").to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def quantized(plain: Path, target: Path, method: str) -> Path:
+    """The plain checkpoint with the experts of its last layer and all attention quantized; other layers stay plain."""
+    torch.manual_seed(0)
+    quantize, settings = KINDS[method]
+    tensors: Tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        chosen = "_proj.weight" in name and ("self_attn" in name or "layers.1" in name)
+        tensors |= quantize(name.removesuffix("weight"), tensor) if chosen else {name: tensor}
+    return write(plain, target, tensors, {"quant_method": method, **settings})
+
+
+def packed(directory: Path) -> dict[str, bytes]:
+    opened = PackedDirectory.open(directory)
+    return {name: bytes(opened.tensor(name)) for name in opened.manifest.packed()}
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_what_is_packed_is_what_the_codes_stand_for(method: str, plain: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(quantized(plain, tmp_path / "codes", method))
+    assert isinstance(source, QuantizedCheckpoint)
+    assert set(source.names()) == set(Checkpoint.open(plain).names())
+    decoded = write(plain, tmp_path / "decoded", {name: source.tensor(name) for name in source.names()}, None)
+    for name, directory in (("a", tmp_path / "codes"), ("b", decoded)):
+        report = compress(directory, tmp_path / name, method=FineQuant(bits=8, dense_bits=8))
+        assert any("quantized already" in note for note in report.notes) == (name == "a")
+    assert packed(tmp_path / "a") == packed(tmp_path / "b")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "moepack"
+
+
+def pair(method: str, plain: Path, folder: Path) -> tuple[Checkpoint, QuantizedCheckpoint, str]:
+    """The codes, the weights, and the beginning of a weight's names."""
+    directory = quantized(plain, folder / "codes", method)
+    source = open_checkpoint(directory)
+    assert isinstance(source, QuantizedCheckpoint)
+    return Checkpoint.open(directory), source, "model.layers.1.mlp.experts.2.up_proj."
+
+
+def test_fp8_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> None:
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    weight = torch.randn(48, 32).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2)
+    expected = finegrained.Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": scales}
+    source = open_checkpoint(write(plain, tmp_path / "x", tensors, {"quant_method": "fp8", "weight_block_size": BLOCK}))
+    assert torch.equal(source.tensor("x.weight"), expected)
+
+
+def test_mxfp4_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 134, (3, 6, 2), dtype=torch.uint8)
+    tensors = {"x.up_blocks": blocks, "x.up_scales": scales, "y": torch.ones(2)}
+    source = open_checkpoint(write(plain, tmp_path / "x", tensors, {"quant_method": "mxfp4"}))
+    expected = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    assert source.names() and torch.equal(source.tensor("x.up"), expected)
+    assert torch.equal(source.part("x.up", 1), expected[1]) and torch.equal(source.tensor("y"), torch.ones(2))
+
+
+def test_int4_beside_compressed_tensors(plain: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    codes, source, stem = pair("compressed-tensors", plain, tmp_path)
+    words_, scales = (codes.tensor(f"{stem}{end}") for end in ("weight_packed", "weight_scale"))
+    values = library.unpack_from_int32(words_, 4, torch.Size(codes.tensor(f"{stem}weight_shape").tolist()))
+    assert torch.equal(source.tensor(f"{stem}weight"), values.bfloat16() * scales.repeat_interleave(8, 1))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_int4_of_gptq_and_awq_value_by_value(method: str, plain: Path, tmp_path: Path) -> None:
+    codes, source, stem = pair(method, plain, tmp_path)
+    found = source.tensor(f"{stem}weight")
+    words_, zeros, scales = (codes.tensor(f"{stem}{end}") for end in ("qweight", "qzeros", "scales"))
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    for row in range(found.shape[0]):
+        for column in range(found.shape[1]):
+            if method == "gptq":
+                group = int(codes.tensor(f"{stem}g_idx")[column])
+                code = int(words_[column // 8, row]) >> 4 * (column % 8) & 15
+                zero = (int(zeros[group, row // 8]) >> 4 * (row % 8) & 15) + 1
+            else:
+                group, shift = column // 16, 4 * order[row % 8]
+                code = int(words_[column, row // 8]) >> shift & 15
+                zero = int(zeros[group, row // 8]) >> shift & 15
+            assert found[row, column] == ((code - zero) * scales[group, row].float()).half()
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Transposed and interleaved experts in mxfp4, packed without decoding more than an expert at a time."""
+    if not any("gpt_oss" in types for types in architectures()):
+        pytest.skip("this version of transformers does not have it")
+    tiny_model("gpt_oss").to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    torch.manual_seed(0)
+    tensors: Tensors = {}
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = tensor.shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(120, 126, (experts, rows, columns // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = tensor
+    source = open_checkpoint(write(tmp_path / "plain", tmp_path / "codes", tensors, {"quant_method": "mxfp4"}))
+    decoded = {name: source.tensor(name) for name in source.names()}
+    write(tmp_path / "plain", tmp_path / "decoded", decoded, None)
+    for name in ("codes", "decoded"):
+        compress(tmp_path / name, tmp_path / f"{name}-packed", method=FineQuant(bits=8))
+    assert packed(tmp_path / "codes-packed") == packed(tmp_path / "decoded-packed")
+
+
+# ---- what is refused
+
+
+def changed(plain: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
+    directory = quantized(plain, folder / "codes", "fp8")
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+def test_scales_that_are_missing(plain: Path, tmp_path: Path) -> None:
+    directory = changed(plain, tmp_path, lambda tensors: tensors.__delitem__(f"{NAME}_scale_inv"))
+    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight': has codes and no .*weight_scale_inv"):
+        open_checkpoint(directory)
+
+
+def test_scales_of_another_shape(plain: Path, tmp_path: Path) -> None:
+    directory = changed(plain, tmp_path, lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(1, 1)}))
+    with pytest.raises(CheckpointError, match=r"do not fit each other: weight \[32, 32\], weight_scale_inv \[1, 1\]"):
+        open_checkpoint(directory)
+
+
+def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
+    directory = changed(plain, tmp_path, lambda tensors: tensors.update({NAME: torch.ones(32, 32).bfloat16()}))
+    with pytest.raises(CheckpointError, match="has no codes that it belongs to"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "made_up"}, "'made_up'"),
+        ({"quant_method": "gptq", "bits": 3}, "'gptq' .3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "format 'marlin-24'"),
+        ({"quant_method": "fp8"}, "already quantized .*'fp8'"),
+        ({"quant_method": ["fp8"]}, "already quantized"),
+    ],
+)
+def test_quantizations_that_are_not_known(settings: dict[str, Any], message: str, plain: Path, tmp_path: Path) -> None:
+    directory = write(plain, tmp_path / "x", load_file(plain / "model.safetensors"), settings)
+    with pytest.raises(UnsupportedModelError, match=message):
+        compress(directory, tmp_path / "out", method=FineQuant(bits=8))
