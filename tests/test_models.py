@@ -16,6 +16,7 @@ from moepack.calibration.skeleton import Skeleton
 from moepack.census import architectures, check
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.experts import form_of
+from moepack.integrations.diagnosis import who_decodes
 from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
 
@@ -87,6 +88,15 @@ def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path)
         torch.testing.assert_close(twin(x, index, weights), original(x, index, weights), rtol=1e-4, atol=1e-4)
         nowhere = twin(x, torch.full((5, 2), 4), weights)
     assert not nowhere.any()
+
+
+@pytest.mark.parametrize(("architecture", "by"), [("qwen3_moe", "the core"), ("glm4_moe", "transformers, with the")])
+def test_doctor_says_what_decodes_a_model(architecture: str, by: str, tmp_path: Path) -> None:
+    saved(architecture, tmp_path / "source")
+    assert who_decodes(tmp_path / "source").startswith(by)
+    compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
+    answer = who_decodes(tmp_path / "packed")
+    assert answer.startswith(by) and ("glm4_moe" in answer) == (architecture == "glm4_moe")
 
 
 def refused(directory: Path, message: str) -> None:

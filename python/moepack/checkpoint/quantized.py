@@ -205,7 +205,8 @@ def _mxfp4(settings: Mapping[str, Any]) -> _Kind:
         codes = tensors["_blocks"]
         pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
         exponents = tensors["_scales"].to(torch.int32) - 127
-        return torch.ldexp(_FP4[pairs.long()], exponents.unsqueeze(-1)).flatten(-2).mT
+        values: torch.Tensor = torch.ldexp(_FP4[pairs.long()], exponents.unsqueeze(-1)).flatten(-2)
+        return values.mT
 
     return _Kind("_blocks", ("_scales",), "", shape, values, stacked=True)
 
@@ -234,7 +235,8 @@ def _pack_quantized(settings: Mapping[str, Any]) -> _Kind:
     def values(tensors: Tensors) -> torch.Tensor:
         codes, scales = _unpacked(tensors["weight_packed"], width), tensors["weight_scale"].float()
         centred = (codes - (1 << width - 1)).float().view(*scales.shape, -1)
-        return (centred * scales.unsqueeze(-1)).flatten(-2)
+        weights: torch.Tensor = (centred * scales.unsqueeze(-1)).flatten(-2)
+        return weights
 
     return _Kind("weight_packed", ("weight_scale", "weight_shape"), "weight", shape, values, optional=("weight_shape",))
 

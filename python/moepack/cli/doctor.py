@@ -11,11 +11,20 @@ __all__ = ["doctor_command"]
 
 
 def doctor_command(
+    model: Annotated[
+        str | None, typer.Argument(help="A model directory or id of the hub: say what decodes it, and why.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show versions, instruction sets, the kernel of each format, huge pages, GPU and memory bandwidth."""
     from moepack.runtime.machine import examine
 
+    if model is not None:
+        from moepack.integrations.diagnosis import who_decodes
+
+        answer = who_decodes(model)
+        print(json.dumps({"decodes": answer}) if as_json else f"{model} is decoded by {answer}")
+        return
     facts = examine()
     if as_json:
         print(json.dumps(facts, indent=1))
