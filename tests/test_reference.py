@@ -102,6 +102,18 @@ def test_switch_is_recorded_and_not_streamed(switch, text):
         record_reference(switch, text, 600, memory=0)
 
 
+def test_a_bound_of_the_memory_is_one_of_the_reference_too(mixtral, text, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def record(*_, memory, **__):
+        raise Asked(memory)
+
+    monkeypatch.setattr("moepack.evaluation.measure.record_reference", record)
+    with pytest.raises(Asked, match="2000000"):
+        evaluate(mixtral, text, CHARS, mixtral, host_memory="2MB")
+
+
 def test_what_does_not_belong_together_is_refused(mixtral, switch, text, tmp_path):
     reference = record_reference(mixtral, text, CHARS, tmp_path / "reference")
     with pytest.raises(ReferenceMismatchError, match="another text"):

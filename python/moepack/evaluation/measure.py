@@ -15,6 +15,7 @@ from moepack.evaluation.models import Progress, Source, is_loaded, open_source, 
 from moepack.evaluation.reference import Reference, record_reference
 from moepack.evaluation.windows import batches, read_windows
 from moepack.memory import PeakMemory
+from moepack.units import byte_count
 
 __all__ = ["EvaluationReport", "evaluate"]
 
@@ -79,7 +80,8 @@ def evaluate(
         progress: called after each batch with (windows done, windows in all, sum of losses so far over tokens), for the
             reference with nan as loss.
         save_reference: keep what the reference predicts in this file.
-        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory` of `moepack.load`.
+        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory` of `moepack.load`;
+            the last bounds the reference, too.
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
@@ -89,6 +91,8 @@ def evaluate(
     tokenizer = tokenizer_of(model, tokenizer)
     places = {key: value for key, value in loading.items() if key != "host_memory"}
     options = {"tokenizer": tokenizer, "dtype": dtype, "progress": progress, **places}
+    if (limit := loading.get("host_memory")) is not None:
+        options["memory"] = byte_count(limit)
     known = None if reference is None else _reference(reference, text, chars, save_reference, options)
     loaded = open_source(model, dtype, **loading, **({} if is_loaded(model) else {"mode": mode}))
     windows = read_windows(Path(text), chars, tokenizer)
