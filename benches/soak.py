@@ -73,7 +73,7 @@ def soak(models: list[Path], minutes: float) -> dict[str, object]:
                     uses += 1
         rounds += 1
         found = state()
-        print(f"round {rounds}, {now / 60:.1f} minutes: {found}", file=sys.stderr, flush=True)
+        print(f"round {rounds}, {(time.monotonic() - start) / 60:.1f} minutes: {found}", file=sys.stderr, flush=True)
         if settled is None and time.monotonic() - start > 15 * minutes:
             settled = found
     growth = {name: found[name] - settled[name] for name in found}

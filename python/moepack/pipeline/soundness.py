@@ -21,22 +21,26 @@ _CHUNK = 1 << 24
 
 
 def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> None:
-    """Check that the checkpoint has what its model needs, and that what is copied is finite; reads all dense tensors.
+    """Check that the checkpoint has what its model needs, and that what is copied is finite, for which it is read.
+
+    What is packed is looked at when its turn comes: the layers before it are kept until it is mended.
 
     Raises:
         UnsupportedModelError: transformers cannot build a model of config.json, or a method does not pack tensors
             without values.
         CheckpointError: a tensor is missing or has another shape than the model's.
-        InvalidTensorError: a tensor outside the experts holds NaN or infinity.
+        InvalidTensorError: a tensor that is copied holds NaN or infinity.
         ValueError: the assignment contradicts itself or the model.
     """
-    for weights in (each for layer in assignment.layers(model) for each in layer_tensors(layer).values()):
+    packed = [each for layer in assignment.layers(model) for each in layer_tensors(layer).values()]
+    for weights in packed:
         method = assignment.of(weights)
         if 0 in weights.shape and isinstance(method, Method) and not method.packs_empty:
             message = f"has no values (shape {list(weights.shape)}), which the method {method.name} does not pack"
             raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
     check_tensors(checkpoint, [layer.name for layer in model.layers])
-    for name in model.dense_names:
+    sources = {source for weights in packed for source in weights.sources}
+    for name in (name for name in model.dense_names if name not in sources):
         info = checkpoint.info(name)
         if info.dtype in FLOATS and not _is_finite(checkpoint.tensor(name)):
             raise InvalidTensorError("holds NaN or infinite values", file=info.file, tensor=name)
