@@ -6,7 +6,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 
 __all__ = ["kept_bytes"]
 
-TENSOR_HEADER, SHARD_HEADER = 160, 192
+TENSOR_HEADER, SHARD_HEADER = 90, 112
 """Bytes of a shard's header: for each tensor besides its name, and for the file with its padding."""
 
 

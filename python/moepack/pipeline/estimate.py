@@ -43,6 +43,9 @@ TOKEN_SECONDS = 3e-10
 PROCESS = 450 << 20
 """Bytes of a process that has imported torch."""
 
+RUNNING = 250 << 20
+"""Bytes that it takes beyond that once transformers has run a model in it."""
+
 WORKING = 32
 """Bytes a weight of the experts in work at a time: copies in float32 and candidates."""
 
@@ -240,7 +243,7 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
         largest = max(sum(math.prod(weights.shape) for weights in layer_tensors(layer).values()) for layer in layers)
         states = _tokens(method) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
         squares = max(min(experts, request.settings.group) * columns**2 for experts, _, columns in shapes)
-        total += 4 * largest + 2 * 4 * states + HESSIAN * squares
+        total += RUNNING + 4 * largest + 2 * 4 * states + HESSIAN * squares
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -41,12 +42,14 @@ class Coded(Packer):
         coder: the method of one price, decided.
         loss: that is expected.
         given: bits that each tensor was given, by name. taken: those of tensors that are packed.
+        weights: how many each tensor has.
         rows: factors of the rows of some tensors: their steps are in proportion to one over them.
     """
 
     coder: Rate
     loss: float
     given: Mapping[str, float]
+    weights: Mapping[str, int]
     rows: Mapping[str, Tensor]
     taken: dict[str, float] = field(default_factory=dict)
 
@@ -62,10 +65,11 @@ class Coded(Packer):
             used |= {name: used[name] / excess**2 for name, excess in finer.items()}
         solved = {name for name in sample.rows if coder.calibration is not None and name not in importance.rows}
         errors = (
-            error * importance.values[name] / used[name] * (COMPENSATED if name in solved else 1.0)
+            error * importance.values[name] * sample.widths[name] ** 2 * (COMPENSATED if name in solved else 1.0)
             for name, error in _errors(sample, step)
         )
-        return cls(coder, importance.loss(errors), step.bits, importance.rows)
+        weights = {name: math.prod(shape) for name, shape in sample.shapes.items()}
+        return cls(coder, importance.loss(errors), step.bits, weights, importance.rows)
 
     def expected(self, weights: Weights) -> Expected:
         """The bits that a tensor was given."""
@@ -81,14 +85,15 @@ class Coded(Packer):
 
     def layer_solver(self) -> LayerSolver:
         """A solver for tensors whose bits are changed by what was taken before."""
-        left = sum(self.given.values()) - sum(self.taken.values())
-        due = sum(bits for name, bits in self.given.items() if name not in self.taken)
+        left, due, _ = self._open()
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
         return LayerSolver({name: bits * factor for name, bits in self.given.items()})
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Linear layers that read the same input are solved one by one: their errors count differently."""
         if stage.inputs is None:
+            for weights in stage.tensors.values():
+                self._correct(weights.name)
             return self.coder.solve(replace(stage, tensors=dict(map(self._scaled, stage.tensors.items()))))
         if not stage.dense:
             found: dict[str, Solution] = stage.plan.solve(stage)
@@ -100,6 +105,19 @@ class Coded(Packer):
             solver.plan(part)
             found |= solver.solve(part)
         return found
+
+    def _open(self) -> tuple[float, float, int]:
+        """Bits that are left, bits that tensors still to be packed were given, and how many weights they have."""
+        still = [name for name in self.given if name not in self.taken]
+        left = sum(self.given.values()) - sum(self.taken.values())
+        return left, sum(self.given[name] for name in still), sum(self.weights[name] for name in still)
+
+    def _correct(self, name: str) -> None:
+        """Let a tensor take its part of what is left: a step half as large takes a bit a weight more."""
+        left, due, weights = self._open()
+        if weights:
+            most = math.log2(CORRECTION)
+            self.coder.widen(name, 2.0 ** -min(max((left - due) / weights, -most), most))
 
     def _scaled(self, named: tuple[str, Weights]) -> tuple[str, Weights]:
         """A tensor whose rows are multiplied by their factors, if they have any."""

@@ -5,6 +5,8 @@ Their products are several times as fast as those of coded integers (docs/perfor
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -68,6 +70,11 @@ class Grouped(Packer):
         picked = dict(zip(found, allocate(list(found.values()), room), strict=True))
         losses = (choice.candidate.loss for choice in picked.values())
         return cls({name: choice.candidate.specification for name, choice in picked.items()}, importance.loss(losses))
+
+    @property
+    def identity(self) -> str:
+        """What the bytes follow from: some digits of a digest of all choices."""
+        return hashlib.sha256(json.dumps(sorted(self.choices.items())).encode()).hexdigest()[:16]
 
     def _method(self, name: str) -> FineQuant:
         return _finequant(*self.choices[name])

@@ -58,12 +58,12 @@ def find_importance(checkpoint: Checkpoint, model: MoeModel, request: Calibratio
     found = None
     if request is not None:
         found = fisher(checkpoint, model, request.load(checkpoint), request.settings.device)
+    prior = _prior(model)
     if found is None:
-        return Importance(_prior(model), {})
+        return Importance(prior, {})
     rows = {name: _relative(each) for name, each in found.items() if each.dim()}
     means = {name: float(each.mean()) for name, each in found.items()}
-    least = min(filter(None, means.values()), default=1.0)
-    return Importance({name: _rounded(mean or least) for name, mean in means.items()}, rows)
+    return Importance(prior | {name: _rounded(mean) for name, mean in means.items() if mean > 0}, rows)
 
 
 def _relative(rows: Tensor) -> Tensor:

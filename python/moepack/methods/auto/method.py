@@ -91,7 +91,9 @@ class Auto(Method):
         found: dict[str, Any] = {"prefer": self.prefer}
         if self._goal is not None:
             found["size"] = self._goal.nbytes
-        if self.calibration is not None:
+        if isinstance(self._packer, Grouped):
+            found["choices"] = self._packer.identity
+        elif self.calibration is not None:
             found |= {key: getattr(self, key) for key in ("samples", "sequence_length", "group", "seed")}
         return found
 

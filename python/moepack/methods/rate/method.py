@@ -143,6 +143,10 @@ class Rate(Method):
         self._solved, self._excess = dict(sample.shapes), 0.0
         return self._step
 
+    def widen(self, name: str, factor: float) -> None:
+        """Make the step of a tensor so many times as large as the price says."""
+        self._widths[name] *= factor
+
     def decided(self, name: str) -> float:
         """The step of a tensor, or with a text the bits that it is given."""
         assert self._step is not None, "prepare comes first"
