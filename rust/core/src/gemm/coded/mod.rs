@@ -14,11 +14,12 @@
 //! symbols' integers plus that of the low bits.
 //!
 //! # Accuracy
-//! With u = 2^-24 and S = sum of |scale * code * x| (with r low bits, of |scale| (|code| + 2^(r+1)) |x|) over the C columns of a row, of which k are exceptions, an exact output
+//! With u = 2^-24 and S = sum of |scale * code * x| over the C columns of a row, of which k are exceptions, an exact output
 //! is off by at most (C / 4 + k + 8) u S. Of int8 the same holds, with S over the rounded activations, which are off by at
 //! most 1/254 of the largest of their piece; where that is below 2^-100 a piece counts as zero. It gives the same bits on
 //! every instruction set. A piece with an activation that is not finite makes its token's outputs NaN. Codes up to 256 are
-//! bf16 as they are; activations and larger codes are off by 2^-8 of themselves.
+//! bf16 as they are; activations and larger codes are off by 2^-8 of themselves. With r low bits
+//! S has |code| + 2^(r+1) for |code|.
 
 mod panels;
 mod prepared;
