@@ -39,7 +39,7 @@ def test_what_is_copied_must_be_finite(name: str, value: float, mixtral: Path, t
         tensors[name].view(-1)[7] = value
 
     model = faulty(mixtral, tmp_path, change=spoil)
-    message = "holds NaN or infinite values"
+    message = "(?:holds|has) NaN or infinite"  # a method that packs embeddings finds it itself
     assert_refused_by_every_method(model, tmp_path, InvalidTensorError, message, model / WEIGHTS, name)
 
 
