@@ -16,7 +16,7 @@ from moepack import CorruptionError, ReferenceMismatchError, UnsupportedModelErr
 from moepack.evaluation import Reference, evaluate, record_reference
 from moepack.evaluation.reference import fits
 from moepack.integrations.loading import open_model
-from runtime_support import tiny_model
+from runtime_support import ARCHITECTURES, SWITCH, tiny_model
 
 CHARS = 1600
 """Three windows of the tests' tokenizer, which reads a character as a token."""
@@ -55,6 +55,23 @@ def test_block_by_block_is_the_model(tiny_checkpoint, text, tmp_path, architectu
     assert streamed.tokens == loaded.tokens == 3 * 511
     torch.testing.assert_close(streamed.logits(0, 1533), loaded.logits(0, 1533), rtol=1e-4, atol=1e-5)
     assert seen[-1][0] == seen[-1][1] == len(seen)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != SWITCH])
+def test_block_by_block_is_the_model_of_every_architecture(text, tmp_path, architecture):
+    model = tiny_model(architecture)
+    model.config.max_position_embeddings = 1024
+    if architecture == "granitemoe":
+        model.config.logits_scaling, model.config.embedding_multiplier = 2.0, 1.5
+    model.save_pretrained(tmp_path / "model")
+
+    def tokenizer(*_, **__):
+        return SimpleNamespace(input_ids=[(7 * i * i + i) % 61 + 3 for i in range(512)])
+
+    options = {"tokenizer": tokenizer}
+    loaded = record_reference(tmp_path / "model", text, CHARS, **options)
+    streamed = record_reference(tmp_path / "model", text, CHARS, memory=0, **options)
+    torch.testing.assert_close(streamed.logits(0, 511), loaded.logits(0, 511), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_kept_depends_on_what_follows_the_head(text, tmp_path):
