@@ -40,7 +40,7 @@ struct Codebook {
     // Behind the codes of a chunk in the ring lies the address of its parameters.
     static constexpr int STAGE = CODES + 16, DEPTH = most(3, 4608 / CODES);
     static constexpr int NOTES = 4, SUMS = 0;  // one is used, four keep cells aligned
-    static constexpr bool TOGETHER = false;
+    static constexpr bool TOGETHER = false, MAKES_CELLS = true;
 
     struct Matrix {
         const u8* data;  // the first panel

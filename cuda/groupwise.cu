@@ -50,6 +50,7 @@ struct Groupwise {
     using Decoder = Codes<BITS, BITS == 3 ? (WIDTH >= 64) : (WIDTH >= 32)>;
     static constexpr int QUADS = Decoder::UNITS * 2;
     static constexpr bool TOGETHER = TOKENS > 8 && HAS_WARPGROUPS;
+    static constexpr bool MAKES_CELLS = TOKENS == 8 || TOGETHER;  // others have no registers for it
 
     struct Matrix {
         const u8* data;  // the first block

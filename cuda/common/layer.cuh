@@ -22,6 +22,7 @@
 //     Matrix                     what the launch says of the weights
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
+//     MAKES_CELLS                launches may give no `cells`: blocks make them
 //     TOGETHER                   warpgroups multiply: four warps that have four row blocks and the same chunks
 //     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step,
 //                                part)` gives part[i], the row's for token i, summed from `first` on by `step`
@@ -173,7 +174,9 @@ struct Layer {
     // Makes the cells of a round. `meanwhile` as for `make_cells`.
     template <class Meanwhile>
     MOEPACK_DEVICE void make_cells_of(const Round& round, Meanwhile meanwhile) {
-        make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, THREADS / 16, meanwhile);
+        constexpr int GROUPS = THREADS / 16;
+        if constexpr (Format::MAKES_CELLS)
+            make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, GROUPS, meanwhile);
     }
 
     // Starts to bring activations to the half of the cells that the current round does not read.

@@ -74,11 +74,13 @@ class Device(NamedTuple):
         processors: its multiprocessors.
         shared: shared memory of one of them, in bytes.
         most_shared: dynamic shared memory that a block may have.
+        has_warpgroups: whether warpgroups multiply (wgmma), which leaves registers to make many cells.
     """
 
     processors: int
     shared: int
     most_shared: int
+    has_warpgroups: bool
 
 
 class Blocks(NamedTuple):
@@ -232,7 +234,8 @@ class LayerKernels(ABC):
         tokens, top_k, chunks = problem["tokens"][0], problem["top_k"]["by"][0], problem["chunks"]["by"][0]
         # Blocks share a sum out by columns, other launches by experts.
         parts = problem["splits"][0] if kernel == "lay_out_hidden" else min(problem["experts"][0], tokens * top_k)
-        own = _FEW_CELLS if tokens <= _FEW else _OWN_CELLS * parts if tokens > TOKENS[0] else 0
+        many = _OWN_CELLS * parts if tokens > TOKENS[0] and device_of(matrix.data).has_warpgroups else 0
+        own = _FEW_CELLS if tokens <= _FEW else many
         if not self.lays_out or tokens * top_k * chunks <= own:
             return None
         cells = torch.empty(
@@ -273,7 +276,8 @@ def device_of(tensor: Tensor) -> Device:
 def _device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     most = properties.shared_memory_per_block_optin - _STATIC_BYTES
-    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, most)
+    warpgroups = (properties.major, properties.minor) == (9, 0)
+    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, most, warpgroups)
 
 
 def _padded(x: Tensor) -> Tensor:
