@@ -15,7 +15,7 @@ from moepack.errors import InvalidTensorError
 
 __all__ = ["Importance", "find_importance"]
 
-LOST = {"experts": 1.5, "attention": 2.0, "shared": 0.4, "mlp": 2.0, "head": 3.0, "embedding": 4.5}
+LOST = {"experts": 1.5, "attention": 2.0, "shared": 0.4, "mlp": 1.0, "head": 3.0, "embedding": 4.5}
 """Nats, times two, that a model would lose by noise as strong as all tensors of a role, were the loss a parabola: what
 texts gave (docs/methods/auto.md), alike for models of unlike shapes. It tells importance where there is no text."""
 

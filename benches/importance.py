@@ -1,0 +1,56 @@
+"""What noise as strong as all tensors of a role would cost a model, were its loss a parabola: twice the nats a token.
+
+    python benches/importance.py MODEL [MODEL ...] --calibration FILE [--windows 8] [--threads 1]
+
+It is the sum over a role's tensors of the measured importance (`moepack.calibration.fisher`) times the squares of the
+weights; without a text `auto` takes it to be alike for all models (`moepack.methods.auto.importance.LOST`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from moepack.calibration.fisher import fisher
+from moepack.calibration.load import load_samples
+from moepack.checkpoint import Checkpoint, MoeModel, describe
+
+
+def squares(model: MoeModel) -> Iterator[tuple[str, str, float]]:
+    """Name, role and mean square of every tensor that can be packed, times its weights."""
+    for layer in model.layers:
+        for part in layer.projections:
+            found = sum(float(part.expert(expert).float().square().sum()) for expert in range(layer.experts))
+            yield part.packed_name, "experts", found
+    for dense in model.dense:
+        for linear in dense.linears:
+            yield linear.source, linear.role, float(linear.matrix().float().square().sum())
+
+
+def main() -> None:
+    """Print a line a model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for path in options.models:
+        checkpoint = Checkpoint.open(path)
+        model = describe(checkpoint)
+        samples = load_samples(checkpoint, options.calibration, options.windows, 256)
+        found = fisher(checkpoint, model, samples, torch.device("cpu"))
+        assert found is not None, "the model does not fit into memory, or reads two texts"
+        lost: dict[str, float] = defaultdict(float)
+        for name, role, square in squares(model):
+            lost[role] += float(found[name].mean()) * square
+        print(path.name, "  ".join(f"{role} {value:.2f}" for role, value in lost.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
