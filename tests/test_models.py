@@ -10,12 +10,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress, describe, load
 from moepack.calibration.skeleton import Skeleton
 from moepack.census import architectures, check
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.experts import form_of
+from moepack.cli import app
 from moepack.integrations.diagnosis import who_decodes
 from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
@@ -97,6 +99,14 @@ def test_doctor_says_what_decodes_a_model(architecture: str, by: str, tmp_path: 
     compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
     answer = who_decodes(tmp_path / "packed")
     assert answer.startswith(by) and ("glm4_moe" in answer) == (architecture == "glm4_moe")
+
+
+def test_the_command_prints_a_line_or_the_page() -> None:
+    found = CliRunner().invoke(app, ["models", "mixtral", "--json"])
+    assert found.exit_code == 0 and json.loads(found.stdout)["verdict"] == "works"
+    page = CliRunner().invoke(app, ["models", "mixtral", "--markdown"]).stdout
+    assert "1 of the 1 architectures" in page and "| `mixtral` | works | gated |" in page
+    assert CliRunner().invoke(app, ["models", "no_such_model"]).exit_code == 2
 
 
 def refused(directory: Path, message: str) -> None:
