@@ -22,6 +22,7 @@ __all__ = [
     "coded_from_device",
     "coded_to_device",
     "decode_coded",
+    "encode_channels",
     "encode_codebook",
     "encode_coded",
     "encode_compensated",
@@ -39,6 +40,7 @@ __all__ = [
     "refine_codebooks",
     "round_priced",
     "set_threads",
+    "sparse_experts",
     "ternary_table",
     "threads",
     "unpack_int3",
@@ -226,6 +228,17 @@ def encode_groupwise(
         group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
         ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         dtype: of the stored parameters, "float16" or "bfloat16".
+    """
+
+def encode_channels(records: tuple[_Bytes, _Floats] | NDArray[np.uint16], thresholds: _Floats, *, bits: int) -> _Bytes:
+    """Pack experts by channels, uint8 [bytes]: of each the gate's row, then the down projection's column.
+
+    Args:
+        records: the bits of finite bfloat16 values, [experts, channels, 2 columns]; or codes of the same shape, below
+            2^bits, with scales [experts, channels, 2 ceil(columns / 64)], exactly what bfloat16 holds: a value is
+            scale * (code - 2^(bits - 1)).
+        thresholds: float32 [experts], not negative; infinity skips every channel.
+        bits: 4 or 8, or 16 for bfloat16.
     """
 
 def code_groupwise(data: _Bytes) -> _Bytes:
@@ -525,4 +538,33 @@ def gated_experts(
     Raises:
         TypeError: a projection is no packed tensor.
         ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
+    """
+
+def sparse_experts(
+    up: PackedTensor,
+    channels: PackedTensor,
+    x: _Vector,
+    experts: NDArray[np.int64],
+    weights: _Floats,
+    mode: str | None = None,
+    isa: str | None = None,
+) -> tuple[_Floats, int]:
+    """Compute a layer of experts of which each token takes the channels that pass the experts' thresholds.
+
+    Args:
+        up: experts x hidden x columns, of any format; its outputs u decide.
+        channels: of the format `channels`, experts x hidden x 2 columns.
+        x: [tokens, columns].
+        experts: int64 [tokens, top_k]; a number that is no expert's is skipped.
+        weights: float32 [tokens, top_k].
+        mode: of the products with `up`; None is the format's default.
+        isa: the instruction set, by default the active one.
+
+    Returns:
+        For each token the sum over its experts and their channels c with |u_c| >= threshold of
+        weight * silu(gate_c x) * u_c * down_c, float32 [tokens, columns]; and how many channels that were.
+
+    Raises:
+        CorruptionError: `channels` is of another format.
+        ValueError: sizes do not match, the format has no such mode, or the processor lacks the set.
     """

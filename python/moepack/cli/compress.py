@@ -67,6 +67,9 @@ def compress_command(
     steps: settings.Steps = None,
     rotation: settings.Rotation = None,
     hadamard: settings.Hadamard = None,
+    sparsity: settings.Sparsity = None,
+    up_bits: settings.UpBits = None,
+    dense_layers: settings.DenseLayers = None,
 ) -> None:
     """Compress MODEL into the packed directory OUT, after printing a plan of the job.
 

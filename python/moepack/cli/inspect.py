@@ -25,7 +25,7 @@ def inspect_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     matrices: Annotated[
-        bool, typer.Option("--matrices", help="Show each matrix: rank, kurtosis, rank of the residual, error.")
+        bool, typer.Option("--matrices", help="Show each matrix: rank, kurtosis, error, threshold, sparsity.")
     ] = False,
 ) -> None:
     """Show each layer and projection of DIRECTORY: format, bits a weight, share of zeros, size before and after."""
@@ -84,7 +84,7 @@ def _print(manifest: "Manifest", rows: "list[Row]", totals: Mapping[str, Any]) -
 def _print_matrices(rows: "list[Row]") -> None:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("matrix", no_wrap=True)
-    for name in ("rank", "kurtosis", "residual rank", "error"):
+    for name in ("rank", "kurtosis", "residual rank", "error", "threshold", "predicted", "achieved"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         for number, matrix in enumerate(row.matrices):

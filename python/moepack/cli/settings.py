@@ -17,6 +17,7 @@ METHODS = {
     "auto": "the best model of a size (the default); better with a text",
     "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text",
     "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; better with a text",
+    "floe": "2-bit up projections choose which channels of gate and down are read; needs a text",
     "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
     "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
     "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",
@@ -29,17 +30,20 @@ METHODS_OF = {
     "ratio": ("auto",),
     "prefer": ("auto",),
     "code": ("ternary", "qmoe"),
-    "calibration": ("auto", "rate", "qmoe", "codequant", "milo"),
-    "samples": ("auto", "rate", "qmoe", "codequant", "milo"),
-    "sequence_length": ("auto", "rate", "qmoe", "codequant", "milo"),
-    "bits": ("finequant", "milo", "qmoe"),
+    "calibration": ("auto", "rate", "qmoe", "codequant", "milo", "floe"),
+    "samples": ("auto", "rate", "qmoe", "codequant", "milo", "floe"),
+    "sequence_length": ("auto", "rate", "qmoe", "codequant", "milo", "floe"),
+    "bits": ("finequant", "milo", "qmoe", "floe"),
     "bits_per_weight": ("auto", "rate", "qmoe", "finequant"),
     "roles": ("rate",),
-    "group_size": ("finequant", "milo", "qmoe"),
+    "group_size": ("finequant", "milo", "qmoe", "floe"),
     "dense_bits": ("finequant", "qmoe"),
     "symmetric": ("finequant", "milo"),
-    "solver": ("milo", "qmoe"),
-    "device": ("auto", "rate", "qmoe", "codequant", "milo"),
+    "solver": ("milo", "qmoe", "floe"),
+    "device": ("auto", "rate", "qmoe", "codequant", "milo", "floe"),
+    "sparsity": ("floe",),
+    "up_bits": ("floe",),
+    "dense_layers": ("floe",),
     "alpha": ("finequant",),
     "search": ("finequant",),
     "scales": ("finequant",),
@@ -110,10 +114,13 @@ Calibration = Annotated[
     str | None,
     _option("calibration", "Text like what the model will read: file, JSON lines, directory or data set of the hub."),
 ]
-Samples = Annotated[int | None, _option("samples", "windows of the text; default 128.", min=1)]
+Samples = Annotated[int | None, _option("samples", "windows of the text; default 128, floe 64.", min=1)]
 SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a window; default 512.", min=1)]
 Bits = Annotated[
-    str | None, _option("bits", "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2.")
+    str | None,
+    _option(
+        "bits", "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2. floe: 16, 8 (default), 4."
+    ),
 ]
 BitsPerWeight = Annotated[
     float | None,
@@ -160,7 +167,14 @@ Hadamard = Annotated[
     bool | None,
     _option("hadamard", "Turn inputs that no offline rotation reaches; the default with 4 activation bits."),
 ]
-Solver = Annotated[str | None, _option("solver", "lsq (default), hqq or rtn (milo); gptq (default) or rtn (qmoe).")]
+Solver = Annotated[
+    str | None, _option("solver", "lsq (default), hqq or rtn (milo); gptq (default) or rtn (qmoe); lsq or hqq (floe).")
+]
+Sparsity = Annotated[
+    float | None, _option("sparsity", "Share of channels that tokens skip; default 0.8.", min=0, max=1)
+]
+UpBits = Annotated[int | None, _option("up_bits", "Bits of up projections, which decide: 2 (default), 3, 4 or 8.")]
+DenseLayers = Annotated[int | None, _option("dense_layers", "First layers that skip nothing; default 1.", min=0)]
 Rank = Annotated[
     str | None, _option("rank", "Policies of the corrections, such as dense:512+kurtosis:16; default budget:5.")
 ]

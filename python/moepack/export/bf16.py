@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
-from moepack.export.names import Experts, experts_of
+from moepack.export.names import CHANNELS, Experts, experts_of
 from moepack.format.directory import PackedDirectory
 from moepack.format.shard import Entry
 
@@ -51,10 +51,10 @@ def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[
         return
     if not layer.layout.stacked:
         (projection,) = projections
-        for expert, matrix in enumerate(_values(source, layer.packed[projection])):
+        for expert, matrix in enumerate(_projection(source, layer, projection)):
             yield tensor_entry(layer.name(projection, expert), matrix)
         return
-    parts = [_values(source, layer.packed[projection]) for projection in projections]
+    parts = [_projection(source, layer, projection) for projection in projections]
     yield tensor_entry(layer.name(projections[0], 0), torch.cat(parts, dim=1))
 
 
@@ -73,6 +73,14 @@ def _joined(layer: Experts, values: dict[str, torch.Tensor]) -> torch.Tensor:
         else:
             out[: len(matrices), place.rows] = turned
     return out
+
+
+def _projection(source: PackedDirectory, layer: Experts, projection: str) -> torch.Tensor:
+    """The values of a projection, `[E, R, C]` bfloat16."""
+    if projection in layer.packed:
+        return _values(source, layer.packed[projection])
+    gate, down = _values(source, layer.packed[CHANNELS]).chunk(2, dim=2)
+    return gate if projection == "gate_proj" else down.transpose(1, 2)
 
 
 def _values(source: PackedDirectory, name: str) -> torch.Tensor:

@@ -42,6 +42,7 @@ def _modules(source: PackedDirectory) -> Iterator[tuple[str, list[str], str]]:
     """For each packed tensor its name, the paths on disk of the modules in it, and a pattern that matches them."""
     for layer in experts_of(source):
         for projection, name in layer.packed.items():
+            _tensor(source, name)  # before names are asked for, which only stock projections have
             if layer.layout.stacked:
                 message = "compressed-tensors has a module for each expert; this architecture stacks them"
                 raise UnsupportedModelError(message, file=source.path, tensor=name)

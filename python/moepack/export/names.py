@@ -17,7 +17,10 @@ from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.errors import CorruptionError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
 
-__all__ = ["Experts", "experts_of"]
+__all__ = ["CHANNELS", "Experts", "experts_of"]
+
+CHANNELS = "channels"
+"""The projection that stands for gate and down: rows of the one beside columns of the other."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ class Experts:
         if self.form is not None:
             places = self.form.places
             return [tuple(p for p in places if places[p].parameter == name) for name in self.form.parameters]
-        return self.layout.tensors.values() if self.layout.stacked else [(projection,) for projection in self.packed]
+        if self.layout.stacked:
+            return self.layout.tensors.values()
+        names = ("gate_proj", "up_proj", "down_proj") if CHANNELS in self.packed else self.packed
+        return [(projection,) for projection in names]
 
     def name(self, projection: str, expert: int) -> str:
         """The tensor that holds a matrix of an expert."""

@@ -30,6 +30,7 @@ from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format.plausible import SMALL
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
+from moepack.runtime.backends import is_silu
 from moepack.runtime.decoder import install as install_decoder
 from moepack.runtime.device import DeviceStore
 from moepack.runtime.embedding import PackedEmbedding
@@ -41,6 +42,7 @@ from moepack.runtime.experts import (
     PackedOwnExperts,
     PackedPlainExperts,
     PackedSwitchExperts,
+    SparseExperts,
 )
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.store import MappedStore
@@ -51,7 +53,13 @@ METHOD = "moepack"
 SUPPORTED_VERSION = 1
 
 Replacement = (
-    PackedExperts | PackedOwnExperts | PackedExpertProducts | PackedSwitchExperts | PackedLinear | PackedEmbedding
+    PackedExperts
+    | PackedOwnExperts
+    | PackedExpertProducts
+    | PackedSwitchExperts
+    | SparseExperts
+    | PackedLinear
+    | PackedEmbedding
 )
 Shapes = dict[str, tuple[int, ...]]
 ExpertShapes = dict[str, tuple[int, int, int]]
@@ -320,6 +328,8 @@ def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
         expected, act_fn = _switch_layout(original)
         _require_shapes(path, shapes, expected)
         return PackedSwitchExperts(expected, act_fn)
+    if form is not None and form.kind == "gated" and set(shapes) == set(SparseExperts.projections):
+        return _sparse(original, path, shapes, form.shapes["up_proj"])
     if form is None or set(shapes) != set(form.shapes):
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
     _require_shapes(path, shapes, form.shapes)
@@ -337,6 +347,15 @@ _TWINS: Mapping[str, type[PackedExperts]] = {
     "every": PackedEveryExperts,
     "identity": PackedIdentityExperts,
 }
+
+
+def _sparse(original: Any, path: str, shapes: Shapes, inner: tuple[int, int, int]) -> SparseExperts:
+    """The packed twin of gated experts whose gate and down projection are kept by channels."""
+    if not is_silu(original.act_fn):
+        raise UnsupportedModelError(f"'{path}' has another activation than SiLU, which packed channels need")
+    expected = {"up_proj": inner, "channels": (*inner[:2], 2 * inner[2])}
+    _require_shapes(path, shapes, expected)
+    return SparseExperts(expected, original.act_fn)
 
 
 def _require_shapes(path: str, shapes: Shapes, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -8,6 +8,7 @@ from moepack.methods.auto import Auto
 from moepack.methods.base import Expected, LayerPlan, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.codequant import CodeQuant
 from moepack.methods.finequant import FineQuant
+from moepack.methods.floe import Floe
 from moepack.methods.milo import Milo
 from moepack.methods.qmoe import Qmoe
 from moepack.methods.rate import Rate
@@ -17,6 +18,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "auto": Auto,
     "codequant": CodeQuant,
     "finequant": FineQuant,
+    "floe": Floe,
     "milo": Milo,
     "qmoe": Qmoe,
     "rate": Rate,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.stage import Shape, Weights
-from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.checkpoint.rewritten import Rewriting
 
 __all__ = ["Expected", "LayerPlan", "Method", "PackedTensor", "Shape", "Solution", "Stage", "Weights"]
@@ -116,6 +116,15 @@ class Method(ABC):
     def rewrites(self) -> bool:
         """Whether `rewrite` changes checkpoints; only the method of a whole job may."""
         return False
+
+    def arranged(self, layer: MoeLayer) -> MoeLayer:
+        """Return a sparse layer with the projections that are packed, as they are unless the method puts them together
+        otherwise; only the method of a whole job may.
+
+        Raises:
+            UnsupportedModelError: the method cannot pack such a layer.
+        """
+        return layer
 
     @abstractmethod
     def bound(self, shape: Shape, role: str = "experts") -> int:

@@ -65,6 +65,7 @@ class Assignment:
 
         Raises:
             CorruptionError: a packed tensor among `others` contradicts its format.
+            UnsupportedModelError: the job's method cannot pack the model's experts.
             ValueError: `others` names a tensor that is not there, or gives one to what cannot stand for it.
         """
         roles = self.method.dense_roles
@@ -72,7 +73,8 @@ class Assignment:
             DenseLayer(layer.name, tuple(x for x in layer.linears if x.role in roles or x.source in self.others))
             for layer in model.dense
         )
-        layers: list[PackedLayer] = [*(layer for layer in dense if layer.linears), *model.layers]
+        experts = map(self.method.arranged, model.layers)
+        layers: list[PackedLayer] = [*(layer for layer in dense if layer.linears), *experts]
         layers.sort(key=lambda layer: position(layer.name))
         tensors = {weights.name: weights for layer in layers for weights in layer_tensors(layer).values()}
         if unknown := self.others.keys() - tensors.keys():

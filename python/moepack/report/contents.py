@@ -13,19 +13,24 @@ __all__ = ["EXPERTS", "ORDER", "MatrixRow", "RoleSize", "Row", "add_up", "read_r
 
 EXPERTS = "experts"
 
-ORDER = ("gate_proj", "up_proj", "down_proj")
+ORDER = ("gate_proj", "up_proj", "channels", "down_proj")
 """Projections of experts in the order of the computation."""
 
 
 @dataclass(frozen=True)
 class MatrixRow:
     """What a method noted of one matrix of a tensor, None where it did not: the rank of its compensator, the excess
-    kurtosis of its weights, the rank of the residual (values below half of the largest), and the relative error."""
+    kurtosis of its weights, the rank of the residual (values below half of the largest), the relative error,
+    and of experts by channels the threshold and the shares that it skips of the text that it comes from and of a text
+    held out."""
 
     rank: int | None
     kurtosis: float | None
     residual_rank: int | None
     error: float | None
+    threshold: float | None = None
+    predicted: float | None = None
+    achieved: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,18 @@ def _row(record: TensorRecord) -> Row:
 
 def _matrices(record: TensorRecord) -> Iterator[MatrixRow]:
     """What the details say of each matrix."""
-    names = ("ranks", "kurtosis", "residual_ranks", "errors")
+    sparsity = ("thresholds", "predicted_sparsity", "achieved_sparsity")
+    names = ("ranks", "kurtosis", "residual_ranks", "errors", *sparsity)
     count = record.shape[0] if record.experts else 1
     found = [record.details.get(name) for name in names]
     lists = [values if isinstance(values, list) and len(values) == count else [None] * count for values in found]
     if any(values is not None for values in found):
-        yield from (MatrixRow(*values) for values in zip(*lists, strict=True))
+        yield from (MatrixRow(*map(_number, values)) for values in zip(*lists, strict=True))
+
+
+def _number(value: Any) -> Any:
+    """A value of a manifest, where infinity has a name."""
+    return math.inf if value == "infinity" else value
 
 
 def _format(record: TensorRecord) -> str:
@@ -111,6 +122,10 @@ def _format(record: TensorRecord) -> str:
         width, activations = details["block_size"], details.get("activation_bits")
         place = "row" if width >= record.shape[-1] else f"block {width}"
         return f"codebook{details['bits']} {place}" + (f" A{activations}" if activations else "")
+    if record.kind == "channels":
+        skipped = [share for share in details.get("achieved_sparsity", ()) if share is not None]
+        width = "bf16" if details["bits"] == 16 else f"int{details['bits']}"
+        return f"{width} channels" + (f", {sum(skipped) / len(skipped):.1%} skipped" if any(skipped) else "")
     return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 

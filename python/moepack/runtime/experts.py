@@ -1,9 +1,10 @@
 """Expert modules that compute from packed bytes: they stand where transformers has its own experts modules.
 
 `PackedExperts` replaces the standard layout (`gate_up_proj`, `down_proj`, called with top-k indices and weights),
-`PackedPlainExperts` the one without a gate, and `PackedOwnExperts` what computes anything else between and behind the
-products: it leaves that to the code of the module that it replaces. `PackedIdentityExperts`, `PackedEveryExperts` and
-`PackedSwitchExperts` are called in other ways.
+`SparseExperts` does so where tokens compute some channels only, `PackedPlainExperts` replaces the layout without a
+gate, and `PackedOwnExperts` what computes anything else between and behind the products: it leaves that to the code of
+the module that it replaces. `PackedIdentityExperts`, `PackedEveryExperts` and `PackedSwitchExperts` are called in other
+ways.
 
 Invariants, beside those of `PackedModule`:
 - Products accumulate in float32, and so does the sum over a token's experts, in an order that depends on the routing
@@ -30,6 +31,7 @@ __all__ = [
     "PackedOwnExperts",
     "PackedPlainExperts",
     "PackedSwitchExperts",
+    "SparseExperts",
 ]
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,7 +60,7 @@ class _Experts(PackedModule):
         if data is None:
             outputs = inference_only(self._forward, x, index, weights)
         else:
-            rows = self.shapes[self.projections[-1]][1]
+            rows = x.shape[1]
             outputs = traced_experts(x, index, weights, data, rows, self._activation, self.mode)
         return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype).view(hidden_states.shape)
 
@@ -230,6 +232,35 @@ class PackedExpertProducts(PackedModule):
             rows = torch.repeat_interleave(held, offsets.diff())
             starts = torch.cat((offsets[:1], (offsets.diff() * held).cumsum(0)))
             outputs[rows] = backend_for(inputs.device).grouped(matrix, inputs[rows], starts, self.mode)
+        return outputs
+
+
+class SparseExperts(PackedExperts):
+    """Experts with a gate, of which tokens compute the channels that the up projection asks for (FloE, equation 11).
+
+    Args:
+        shapes: (E, R, C) of `up_proj` (E, I, H) and `channels` (E, I, 2 H): of each channel the gate's row and the down
+            projection's column.
+        act_fn: SiLU.
+
+    Attributes:
+        computed, asked: channels that were computed and that the tokens' experts have, over all calls since they were
+            set to 0. Calls in several threads at a time may lose some.
+    """
+
+    projections = ("up_proj", "channels")
+
+    def __init__(self, shapes: Mapping[str, Shape], act_fn: Activation) -> None:
+        super().__init__(shapes, act_fn)
+        self.computed = self.asked = 0
+
+    def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        backend, outputs = backend_for(hidden_states.device), torch.zeros_like(hidden_states, dtype=torch.float32)
+        for matrices, chosen in self.store.portions(self, index, hidden_states.device):
+            portion, computed = backend.sparse_experts(matrices, hidden_states, chosen, weights, self.mode)
+            outputs.add_(portion)
+            self.computed += computed
+        self.asked += int((index < self.num_experts).sum()) * self.shapes["up_proj"][1]
         return outputs
 
 

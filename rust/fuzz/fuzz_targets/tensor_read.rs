@@ -40,11 +40,12 @@ fn decode(tensor: &dyn Tensor, data: &[u8], weights: usize, verified: bool) -> R
     let valued = tensor.dequantize(data, Floats::F32(&mut values), &pool);
     let rounded = tensor.dequantize(data, Floats::Bf16(&mut halves), &pool);
     assert!(valued.is_ok() == rounded.is_ok() && (valued.is_ok() || !verified));
-    // Codes of any width need not fit a byte.
-    let any_width = tensor.format().kind() == "coded";
+    // Codes of any width need not fit a byte, and bf16 has none.
+    let any_width = ["coded", "channels"].contains(&tensor.format().kind());
     assert!(decoded.is_ok() == valued.is_ok() || any_width);
     decoded?;
     match tensor.details().integer::<u32>("bits") {
+        Ok(16) => unreachable!("bf16 has no codes"),
         Ok(bits) => assert!(codes.iter().all(|&code| u32::from(code) >> bits == 0)),
         Err(_) if any_width => (),
         Err(_) => assert!(codes.iter().all(|code| matches!(code, 0 | 1 | 255))),
@@ -54,7 +55,7 @@ fn decode(tensor: &dyn Tensor, data: &[u8], weights: usize, verified: bool) -> R
 }
 
 fn parameters(tensor: &dyn Tensor, data: &[u8]) -> Result<(), Error> {
-    for name in ["levels", "scales", "offsets", "centroids", "ranks", "right", "left"] {
+    for name in ["levels", "scales", "offsets", "centroids", "ranks", "right", "left", "thresholds"] {
         if let Ok(found) = tensor.parameters(data, name, &*pool::current()?) {
             let count = match found.values {
                 Numbers::F32(values) => values.len(),

@@ -3,7 +3,7 @@
 use moepack_core::formats::compensated::chunk::Width;
 use moepack_core::formats::compensated::{self, Factor};
 use moepack_core::formats::groupwise::{self, ParameterType, Spec, View};
-use moepack_core::formats::{codebook, coded, coded_groupwise, ternary};
+use moepack_core::formats::{channels, codebook, coded, coded_groupwise, ternary};
 use moepack_core::types::Shape;
 use moepack_core::{Result, bits, pool, simd};
 use numpy::PyUntypedArrayMethods;
@@ -241,6 +241,44 @@ pub fn decode_coded<'py>(
             coded.view(data)?.decode_rows(isa, out, &*pool::current()?, put)
         })
         .map_err(raise)
+    })
+}
+
+/// The values of records: codes and scales, or the bits of bf16 values.
+#[derive(FromPyObject)]
+pub enum Records<'py> {
+    Integers(PyReadonlyArray3<'py, u8>, PyReadonlyArray3<'py, f32>),
+    #[pyo3(transparent)]
+    Bf16(PyReadonlyArray3<'py, u16>),
+}
+
+/// Packs gate rows and down columns by channels.
+#[pyfunction]
+#[pyo3(signature = (records, thresholds, *, bits))]
+pub fn encode_channels<'py>(
+    py: Python<'py>,
+    records: Records<'py>,
+    thresholds: PyReadonlyArray1<'py, f32>,
+    bits: u8,
+) -> Bytes<'py> {
+    let thresholds = values(&thresholds, "thresholds")?;
+    let (content, shape) = match &records {
+        Records::Integers(codes, scales) => {
+            let (given, scales) = (values(codes, "codes")?, values(scales, "scales")?);
+            let content = channels::Content::Integers {
+                bits,
+                codes: given,
+                scales,
+            };
+            (content, shape(codes, 3))
+        }
+        Records::Bf16(_) if bits != 16 => {
+            return invalid(format!("values of {bits} bits need codes and scales"));
+        }
+        Records::Bf16(bits) => (channels::Content::Bf16(values(bits, "values")?), shape(bits, 3)),
+    };
+    packed(py, || {
+        channels::encode(content, thresholds, shape, &*pool::current()?)
     })
 }
 

@@ -1,6 +1,8 @@
 //! A layer of gated experts, whatever format each of its projections is in.
 
+use moepack_core::formats::channels::View;
 use moepack_core::gemm::layer::{Layer, Routing};
+use moepack_core::gemm::sparse;
 use moepack_core::pool;
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2};
 use pyo3::exceptions::PyTypeError;
@@ -73,6 +75,54 @@ pub fn gated_experts<'py>(
         };
         detached(py, forward)
     })
+}
+
+/// A layer of experts of which each token computes some channels, in one call: for each token the sum over its experts and
+/// their channels c with |u_c| >= threshold of weight * silu(gate_c x) * u_c * down_c, where u = up x.
+///
+/// Args:
+///     up: packed tensor of experts x hidden x columns, of any format.
+///     channels: packed channels of experts x hidden x 2 columns.
+///     x, experts, weights, isa: as for `gated_experts`.
+///     mode: that of the up projection.
+///
+/// Returns:
+///     The sums, float32 [tokens, columns], and how many channels were computed, over all tokens and their experts.
+///
+/// Raises:
+///     CorruptionError: `channels` is another format's.
+///     ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
+#[pyfunction]
+#[pyo3(signature = (up, channels, x, experts, weights, mode=None, isa=None))]
+#[allow(clippy::too_many_arguments)] // Python's signature
+pub fn sparse_experts<'py>(
+    py: Python<'py>,
+    up: &PackedTensor,
+    channels: &PackedTensor,
+    x: Activations<'py>,
+    experts: PyReadonlyArray2<'py, i64>,
+    weights: PyReadonlyArray2<'py, f32>,
+    mode: Option<&str>,
+    isa: Option<&str>,
+) -> PyResult<(Bound<'py, PyArray2<f32>>, u64)> {
+    let (isa, routing) = (chosen_isa(isa)?, routing(&experts, &weights)?);
+    let [first, second] = [up, channels].map(|tensor| tensor.array().bind(py).try_readonly());
+    let (first, second) = (first?, second?);
+    let (data, records) = (values(&first, "data")?, values(&second, "data")?);
+    let (columns, mut computed) = (x.shape()[1], 0);
+    let y = products(py, &x, columns, columns, |x, y| {
+        let forward = || {
+            let up = up.projection(data, mode, isa)?;
+            let layer = sparse::Layer {
+                up: &*up,
+                channels: View::parse(records)?,
+            };
+            layer.forward(x, routing, y, isa, &*pool::current()?)
+        };
+        computed = detached(py, forward)?;
+        Ok(())
+    })?;
+    Ok((y, computed))
 }
 
 fn routing<'a>(

@@ -29,15 +29,15 @@ mod _core {
     use super::device::{coded_from_device, coded_to_device};
     #[pymodule_export]
     use super::encode::{
-        code_groupwise, decode_coded, encode_codebook, encode_coded, encode_groupwise, encode_ternary,
-        expand_groupwise,
+        code_groupwise, decode_coded, encode_channels, encode_codebook, encode_coded, encode_groupwise,
+        encode_ternary, expand_groupwise,
     };
     #[pymodule_export]
     use super::encode::{encode_compensated, pack_int3, unpack_int3};
     #[pymodule_export]
     use super::error::{CorruptionError, UnknownFormatError};
     #[pymodule_export]
-    use super::layer::gated_experts;
+    use super::layer::{gated_experts, sparse_experts};
     #[pymodule_export]
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moepack.errors import LoadError
+from moepack.errors import DeviceError, LoadError
 
 __all__ = ["Activation", "Backend", "Matrix", "is_silu"]
 
@@ -109,6 +109,26 @@ class Backend(ABC):
         Returns:
             [T, H] float32.
         """
+
+    def sparse_experts(
+        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
+    ) -> tuple[Tensor, int]:
+        """Sum the outputs of each token's experts, of which only some channels are computed; see `SparseExperts`.
+
+        Args:
+            matrices: up projections and records of channels.
+            x: [T, H], float32, bfloat16 or float16.
+            index: [T, k], the chosen experts; a number that is no expert's is skipped.
+            weights: [T, k], what their outputs are multiplied by.
+            mode: as in `linear`, of the up projection.
+
+        Returns:
+            [T, H] float32, and how many channels were computed over all tokens and their experts.
+
+        Raises:
+            DeviceError: the device has no such products.
+        """
+        raise DeviceError("experts of which some channels are computed run on the CPU")
 
 
 def is_silu(activation: Activation) -> bool:

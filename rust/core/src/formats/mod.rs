@@ -1,5 +1,6 @@
 //! The packed formats, one room each: how a tensor lies in bytes, how it is packed, opened and checked.
 
+pub mod channels;
 pub mod codebook;
 pub mod coded;
 pub mod coded_groupwise;

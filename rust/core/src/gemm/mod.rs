@@ -12,6 +12,7 @@ pub mod hadamard;
 pub mod layer;
 mod matmul;
 mod panel;
+pub mod sparse;
 pub mod ternary;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;

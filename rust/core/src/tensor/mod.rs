@@ -10,6 +10,7 @@
 //! Python, a mapped file) cannot lend them for good: each method takes them again. They must be those that were opened;
 //! other bytes give an error, wrong numbers or a panic, never an access outside of them.
 
+mod channels;
 mod codebook;
 mod coded;
 mod coded_groupwise;

@@ -3,18 +3,19 @@
 use std::sync::RwLock;
 
 use super::{Format, MAGIC_BYTES, Tensor};
-use super::{codebook, coded, coded_groupwise, compensated, groupwise, ternary};
+use super::{channels, codebook, coded, coded_groupwise, compensated, groupwise, ternary};
 use crate::types::Shape;
 use crate::{Error, Result};
 
 /// The formats of this crate.
-static FORMATS: [&dyn Format; 6] = [
+static FORMATS: [&dyn Format; 7] = [
     &ternary::Ternary,
     &groupwise::Groupwise,
     &coded_groupwise::CodedGroupwise,
     &codebook::Codebook,
     &compensated::Compensated,
     &coded::CodedIntegers,
+    &channels::Channels,
 ];
 
 /// Formats that others have registered.

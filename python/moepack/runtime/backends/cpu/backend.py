@@ -14,13 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from moepack._core import PackedTensor, gated_experts
+from moepack._core import PackedTensor, gated_experts, sparse_experts
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
 from moepack.runtime.backends.cpu.views import activations
 from moepack.runtime.compute import product_mode
 
 __all__ = ["CpuBackend", "Routing", "sort_by_expert"]
+
+CHANNELS = "channels"
+"""The kind of tensors that hold gate and down projection channel by channel."""
 
 
 class Routing(NamedTuple):
@@ -66,6 +69,8 @@ class CpuBackend(Backend):
         mode: str | None,
     ) -> Tensor:
         """See `Backend.experts`."""
+        if len(matrices) == 2 and getattr(matrices[1], "kind", "") == CHANNELS:
+            return self.sparse_experts(matrices, x, index, weights, mode)[0]
         weights = weights.float().contiguous()
         if len(matrices) == 3 and is_silu(activation) and all(isinstance(matrix, PackedTensor) for matrix in matrices):
             gate, up, down = cast(Sequence[PackedTensor], matrices)
@@ -79,6 +84,15 @@ class CpuBackend(Backend):
         rows = torch.from_numpy(positions // index.shape[1])
         outputs = _outputs(matrices, x.index_select(0, rows), offsets, activation, mode)
         return _weighted_sum(outputs, positions, weights)
+
+    def sparse_experts(
+        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
+    ) -> tuple[Tensor, int]:
+        """See `Backend.sparse_experts`."""
+        up, channels = cast(Sequence[PackedTensor], matrices)
+        choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
+        y, computed = sparse_experts(up, channels, activations(x), *choice, product_mode(up, mode))
+        return torch.from_numpy(y), computed
 
 
 def sort_by_expert(index: NDArray[np.int64], experts: int) -> Routing:

@@ -17,7 +17,7 @@ const HIGH_ROWS: usize = 256;
 const ALONE_BYTES: usize = 16 << 10;
 
 /// How the rows of a job's tasks are cut into units.
-pub(super) struct Cut {
+pub(crate) struct Cut {
     step: usize,
     runs: usize,
     rows: usize,
@@ -55,12 +55,12 @@ impl Cut {
 }
 
 /// The part of `count` units that is the share of thread `index` of `threads`.
-pub(super) fn share(count: usize, index: usize, threads: usize) -> Range<usize> {
+pub(crate) fn share(count: usize, index: usize, threads: usize) -> Range<usize> {
     count * index / threads..count * (index + 1) / threads
 }
 
 /// The least common multiple of two positive numbers.
-pub(super) fn multiple(a: usize, b: usize) -> usize {
+pub(crate) fn multiple(a: usize, b: usize) -> usize {
     let (mut divisor, mut rest) = (a, b);
     while rest > 0 {
         (divisor, rest) = (rest, divisor % rest);
@@ -69,7 +69,7 @@ pub(super) fn multiple(a: usize, b: usize) -> usize {
 }
 
 /// Whether a job is too small to wake threads for.
-pub(super) fn alone(projections: &[&dyn Projection], job: &Job) -> bool {
+pub(crate) fn alone(projections: &[&dyn Projection], job: &Job) -> bool {
     let bytes = projections
         .iter()
         .map(|p| p.row_bytes().saturating_mul(p.shape().rows));

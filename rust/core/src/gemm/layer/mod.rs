@@ -15,15 +15,15 @@ mod activation;
 mod bands;
 mod cache;
 mod compose;
-mod cut;
+pub(crate) mod cut;
 pub(crate) mod experts;
 mod kernel;
 pub(crate) mod matrices;
-mod output;
+pub(crate) mod output;
 pub(crate) mod prefetch;
 mod projection;
 pub(crate) mod region;
-mod routing;
+pub(crate) mod routing;
 mod slots;
 #[cfg(test)]
 mod tests;

@@ -13,7 +13,7 @@ enum Cells<'a> {
 }
 
 /// An array places x rows that several threads fill.
-pub(super) struct Output<'a> {
+pub(crate) struct Output<'a> {
     cells: Cells<'a>,
     rows: usize,
     /// For each unit, whether a thread has taken it.

@@ -59,13 +59,13 @@ impl Job {
     }
 
     /// Most tokens of an expert.
-    pub(super) fn widest(&self) -> usize {
+    pub(crate) fn widest(&self) -> usize {
         self.tasks.iter().map(|task| task.places.len()).max().unwrap_or(0)
     }
 }
 
 /// A routing in the order of the experts.
-pub(super) struct Sorted {
+pub(crate) struct Sorted {
     pub job: Job,
     /// The place of each pair of the routing; none for a skipped one.
     pub places: Vec<Option<usize>>,

@@ -1,0 +1,256 @@
+"""FloE: the sparse product beside dense ones, and what it costs in loss.
+
+    python benches/floe.py product [--threads 1] [--out build/floe-product.json]
+    python benches/floe.py quality MODEL --calibration TEXT --text TEXT [--chars 20000] [--out build/floe-quality.json]
+
+`product` takes one token through one expert of Mixtral (14,336 channels, 4,096 columns) whose weights lie in memory and
+not in a cache: the up projection has 2 bits, records 4, 8 or 16. Thresholds are quantiles of the outputs for the very
+tokens. Beside it stand the same layer with nothing skipped, and gate, up and down as ordinary tensors of the same bits.
+The fastest call counts, by the processor's time of one thread, otherwise by the clock.
+
+`quality` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5;
+the first sparse layer stays whole): the up projection's output, the gate's after SiLU, their product, or that times
+the router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each
+layer; all weights are bf16, so this is what the rule alone costs. Behind these, packed models: by `floe` and in 2 and
+3 bits, with the bytes of experts that a token moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import machine
+import moepack
+from moepack import _core
+from moepack.evaluation import evaluate
+from moepack.format import PackedDirectory
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.methods.floe.quantiles import Quantiles
+
+CHANNELS, COLUMNS = 14336, 4096
+SHARES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
+CALLS = 12
+JUNK = np.zeros(24 << 20, np.float64)
+"""Larger than any cache: written before each timed call."""
+
+
+def fastest(call: Callable[[int], object], threads: int) -> float:
+    """Milliseconds of the fastest of some calls, each with another number, with cold caches."""
+    clock, best = time.process_time if threads == 1 else time.perf_counter, math.inf
+    for number in range(CALLS):
+        JUNK.fill(number)
+        start = clock()
+        call(number)
+        best = min(best, clock() - start)
+    return 1e3 * best
+
+
+def groupwise(rng: np.random.Generator, shape: tuple[int, int, int], bits: int) -> Any:
+    """A group-wise tensor of random codes, with offsets where it has 2 bits."""
+    groups = (*shape[:2], shape[2] // 64)
+    codes, scales = rng.integers(0, 1 << bits, shape, np.uint8), np.full(groups, 2.0**-12, np.float32)
+    offsets = np.full(groups, -1.5 * 2.0**-12, np.float32) if bits == 2 else None
+    return _core.PackedTensor(_core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=64, ndim=3))
+
+
+def records(rng: np.random.Generator, bits: int) -> np.ndarray[Any, Any]:
+    """Records of random values."""
+    shape, thresholds = (1, CHANNELS, 2 * COLUMNS), np.zeros(1, np.float32)
+    if bits == 16:
+        values = (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return _core.encode_channels(values, thresholds, bits=16)
+    scales = np.full((1, CHANNELS, 2 * COLUMNS // 64), 2.0**-8, np.float32)
+    return _core.encode_channels((rng.integers(0, 1 << bits, shape, np.uint8), scales), thresholds, bits=bits)
+
+
+def product(options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds by bits of records and share of channels that are skipped."""
+    _core.set_threads(options.threads)
+    rng, figures = np.random.default_rng(0), {}
+    x = rng.standard_normal((CALLS, COLUMNS), np.float32)
+    experts, weights = np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)
+    up = groupwise(rng, (1, CHANNELS, COLUMNS), 2)
+    sizes = np.abs(up.matmul_grouped(x, np.array([0, CALLS])))
+    print(f"{'bits':>5}{'dense':>9}" + "".join(f"{share:>9.0%}" for share in SHARES) + "   8 tokens, 80 %, ms a token")
+    for bits in (4, 8, 16):
+        data = records(rng, bits)
+        channels, thresholds, row = _core.PackedTensor(data), data[128:132].view(np.float32), {}
+        if bits < 16:
+            gate = groupwise(rng, (1, CHANNELS, COLUMNS), bits)
+            down = groupwise(rng, (1, COLUMNS, CHANNELS), bits)
+
+            def dense(number: int, gate: Any = gate, down: Any = down) -> None:
+                _core.gated_experts(gate, up, down, x[number : number + 1], experts, weights)
+
+            row["dense"] = fastest(dense, options.threads)
+
+        def sparse(number: int, channels: Any = channels) -> None:
+            _core.sparse_experts(up, channels, x[number : number + 1], experts, weights)
+
+        for share in SHARES:
+            thresholds[0] = np.quantile(sizes, share)
+            row[f"{share:.1f}"] = fastest(sparse, options.threads)
+        thresholds[0] = np.quantile(sizes, 0.8)
+
+        def several(number: int, channels: Any = channels) -> None:
+            _core.sparse_experts(up, channels, x[:8], np.zeros((8, 1), np.int64), np.ones((8, 1), np.float32))
+
+        row["8 tokens"] = fastest(several, options.threads) / 8
+        figures[str(bits)] = row
+        print(
+            f"{bits:>5}"
+            + "".join(f"{row.get(key, math.nan):>9.2f}" for key in ("dense", *map("{:.1f}".format, SHARES))),
+            end="",
+        )
+        print(f"   {row['8 tokens']:.2f}", flush=True)
+    return figures
+
+
+RULES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gate": lambda gate, up, weight: gate,
+    "up": lambda gate, up, weight: up,
+    "down": lambda gate, up, weight: gate * up,
+    "routed": lambda gate, up, weight: gate * up * weight,
+}
+"""What a channel is judged by: outputs of the gate behind SiLU and of up [n, I], router weights [n, 1]."""
+POOLED = "routed"
+"""The rule with one threshold for all experts of a layer."""
+
+
+class Experts:
+    """Stands in for the `forward` of an unpacked experts module: counts magnitudes, or skips channels.
+
+    Attributes:
+        module: whose.
+        counts: by rule, while magnitudes are counted; None afterwards.
+        rule, thresholds: what skips; without thresholds nothing is skipped.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.rule = module, "up"
+        self.counts: dict[str, Quantiles] | None = {rule: Quantiles(module.num_experts) for rule in RULES}
+        self.thresholds: list[float] | None = None
+
+    def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As the module's `forward`."""
+        outputs = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            tokens, slots = (index == expert).nonzero(as_tuple=True)
+            gate, up = (x[tokens] @ self.module.gate_up_proj[expert].T).chunk(2, dim=-1)
+            gate = torch.nn.functional.silu(gate)
+            hidden = gate * up
+            weight = weights[tokens, slots, None]
+            for rule, counts in (self.counts or {}).items():
+                counts.add(expert, RULES[rule](gate, up, weight))
+            if self.thresholds is not None:
+                hidden = hidden * (RULES[self.rule](gate, up, weight).abs() >= self.thresholds[expert])
+            outputs.index_add_(0, tokens, (hidden @ self.module.down_proj[expert].T) * weight)
+        return outputs
+
+
+@contextmanager
+def stood_in(model: Any) -> Iterator[list[Experts]]:
+    """The experts modules of an unpacked model, each with a stand-in."""
+    modules = [
+        module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts")
+    ]
+    stand_ins = [Experts(module) for module in modules]
+    for module, stand_in in zip(modules, stand_ins, strict=True):
+        module.forward = stand_in
+    yield stand_ins
+    for module in modules:
+        del module.forward
+
+
+def curves(options: argparse.Namespace) -> dict[str, Any]:
+    """Loss by rule and share of channels that are skipped."""
+    model, tokenizer = open_model(options.model, dtype=torch.float32), open_tokenizer(options.model)
+
+    def loss(text: Path) -> float:
+        return evaluate(model, text, options.chars, tokenizer=tokenizer).loss
+
+    with stood_in(model) as experts, torch.no_grad():
+        loss(options.calibration)
+        counts = [each.counts for each in experts]
+        for each in experts:
+            each.counts = None
+        found: dict[str, Any] = {"whole": loss(options.text)}
+        print(f"{options.model.name}: whole {found['whole']:.4f}", flush=True)
+        for rule in RULES:
+            found[rule] = {}
+            for share in SHARES[1:]:
+                for each, count in list(zip(experts, counts, strict=True))[1:]:
+                    assert count is not None
+                    experts_of = [
+                        slice(None) if rule == POOLED else expert for expert in range(each.module.num_experts)
+                    ]
+                    each.rule, each.thresholds = rule, [count[rule].threshold(share, whose) for whose in experts_of]
+                found[rule][f"{share:.1f}"] = loss(options.text) - found["whole"]
+            print(f"{rule:>6}" + "".join(f"{value:>9.4f}" for value in found[rule].values()), flush=True)
+    return found
+
+
+def packed(options: argparse.Namespace, whole: float, method: str, **settings: Any) -> dict[str, float]:
+    """The loss of a packed model, and bytes of experts that a token moves, as a share of those in bf16."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "packed"
+        moepack.compress(options.model, out, method=moepack.methods.create(method, **settings))
+        model = moepack.load(out, dtype="float32")
+        loss = evaluate(model, options.text, options.chars, tokenizer=open_tokenizer(options.model)).loss
+        modules = {name: module for name, module in model.named_modules() if hasattr(module, "computed")}
+        moved = before = 0.0
+        for record in PackedDirectory.open(out).manifest.packed().values():
+            sparse = record.projection == "channels"
+            share = modules[record.module].computed / modules[record.module].asked if sparse else 1.0
+            moved, before = moved + share * record.nbytes, before + record.source_bytes
+        return {"increase": loss - whole, "moved": moved / before}
+
+
+def quality(options: argparse.Namespace) -> dict[str, Any]:
+    """The curves of a model, and packed models beside them."""
+    found = curves(options)
+    text = {"calibration": str(options.calibration), "samples": 32}
+    rows: dict[str, tuple[str, dict[str, Any]]] = {
+        "floe 80 %, int8": ("floe", text),
+        "floe 80 %, int4": ("floe", {**text, "bits": 4}),
+        "floe 80 %, bf16, hqq": ("floe", {**text, "bits": 16, "solver": "hqq"}),
+        "int2, offsets": ("finequant", {"bits": 2, "symmetric": False}),
+        "int3, offsets": ("finequant", {"bits": 3, "symmetric": False}),
+    }
+    for name, (method, settings) in rows.items():
+        found[name] = packed(options, found["whole"], method, **settings)
+        print(f"{name:>22}: +{found[name]['increase']:.4f} nats, {found[name]['moved']:.3f} of the bytes", flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure what is asked for, and save it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    timed = commands.add_parser("product")
+    judged = commands.add_parser("quality")
+    for each in (timed, judged):
+        each.add_argument("--threads", type=int, default=1 if each is timed else 2)
+        each.add_argument("--out", type=Path)
+    judged.add_argument("model", type=Path)
+    judged.add_argument("--calibration", type=Path, required=True)
+    judged.add_argument("--text", type=Path, required=True)
+    judged.add_argument("--chars", type=int, default=20_000)
+    options = parser.parse_args()
+    figures = product(options) if options.command == "product" else quality(options)
+    if options.out is not None:
+        machine.save(options.out, options.threads, figures)
+
+
+if __name__ == "__main__":
+    main()

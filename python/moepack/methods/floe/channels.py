@@ -1,0 +1,54 @@
+"""Gate and down projection as one: of each channel the gate's row and the down projection's column, side by side."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from moepack.checkpoint import MoeLayer, Projection
+from moepack.errors import UnsupportedModelError
+
+__all__ = ["CHANNELS", "UP", "Channels", "by_channels"]
+
+UP, CHANNELS = "up_proj", "channels"
+"""The projections of an arranged layer."""
+
+
+@dataclass(frozen=True)
+class Channels(Projection):
+    """Records [E, I, 2 H] of two projections; `parts` are the gate's, then the down projection's.
+
+    Attributes:
+        gate: [E, I, H].
+        down: [E, H, I].
+    """
+
+    gate: Projection
+    down: Projection
+
+    def expert(self, index: int) -> torch.Tensor:
+        """The records of one expert, [I, 2 H]."""
+        return torch.cat([self.gate.expert(index), self.down.expert(index).T], dim=1)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size in bytes of both projections as the checkpoint stores them."""
+        return self.gate.nbytes + self.down.nbytes
+
+
+def by_channels(layer: MoeLayer) -> MoeLayer:
+    """Return a layer with the up projection and records in place of its three projections.
+
+    The records have the name of the stock down projection, in another shape: a reader that does not know them fails.
+
+    Raises:
+        UnsupportedModelError: its experts have no gate.
+    """
+    found = {projection.name: projection for projection in layer.projections}
+    if set(found) != {"gate_proj", UP, "down_proj"}:
+        raise UnsupportedModelError(f"'{layer.name}' has no experts with a gate, which floe needs")
+    gate, up, down = found["gate_proj"], found[UP], found["down_proj"]
+    experts, rows, columns = gate.shape
+    shape, parts = (experts, rows, 2 * columns), (*gate.parts, *down.parts)
+    records = Channels(CHANNELS, shape, down.packed_name, parts, gate.checkpoint, gate, down)
+    return MoeLayer(layer.name, (up, records), layer.router, layer.shared)

@@ -1,0 +1,207 @@
+"""The method `floe`: the up projection in few bits, and of gate and down projection only the channels that it asks for.
+
+A channel is skipped where the up projection's output is smaller than the expert's threshold (FloE, equations 5, 6 and
+11). Records of gate row and down column keep bf16, or 8 or 4 bits; up projections are group-wise integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack import _core
+from moepack.calibration.load import load_samples
+from moepack.calibration.settings import CalibrationSettings
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
+from moepack.errors import InvalidTensorError
+from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.coverage import listed
+from moepack.methods.finequant.sizes import packed_bytes
+from moepack.methods.floe.channels import CHANNELS, UP, by_channels
+from moepack.methods.floe.thresholds import Decision, decide
+from moepack.methods.parallel import for_experts
+from moepack.methods.roles import as_number
+from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
+from moepack.solvers.groupwise import BITS, quantize_groupwise
+from moepack.solvers.hqq import HalfQuadratic
+from moepack.solvers.least_squares import LeastSquares
+
+__all__ = ["Floe"]
+
+SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic()}
+RECORD_GROUP = 64
+"""Columns of a record that share a scale, by the format."""
+DENSE_BITS = 8
+"""Bits of up projections that skip nothing: they are read whole, as the records of their layer are."""
+
+
+@dataclass
+class Floe(Method):
+    """Settings of the method.
+
+    Attributes:
+        calibration: text file, JSON lines, directory or data set of the hub.
+        sparsity: the share of channels that each expert skips, 0 to 1.
+        bits: of the values of records: 16 (bfloat16), 8 or 4.
+        up_bits: of up projections, 2, 3, 4 or 8.
+        group_size: columns of an up projection that share a scale and an offset.
+        solver: of up projections, "lsq" (least squares) or "hqq" (the paper's).
+        dense_layers: so many sparse layers, the first ones, skip nothing.
+        samples: calibration windows, at most.
+        sequence_length: tokens a window.
+        device: where the model runs.
+    """
+
+    calibration: str
+    sparsity: float = 0.8
+    bits: int = 8
+    up_bits: int = 2
+    group_size: int = 64
+    solver: str = "lsq"
+    dense_layers: int = 1
+    samples: int = 64
+    sequence_length: int = 512
+    device: str = "cpu"
+    name: ClassVar[str] = "floe"
+    _decisions: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
+    _dense: set[str] = field(default_factory=set, init=False, repr=False)
+    _layers: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    _calibration_sha256: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.bits = as_number(self.bits, "bits")
+        if not 0 <= self.sparsity <= 1:
+            raise ValueError(f"sparsity must be 0 to 1, not {self.sparsity}")
+        if self.bits not in (4, 8, 16):
+            raise ValueError(f"bits must be 4, 8 or 16, not {self.bits}")
+        if self.up_bits not in BITS:
+            raise ValueError(f"up_bits must be one of {', '.join(map(str, BITS))}, not {self.up_bits}")
+        if self.group_size not in (16, 32, 64, 128, 256):
+            raise ValueError(f"group_size must be 16, 32, 64, 128 or 256, not {self.group_size}")
+        if self.solver not in SOLVERS:
+            raise ValueError(f"solver must be lsq or hqq, not {self.solver}")
+        if self.dense_layers < 0 or self.samples < 1 or self.sequence_length < 1:
+            raise ValueError("dense_layers must not be negative, samples and sequence_length must be positive")
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting that changes the bytes, and the calibration set, once it is read."""
+        names = ("sparsity", "bits", "up_bits", "group_size", "solver", "dense_layers", "samples", "sequence_length")
+        found = {name: getattr(self, name) for name in names}
+        return found | ({"calibration_sha256": self._calibration_sha256} if self._calibration_sha256 else {})
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Thresholds come from a run of the model."""
+        return True
+
+    def arranged(self, layer: MoeLayer) -> MoeLayer:
+        """Put gate and down projection together, channel by channel; see `Method.arranged`."""
+        found = by_channels(layer)
+        self._layers |= {projection.packed_name: layer.name for projection in found.projections}
+        return found
+
+    def bound(self, shape: Shape, role: str = "experts") -> int:
+        """Return the size of records or of an up projection, whichever is larger."""
+        up = packed_bytes(shape, DENSE_BITS, self.group_size, symmetric=False)
+        return max(up, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self.bits))
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size, which shape and settings fix, but for the first layers' up projections."""
+        if weights.name.endswith(f".{UP}"):
+            return Expected(packed_bytes(weights.shape, self.up_bits, self.group_size, symmetric=False), exact=False)
+        return Expected(_core.packed_bytes("channels", weights.shape, bits=self.bits), exact=True)
+
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Find the thresholds; runs the model over the calibration set, again when a job is resumed."""
+        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
+        self._calibration_sha256 = samples.fingerprint()
+        for layer in model.layers:
+            self.arranged(layer)
+        names = [layer.name for layer in model.layers]
+        shares = {name: 0.0 if at < self.dense_layers else self.sparsity for at, name in enumerate(names)}
+        self._dense = {name for name, share in shares.items() if share <= 0}
+        running = CalibrationSettings(routing="compressed", device=torch.device(self.device))
+
+        def quantized(layer: str, up: Tensor) -> Tensor:
+            return self._up(up, layer).values()
+
+        self._decisions = decide(checkpoint, model, samples, running, quantized, shares)
+
+    def decided(self, name: str) -> Any:
+        """The thresholds of a layer."""
+        layer = self._layers.get(name, "")
+        return self._decisions[layer].details() if layer in self._decisions else None
+
+    def solve(self, stage: Stage) -> dict[str, Solution]:
+        """Quantize an up projection, or the records of gate and down."""
+        ((name, weights),) = stage.tensors.items()
+        if weights.name not in self._layers:
+            raise InvalidTensorError("floe packs all experts of a model, or none", tensor=weights.name)
+        experts, rows, columns = weights.shape
+        solved: list[dict[str, Tensor]] = [{} for _ in range(experts)]
+        work = self._solve_records if name == CHANNELS else self._solve_up
+
+        def solve(expert: int) -> None:
+            solved[expert] = work(stage.layer, weights.expert(expert), weights.sources[expert])
+
+        for_experts(solve, experts, lambda: stage.advance(rows * columns))
+        return {name: Solution({part: torch.stack([one[part] for one in solved]) for part in solved[0]})}
+
+    def _solve_up(self, layer: str, matrix: Tensor, source: str) -> dict[str, Tensor]:
+        found = self._up(matrix, layer, source)
+        assert found.offsets is not None
+        return {"codes": found.codes, "scales": found.scales, "offsets": found.offsets}
+
+    def _up(self, matrix: Tensor, layer: str, source: str | None = None) -> AffineCodes:
+        """An up projection [R, C] as it is packed."""
+        spec = GroupSpec(self._width(layer), self.group_size)
+        return quantize_affine(matrix.float(), spec, SOLVERS[self.solver], name=source)
+
+    def _width(self, layer: str) -> int:
+        """Bits of a layer's up projections."""
+        return DENSE_BITS if layer in self._dense else self.up_bits
+
+    def _solve_records(self, layer: str, records: Tensor, source: str) -> dict[str, Tensor]:
+        if not bool(torch.isfinite(records).all()):
+            raise InvalidTensorError("holds NaN or infinite weights", tensor=source)
+        if self.bits == 16:
+            return {"values": records.to(torch.bfloat16).view(torch.uint16)}
+        halves = records.float().chunk(2, dim=1)
+        found = [
+            quantize_groupwise(half, self.bits, RECORD_GROUP, dtype=torch.bfloat16, name=source) for half in halves
+        ]
+        return {part: torch.cat([getattr(half, part) for half in found], dim=1) for part in ("codes", "scales")}
+
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack what was found, records with their thresholds."""
+        parts = {name: np.ascontiguousarray(part.numpy()) for name, part in solution.parts.items()}
+        layer = self._layers[weights.name]
+        try:
+            if weights.name.endswith(f".{UP}"):
+                return self._packed_up(weights, parts, self._width(layer))
+            decision = self._decisions[layer]
+            records: Any = parts["values"] if self.bits == 16 else (parts["codes"], parts["scales"])
+            blob = _core.encode_channels(records, np.array(decision.thresholds, np.float32), bits=self.bits)
+        except ValueError as cause:
+            raise InvalidTensorError(str(cause), tensor=weights.name) from cause
+        return PackedTensor("channels", blob, {"bits": self.bits, **decision.details()})
+
+    def _packed_up(self, weights: Weights, parts: Mapping[str, Any], bits: int) -> PackedTensor:
+        blob = _core.encode_groupwise(
+            parts["codes"], parts["scales"], parts["offsets"], bits=bits, group_size=self.group_size, ndim=weights.ndim
+        )
+        return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Name experts that the text did not reach."""
+        return tuple(
+            f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
+            for layer, details in layers.items()
+            if details.get("pooled")
+        )

@@ -1,0 +1,205 @@
+//! The header of a tensor, and the places that follow from it.
+
+use std::cmp::Ordering;
+
+use super::{ALIGNMENT, GROUP, HEADER_BYTES, MAGIC, VERSION, corrupt, invalid};
+use crate::formats::header;
+use crate::types::Shape;
+use crate::{Error, Result, limits};
+
+/// How a value is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Width {
+    /// A symmetric integer of four bits.
+    Int4,
+    /// A symmetric integer of eight bits.
+    Int8,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Width {
+    /// All widths.
+    pub const ALL: [Width; 3] = [Width::Int4, Width::Int8, Width::Bf16];
+
+    /// Bits of a value.
+    pub fn bits(self) -> usize {
+        match self {
+            Width::Int4 => 4,
+            Width::Int8 => 8,
+            Width::Bf16 => 16,
+        }
+    }
+
+    /// The width of so many bits.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: there is none.
+    pub fn from_bits(bits: u8) -> Result<Width> {
+        let found = Width::ALL
+            .into_iter()
+            .find(|width| width.bits() == usize::from(bits));
+        found.map_or_else(|| invalid(format!("values have 4, 8 or 16 bits, not {bits}")), Ok)
+    }
+}
+
+/// Shape, width and places of a tensor, everything derived from the header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    experts: usize,
+    channels: usize,
+    half: usize,
+    width: Width,
+    record: usize,
+    start: usize,
+    total: usize,
+}
+
+impl Layout {
+    /// The layout of a tensor of `channels` channels an expert, whose halves have `half` columns.
+    fn of(experts: usize, channels: usize, half: usize, width: Width) -> Option<Layout> {
+        let groups = half.div_ceil(GROUP);
+        let values = groups.checked_mul(2 * GROUP / 8 * width.bits())?;
+        let scales = if width == Width::Bf16 { 0 } else { 4 * groups };
+        let record = values.checked_add(scales)?.checked_next_multiple_of(ALIGNMENT)?;
+        let thresholds = experts.checked_mul(4)?.checked_next_multiple_of(ALIGNMENT)?;
+        let start = HEADER_BYTES.checked_add(thresholds)?;
+        let records = experts.checked_mul(channels)?.checked_mul(record)?;
+        let total = start.checked_add(records)?;
+        isize::try_from(total).ok()?;
+        Some(Layout {
+            experts,
+            channels,
+            half,
+            width,
+            record,
+            start,
+            total,
+        })
+    }
+
+    /// The layout that a writer asks for: a row is a record.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: the columns are no two halves, it is no stack, or it is too large.
+    pub fn new(shape: Shape, width: Width) -> Result<Layout> {
+        let Shape {
+            experts,
+            rows,
+            columns,
+            ndim,
+        } = shape;
+        if ndim != 3 || columns % 2 != 0 {
+            return invalid(format!(
+                "{shape:?}: a stack of records with two halves each is needed"
+            ));
+        }
+        let fits = [
+            (experts, limits::MAX_ROWS),
+            (rows, limits::MAX_ROWS),
+            (columns, limits::MAX_COLUMNS),
+        ];
+        let fits = fits.iter().all(|&(size, limit)| size as u64 <= limit);
+        match Layout::of(experts, rows, columns / 2, width).filter(|_| fits) {
+            Some(layout) => Ok(layout),
+            None => invalid(format!("{shape:?} is too large")),
+        }
+    }
+
+    /// Experts, channels and the columns of both halves.
+    pub fn shape(&self) -> Shape {
+        Shape {
+            experts: self.experts,
+            rows: self.channels,
+            columns: 2 * self.half,
+            ndim: 3,
+        }
+    }
+
+    /// How values are stored.
+    pub fn width(&self) -> Width {
+        self.width
+    }
+
+    /// Columns of a half.
+    pub fn half(&self) -> usize {
+        self.half
+    }
+
+    /// Scales of a half.
+    pub fn groups(&self) -> usize {
+        match self.width {
+            Width::Bf16 => 0,
+            _ => self.half.div_ceil(GROUP),
+        }
+    }
+
+    /// Bytes of a record.
+    pub fn record_bytes(&self) -> usize {
+        self.record
+    }
+
+    /// Bytes of the values of a half, filled up.
+    pub(super) fn half_bytes(&self) -> usize {
+        self.half.div_ceil(GROUP) * GROUP / 8 * self.width.bits()
+    }
+
+    /// Where a record of all experts' starts.
+    pub(super) fn record_at(&self, record: usize) -> usize {
+        self.start + record * self.record
+    }
+
+    /// The size of the tensor in bytes.
+    pub fn total_bytes(&self) -> usize {
+        self.total
+    }
+
+    pub(super) fn read(data: &[u8]) -> Result<Layout> {
+        let header: &[u8; HEADER_BYTES] = header::read(data, "channels", MAGIC, VERSION)?;
+        if header[11..16].iter().chain(&header[40..]).any(|&b| b != 0) {
+            return corrupt("reserved header bytes are not zero");
+        }
+        let Ok(width) = Width::from_bits(header[10]) else {
+            return corrupt(format!("values of {} bits", header[10]));
+        };
+        let experts = dimension(header, 16, limits::MAX_ROWS)?;
+        let channels = dimension(header, 24, limits::MAX_ROWS)?;
+        let half = dimension(header, 32, limits::MAX_COLUMNS / 2)?;
+        let Some(layout) = Layout::of(experts, channels, half, width) else {
+            return corrupt(format!(
+                "{experts} x {channels} x {half} is too large for this machine"
+            ));
+        };
+        match layout.total.cmp(&data.len()) {
+            Ordering::Equal => Ok(layout),
+            Ordering::Greater => {
+                let message = format!("channels: {} bytes instead of {}", data.len(), layout.total);
+                Err(Error::InsufficientData(message))
+            }
+            Ordering::Less => corrupt(format!("{} bytes contradict the shape", data.len())),
+        }
+    }
+
+    pub(super) fn write(&self, out: &mut [u8]) {
+        out[..8].copy_from_slice(&MAGIC);
+        out[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        out[10] = self.width.bits() as u8;
+        for (field, size) in out[16..40]
+            .chunks_exact_mut(8)
+            .zip([self.experts, self.channels, self.half])
+        {
+            field.copy_from_slice(&(size as u64).to_le_bytes());
+        }
+    }
+}
+
+fn dimension(header: &[u8], at: usize, limit: u64) -> Result<usize> {
+    let mut word = [0; 8];
+    word.copy_from_slice(&header[at..at + 8]);
+    match u64::from_le_bytes(word) {
+        size if size <= limit => {
+            usize::try_from(size).map_or_else(|_| corrupt("too large for this machine"), Ok)
+        }
+        size => corrupt(format!("the size {size} is beyond {limit}")),
+    }
+}

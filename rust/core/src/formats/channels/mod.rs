@@ -1,0 +1,49 @@
+//! Experts by channels, for products that skip most of them (FloE): of each channel the gate's row and the down projection's
+//! column lie side by side, in one record, which is read if the up projection's output passes the expert's threshold.
+//!
+//! As a tensor it has E experts, a row for each channel and 2 H columns, of which the first H are the gate's row. Values are
+//! bf16, or symmetric integers of 8 or 4 bits, `scale * code`, with a scale for each 64 columns of either half.
+//!
+//! ```text
+//!  0 8s magic "MOEPCHNL"   10 u8 bits 4, 8, 16 (bf16)   16 u64 experts E       32 u64 columns of a half H
+//!  8 u16 version 1         11 5 zeros                   24 u64 channels of one  40 88 zeros
+//! thresholds  E f32, not negative, infinity included; zeros to the next multiple of 64
+//! records     of each expert's channels, one after the other:
+//!   values    of the gate's row, then of the down column, each filled up to a multiple of 64 columns: bf16; signed bytes; or
+//!             for each 64 columns 32 bytes, byte i of which is 8 + the code of column i and, 4 bits higher, of column 32 + i
+//!   scales    unless bf16: ceil(H / 64) bf16 of the gate's row, as many of the down column; zeros to a multiple of 64
+//! ```
+//!
+//! A record starts at a multiple of 64 and is one run of bytes: a read from a drive, a copy to a GPU, a stream for a
+//! processor. Parsing checks header and size; no value can make a reader leave the tensor. [`View::verify`] checks the rest.
+
+mod encode;
+mod layout;
+#[cfg(test)]
+pub(crate) mod tests;
+mod view;
+
+pub use encode::{Content, encode};
+pub use layout::{Layout, Width};
+pub use view::{Half, View};
+
+use crate::{Error, Result};
+
+/// The first eight bytes.
+pub const MAGIC: [u8; 8] = *b"MOEPCHNL";
+/// The version that this library writes, and the only one so far.
+pub const VERSION: u16 = 1;
+/// The length of the header in bytes.
+pub const HEADER_BYTES: usize = 128;
+/// Columns that share a scale.
+pub const GROUP: usize = 64;
+/// What thresholds and records start at multiples of.
+pub const ALIGNMENT: usize = 64;
+
+fn corrupt<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::Corruption(format!("channels: {what}")))
+}
+
+fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::InvalidArgument(format!("channels: {what}")))
+}

@@ -1,0 +1,23 @@
+//! Experts of which only some channels are computed (FloE, equation 11 and algorithm 1): y = sum over a token's experts of
+//! weight * sum over channels c of [|u_c| >= t] * silu(gate_c x) * u_c * down_c, with u = up x and a threshold t an expert.
+//!
+//! The up projection may be of any format; gate and down come as records of channels ([`crate::formats::channels`]), and a
+//! record that no token of a call wants is never touched. A wanted one is read once, whatever the number of tokens: its first
+//! half gives the gate, its second half is added to the outputs.
+//!
+//! A call is one parallel region: the up projection, channels, the sum over blocks of channels. A unit of work of the second
+//! phase is a block of an expert's channels for all of its tokens. How many blocks there are depends on sizes alone, each
+//! adds its channels in ascending order, and blocks are added in theirs: results do not depend on the number of threads.
+//! Nothing is fused, so every instruction set gives the same bits (given those of the up projection).
+//!
+//! # Bounds
+//! With u = 2^-24 and n columns a product of a gate's row is within (n / 64 + 12) u sum |w x| of the exact one.
+
+mod layer;
+mod projection;
+mod rows;
+#[cfg(test)]
+mod tests;
+
+pub use layer::Layer;
+pub use projection::{MODES, Records};

@@ -1,0 +1,110 @@
+//! Records as the rows of an ordinary matrix, for whoever multiplies by any packed tensor.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::rows;
+use crate::Result;
+use crate::formats::channels::{GROUP, View};
+use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, direct};
+use crate::gemm::require_mode;
+use crate::simd::Isa;
+use crate::types::{Activations, Mode, Shape};
+
+/// The modes of products with records, both exact.
+pub const MODES: [Mode; 2] = [Mode::Auto, Mode::Exact];
+
+/// A tensor of records, with the instruction set of its products.
+#[derive(Debug, Clone, Copy)]
+pub struct Records<'a> {
+    view: View<'a>,
+    isa: Isa,
+}
+
+impl<'a> Records<'a> {
+    /// Products with `isa`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error): there is no such mode, or the processor lacks the instruction set.
+    pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Records<'a>> {
+        require_mode(mode, &MODES, "a tensor of channels")?;
+        Ok(Records {
+            view,
+            isa: isa.require()?,
+        })
+    }
+}
+
+impl Projection for Records<'_> {
+    fn shape(&self) -> Shape {
+        self.view.layout().shape()
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.view.layout().record_bytes()
+    }
+
+    fn memory(&self, expert: usize, rows: Range<usize>) -> &[u8] {
+        let first = expert * self.shape().rows;
+        self.view.records(first + rows.start..first + rows.end)
+    }
+
+    fn granule(&self) -> usize {
+        1
+    }
+
+    fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
+        direct(self, job)
+    }
+}
+
+/// Each token of a job in f32, both halves filled up to whole groups.
+static TOKENS: Cache<usize, Slots<[Vec<f32>; 2]>> = Cache::new();
+
+impl Kernel for Records<'_> {
+    type Prepared = Slots<[Vec<f32>; 2]>;
+    type Scratch<'w>
+        = ()
+    where
+        Self: 'w;
+
+    fn prepared(&self, job: &Arc<Job>) -> Shared<Self::Prepared> {
+        TOKENS.get(job, self.view.layout().half(), |_| Slots::new(job.tokens))
+    }
+
+    fn stages(&self, tokens: &Self::Prepared) -> [usize; 2] {
+        [tokens.len(), 0]
+    }
+
+    fn prepare(&self, _: &Job, tokens: &Self::Prepared, _: usize, token: usize, x: Activations) {
+        let half = self.view.layout().half();
+        tokens.fill(token, || {
+            [0, 1].map(|number| filled_up(x, (2 * token + number) * half, half))
+        });
+    }
+
+    fn multiply(&self, work: Work<'_, Self::Prepared>, _: &mut (), rows: Range<usize>, out: &mut [f32]) {
+        let (width, first, count) = (
+            self.view.layout().width(),
+            work.expert() * self.shape().rows,
+            rows.len(),
+        );
+        for (&token, out) in work.tokens().iter().zip(out.chunks_exact_mut(count)) {
+            let [gate, down] = work.prepared.get(token);
+            for (row, out) in rows.clone().zip(out) {
+                let halves = self.view.halves(first + row);
+                let next = self.view.halves(first + (row + 1).min(rows.end - 1));
+                let product =
+                    |half: usize, x: &[f32]| rows::dot(self.isa, width, halves[half], next[half], x);
+                *out = product(0, gate) + product(1, down);
+            }
+        }
+    }
+}
+
+/// Some activations in f32, with zeros up to a whole group.
+pub(super) fn filled_up(x: Activations, start: usize, count: usize) -> Vec<f32> {
+    let mut values = vec![0.0; count.next_multiple_of(GROUP)];
+    x.widen(start, &mut values[..count]);
+    values
+}

@@ -1,0 +1,144 @@
+//! Products with half a record, whose width is known once a row.
+//!
+//! Values become single precision 16 at a time, in arrays that compilers keep in registers. Meanwhile the next half is asked
+//! for, group by group: processors do not see by themselves where records go on (int8, a fifth of the records in order: 3.9
+//! GB/s without, 7.0 with, one thread of a Zen 3).
+
+use crate::formats::channels::{GROUP, Half, Width};
+use crate::simd::{self, vectorized};
+use crate::types::from_bf16;
+
+/// Sums that a product keeps side by side.
+const LANES: usize = 16;
+
+vectorized! {
+    /// The product of half a record and `x`, filled up with zeros to whole groups; asks for the values of `next`.
+    pub fn dot(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 = dot_loop;
+}
+
+vectorized! {
+    /// Adds half a record times `factor` to `y`, which has whole groups; asks for the values of `next`.
+    pub fn add(width: Width, half: Half<'_>, next: Half<'_>, factor: f32, y: &mut [f32]) = add_loop;
+}
+
+#[inline(always)]
+fn dot_loop(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 {
+    match width {
+        Width::Int4 => dot_groups(half, next, x, nibbles),
+        Width::Int8 => dot_groups(half, next, x, bytes),
+        Width::Bf16 => dot_groups(half, next, x, shorts),
+    }
+}
+
+#[inline(always)]
+fn add_loop(width: Width, half: Half<'_>, next: Half<'_>, factor: f32, y: &mut [f32]) {
+    match width {
+        Width::Int4 => add_groups(half, next, factor, y, nibbles),
+        Width::Int8 => add_groups(half, next, factor, y, bytes),
+        Width::Bf16 => add_groups(half, next, factor, y, shorts),
+    }
+}
+
+/// `run` gives 16 values of a group, by the number of the run.
+#[inline(always)]
+fn dot_groups<const N: usize>(
+    half: Half<'_>,
+    next: Half<'_>,
+    x: &[f32],
+    run: impl Fn(&[u8; N], usize) -> [f32; LANES],
+) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let groups = groups::<N>(half, next).zip(x.as_chunks::<GROUP>().0);
+    for ((group, scale), x) in groups {
+        let mut sums = [0.0; LANES];
+        for (number, x) in x.as_chunks::<LANES>().0.iter().enumerate() {
+            let values = run(group, number);
+            for lane in 0..LANES {
+                sums[lane] += values[lane] * x[lane];
+            }
+        }
+        for lane in 0..LANES {
+            lanes[lane] += scale * sums[lane];
+        }
+    }
+    fold(lanes)
+}
+
+/// The sum of all lanes. Inlined, its shuffles would reach into the loop before it and make that five times slower.
+#[inline(never)]
+fn fold(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES;
+    while width > 1 {
+        width /= 2;
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+    }
+    lanes[0]
+}
+
+#[inline(always)]
+fn add_groups<const N: usize>(
+    half: Half<'_>,
+    next: Half<'_>,
+    factor: f32,
+    y: &mut [f32],
+    run: impl Fn(&[u8; N], usize) -> [f32; LANES],
+) {
+    let groups = groups::<N>(half, next).zip(y.as_chunks_mut::<GROUP>().0);
+    for ((group, scale), y) in groups {
+        let factor = factor * scale;
+        for (number, y) in y.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            let values = run(group, number);
+            for lane in 0..LANES {
+                y[lane] += factor * values[lane];
+            }
+        }
+    }
+}
+
+/// The groups of half a record with their scales, 1 of values that have none; asks for the same groups of the next.
+#[inline(always)]
+fn groups<'a, const N: usize>(half: Half<'a>, next: Half<'a>) -> impl Iterator<Item = (&'a [u8; N], f32)> {
+    let pairs = half
+        .values
+        .as_chunks()
+        .0
+        .iter()
+        .zip(next.values.as_chunks::<N>().0);
+    pairs.enumerate().map(move |(number, (group, next))| {
+        simd::fetch(next);
+        let scale = half.scales.get(number);
+        (
+            group,
+            scale.map_or(1.0, |bits| from_bf16(u16::from_le_bytes(*bits))),
+        )
+    })
+}
+
+#[inline(always)]
+fn nibbles(group: &[u8; GROUP / 2], number: usize) -> [f32; LANES] {
+    let (bytes, shift) = (&group[number % 2 * LANES..][..LANES], number / 2 * 4);
+    let mut values = [0.0; LANES];
+    for lane in 0..LANES {
+        values[lane] = (i32::from(bytes[lane] >> shift & 15) - 8) as f32;
+    }
+    values
+}
+
+#[inline(always)]
+fn bytes(group: &[u8; GROUP], number: usize) -> [f32; LANES] {
+    group.as_chunks::<LANES>().0[number].map(|byte| f32::from(byte as i8))
+}
+
+#[inline(always)]
+fn shorts(group: &[u8; 2 * GROUP], number: usize) -> [f32; LANES] {
+    let mut values = [0.0; LANES];
+    for (value, bits) in values
+        .iter_mut()
+        .zip(group.as_chunks::<2>().0[number * LANES..].iter())
+    {
+        *value = from_bf16(u16::from_le_bytes(*bits));
+    }
+    values
+}
