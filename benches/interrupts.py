@@ -46,11 +46,12 @@ def forked(arguments: list[str]) -> int:
 
 
 def interrupted(arguments: list[str], moment: float) -> tuple[float, int]:
-    """Seconds that a command goes on after SIGINT, and its exit code; 0 and 0 if it ended before."""
+    """Seconds that a command goes on after SIGINT, and its exit code; 0 and that code if it ended before."""
     child = forked(arguments)
     time.sleep(moment)
-    if os.waitpid(child, os.WNOHANG)[0]:
-        return 0.0, 0
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        return 0.0, os.waitstatus_to_exitcode(status)
     start = time.monotonic()
     os.kill(child, signal.SIGINT)
     status = os.waitpid(child, 0)[1]
@@ -79,10 +80,12 @@ def measure(model: Path, work: Path) -> dict[str, dict[str, object]]:
     assert os.waitstatus_to_exitcode(os.waitpid(forked(["compress", str(model), str(packed)]), 0)[1]) == 0
     found = {}
     for name, arguments in commands(model, packed, work).items():
-        ends = [interrupted(arguments, moment) for moment in MOMENTS]
+        ends = []
+        for moment in MOMENTS:
+            ends.append(interrupted(arguments, moment))
+            for left in (*work.glob("out*"), *work.glob("exported*")):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         found[name] = {"seconds": round(max(seconds for seconds, _ in ends), 3), "codes": [code for _, code in ends]}
-        for left in (*work.glob("out*"), *work.glob("exported*")):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
     return found
 
 
