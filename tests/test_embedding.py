@@ -106,6 +106,17 @@ def test_casts_and_copies(directory: Make) -> None:
     assert torch.equal(decoded(IDS), rows) and decoded.packed_bytes() is None
 
 
+def test_bytes_stay_on_the_cpu_where_a_model_is_moved(directory: Make) -> None:
+    """A device that keeps nothing stands for a GPU: there, the module has a table."""
+    embedding = moepack.load(directory("mixtral")).model.embed_tokens
+    rows = embedding(IDS)
+    embedding.to("meta")
+    assert embedding.packed.device.type == "cpu" and embedding.table.device.type == "meta"
+    assert embedding.table.shape == (285, 64) and embedding.table.dtype == torch.bfloat16
+    embedding.to_empty(device="cpu")
+    assert embedding.table is None and torch.equal(embedding(IDS), rows)
+
+
 def test_compiled_code_looks_up_the_same(directory: Make) -> None:
     embedding = moepack.load(directory("mixtral")).model.embed_tokens
     assert torch.equal(torch.compile(embedding, backend="eager", fullgraph=True)(IDS), embedding(IDS))

@@ -20,8 +20,8 @@ from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.program import Program
 from moepack.runtime.decoder import set_decoding
 from moepack.runtime.device import DeviceStore
+from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
-from moepack.runtime.packed import PackedModule
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -71,7 +71,7 @@ def test_models_move_between_devices(directory):
 def test_half_the_layers_on_the_cpu(directory):
     expected = logits(moepack.load(directory, dtype="float32"))
     model = moepack.load(directory, dtype="float32", device_map={"": 0, "model.layers.1": "cpu"})
-    first, second = (module for module in model.modules() if isinstance(module, PackedModule))
+    first, second = (module for module in model.modules() if isinstance(module, PackedExperts))
     assert {buffer.device for buffer in first.buffers()} == {GPU}
     assert {buffer.device.type for buffer in second.buffers()} == {"cpu"}
     assert_near(logits(model), expected)
@@ -81,7 +81,8 @@ def test_automatic_maps_fall_back_to_the_cpu_by_layers(directory):
     expected = logits(moepack.load(directory, dtype="float32"))
     cpu = moepack.load(directory, dtype="float32")
     layer = sum(tensor.nbytes for tensor in (*cpu.model.layers[0].parameters(), *cpu.model.layers[0].buffers()))
-    room = {0: cpu.get_input_embeddings().weight.nbytes + int(1.2 * layer), "cpu": 10**9}
+    embedding = 4 * cpu.config.vocab_size * cpu.config.hidden_size
+    room = {0: embedding + int(1.2 * layer), "cpu": 10**9}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, device_map="auto", max_memory=room, dtype=torch.float32
     )

@@ -68,7 +68,9 @@ def architectures() -> tuple[tuple[str, ...], ...]:
 
     families: dict[str, list[str]] = {}
     for model_type in CONFIG_MAPPING:
-        families.setdefault(CONFIG_MAPPING[model_type].__module__.split(".")[2], []).append(model_type)
+        package, _, place = CONFIG_MAPPING[model_type].__module__.partition(".models.")
+        if package == "transformers":  # others were registered by a program
+            families.setdefault(place.split(".")[0], []).append(model_type)
     return tuple(tuple(_ranked(types)) for family, types in sorted(families.items()) if _has_experts(family))
 
 

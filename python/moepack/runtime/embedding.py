@@ -4,6 +4,9 @@ A row is decoded when its token comes, so the table is never in memory as number
 tensors alone, the table is decoded once, when its bytes come.
 """
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -50,10 +53,23 @@ class PackedEmbedding(PackedModule):
     def decode(self, data: AnyTensor, device: torch.device) -> None:
         """Keep the decoded table of some packed bytes on a device, instead of the bytes."""
         self.attach("packed", data)
-        index = torch.arange(self.num_embeddings)
-        self.table = views.rows(self.matrix("packed"), index, self.dtype).to(device)
+        self.table = self._decoded(device)
         self._buffers.pop("packed")
         self.readers.clear()
+
+    def _decoded(self, device: torch.device) -> Tensor:
+        """The table on a device."""
+        return views.rows(self.matrix("packed"), torch.arange(self.num_embeddings), self.dtype).to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and cast the module; the packed bytes stay, for the CPU decodes them, and elsewhere there is a table."""
+        data = self._buffers.pop("packed", None)
+        super()._apply(fn, recurse)
+        if data is not None:
+            self.register_buffer("packed", data)
+            device = self.like.device
+            self.table = None if device == _CPU else self._decoded(device)
+        return self
 
     def forward(self, index: Tensor) -> Tensor:
         """Look up.
