@@ -76,7 +76,7 @@ def arm(moment: int) -> None:
 def main(model: Path, work: Path, name: str = "ternary", every: int = 1) -> None:
     def compress(out: Path) -> None:
         seen = {"calibration": str(work / "text.txt"), "samples": 4, "sequence_length": 32}
-        settings = {"codequant": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}.get(name, {})
+        settings = {"codequant": seen, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}.get(name, {})
         moepack.pipeline.job.compress(model, out, method=moepack.methods.create(name, **settings), threads=1)
 
     assert forked(lambda: compress(work / "reference")) == 0

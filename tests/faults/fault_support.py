@@ -39,7 +39,7 @@ def every_method(place: Path) -> dict[str, Method]:
     text = place / "text.txt"
     text.write_text("".join(f"Line {i} of a text that nobody wrote.\n" for i in range(200)))
     seen = {"calibration": str(text), "samples": 4, "sequence_length": 32}
-    settings = {"codequant": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}
+    settings = {"codequant": seen, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}
     return {name: create(name, **settings.get(name, {})) for name in METHODS}
 
 

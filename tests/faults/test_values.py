@@ -71,7 +71,7 @@ def test_experts_of_no_width_are_packed_or_refused_before_the_work(mixtral: Path
             moepack.compress(model, out, method=method)
             assert moepack.verify(out).ok
             continue
-        with pytest.raises(UnsupportedModelError, match=r"gate_proj': has no values \(shape \[4, 0, 64\]\)"):
+        with pytest.raises(UnsupportedModelError, match=r"(?:gate|up)_proj': has no values \(shape \[4, 0, 64\]\)"):
             moepack.compress(model, out, method=method)
         assert not list(tmp_path.glob(f"{method.name}*"))
 

@@ -64,7 +64,7 @@ class PackedEmbedding(PackedModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move and cast the module; the packed bytes stay, for the CPU decodes them, and elsewhere there is a table."""
         data = self._buffers.pop("packed", None)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if data is not None:
             self.register_buffer("packed", data)
             device = self.like.device

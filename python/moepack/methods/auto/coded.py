@@ -19,7 +19,8 @@ from moepack.methods.rate import Rate
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step
-from moepack.solvers.priced import WORTH, round_priced
+from moepack.solvers.priced import WORTH, largest_at, low_bits_of, round_priced
+from moepack.solvers.uniform import UniformSettings
 
 __all__ = ["Coded"]
 
@@ -27,8 +28,8 @@ CORRECTION = 1.25
 """Most that a layer's bits are changed by, either way, for what the layers before it took."""
 
 FINEST, ROUNDS = 8.0, 3
-"""Steps that the root mean square of a tensor may be, some five bits a weight: beyond, integers become exceptions. How
-often the importance of what is finer is lowered."""
+"""Steps that the root mean square of a tensor may be, some five bits a weight, twice as many for each low bit: beyond,
+integers become exceptions. How often the importance of what is finer is lowered."""
 
 COMPENSATED = 0.35
 """What error compensation leaves of the loss that rounding alone would cost (docs/methods/auto.md)."""
@@ -56,9 +57,9 @@ class Coded(Packer):
     @classmethod
     def decided(cls, coder: Rate, checkpoint: Checkpoint, model: MoeModel, importance: Importance) -> Coded:
         """Find the step that meets the bits of a coder; raises as `Rate.prepare`."""
-        used = dict(importance.values)
+        used, largest = dict(importance.values), largest_at(coder.bits_per_weight)
         for _ in range(ROUNDS):
-            sample = take_sample(checkpoint, model, coder.dense_roles, used, importance.rows)
+            sample = take_sample(checkpoint, model, coder.dense_roles, used, importance.rows, largest)
             step = coder.decide(sample)
             if not (finer := _too_fine(sample, step)):
                 break
@@ -87,7 +88,8 @@ class Coded(Packer):
         """A solver for tensors whose bits are changed by what was taken before."""
         left, due, _ = self._open()
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
-        return LayerSolver({name: bits * factor for name, bits in self.given.items()})
+        bits = {name: bits * factor for name, bits in self.given.items()}
+        return LayerSolver(bits, UniformSettings(largest=largest_at(self.coder.bits_per_weight)))
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Linear layers that read the same input are solved one by one: their errors count differently."""
@@ -136,9 +138,10 @@ class Coded(Packer):
 
 
 def _too_fine(sample: Sample, step: Step) -> dict[str, float]:
-    """Tensors whose steps are too fine for tables of 64 integers, and how many times."""
+    """Tensors whose steps are too fine for tables of 64 integers and low bits beside them, and how many times."""
+    finest = FINEST * 2 ** low_bits_of(sample.profile.largest)
     spreads = {name: float(sample.values(name).square().mean()) ** 0.5 / step.size for name in sample.rows}
-    return {name: spread / FINEST for name, spread in spreads.items() if spread > 1.02 * FINEST}
+    return {name: spread / finest for name, spread in spreads.items() if spread > 1.02 * finest}
 
 
 def _errors(sample: Sample, step: Step) -> Iterator[tuple[str, float]]:

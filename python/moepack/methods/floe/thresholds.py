@@ -77,6 +77,7 @@ def decide(
 
     Raises:
         CalibrationError: the model computes NaN or infinity.
+        InvalidTensorError: a weight is NaN or infinite.
         DeviceMemoryError: the device is too small.
     """
     found = {}
@@ -91,7 +92,7 @@ def _layer(run: LayerRun, quantized: Callable[[str, Tensor], Tensor], share: flo
     seen, held = Quantiles(experts), Quantiles(experts)
     for stage in run:
         with run.smaller_groups():
-            values = dict(stage.weights)
+            values = dict(stage.finite().weights)
             if UP in values:
                 values[UP] = torch.stack([quantized(run.layer.name, matrix) for matrix in values[UP]])
                 assert stage.inputs is not None
