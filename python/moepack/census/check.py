@@ -30,7 +30,7 @@ __all__ = ["EXPORTED", "ORIGINAL", "Outcome", "architectures", "check"]
 ORIGINAL = 0.05
 """The largest median of the relative error of a token's logits, beside the original: 8 bits a weight."""
 EXPORTED = 0.03
-"""The same beside the bf16 export: 8 bits of mantissa, through all layers."""
+"""The largest median of it beside the bf16 export: 8 bits of mantissa, through all layers."""
 
 _TOWERS = ("vision_config", "audio_config", "vit_config")
 

@@ -88,7 +88,7 @@ def _prior(model: MoeModel) -> dict[str, float]:
 
 
 def _mean_square(matrix: Tensor, name: str) -> float:
-    """Of some rows at even distances; raises InvalidTensorError for weights that are not finite."""
+    """The mean square of some rows at even distances; InvalidTensorError if a weight of theirs is not finite."""
     rows = matrix[:: max(1, len(matrix) // ROWS)].float()
     found = float(rows.square().mean(dtype=torch.float64)) if rows.numel() else 0.0
     if not math.isfinite(found):
