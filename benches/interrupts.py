@@ -4,6 +4,8 @@
 
 Each command runs in a process of its own, is interrupted (SIGINT) at several moments, and must end with exit code 130.
 Prints a JSON object: for each command the longest time in seconds from the signal to the end, and the exit codes.
+
+Libraries are imported first: some extensions end the process (SIGABRT) when an interruption meets their import.
 """
 
 import json
@@ -14,6 +16,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 
 import moepack.evaluation
 import moepack.export
