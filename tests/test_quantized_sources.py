@@ -18,7 +18,7 @@ from moepack.methods.finequant import FineQuant
 
 Tensors = dict[str, torch.Tensor]
 BLOCK = [24, 16]
-"""Of fp8: divides no matrix's rows."""
+"""Rows and columns that share an fp8 scale; they divide no matrix's rows."""
 
 
 def rows_of(rows: int, columns: int) -> torch.Tensor:

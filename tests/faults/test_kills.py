@@ -15,7 +15,7 @@ EVERY = 23
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"ternary"}))
 def test_a_killed_job_continues_to_the_same_bytes(method: str, mixtral: Path, tmp_path: Path) -> None:
-    """Of `ternary`, `test_pipeline` tries every moment."""
+    """Every method but `ternary`, of which `test_pipeline` tries every moment."""
     (tmp_path / "text.txt").write_text("".join(f"Line {i} of a text that nobody wrote.\n" for i in range(200)))
     command = [sys.executable, TESTS / "crash_worker.py", mixtral, tmp_path, method, str(EVERY)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

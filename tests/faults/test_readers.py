@@ -142,7 +142,7 @@ FINGERPRINT = {"model": "m", "method": "ternary", "settings": "code=fsv8", "form
 @mutations
 @given(st.data())
 def test_journals(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Of a damaged journal as much is taken as is true: shards that are there with the bytes that it names."""
+    """A damaged journal is believed as far as it is true: shards that are there with the bytes that it names."""
     path = tmp_path_factory.mktemp("job") / "out.partial"
     path.mkdir()
     (path / "1.safetensors").write_bytes(b"whole")
@@ -187,7 +187,7 @@ def test_states(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -
     columns=st.integers(0, 64),
 )
 def test_published_matrices(words: list[int], offsets: list[int], levels: list[float], columns: int) -> None:
-    """Of the QMoE authors' format."""
+    """Matrices in the QMoE authors' format."""
     starts = torch.tensor(offsets, dtype=torch.int32)
     try:
         tensor = read_matrix(torch.tensor(words, dtype=torch.int16), starts, torch.tensor(levels), columns, name="w")

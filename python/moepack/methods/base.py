@@ -210,7 +210,7 @@ class Method(ABC):
 
     @property
     def kernel(self) -> str | None:
-        """Whose measured speed tells how fast the packed model runs (`moepack.runtime.speeds`): "int" or "coded"."""
+        """The products that tell the speed of the packed model: "int" or "coded" (`moepack.runtime.speeds`)."""
         return None
 
     @property

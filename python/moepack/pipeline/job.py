@@ -106,18 +106,10 @@ def compress(
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
-    if settings and not isinstance(method, str):
-        raise ValueError(f"{', '.join(settings)}: settings are of methods given by name")
-    chosen = create(method, **settings) if isinstance(method, str) else method
-    assignment, progress = Assignment(chosen, others or {}), progress or Silent()
+    assignment, progress = Assignment(_chosen(method, settings), others or {}), progress or Silent()
     if threads is not None:
         set_threads(threads)
-    check_text(chosen)
-    checkpoint = open_checkpoint(resolve_model(model))
-    described = describe(checkpoint)
-    chosen.aim(checkpoint, described)
-    try_creating(target)  # before the whole model is looked at
-    check_source(checkpoint, described, assignment)
+    checkpoint, described = _sound(model, target, assignment)
     state = target.with_name(target.name + STATE)
     checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
     try:
@@ -125,6 +117,26 @@ def compress(
     finally:
         if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
             state.unlink()
+
+
+def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
+    """A method by its name and settings, or the given one, which has its own."""
+    if isinstance(method, str):
+        return create(method, **settings)
+    if settings:
+        raise ValueError(f"{', '.join(settings)}: settings are of methods given by name")
+    return method
+
+
+def _sound(model: str | PathLike[str], target: Path, assignment: Assignment) -> tuple[Checkpoint, MoeModel]:
+    """A checkpoint and its description, once nothing is known that keeps the job from ending well."""
+    check_text(assignment.method)
+    checkpoint = open_checkpoint(resolve_model(model))
+    described = describe(checkpoint)
+    assignment.method.aim(checkpoint, described)
+    try_creating(target)  # before the whole model is looked at
+    check_source(checkpoint, described, assignment)
+    return checkpoint, described
 
 
 def _looked_at(

@@ -124,7 +124,7 @@ class Auto(Method):
 
     @property
     def kernel(self) -> str:
-        """That of coded integers, or of groups."""
+        """Products of coded integers, or of integers in groups."""
         return "coded" if self.prefer == "quality" else "int"
 
     @property

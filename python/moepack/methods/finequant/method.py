@@ -124,7 +124,7 @@ class FineQuant(Method):
 
     @property
     def kernel(self) -> str:
-        """That of integers in groups."""
+        """Products of integers in groups."""
         return "int"
 
     @property

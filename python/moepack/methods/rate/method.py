@@ -108,7 +108,7 @@ class Rate(Method):
 
     @property
     def kernel(self) -> str:
-        """That of coded integers."""
+        """Products of coded integers."""
         return "coded"
 
     @property

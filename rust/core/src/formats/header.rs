@@ -27,3 +27,20 @@ pub(super) fn read<'a, const N: usize>(
         ))),
     }
 }
+
+/// A size in eight bytes of a header, at most `limit`; errors name the tensor as `what`.
+///
+/// # Errors
+/// [`Error::Corruption`]: it is larger, or too large for this machine.
+pub(super) fn dimension(header: &[u8], at: usize, limit: u64, what: &str) -> Result<usize> {
+    let mut word = [0; 8];
+    word.copy_from_slice(&header[at..at + 8]);
+    let size = u64::from_le_bytes(word);
+    if size > limit {
+        return Err(Error::Corruption(format!(
+            "{what}: the size {size} is beyond {limit}"
+        )));
+    }
+    let too_large = |_| Error::Corruption(format!("{what}: too large for this machine"));
+    usize::try_from(size).map_err(too_large)
+}

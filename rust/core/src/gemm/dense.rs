@@ -207,6 +207,12 @@ fn sum<const LANES: usize, T: Copy>(values: &[T], x: &[f32], wide: impl Fn(T) ->
     for (lane, (&value, x)) in rest.iter().zip(x_rest).enumerate() {
         lanes[lane] += wide(value) * x;
     }
+    fold(lanes)
+}
+
+/// The sum of all lanes, by halves.
+#[inline(always)]
+pub(crate) fn fold<const LANES: usize>(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES;
     while width > 1 {
         width /= 2;

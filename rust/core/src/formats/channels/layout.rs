@@ -162,9 +162,9 @@ impl Layout {
         let Ok(width) = Width::from_bits(header[10]) else {
             return corrupt(format!("values of {} bits", header[10]));
         };
-        let experts = dimension(header, 16, limits::MAX_ROWS)?;
-        let channels = dimension(header, 24, limits::MAX_ROWS)?;
-        let half = dimension(header, 32, limits::MAX_COLUMNS / 2)?;
+        let experts = size(header, 16, limits::MAX_ROWS)?;
+        let channels = size(header, 24, limits::MAX_ROWS)?;
+        let half = size(header, 32, limits::MAX_COLUMNS / 2)?;
         let Some(layout) = Layout::of(experts, channels, half, width) else {
             return corrupt(format!(
                 "{experts} x {channels} x {half} is too large for this machine"
@@ -193,13 +193,6 @@ impl Layout {
     }
 }
 
-fn dimension(header: &[u8], at: usize, limit: u64) -> Result<usize> {
-    let mut word = [0; 8];
-    word.copy_from_slice(&header[at..at + 8]);
-    match u64::from_le_bytes(word) {
-        size if size <= limit => {
-            usize::try_from(size).map_or_else(|_| corrupt("too large for this machine"), Ok)
-        }
-        size => corrupt(format!("the size {size} is beyond {limit}")),
-    }
+fn size(header: &[u8], at: usize, limit: u64) -> Result<usize> {
+    header::dimension(header, at, limit, "channels")
 }

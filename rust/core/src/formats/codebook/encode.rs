@@ -92,7 +92,11 @@ fn check(layout: &Layout, content: &Content) -> Result<()> {
         let which = if one_byte { "multiples of 256, " } else { "" };
         return invalid(format!("centroid {c}; they are {which}at most {MAX_CENTROID}"));
     }
-    if let Some(scale) = scales.iter().find(|s| !s.is_finite() || s.is_sign_negative()) {
+    let largest = layout.largest_scale();
+    if let Some(scale) = scales
+        .iter()
+        .find(|s| s.is_sign_negative() || !(0.0..=largest).contains(*s))
+    {
         return invalid(format!("scale {scale}"));
     }
     Ok(())

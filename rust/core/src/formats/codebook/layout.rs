@@ -93,6 +93,11 @@ impl Layout {
         1 << self.bits
     }
 
+    /// The largest scale with which every weight is finite, sums of the Hadamard rotation included.
+    pub fn largest_scale(&self) -> f32 {
+        f32::MAX / f32::from(super::MAX_CENTROID) / self.hadamard as f32
+    }
+
     /// The width of the Hadamard rotation of weights and activations ([`crate::gemm::hadamard`]), a power of two that
     /// divides the columns; 1 for none.
     pub fn hadamard(&self) -> usize {

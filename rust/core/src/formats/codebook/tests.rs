@@ -250,6 +250,7 @@ fn content_out_of_range_is_refused() {
     };
     let (codes, scales) = (vec![4; case.codes.len()], vec![f32::INFINITY; case.scales.len()]);
     let centroids = vec![i16::MIN; case.centroids.len()];
+    let large = vec![1e36; case.scales.len()]; // finite, but not its products with centroids
     let valid = case.content();
     for content in [
         Content { bits: 5, ..valid },
@@ -281,6 +282,10 @@ fn content_out_of_range_is_refused() {
         },
         Content {
             codes: &codes,
+            ..valid
+        },
+        Content {
+            scales: &large,
             ..valid
         },
         Content {

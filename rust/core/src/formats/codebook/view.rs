@@ -102,7 +102,11 @@ impl<'a> View<'a> {
                     } else {
                         0
                     };
-                    if let Err(what) = self.block(expert, row / PANEL, block).check(row % PANEL, columns) {
+                    if let Err(what) = self.block(expert, row / PANEL, block).check(
+                        row % PANEL,
+                        columns,
+                        layout.largest_scale(),
+                    ) {
                         return corrupt(format!("expert {expert} row {row} block {block}: {what}"));
                     }
                 }
@@ -211,15 +215,15 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Checks a row of `columns` columns without padding: none for a row of padding.
-    fn check(&self, row: usize, columns: usize) -> std::result::Result<(), String> {
+    /// Checks a row of `columns` columns without padding, none for a row of padding; its scale is at most `largest`.
+    fn check(&self, row: usize, columns: usize, largest: f32) -> std::result::Result<(), String> {
         let mut codes = vec![0; self.columns()];
         self.decode_row(row, &mut codes);
         if codes[columns..].iter().any(|&code| code != 0) {
             return Err("codes behind the last column".into());
         }
         let scale = self.scales()[row];
-        if !scale.is_finite() || scale < 0.0 {
+        if !(0.0..=largest).contains(&scale) {
             return Err(format!("scale {scale}"));
         }
         let mut sums = [0i32; 2];

@@ -300,9 +300,9 @@ fn groups(columns: usize, group: usize) -> usize {
 
 fn read_shape(header: &[u8]) -> Result<Shape> {
     let shape = Shape {
-        experts: dimension(header, 16, limits::MAX_ROWS)?,
-        rows: dimension(header, 24, limits::MAX_ROWS)?,
-        columns: dimension(header, 32, limits::MAX_COLUMNS)?,
+        experts: size(header, 16, limits::MAX_ROWS)?,
+        rows: size(header, 24, limits::MAX_ROWS)?,
+        columns: size(header, 32, limits::MAX_COLUMNS)?,
         ndim: header[12],
     };
     match shape.has_valid_ndim() {
@@ -317,7 +317,7 @@ fn read_spec(header: &[u8]) -> Result<Spec> {
     };
     let spec = Spec {
         bits: header[10],
-        group: dimension(header, 40, limits::MAX_COLUMNS)?,
+        group: size(header, 40, limits::MAX_COLUMNS)?,
         symmetric: header[13] == 1,
         parameters,
     };
@@ -330,13 +330,6 @@ fn read_spec(header: &[u8]) -> Result<Spec> {
     }
 }
 
-fn dimension(header: &[u8], at: usize, limit: u64) -> Result<usize> {
-    let mut word = [0; 8];
-    word.copy_from_slice(&header[at..at + 8]);
-    match u64::from_le_bytes(word) {
-        size if size <= limit => {
-            usize::try_from(size).map_or_else(|_| corrupt("too large for this machine"), Ok)
-        }
-        size => corrupt(format!("the size {size} is beyond {limit}")),
-    }
+fn size(header: &[u8], at: usize, limit: u64) -> Result<usize> {
+    header::dimension(header, at, limit, "group-wise tensor")
 }

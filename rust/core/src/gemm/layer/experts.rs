@@ -42,7 +42,7 @@ impl Layer<'_> {
     ) -> Result<()> {
         let (x, vectors) = (x.into(), isa.require()?);
         self.check()?;
-        self.check_tokens(&x, &routing, y)?;
+        routing.check(self.gate.shape().columns, &x, y)?;
         if x.len() == 0 || self.gate.shape().rows == 0 {
             y.fill(0.0);
             return Ok(());
@@ -86,25 +86,6 @@ impl Layer<'_> {
             true => Ok(()),
             false => invalid(format!(
                 "gate, up and down do not fit: {gate:?}, {up:?}, {down:?}"
-            )),
-        }
-    }
-
-    fn check_tokens(&self, x: &Activations, routing: &Routing, y: &[f32]) -> Result<()> {
-        let tokens = routing.experts.len() / routing.top_k.max(1);
-        let fits = tokens * routing.top_k == routing.experts.len()
-            && routing.weights.len() == routing.experts.len()
-            && tokens.checked_mul(self.gate.shape().columns) == Some(x.len())
-            && y.len() == x.len();
-        match fits {
-            true => Ok(()),
-            false => invalid(format!(
-                "{} activations, {} outputs, {} experts, {} weights, {} experts a token",
-                x.len(),
-                y.len(),
-                routing.experts.len(),
-                routing.weights.len(),
-                routing.top_k
             )),
         }
     }

@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+use crate::types::Activations;
+use crate::{Error, Result};
+
 /// Which experts a token goes through: `top_k` for each.
 #[derive(Debug, Clone, Copy)]
 pub struct Routing<'a> {
@@ -11,6 +14,31 @@ pub struct Routing<'a> {
     pub weights: &'a [f32],
     /// Experts of a token.
     pub top_k: usize,
+}
+
+impl Routing<'_> {
+    /// Says whether a call's activations and outputs, tokens x `columns` each, are those of the tokens routed.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: they are not.
+    pub(crate) fn check(&self, columns: usize, x: &Activations, y: &[f32]) -> Result<()> {
+        let tokens = self.experts.len() / self.top_k.max(1);
+        let fits = tokens * self.top_k == self.experts.len()
+            && self.weights.len() == self.experts.len()
+            && tokens.checked_mul(columns) == Some(x.len())
+            && y.len() == x.len();
+        match fits {
+            true => Ok(()),
+            false => Err(Error::InvalidArgument(format!(
+                "{} activations, {} outputs, {} experts, {} weights, {} experts a token",
+                x.len(),
+                y.len(),
+                self.experts.len(),
+                self.weights.len(),
+                self.top_k
+            ))),
+        }
+    }
 }
 
 /// One expert's share of a call: which places of the call's list of tokens go through it.

@@ -5,6 +5,7 @@
 //! GB/s without, 7.0 with, one thread of a Zen 3).
 
 use crate::formats::channels::{GROUP, Half, Width};
+use crate::gemm::dense;
 use crate::simd::{self, vectorized};
 use crate::types::from_bf16;
 
@@ -66,15 +67,8 @@ fn dot_groups<const N: usize>(
 
 /// The sum of all lanes. Inlined, its shuffles would reach into the loop before it and make that five times slower.
 #[inline(never)]
-fn fold(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES;
-    while width > 1 {
-        width /= 2;
-        for lane in 0..width {
-            lanes[lane] += lanes[lane + width];
-        }
-    }
-    lanes[0]
+fn fold(lanes: [f32; LANES]) -> f32 {
+    dense::fold(lanes)
 }
 
 #[inline(always)]
