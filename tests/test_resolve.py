@@ -57,9 +57,9 @@ def test_a_model_of_links_is_compressed_and_evaluated_as_its_files_are(
     assert support.contents(tmp_path / "out") == support.contents(packed)
     (tmp_path / "text.txt").write_text("the sea and the wolf and the fire said " * 20, encoding="utf-8")
     report = moepack.evaluate(tmp_path / "out", tmp_path / "text.txt", 600, reference="someone/tiny-moe")
-    assert report.to_json() | {"seconds": 0} == (
-        moepack.evaluate(packed, tmp_path / "text.txt", 600, reference=mixtral).to_json() | {"seconds": 0}
-    )
+    again = moepack.evaluate(packed, tmp_path / "text.txt", 600, reference=mixtral)
+    of_the_process = {"seconds": 0, "peak_memory": 0}
+    assert report.to_json() | of_the_process == again.to_json() | of_the_process
 
 
 def test_a_packed_model_on_the_hub_is_loaded(cache: Path, packed: Path) -> None:
