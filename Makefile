@@ -41,8 +41,10 @@ test: test-rust test-python ## Run all tests, Rust and Python
 test-rust: ## Run the Rust tests
 	cargo test --workspace --quiet
 
-test-python: setup ## Run the Python tests
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+TEST_WORKERS ?= 2
+
+test-python: setup ## Run the Python tests in TEST_WORKERS processes
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
 
 lint: setup ## Check formatting, lints, imports, types and stubs; warnings are errors
 	cargo fmt --all --check
