@@ -27,6 +27,7 @@ from moepack.integrations.loading import open_tokenizer
 from moepack.memory import anonymous_bytes
 from moepack.methods import METHODS, create
 from moepack.runtime.generation import generate
+from moepack.runtime.sampling import Sampling
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GROWTH = 32 << 20
@@ -47,7 +48,7 @@ def use(model: Path, work: Path, method: moepack.methods.Method) -> None:
     if not report.ok:
         raise RuntimeError(f"{model} by {method.name}: {report.faults[0]}")
     loaded = moepack.load(out)
-    generate(loaded, open_tokenizer(out), "She opened the door", max_new_tokens=8)
+    generate(loaded, open_tokenizer(out), "She opened the door", Sampling(max_new_tokens=8))
     export(out, work / "exported", "bf16")
 
 

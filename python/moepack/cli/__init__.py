@@ -29,6 +29,8 @@ COMMANDS = {
     "eval": "evaluate",
     "report": "report",
     "generate": "generate",
+    "chat": "chat",
+    "serve": "serve",
     "export": "export",
     "doctor": "doctor",
     "models": "models",
@@ -39,7 +41,6 @@ app = typer.Typer(
     name="moepack",
     help="Compress Mixture-of-Experts checkpoints and run them packed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for _name, _module in COMMANDS.items():
@@ -47,9 +48,18 @@ for _name, _module in COMMANDS.items():
     app.command(_name, epilog=getattr(_content, "EPILOG", None))(getattr(_content, f"{_name}_command"))
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moepack {import_module('moepack').__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     """Compress Mixture-of-Experts checkpoints and run them packed."""
 

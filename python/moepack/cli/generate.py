@@ -8,22 +8,38 @@ import typer
 from rich.console import Console
 
 from moepack.cli.device import Device, HostMemory, places
+from moepack.cli.options import MinP, RepetitionPenalty, Stop, System, TopK, TopP
 from moepack.cli.usage import wrong_usage
 from moepack.units import size
 
 if TYPE_CHECKING:
     from moepack.runtime.streaming import Statistics
 
-__all__ = ["generate_command"]
+__all__ = ["conversation", "generate_command"]
 
 
 def generate_command(
     directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue; for Switch with <extra_id_0> where text is missing.")],
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to continue, - for standard input; for Switch with <extra_id_0> where text is missing."
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the text to continue (UTF-8).", exists=True, dir_okay=False)
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a question: use the chat template.")] = False,
+    system: System = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.", min=1)] = 64,
     temperature: Annotated[
         float, typer.Option(help="0 always takes the likeliest token; above 0 it is drawn.", min=0.0)
     ] = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: Stop = None,
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
@@ -39,21 +55,23 @@ def generate_command(
     from moepack.integrations.loading import open_model, open_tokenizer
     from moepack.memory import process_memory
     from moepack.runtime.generation import generate
+    from moepack.runtime.sampling import Sampling, given
     from moepack.runtime.streaming import statistics_of
 
     quiet_transformers()
     with wrong_usage():
+        text = _prompt(prompt, prompt_file)
+        drawn = given(top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty)
+        drawn |= {"temperature": temperature, "seed": seed}
+        sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), **drawn)
+        if system is not None and not chat:
+            raise ValueError("--system needs --chat")
         model = open_model(directory, dtype, threads, mode, resident, **places(device, host_memory))
         tokenizer = open_tokenizer(directory)
-        if not model.config.is_encoder_decoder:
-            _write(prompt)
-        report = generate(
-            *(model, tokenizer, prompt),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            on_text=_write,
-        )
+        if not (chat or model.config.is_encoder_decoder):
+            _write(text)
+        asked = conversation(system, text) if chat else text
+        report = generate(model, tokenizer, asked, sampling, on_text=_write)
     _write("\n")
     memory, console = process_memory(), Console(stderr=True, highlight=False)
     console.print(
@@ -65,6 +83,21 @@ def generate_command(
     )
     if (streamed := statistics_of(model)) is not None:
         console.print(_streaming(streamed), soft_wrap=True)
+
+
+def conversation(system: str | None, question: str) -> list[dict[str, str]]:
+    """Return the messages of a chat that begins with a question."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": question}]
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    """The text that was given in one of three ways."""
+    if (prompt is None) == (file is None):
+        raise ValueError("give either --prompt or --prompt-file")
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    return sys.stdin.read() if prompt == "-" else str(prompt)
 
 
 def _streaming(statistics: "Statistics") -> str:

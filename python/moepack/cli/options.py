@@ -7,3 +7,16 @@ import typer
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")]
 Resume = Annotated[bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+
+TopP = Annotated[
+    float | None, typer.Option(help="Draw among the likeliest tokens that together have this probability.")
+]
+TopK = Annotated[int | None, typer.Option(help="Draw among so many of the likeliest tokens; 0 among all.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Leave out tokens below this share of the likeliest one's probability.")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1, tokens that were there before become less likely.")
+]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+System = Annotated[str | None, typer.Option(help="The system prompt: what the assistant should know or be.")]

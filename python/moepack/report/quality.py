@@ -14,6 +14,7 @@ from moepack.evaluation.models import Progress, dtype_of
 from moepack.evaluation.reference import fits
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
+from moepack.runtime.sampling import Sampling
 
 __all__ = ["SAMPLES", "Continuation", "Quality", "measure", "prompts_of"]
 
@@ -97,8 +98,8 @@ def _original(
 def _continued(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
     if model.config.is_encoder_decoder:
         return []
-    options: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": TEMPERATURE, "seed": 0}
-    return [generate(model, tokenizer, prompt, **options).text for prompt in prompts]
+    sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE)
+    return [generate(model, tokenizer, prompt, sampling).text for prompt in prompts]
 
 
 def prompts_of(text: Path, chars: int) -> tuple[str, ...]:

@@ -1,17 +1,22 @@
-"""Generating text and saying how fast: transformers' `generate`, with each token handed out as it comes.
-
-Invariant: the pieces handed to `on_text` join to the whole text, and none ends inside a UTF-8 character.
-"""
+"""Generating text and saying how fast: transformers' `generate`, with each token handed out as it comes."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
 
-__all__ = ["GenerationReport", "generate"]
+from moepack.errors import MoepackWarning
+from moepack.runtime.prefix import Prefix, new_cache
+from moepack.runtime.prompts import Prompt, positions, prompt_ids
+from moepack.runtime.sampling import Sampling
+from moepack.runtime.text import TextStream
+
+__all__ = ["GenerationReport", "Memory", "generate"]
 
 
 @dataclass(frozen=True)
@@ -37,19 +42,22 @@ class GenerationReport:
         return asdict(self)
 
 
+@dataclass
+class Memory:
+    """Keys and values of the last call of `generate`, from which the next one goes on where its prompt begins alike."""
+
+    prefix: Prefix | None = field(default=None, repr=False)
+
+
 class _Streamer:
     """What transformers' `generate` calls with the prompt's ids first, then with each new id."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], hidden: set[int]) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, stream: TextStream, on_text: Callable[[str], None]) -> None:
+        self.stream = stream
         self.on_text = on_text
-        self.hidden = hidden
         self.ids: list[int] = []
         self.times: list[float] = []
-        self.text = ""
         self._prompt_seen = False
-        self._shown: list[int] = []
-        self._pending: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt once, then tokens."""
@@ -59,86 +67,99 @@ class _Streamer:
         self.times.append(time.perf_counter())
         new = value.reshape(-1).tolist()
         self.ids += new
-        self._pending += [token for token in new if token not in self.hidden]
-        self._emit(final=False)
+        self._hand_out(self.stream.put(new))
 
     def end(self) -> None:
         """Hand out what is left."""
-        self._emit(final=True)
+        self._hand_out(self.stream.end())
 
-    def _emit(self, final: bool) -> None:
-        """Hand out the text of the pending tokens, unless it ends within a character.
-
-        A token's text may depend on its neighbour (leading spaces), so the pending tokens are decoded after the last
-        one that was handed out, and its text is cut off again.
-        """
-        ids = self._shown + self._pending
-        text = self._decode(ids)[len(self._decode(self._shown)) :]
-        if not final and text.endswith("\ufffd"):
-            return
-        self._shown, self._pending = ids[-1:], []
+    def _hand_out(self, text: str) -> None:
         if text:
-            self.text += text
             self.on_text(text)
 
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+    def is_done(self, input_ids: torch.Tensor, scores: torch.Tensor, **others: Any) -> torch.Tensor:
+        """As a stopping criterion: whether a stop string has come."""
+        return torch.full((len(input_ids),), self.stream.stopped, device=input_ids.device)
 
 
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str,
+    prompt: Prompt,
+    sampling: Sampling | None = None,
     *,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
     on_text: Callable[[str], None] | None = None,
+    memory: Memory | None = None,
 ) -> GenerationReport:
-    """Continue a prompt; with an encoder-decoder, write its target (for Switch, what the sentinels stand for).
+    """Continue a prompt or answer a chat; with an encoder-decoder, write its target (for Switch, of the sentinels).
 
     Args:
         model: a loaded model, on any device.
         tokenizer: its tokenizer.
-        prompt: the text; for Switch with `<extra_id_0>` and so on where text is missing.
-        max_new_tokens: the most tokens to generate.
-        temperature: 0 takes the likeliest token each time, anything above samples.
-        seed: of torch's generators, for sampling; their states are restored afterwards.
+        prompt: the text, for Switch with `<extra_id_0>` and so on where text is missing; or the messages of a chat.
+        sampling: how tokens are chosen, and when the text ends; None takes the likeliest tokens, 64 of them. States of
+            torch's generators are restored afterwards.
         on_text: called with each new piece of text.
+        memory: keeps keys and values for the next call. Not for encoder-decoders.
 
     Raises:
-        ValueError: the prompt has no tokens, or a number is out of range.
+        ValueError: the prompt has no tokens, or is a chat and the tokenizer has no template.
+
+    Warns:
+        MoepackWarning: prompt and answer may become longer than what the model was made for.
     """
-    if max_new_tokens < 1 or temperature < 0:
-        raise ValueError("max_new_tokens must be at least 1, and temperature at least 0")
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if inputs.input_ids.numel() == 0:
-        raise ValueError("the prompt has no tokens")
+    sampling = sampling or Sampling()
+    ids = prompt_ids(tokenizer, prompt)
+    _warn_of_length(model, len(ids), sampling.max_new_tokens)
     hidden = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
-    streamer = _Streamer(tokenizer, on_text or (lambda text: None), hidden)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    with torch.inference_mode(), _seeded(seed, model.device):
-        start = time.perf_counter()
+    streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
+    inputs = torch.tensor([ids], device=model.device)
+    start = time.perf_counter()
+    with (
+        torch.inference_mode(),
+        _seeded(sampling.seed, model.device),
+        _remembered(memory, model, ids, streamer) as kept,
+    ):
         model.generate(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            max_new_tokens=max_new_tokens,
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
             streamer=streamer,
-            **sampling,
+            stopping_criteria=StoppingCriteriaList([streamer.is_done]),
+            **kept,
+            **sampling.arguments(),
         )
-    return _report(streamer, inputs.input_ids.numel(), start)
+    return _report(streamer, len(ids), start)
+
+
+def _warn_of_length(model: Any, prompt: int, new: int) -> None:
+    limit = positions(model)
+    if not model.config.is_encoder_decoder and limit is not None and prompt + new > limit:
+        message = f"{prompt} tokens of prompt and {new} new ones are more than the {limit} that the model was made for"
+        warnings.warn(message, MoepackWarning, stacklevel=3)
+
+
+@contextmanager
+def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _Streamer) -> Iterator[dict[str, Any]]:
+    """The cache to start with, as an argument. An interrupted call leaves nothing in the memory."""
+    if memory is None:
+        yield {}
+        return
+    cache = new_cache(model) if memory.prefix is None else memory.prefix.continued(ids)
+    memory.prefix = None
+    yield {"past_key_values": cache}
+    prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache)
+    memory.prefix = prefix if prefix.is_useful else None
 
 
 def _report(streamer: _Streamer, prompt_tokens: int, start: float) -> GenerationReport:
     times = streamer.times
     first = times[0] - start if times else 0.0
     speed = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
-    return GenerationReport(streamer.text, prompt_tokens, len(streamer.ids), first, speed)
+    return GenerationReport(streamer.stream.text, prompt_tokens, len(streamer.ids), first, speed)
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed) if seed is not None else torch.seed()
         yield

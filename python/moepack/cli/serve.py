@@ -1,0 +1,75 @@
+"""`moepack serve`: a model for OpenAI's clients over HTTP."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepack.cli.device import Device, HostMemory, places
+from moepack.cli.usage import wrong_usage
+from moepack.errors import LoadError
+from moepack.units import byte_count
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = ["serve_command"]
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+PATIENCE = 5
+"""Seconds that answers in the making get once the server is asked to stop."""
+
+
+def serve_command(
+    directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; by default this machine's own.")] = LOCAL[0],
+    port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="What clients must send as API key.", envvar="MOEPACK_API_KEY", show_envvar=True)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name; by default the directory's.")] = None,
+    slots: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
+    queue: Annotated[int, typer.Option(help="Requests that may wait for a slot.", min=0)] = 256,
+    context: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer; by default what the model is made for.", min=2)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer if the client does not say.", min=1)] = 512,
+    timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.1)] = 600.0,
+    max_body: Annotated[str, typer.Option(help="Most bytes of a request, such as 4MB.")] = "4MB",
+    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
+    resident: Annotated[
+        bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
+    ] = False,
+    device: Device = None,
+    host_memory: HostMemory = None,
+) -> None:
+    """Answer OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, streamed or whole."""
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+        raise LoadError("serving needs FastAPI and uvicorn: pip install 'moepack[serve]'")
+    from moepack.checkpoint.resolve import resolve_model
+    from moepack.cli.evaluate import quiet_transformers
+    from moepack.integrations.loading import open_model, open_tokenizer
+    from moepack.serving.engine import Engine
+    from moepack.serving.server import Settings, create_app
+
+    quiet_transformers()
+    with wrong_usage():
+        path = resolve_model(directory)
+        settings = Settings(name or directory.name, path, api_key, max_new_tokens, byte_count(max_body))
+        model = open_model(path, dtype, threads, mode, resident, **places(device, host_memory))
+        engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
+    if host not in LOCAL and api_key is None:
+        print("warning: everybody who reaches this address can use the model: there is no --api-key", file=sys.stderr)
+    print(f"'{settings.name}': {slots} answers at a time, {engine.context} tokens each", file=sys.stderr)
+    _serve(create_app(engine, settings), host, port)
+
+
+def _serve(app: "FastAPI", host: str, port: int) -> None:
+    """Answer until Ctrl-C or SIGTERM; then let answers end, and close the engine."""
+    import uvicorn
+
+    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=PATIENCE)

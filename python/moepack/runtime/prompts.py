@@ -1,0 +1,50 @@
+"""Prompts as tokens: plain text, or the messages of a chat through the tokenizer's template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["Messages", "Prompt", "has_template", "positions", "prompt_ids"]
+
+Messages = Sequence[Mapping[str, Any]]
+"""Of a chat: each has a `role` (system, user, assistant) and a `content`."""
+
+Prompt = str | Messages
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether the tokenizer knows how a chat is written."""
+    return bool(tokenizer.chat_template)
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Return the tokens of a prompt; a chat ends where the assistant's answer begins.
+
+    Raises:
+        ValueError: there are none, or the tokenizer has no template for a chat, or the template refuses the messages.
+    """
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(prompt).input_ids
+    elif has_template(tokenizer):
+        ids = _chat_ids(tokenizer, prompt)
+    else:
+        raise ValueError("the model has no chat template: give it plain text to continue")
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    return ids
+
+
+def positions(model: Any) -> int | None:
+    """Return how many tokens, prompt included, the model was made for; None where its configuration does not say."""
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _chat_ids(tokenizer: Any, messages: Messages) -> list[int]:
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses the messages: {error}") from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids

@@ -1,0 +1,124 @@
+"""How the next token is chosen: one set of settings for everything that generates.
+
+The arithmetic is that of transformers' logits processors, in transformers' order: repetition penalty, temperature,
+top-k, top-p, min-p.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Sampler", "Sampling", "given"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of a generation; the defaults take the likeliest token each time.
+
+    Attributes:
+        temperature: 0 takes the likeliest token, anything above draws; below 1 likely tokens gain.
+        top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
+        top_k: draw among so many of the likeliest tokens; 0 among all.
+        min_p: leave out tokens whose probability is below this share of the likeliest one's, in [0, 1].
+        repetition_penalty: above 1, tokens that were there before become less likely (Keskar et al. 2019, section 4.1).
+        max_new_tokens: the most tokens to generate.
+        stop: strings that end the text; they are not part of it.
+        seed: of the random numbers; None draws one.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name, is_sound, wanted in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0"),
+            ("stop", all(self.stop), "not an empty string"),
+        ):
+            if not is_sound:
+                raise ValueError(f"{name} must be {wanted}")
+
+    @classmethod
+    def of_model(cls, model: Any, **chosen: Any) -> "Sampling":
+        """Settings that are given, and otherwise those that the model is published with.
+
+        Args:
+            model: a loaded model; its generation_config counts where it says that tokens are to be drawn.
+            chosen: fields by name; None counts as not given.
+        """
+        published = model.generation_config
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if published.do_sample else ()
+        settings = {name: getattr(published, name, None) for name in names}
+        return cls(**{"seed": None, **given(**settings), **given(**chosen)})
+
+    def arguments(self) -> dict[str, Any]:
+        """What transformers' `generate` takes for these settings, but for the stop strings and the seed."""
+        always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
+        if not self.temperature:
+            return {**always, "do_sample": False}
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or None}
+        return {**always, "do_sample": True, **drawn}
+
+
+def given(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+class Sampler:
+    """Chooses the tokens of one sequence, with random numbers of its own."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        from transformers import generation
+
+        self._draws = sampling.temperature > 0
+        self._random = torch.Generator()
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+        self._processors = generation.LogitsProcessorList()
+        if sampling.repetition_penalty != 1:
+            self._processors.append(generation.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if self._draws:
+            self._processors.append(generation.TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self._processors.append(generation.TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                self._processors.append(generation.TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p:
+                self._processors.append(generation.MinPLogitsWarper(sampling.min_p))
+
+    def choose(self, logits: torch.Tensor, ids: list[int]) -> int:
+        """Return the next token.
+
+        Args:
+            logits: `[vocabulary]`.
+            ids: the tokens so far, prompt included.
+        """
+        scores = self.scores(logits, ids)
+        if not self._draws:
+            return int(scores.argmax())
+        return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._random))
+
+    def scores(self, logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        """Return the logarithms of what tokens are drawn with, up to a constant, `[vocabulary]`; as for `choose`."""
+        scores = logits.float().unsqueeze(0)
+        if self._processors:
+            scores = self._processors(torch.tensor([ids], device=scores.device), scores)
+        return scores[0]

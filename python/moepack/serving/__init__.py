@@ -1,0 +1,1 @@
+"""A model for many at a time: `engine` steps all sequences together, `server` is OpenAI's interface over HTTP to it."""

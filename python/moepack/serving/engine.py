@@ -1,0 +1,202 @@
+"""Steps all sequences of a model together, in a thread of its own.
+
+Sequences wait in a queue of fixed length, then take one of the slots until they end. Each step reads one token of every
+sequence that has been read to its end, and up to `CHUNK` tokens of prompts, the oldest first, in one forward pass
+(`moepack.serving.step`). Keys and values of ended sequences are kept, as long as slots are free, for prompts that begin
+alike: the next turn of a chat reads only what is new.
+
+Invariants: only the engine's thread touches the model, the slots and the caches; a sequence's last piece, and no other,
+says how it ended; sequences that failed, came late or were cancelled give back their slot before the next step.
+"""
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moepack.runtime.prefix import Prefix, new_cache
+from moepack.runtime.prompts import positions
+from moepack.runtime.sampling import Sampling
+from moepack.serving.sequence import Piece, Sequence
+from moepack.serving.step import Part, Stepper
+
+__all__ = ["Engine", "QueueFullError"]
+
+CHUNK = 512
+"""Tokens of prompts in a step: more read faster, and let those who are answered already wait longer."""
+WORTH = 16
+"""Tokens that a kept cache must save to be used."""
+
+
+class QueueFullError(Exception):
+    """There is no room for another request."""
+
+
+class Engine:
+    """A model that answers many at a time.
+
+    Attributes:
+        context: the most tokens of a sequence, prompt included.
+
+    Args:
+        model: a loaded decoder, on one device, which from now on belongs to the engine.
+        tokenizer: its tokenizer.
+        slots: the most sequences of a step; with `context` it bounds the memory of keys and values.
+        queue: the most sequences that wait for a slot.
+        context: the most tokens of a sequence; None takes what the model was made for.
+        seconds: the most time of an answer, waiting included.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, slots: int = 16, queue: int = 256, context: int | None = None,
+        seconds: float = 600.0,
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer = model, tokenizer
+        self.slots, self.queue, self.seconds = slots, queue, seconds
+        limit = positions(model)
+        self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
+        self._stepper = Stepper(model)
+        self._ends = _end_tokens(model, tokenizer)
+        self._waiting: deque[Sequence] = deque()
+        self._active: list[Sequence] = []
+        self._kept: deque[Prefix] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="moepack-engine", daemon=True)
+
+    def start(self) -> "Engine":
+        """Begin to answer."""
+        self._thread.start()
+        return self
+
+    def submit(self, ids: list[int], sampling: Sampling, on_piece: Callable[[Piece], None]) -> Sequence:
+        """Queue a prompt.
+
+        Args:
+            ids: its tokens; with `sampling.max_new_tokens` at most `context`.
+            sampling: how tokens are chosen, and when the text ends.
+            on_piece: takes the pieces, in the engine's thread; must not raise.
+
+        Raises:
+            QueueFullError: too many wait already.
+            RuntimeError: the engine is closed.
+        """
+        sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self._ends, self.seconds)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            if len(self._waiting) >= self.queue:
+                raise QueueFullError(f"{self.queue} requests wait already")
+            self._waiting.append(sequence)
+            self._changed.notify()
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Give up a sequence: it hands out nothing more, unless it is just ending, and gives its place back."""
+        with self._changed:
+            sequence.cancelled = True
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many sequences are answered, wait, and are kept."""
+        return {"active": len(self._active), "waiting": len(self._waiting), "kept": len(self._kept)}
+
+    def close(self) -> None:
+        """End all sequences with an error, and the thread; again is a no-op."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        for sequence in (*self._active, *self._waiting):
+            sequence.finish("error", error="the server shuts down")
+        self._active, self._kept = [], deque()
+        self._waiting.clear()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._admit():
+                self._leave()
+                if self._active:
+                    self._step()
+
+    def _admit(self) -> bool:
+        """Give free slots to those who wait longest; wait while there is nobody. Whether the engine goes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._active)
+            free = self.slots - len(self._active)
+            admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        for sequence in admitted:
+            sequence.cache = self._cache(sequence)
+            sequence.read = sequence.cache.get_seq_length()
+        self._active += admitted
+        while self._kept and len(self._kept) + len(self._active) > self.slots:
+            self._kept.popleft()
+        return not self._closed
+
+    def _cache(self, sequence: Sequence) -> Any:
+        """A cache for a sequence: of one that began alike, if it is worth it."""
+        best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids), default=None)
+        if best is None or best.shared(sequence.ids) < WORTH:
+            return new_cache(self.model)
+        self._kept.remove(best)
+        return best.continued(sequence.ids)
+
+    def _leave(self) -> None:
+        """Take the slots of those that nobody waits for, or whose time is over."""
+        for sequence in [sequence for sequence in self._active if sequence.cancelled or sequence.is_late]:
+            self._active.remove(sequence)
+            if sequence.cancelled:
+                continue
+            if len(sequence.ids) > sequence.prompt:
+                sequence.finish("length")
+            else:
+                sequence.finish("error", error="the server was too busy to answer in time")
+
+    def _parts(self) -> list[tuple[Sequence, Part]]:
+        """What the model reads next: a token of each sequence, and of prompts what fits into a chunk."""
+        parts, room = [], CHUNK
+        for sequence in self._active:
+            is_prompt = len(sequence.ids) - sequence.read > 1
+            if is_prompt and room <= 0:
+                continue
+            part = sequence.part(room if is_prompt else 1)
+            room -= len(part.ids) if is_prompt else 0
+            parts.append((sequence, part))
+        return parts
+
+    def _step(self) -> None:
+        parts = self._parts()
+        try:
+            logits = self._stepper.forward([part for _, part in parts])
+        except Exception as error:
+            for sequence, _ in parts:
+                self._fail(sequence, error)
+            return
+        for (sequence, part), row in zip(parts, logits, strict=True):
+            try:
+                if sequence.take(part, row):
+                    self._active.remove(sequence)
+                    self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache))
+            except Exception as error:  # nothing to draw from, where the model computes NaN
+                self._fail(sequence, error)
+
+    def _keep(self, prefix: Prefix) -> None:
+        if prefix.is_useful:
+            self._kept.append(prefix)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        traceback.print_exception(error)
+        self._active.remove(sequence)
+        sequence.finish("error", error=f"the model failed: {type(error).__name__}")
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: what the model was published with, and the tokenizer's."""
+    published = model.generation_config.eos_token_id
+    ends = published if isinstance(published, list) else [published]
+    return frozenset({*ends, tokenizer.eos_token_id} - {None})

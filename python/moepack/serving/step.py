@@ -1,0 +1,185 @@
+"""One forward pass for tokens of many sequences: those that continue by a token and those whose prompts are read.
+
+The tokens of all sequences lie one after another in a batch of one, without padding: linear layers, routers and experts
+do not care whose token a row is. Only attention does: `_attend`, registered with transformers as an attention function,
+takes the tokens of one sequence after another, appends their keys and values to the sequence's own cache, and calls the
+function that the model would have used. So a sequence's cache is transformers' own from beginning to end, and joins and
+leaves a batch at no cost.
+
+A model whose attention does not go through transformers' interface, or that keeps other states than keys and values,
+takes its sequences one after another.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from moepack.runtime.cache import GrowingLayer
+from moepack.runtime.prefix import new_cache
+
+__all__ = ["Part", "Stepper"]
+
+NAME = "moepack_sequences"
+_LAYERS = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
+_KINDS = {"full_attention", "sliding_attention"}
+
+
+@dataclass
+class Part:
+    """What a sequence adds to a step.
+
+    Attributes:
+        ids: its next tokens.
+        position: of the first of them, which is the number of tokens in the cache.
+        cache: of the sequence.
+    """
+
+    ids: list[int]
+    position: int
+    cache: Any
+
+
+@dataclass
+class _Batch:
+    """The parts of a step, and what their layers share: masks by part, keys and window."""
+
+    parts: Sequence[Part]
+    attention: str
+    masks: dict[tuple[int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+
+class Stepper:
+    """Lets a model read the next tokens of sequences.
+
+    A part that is alone takes the model's own way, which for a single token may be the core's decoding step, if the
+    model then caches what its attention function sees; newer classes of DeepSeek cache less, and compute the rest anew.
+
+    Attributes:
+        together: the model takes tokens of several sequences in one pass.
+
+    Args:
+        model: in evaluation mode, on one device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.together = _goes_together(model)
+        with torch.inference_mode():
+            self._alone = not self.together or _is_cached_alike(model)
+
+    def forward(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Return the logits behind each part, `[parts, vocabulary]`; there is at least one, and their caches grow."""
+        if self._alone and (len(parts) == 1 or not self.together):
+            return torch.cat([_alone(self.model, part) for part in parts])
+        return _together(self.model, parts)
+
+
+def _goes_together(model: Any) -> bool:
+    """Whether a model leaves attention to transformers' functions, and keeps nothing but keys and values."""
+    config = model.config.get_text_config(decoder=True)
+    return (
+        bool(getattr(model, "_supports_attention_backend", False))
+        and config._attn_implementation in ("sdpa", "eager")
+        and set(getattr(config, "layer_types", None) or _KINDS) <= _KINDS
+        and all(type(layer) in _LAYERS for layer in new_cache(model).layers)
+    )
+
+
+def _is_cached_alike(model: Any) -> bool:
+    """Whether a model that reads a token itself caches what its attention function sees."""
+    forms = []
+    for read in (_alone, lambda model, part: _together(model, [part])):
+        cache = new_cache(model)
+        read(model, Part([0], 0, cache))
+        forms.append([(layer.keys.shape, layer.values.shape) for layer in cache.layers])
+    return forms[0] == forms[1]
+
+
+def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
+    ids = [token for part in parts for token in part.ids]
+    places = [part.position + i for part in parts for i in range(len(part.ids))]
+    ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0) - 1
+    with _attending(model) as attention:
+        output = model(
+            input_ids=torch.tensor([ids], device=model.device),
+            position_ids=torch.tensor([places], device=model.device),
+            use_cache=False,
+            logits_to_keep=ends.to(model.device),
+            sequences=_Batch(parts, attention),
+        )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _alone(model: Any, part: Part) -> torch.Tensor:
+    inputs = {"input_ids": torch.tensor([part.ids], device=model.device), "past_key_values": part.cache}
+    logits: torch.Tensor = model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+    return logits
+
+
+@contextmanager
+def _attending(model: Any) -> Iterator[str]:
+    """Let the model's attention be `_attend`; the name of what it was."""
+    config = model.config.get_text_config(decoder=True)
+    attention = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield attention
+    finally:
+        config._attn_implementation = attention
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    sequences: _Batch,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the tokens of several sequences, `[1, heads, tokens, width]`; `[1, tokens, heads, width]`."""
+    attend = _function(module, sequences.attention)
+    sizes = [len(part.ids) for part in sequences.parts]
+    split = [torch.split(states, sizes, dim=2) for states in (query, key, value)]
+    outputs = []
+    for number, (part, queries, keys, values) in enumerate(zip(sequences.parts, *split, strict=True)):
+        keys, values = part.cache.update(keys, values, module.layer_idx)
+        place = number, keys.shape[2], others.get("sliding_window")
+        if place not in sequences.masks:
+            sequences.masks[place] = _mask(queries, place[1], place[2], sequences.attention)
+        outputs.append(attend(module, queries, keys, values, sequences.masks[place], **others)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _function(module: Any, attention: str) -> Callable[..., Any]:
+    """An attention function by name; the eager one is a model's own."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: Callable[..., Any] = AttentionInterface().get(attention, own)
+    return function
+
+
+def _mask(queries: torch.Tensor, keys: int, window: int | None, attention: str) -> torch.Tensor | None:
+    """What the last tokens of a sequence see of its `keys` last ones; None where each sees all."""
+    count = queries.shape[2]
+    if count == 1 and (window is None or keys <= window):
+        return None
+    places = torch.arange(keys, device=queries.device)
+    own = places[keys - count :, None]
+    seen = places <= own
+    if window is not None:
+        seen &= places > own - window
+    if attention == "eager":
+        hidden = torch.finfo(queries.dtype).min
+        return torch.zeros_like(seen, dtype=queries.dtype).masked_fill(~seen, hidden)[None, None]
+    return seen[None, None]
+
+
+AttentionInterface.register(NAME, _attend)

@@ -1,0 +1,129 @@
+"""The command `chat`: through a terminal, and from a script."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moepack.cli import chat as module
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.generation import generate
+from moepack.runtime.sampling import Sampling
+from test_generation import TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def source(packed, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(packed, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture
+def chat(source):
+    return module.Chat(open_model(source), open_tokenizer(source), Sampling(max_new_tokens=6), "be kind")
+
+
+def talk(source, text, *options):
+    command = [sys.executable, "-m", "moepack", "chat", str(source), "--temperature", "0", *options]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+
+
+def test_a_conversation_remembers_what_was_said(chat, capsys):
+    chat.answer("hello")
+    chat.answer("and?")
+    first, second = (message["content"] for message in chat.messages if message["role"] == "assistant")
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    prompt = f"s:be kind\nu:hello\na:{first}\nu:and?\na:"
+    assert second == generate(chat.model, chat.tokenizer, prompt, chat.sampling).text
+
+
+def test_an_answer_that_is_stopped_counts_as_it_is(chat, capsys, monkeypatch):
+    def interrupted(*arguments, on_text, **options):
+        on_text("half an")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moepack.runtime.generation.generate", interrupted)
+    chat.answer("hello")
+    assert chat.messages[-1] == {"role": "assistant", "content": "half an"}
+    assert "(stopped)" in capsys.readouterr().err
+
+
+def test_the_oldest_turns_give_way(chat, capsys, monkeypatch):
+    monkeypatch.setattr(chat.model.config, "max_position_embeddings", 60)
+    for _ in range(3):
+        chat.answer("x" * 20)
+    assert len(chat.messages) < 6
+    assert chat.messages[0]["role"] == "user"
+    assert "oldest messages are left out" in capsys.readouterr().err
+
+
+def test_a_script_talks_in_lines_and_quotes(source):
+    result = talk(source, '/help\nhello\n/clear\n"""\none\ntwo\n"""\n/bye\nnever\n', "--max-new-tokens", "4")
+    assert result.returncode == 0, result.stderr
+    model, tokenizer = open_model(source), open_tokenizer(source)
+    asked = [[{"role": "user", "content": text}] for text in ("hello", "one\ntwo")]
+    answers = [generate(model, tokenizer, messages, Sampling(max_new_tokens=4)).text for messages in asked]
+    assert result.stdout == "".join(f"{answer}\n" for answer in answers)
+
+
+def test_models_without_a_template_continue_the_text(packed):
+    result = talk(packed, "The sea\n", "--max-new-tokens", "4")
+    text = generate(open_model(packed), open_tokenizer(packed), "The sea", Sampling(max_new_tokens=4)).text
+    assert (result.returncode, result.stdout) == (0, f"{text}\n")
+    assert "no chat template" in result.stderr
+    refused = talk(packed, "", "--system", "be kind")
+    assert refused.returncode == 2 and "--system needs a model with a chat template" in refused.stderr
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, command):
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            os.environ["TERM"] = "dumb"
+            os.execv(command[0], command)
+        self.seen = ""
+
+    def wait(self, pattern, seconds=90):
+        """Read until something matches; what came before it is forgotten."""
+        until = time.monotonic() + seconds
+        while (found := re.search(pattern, self.seen)) is None:
+            ready = select.select([self.file], [], [], max(until - time.monotonic(), 0))[0]
+            assert ready, f"no {pattern!r} in {self.seen!r}"
+            self.seen += os.read(self.file, 4096).decode(errors="replace")
+        self.seen = self.seen[found.end() :]
+
+    def type(self, text):
+        os.write(self.file, text.encode())
+
+
+def test_in_a_terminal_ctrl_c_stops_an_answer_and_lines_are_recalled(source, tmp_path):
+    history = ["--history", str(tmp_path / "history")] if module.find_spec("prompt_toolkit") else []
+    options = ["--max-new-tokens", "1900", "--temperature", "0", *history]
+    terminal = Terminal([sys.executable, "-m", "moepack", "chat", str(source), *options])
+    answer = generate(open_model(source), open_tokenizer(source), "u:hello\na:", Sampling(max_new_tokens=30)).text
+    terminal.wait(">>> ")
+    terminal.type("hello\r")
+    terminal.wait(re.escape(max(re.findall("[!-~]+", answer), key=len)))
+    terminal.type("\x03")
+    terminal.wait(r"\(stopped\)")
+    terminal.wait(">>> ")
+    terminal.type("/bye\r")
+    until = time.monotonic() + 30
+    while os.waitpid(terminal.pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(terminal.pid, signal.SIGKILL)
+            pytest.fail(f"the chat did not end: {terminal.seen}")
+        time.sleep(0.05)
+    if history:
+        assert "+hello" in (tmp_path / "history").read_text()

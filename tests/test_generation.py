@@ -1,0 +1,168 @@
+"""Generating text: sampling, stop strings, chat templates, pieces of text, and the command `generate`."""
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import moepack
+from moepack.cli import app
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.generation import Memory, generate
+from moepack.runtime.prompts import prompt_ids
+from moepack.runtime.sampling import Sampler, Sampling
+from moepack.runtime.text import TextStream
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(mixtral):
+    return open_model(mixtral)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(mixtral):
+    return open_tokenizer(mixtral)
+
+
+@pytest.fixture
+def run():
+    verbosity = transformers.logging.get_verbosity()
+    yield lambda *arguments, **options: CliRunner().invoke(app, [str(value) for value in arguments], **options)
+    transformers.logging.set_verbosity(verbosity)
+
+
+def test_pieces_join_to_the_text_and_never_split_a_character(model, tokenizer):
+    """Random weights write random bytes, so that characters do straddle tokens."""
+    pieces = []
+    sampling = Sampling(max_new_tokens=80, temperature=1.0, seed=3)
+    report = generate(model, tokenizer, "é", sampling, on_text=pieces.append)
+    assert "".join(pieces) == report.text
+    assert 1 < len(pieces) < report.tokens <= 80
+    assert report.prompt_tokens == 2
+    assert report.tokens_per_second > 0
+    assert generate(model, tokenizer, "é", sampling).text == report.text
+    assert generate(model, tokenizer, "é", Sampling(max_new_tokens=80, temperature=1.0, seed=4)).text != report.text
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet="aBc é", max_size=24), stop=st.lists(st.text("aBc é", min_size=1, max_size=4), max_size=3))
+def test_text_ends_before_the_first_stop_string_wherever_tokens_end(tokenizer, text, stop):
+    ids = tokenizer(text).input_ids
+    whole = TextStream(tokenizer, stop)
+    pieces = [whole.put([token]) for token in ids] + [whole.end()]
+    places = [text.find(string) for string in stop if string in text]
+    assert "".join(pieces) == whole.text == text[: min(places, default=len(text))]
+    assert whole.stopped == bool(places)
+
+
+def test_a_stop_string_ends_the_work(model, tokenizer):
+    free = generate(model, tokenizer, "The sea", Sampling(max_new_tokens=40))
+    stop = free.text[5:8]
+    stopped = generate(model, tokenizer, "The sea", Sampling(max_new_tokens=40, stop=(stop,)))
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.tokens < free.tokens
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.05},
+        {"repetition_penalty": 3.0},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3},
+    ],
+    ids=lambda chosen: "-".join(chosen),
+)
+def test_the_sampler_and_transformers_leave_the_same_tokens(model, chosen):
+    """What `generate` of transformers draws from, by its own list of processors, is what `Sampler` draws from."""
+    sampling = Sampling(temperature=0.8, **chosen)
+    config = transformers.GenerationConfig(**sampling.arguments())
+    logits, ids = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)), [3, 5, 7, 7]
+    processors = model._get_logits_processor(config, input_ids_seq_length=4, device="cpu")
+    wanted = processors(torch.tensor([ids]), logits.clone())[0]
+    sampler = Sampler(sampling)
+    assert torch.equal(sampler.scores(logits[0], ids), wanted)
+    drawn = [sampler.choose(logits[0], ids) for _ in range(50)]
+    assert wanted[drawn].isfinite().all() and len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1},
+     {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"max_new_tokens": 0}, {"stop": ("",)}],
+    ids=str,
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+def test_a_model_may_be_published_with_settings(model, monkeypatch):
+    assert Sampling.of_model(model, top_k=None) == Sampling(seed=None)
+    published = transformers.GenerationConfig(do_sample=True, temperature=0.6, top_k=20)
+    monkeypatch.setattr(model, "generation_config", published)
+    assert Sampling.of_model(model, top_k=5) == Sampling(temperature=0.6, top_k=5, seed=None)
+
+
+def test_chats_need_a_template_and_follow_it(tokenizer, mixtral):
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        prompt_ids(tokenizer, messages)
+    own = open_tokenizer(mixtral)
+    own.chat_template = TEMPLATE
+    assert own.decode(prompt_ids(own, messages)) == "s:be kind\nu:hello\na:"
+    own.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="refuses the messages: roles must alternate"):
+        prompt_ids(own, messages)
+
+
+def test_a_memory_saves_reading_and_changes_nothing(model, tokenizer):
+    memory, sampling = Memory(), Sampling(max_new_tokens=8)
+    first = generate(model, tokenizer, "The sea", sampling, memory=memory)
+    text = "The sea" + first.text + " and"
+    assert memory.prefix.shared(prompt_ids(tokenizer, text)) >= 7
+    again = generate(model, tokenizer, text, sampling, memory=memory)
+    assert again.text == generate(model, tokenizer, text, sampling).text
+    other = generate(model, tokenizer, "The wolf", sampling, memory=memory)
+    assert other.text == generate(model, tokenizer, "The wolf", sampling).text
+
+
+def test_more_than_the_model_was_made_for_is_warned_of(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(model.config, "max_position_embeddings", 10)
+    with pytest.warns(moepack.MoepackWarning, match="7 tokens of prompt and 4 new ones are more than the 10"):
+        generate(model, tokenizer, "The sea", Sampling(max_new_tokens=4))
+
+
+def test_prompts_come_from_arguments_files_and_standard_input(run, packed, tmp_path):
+    (tmp_path / "prompt").write_text("The sea é", encoding="utf-8")
+    options = ["--max-new-tokens", 3]
+    given = run("generate", packed, "--prompt", "The sea é", *options)
+    assert given.exit_code == 0 and given.stdout.startswith("The sea é")
+    assert run("generate", packed, "--prompt-file", tmp_path / "prompt", *options).stdout == given.stdout
+    assert run("generate", packed, "--prompt", "-", *options, input="The sea é").stdout == given.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-new-tokens", 0], "--max-new-tokens"),
+        (["--temperature", -1], "--temperature"),
+        (["--prompt", ""], "the prompt has no tokens"),
+        (["--top-p", 0], "top_p must be above 0"),
+        (["--system", "be kind"], "--system needs --chat"),
+        (["--chat"], "no chat template"),
+        (["--prompt-file", __file__], "either --prompt or --prompt-file"),
+    ],
+)
+def test_generate_usage_errors(run, mixtral, arguments, said):
+    result = run("generate", mixtral, "--prompt", "a", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")
