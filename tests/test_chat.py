@@ -6,12 +6,14 @@ import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
+import transformers
+from typer.testing import CliRunner
 
+from moepack.cli import app
 from moepack.cli import chat as module
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
@@ -32,9 +34,13 @@ def chat(source):
     return module.Chat(open_model(source), open_tokenizer(source), Sampling(max_new_tokens=6), "be kind")
 
 
-def talk(source, text, *options):
-    command = [sys.executable, "-m", "moepack", "chat", str(source), "--temperature", "0", *options]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def talk():
+    verbosity = transformers.logging.get_verbosity()
+    yield lambda source, text, *options: CliRunner().invoke(
+        app, ["chat", str(source), "--temperature", "0", *options], input=text
+    )
+    transformers.logging.set_verbosity(verbosity)
 
 
 def test_a_conversation_remembers_what_was_said(chat, capsys):
@@ -66,22 +72,22 @@ def test_the_oldest_turns_give_way(chat, capsys, monkeypatch):
     assert "oldest messages are left out" in capsys.readouterr().err
 
 
-def test_a_script_talks_in_lines_and_quotes(source):
+def test_a_script_talks_in_lines_and_quotes(talk, source):
     result = talk(source, '/help\nhello\n/clear\n"""\none\ntwo\n"""\n/bye\nnever\n', "--max-new-tokens", "4")
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     model, tokenizer = open_model(source), open_tokenizer(source)
     asked = [[{"role": "user", "content": text}] for text in ("hello", "one\ntwo")]
     answers = [generate(model, tokenizer, messages, Sampling(max_new_tokens=4)).text for messages in asked]
     assert result.stdout == "".join(f"{answer}\n" for answer in answers)
 
 
-def test_models_without_a_template_continue_the_text(packed):
+def test_models_without_a_template_continue_the_text(talk, packed):
     result = talk(packed, "The sea\n", "--max-new-tokens", "4")
     text = generate(open_model(packed), open_tokenizer(packed), "The sea", Sampling(max_new_tokens=4)).text
-    assert (result.returncode, result.stdout) == (0, f"{text}\n")
+    assert (result.exit_code, result.stdout) == (0, f"{text}\n")
     assert "no chat template" in result.stderr
     refused = talk(packed, "", "--system", "be kind")
-    assert refused.returncode == 2 and "--system needs a model with a chat template" in refused.stderr
+    assert refused.exit_code == 2 and "--system needs a model with a chat template" in refused.stderr
 
 
 class Terminal:

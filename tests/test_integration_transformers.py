@@ -344,7 +344,9 @@ def test_modules_that_compute_something_else(mixtral_copy):
 
 def test_transformers_without_moepack_fails_loudly(packed):
     code = """
-        import sys, transformers
+        import os, sys
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # moepack, where it is installed, is a plugin of torch
+        import transformers
         for directory, name in zip(sys.argv[1::2], sys.argv[2::2]):
             try:
                 getattr(transformers, name).from_pretrained(directory)
@@ -358,6 +360,7 @@ def test_transformers_without_moepack_fails_loudly(packed):
     arguments = [*decoders, (packed(SWITCH)[1], "AutoModelForSeq2SeqLM")]
     result = python(code, *(part for pair in arguments for part in pair))
     assert result.returncode == 0, result.stderr
+    assert "Unknown quantization type, got moepack" in result.stderr
 
 
 def test_import_after_transformers_and_reload(packed, tmp_path):

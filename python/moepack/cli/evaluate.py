@@ -25,7 +25,9 @@ LINE_INTERVAL = 5.0
 
 def eval_command(
     directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
-    text: Annotated[Path, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)],
+    text: Annotated[
+        Path | None, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)
+    ] = None,
     reference: Annotated[
         Path | None,
         typer.Option(
@@ -35,6 +37,14 @@ def eval_command(
     save_reference: Annotated[
         Path | None, typer.Option(help="Keep what the reference predicts in this file, for the next --reference.")
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Instead of a text: tasks of lm-eval, such as arc_easy,mmlu_*.")
+    ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option(help="Folder with tasks of your own (YAML).", exists=True, file_okay=False)
+    ] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before each question of a task.", min=0)] = None,
+    limit: Annotated[int | None, typer.Option(help="The most questions of a task.", min=1)] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",
@@ -43,19 +53,27 @@ def eval_command(
     host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Measure loss and perplexity on a text; with --reference also the KL divergence and top-1 agreement.
+    """Measure loss and perplexity on a text, or answer tasks; with --reference also KL divergence and top-1 agreement.
 
     The reference goes first, block by block where memory does not hold it, and is gone before the model is loaded.
     """
     from moepack.evaluation import evaluate
+    from moepack.evaluation.tasks import evaluate_tasks
     from moepack.runtime.threads import set_threads
 
     quiet_transformers()
     if threads is not None:
         set_threads(threads)
     with progress_bar() as progress, wrong_usage():
+        if (text is None) == (tasks is None):
+            raise ValueError("give either --text or --tasks")
         if save_reference is not None and reference is None:
             raise ValueError("--save-reference needs --reference")
+        if tasks is not None:
+            asked = {"shots": shots, "limit": limit, "dtype": dtype, "mode": mode, **places(device, host_memory)}
+            _print_tasks(directory, evaluate_tasks(directory, tasks.split(","), task_path, **asked), as_json)
+            return
+        assert text is not None
         options = {"dtype": dtype, "mode": mode, "progress": progress, "save_reference": save_reference}
         report = evaluate(directory, text, chars, reference, **options, **places(device, host_memory))
     if as_json:
@@ -70,6 +88,19 @@ def quiet_transformers() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def _print_tasks(directory: Path, results: dict[str, dict[str, float]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"model": str(directory), "results": results}))
+        return
+    table = Table("task", "measure", "value", "standard error", box=None)
+    for task, measures in results.items():
+        for name, value in measures.items():
+            if not (stem := name.partition(","))[0].endswith("_stderr"):
+                error = measures.get(f"{stem[0]}_stderr{stem[1]}{stem[2]}")
+                table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+    Console().print(table)
 
 
 def _table(figures: dict[str, Any]) -> Table:

@@ -1,0 +1,77 @@
+"""Tasks of lm-eval (EleutherAI's harness) on a model that is packed or not, through its Python API.
+
+Tasks are lm-eval's own, whose data it fetches from the hub, or YAML files of a folder, which may name local data.
+"""
+
+import logging
+from collections.abc import Sequence
+from os import PathLike, fspath
+from typing import Any
+
+from moepack.errors import LoadError
+from moepack.integrations.loading import open_model, open_tokenizer
+
+__all__ = ["evaluate_tasks"]
+
+
+def evaluate_tasks(
+    directory: str | PathLike[str],
+    tasks: Sequence[str],
+    task_path: str | PathLike[str] | None = None,
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    batch: int = 1,
+    **options: Any,
+) -> dict[str, dict[str, float]]:
+    """Evaluate a model on tasks.
+
+    Args:
+        directory: a model directory or id of the hub.
+        tasks: names, of groups and patterns (`mmlu_*`) too.
+        task_path: a folder with YAML files of tasks, beside lm-eval's own.
+        shots: examples before each question; None leaves it to the task.
+        limit: the most questions of a task; None asks all.
+        batch: questions at a time.
+        options: for `open_model`: dtype, mode, threads and so on.
+
+    Returns:
+        For each task its measures by name, such as `acc` and `acc_stderr`.
+
+    Raises:
+        LoadError: lm-eval is not installed, a model cannot be loaded, or a task's data cannot be had.
+        ValueError: there is no such task.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise LoadError("tasks need lm-eval: pip install 'moepack[eval]'") from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    own = None if task_path is None else fspath(task_path)
+    # Reading lm-eval's own thousands of tasks takes seconds, which a task of the folder does not need.
+    manager = TaskManager(include_path=own, include_defaults=own is None)
+    if own is not None and not all(manager.match_tasks([name]) for name in tasks):
+        manager = TaskManager(include_path=own)
+    if missing := [name for name in tasks if not manager.match_tasks([name])]:
+        raise ValueError(f"there is no task '{missing[0]}'" + ("" if own is None else f", in {own} neither"))
+    model = open_model(directory, **options)
+    harness = HFLM(pretrained=model, tokenizer=open_tokenizer(directory), batch_size=batch)
+    settings = {"num_fewshot": shots, "limit": limit, "task_manager": manager, "log_samples": False}
+    try:
+        found = simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
+    except (OSError, ConnectionError) as error:
+        reason = " ".join(str(error).split())
+        raise LoadError(f"the data of the tasks cannot be had: {reason}", file=directory) from error
+    assert found is not None
+    return {task: _measures(figures) for task, figures in found["results"].items()}
+
+
+def _measures(figures: dict[str, Any]) -> dict[str, float]:
+    """The measures of a task: lm-eval adds the name of a filter, which says nothing where there is none."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in figures.items()
+        if isinstance(value, int | float) and "," in name
+    }
