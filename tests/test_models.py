@@ -123,7 +123,7 @@ def saved(architecture: str, path: Path, **config: object) -> Path:
 
 def test_experts_that_two_modules_share_are_refused(tmp_path: Path) -> None:
     skip_unknown("diffusion_gemma")
-    refused(saved("diffusion_gemma", tmp_path), "two modules share their experts")
+    refused(saved("diffusion_gemma", tmp_path), "two of its modules share their experts")
 
 
 def test_a_model_that_reads_images_without_experts_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The experts of one block, group by group: which tokens each of them gets, and its stages.
 
 The tokens of a group are gathered, the group's weights are replaced by compressed ones, and the outputs of the
-compressed experts are added to the hidden states in place. So what enters the next block has passed through them.
+compressed experts are added to the streams' sums. So what enters the next block has passed through them.
 
 Invariant: one group's weights are in memory at a time; results do not depend on the group size but for the order of
 floating-point sums.
@@ -9,15 +9,16 @@ floating-point sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
+from moepack.calibration.recorder import Recorder
 from moepack.calibration.settings import CalibrationSettings
-from moepack.calibration.skeleton import Recorder
 from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.calibration.stream import Stream
 from moepack.checkpoint import MoeLayer
@@ -33,7 +34,7 @@ Solved = Generator[Stage, None, tuple[Group, Group] | None]
 
 @dataclass
 class _Routes:
-    """Which tokens go to which expert: positions [n] sorted by expert, with their router weights."""
+    """Which rows go to which expert: positions [n] sorted by expert, with their router weights."""
 
     tokens: Tensor
     weights: Tensor
@@ -42,7 +43,6 @@ class _Routes:
     @classmethod
     def of(cls, stream: Stream, experts: int, keep: Tensor | None = None) -> _Routes:
         """Sort the choices [T, k] of a stream's router by expert; `keep` [T] bool leaves tokens out."""
-        assert stream.index is not None and stream.weights is not None
         choices = stream.index.flatten().long()
         wanted = choices >= 0
         if keep is not None:
@@ -78,10 +78,10 @@ class ExpertsRun(LayerRun):
         Args:
             settings: how calibration runs.
             layer: the layer.
-            recorder: knows the activation between the projections.
+            recorder: knows what is computed between and behind the projections.
             streams: the first holds the values; the last is the original model's where there are two.
-            mask: [T] bool, positions that count for Hessians.
-            factor: with which the output of the experts enters the block's.
+            mask: [N] bool, rows that count for Hessians.
+            factor: with which the output of the experts enters the sums.
         """
         super().__init__(layer)
         self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
@@ -121,8 +121,10 @@ class ExpertsRun(LayerRun):
 
     def _solve(self, group: range) -> Solved:
         original = self._weights(group)
-        yield self._stage(group, self._first, original, None)
-        values = self._answered(self._first)
+        values: Group = {}
+        if self._first:
+            yield self._stage(group, self._first, original, None)
+            values = self._answered(self._first)
         feeding = values if self.streams[0].compressed else original
         yield self._stage(group, [self._last], original, feeding)
         return original, {**values, **self._answered([self._last])}
@@ -130,6 +132,8 @@ class ExpertsRun(LayerRun):
     def _preview(self, group: range) -> Solved:
         original = self._weights(group)
         for names, feeding in (self._first, None), ([self._last], original):
+            if not names:
+                continue
             self._answer = {}
             yield self._stage(group, names, original, feeding)
             self._take()
@@ -153,8 +157,10 @@ class ExpertsRun(LayerRun):
 
         def pieces(position: int) -> Iterator[Tensor]:
             for tokens, _ in self._counted.pieces(group[position], self._cap):
-                x = self.streams[0].inputs.gather(tokens, device)
-                yield x if feeding is None else self._activations(x, feeding, position, self.streams[0].compressed)
+                x = self._rows(0, tokens)
+                yield (
+                    x if feeding is None else self._activations(x, feeding, group, position, self.streams[0].compressed)
+                )
 
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
@@ -175,36 +181,48 @@ class ExpertsRun(LayerRun):
     def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:
         """The tokens of one expert with their originals and weights, in pieces."""
         for tokens, share in self._counted.pieces(group[position], self._cap):
-            x, before = (self.streams[i].inputs.gather(tokens, self.settings.device) for i in (0, -1))
+            x, before = (self._rows(stream, tokens) for stream in (0, -1))
             counts = share.to(x.device).float().square()
             if feeding is None:
-                parts = self._outputs(x, original, position)
-                counts = counts * sensitivity(parts, self.recorder.activate, original[self._last][position])
+                parts, between = self._outputs(x, original, position), partial(self._between, group[position])
+                counts = counts * sensitivity(parts, between, original[self._last][position])
                 yield Tokens(x, before, counts)
             else:
-                after = self._activations(before, original, position)
-                before_last = self._activations(x, feeding, position, self.streams[0].compressed)
+                after = self._activations(before, original, group, position)
+                before_last = self._activations(x, feeding, group, position, self.streams[0].compressed)
                 yield Tokens(before_last, after, counts)
 
-    def _activations(self, x: Tensor, weights: Group, position: int, compressed: bool = False) -> Tensor:
+    def _rows(self, stream: int, rows: Tensor) -> Tensor:
+        """What the experts read, on the device."""
+        inputs = self.streams[stream].inputs
+        assert inputs is not None
+        return inputs.gather(rows, self.settings.device)
+
+    def _activations(self, x: Tensor, weights: Group, group: range, position: int, compressed: bool = False) -> Tensor:
         """Inputs of the last projection for tokens x [n, C]; in the compressed model they are rounded."""
-        outputs = self.recorder.activate(self._outputs(x, weights, position))
+        if not self._first:
+            return x
+        outputs = self._between(group[position], self._outputs(x, weights, position))
         return self.settings.rounding(outputs, self._last) if compressed else outputs
+
+    def _between(self, expert: int, parts: Sequence[Tensor]) -> Tensor:
+        return self.recorder.between(parts, expert)
 
     def _outputs(self, x: Tensor, weights: Group, position: int) -> list[Tensor]:
         """Outputs of the first projections for tokens x [n, C]."""
         return [x @ weights[name][position].to(x.dtype).T for name in self._first]
 
     def _forward(self, group: range, original: Group, compressed: Group) -> None:
-        """Add the outputs of the group's experts to every stream, in place."""
-        for stream, routes in zip(self.streams, self._routes, strict=True):
+        """Add the outputs of the group's experts to every stream's sums, in place."""
+        for number, (stream, routes) in enumerate(zip(self.streams, self._routes, strict=True)):
             weights = compressed if stream.compressed else original
+            assert stream.sums is not None
             for position, expert in enumerate(group):
-                for tokens, share in routes.pieces(expert, self._cap):
-                    x = stream.inputs.gather(tokens, self.settings.device)
-                    inputs = self._activations(x, weights, position, stream.compressed)
-                    y = inputs @ weights[self._last][position].to(x.dtype).T
+                for rows, share in routes.pieces(expert, self._cap):
+                    x = self._rows(number, rows)
+                    inputs = self._activations(x, weights, group, position, stream.compressed)
+                    y = self.recorder.behind(inputs @ weights[self._last][position].to(x.dtype).T, expert)
                     y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
                     if not bool(torch.isfinite(y).all()):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")
-                    stream.hidden.add(tokens, y)
+                    stream.sums.add(rows, y)

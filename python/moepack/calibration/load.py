@@ -72,10 +72,11 @@ def load_samples(
         raise CalibrationError(
             f"no configuration and tokenizer can be loaded: {reason}", file=checkpoint.path
         ) from error
-    positions = getattr(config, "max_position_embeddings", None)
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise CalibrationError(f"samples of {length} tokens are longer than the model's {positions} positions")
-    windows = token_windows(tokenizer, source, samples, length, int(config.vocab_size))
+    windows = token_windows(tokenizer, source, samples, length, int(text.vocab_size))
     if not config.is_encoder_decoder:
         return decoder_samples(windows)
     return seq2seq_samples(windows, span_tokens(tokenizer, config), seed=seed, premask=premask)

@@ -14,23 +14,23 @@ answers gives the same bits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from moepack.calibration.block import BlockRun
 from moepack.calibration.buffer import ListBuffer
-from moepack.calibration.experts import ExpertsRun
 from moepack.calibration.linears import LinearsRun
 from moepack.calibration.samples import Samples
 from moepack.calibration.settings import CalibrationSettings
-from moepack.calibration.skeleton import Recorder, Skeleton
+from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.calibration.stage import LayerRun, enough_memory
 from moepack.calibration.stream import Stream
-from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
+from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
 from moepack.errors import CalibrationError, UnsupportedModelError
 
 __all__ = ["Calibrator"]
@@ -45,7 +45,8 @@ class Calibrator:
                 run.answer(values of the stage's tensors)
 
     Attributes:
-        hidden: what the last block of a stack gave, once all were run.
+        stack: the list of blocks that runs.
+        hidden: what its last block gave, once all were run.
     """
 
     def __init__(
@@ -62,8 +63,12 @@ class Calibrator:
         self.skeleton = Skeleton(checkpoint, model, dtype=self.settings.dtype, device=self.settings.device)
         if bool(self.skeleton.config.is_encoder_decoder) != (samples.targets is not None):
             raise CalibrationError("span-corrupted samples are for encoder-decoder models, and only for them")
-        self._by_block = {block: layer for layer in model.layers for block in _enclosing(layer.name)}
-        self._factors: dict[str, float] = {}
+        self._by_block: dict[str, list[MoeLayer]] = {}
+        for layer in model.layers:
+            for block in _enclosing(layer.name):
+                self._by_block.setdefault(block, []).append(layer)
+        self._factors: dict[str, float | None] = {}
+        self._buffers: dict[str, ListBuffer] = {}
         self.hidden = ListBuffer([], 1)
 
     @torch.no_grad()
@@ -81,8 +86,8 @@ class Calibrator:
             DeviceMemoryError: the device is too small for one expert, or for a block's dense part.
         """
         encoders: list[ListBuffer | None] = [None] * self._streams()
-        for name, ids, mask in self._stacks():
-            stack = Stack(self.skeleton, name, "block" if self._seq2seq else "layers", self.settings.batch)
+        for name, blocks, ids, mask in self._stacks():
+            self.stack = stack = Stack(self.skeleton, name, blocks, self.settings.batch)
             streams = [self._stream(stack, ids, encoder, i) for i, encoder in enumerate(encoders)]
             for index, block in enumerate(stack.blocks):
                 what = f"'{block}' and {self.settings.batch} samples"
@@ -104,33 +109,35 @@ class Calibrator:
         wanted = self.settings.drift or self.settings.routing == "original"
         return 2 if self.settings.activations == "compressed" and wanted else 1
 
-    def _stacks(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, ids and mask of each list of blocks."""
+    def _stacks(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+        """Path of the owner, the name in it, ids and mask of each list of blocks."""
+        first = self.model.layers[0].name
         if self.samples.targets is None or self.samples.target_mask is None:
-            first = self.model.layers[0].name.split(".layers.")
-            if len(first) != 2:
-                raise UnsupportedModelError(f"do not know the list of blocks that '{self.model.layers[0].name}' is in")
-            yield first[0], self.samples.inputs, self.samples.input_mask
+            found = re.match(r"(.+?)\.(\w+)\.\d+\.", first)
+            if found is None:
+                raise UnsupportedModelError(f"do not know the list of blocks that '{first}' is in")
+            yield found[1], found[2], self.samples.inputs, self.samples.input_mask
         else:
-            yield "encoder", self.samples.inputs, self.samples.input_mask
-            yield "decoder", self.samples.targets, self.samples.target_mask
+            yield "encoder", "block", self.samples.inputs, self.samples.input_mask
+            yield "decoder", "block", self.samples.targets, self.samples.target_mask
 
     def _stream(self, stack: Stack, ids: Tensor, encoder: ListBuffer | None, number: int) -> Stream:
         """Make stream `number` (0 is the one that Hessians use) and fill it with the embeddings."""
         compressed = self.settings.activations == "compressed" and number == 0
         lengths = [ids.shape[1]] * ids.shape[0]
-        width = getattr(self.skeleton.config, "hidden_size", None)
-        if not isinstance(width, int):
-            raise UnsupportedModelError("methods that run the model know language models only, not one around another")
+        hidden = stack.embed(ids, lambda width: self._buffer(f"{stack.name}.hidden.{number}", lengths, width), encoder)
+        return Stream(compressed, hidden, encoder=encoder)
 
-        def buffer(kind: str) -> ListBuffer:
-            directory = self.settings.buffer_directory
-            file = None if directory is None else directory / f"{stack.name}.{kind}.{number}"
-            return ListBuffer(lengths, width, self.settings.dtype, file, self.settings.buffer_device)
-
-        stream = Stream(compressed, buffer("hidden"), buffer("inputs"), encoder=encoder)
-        stack.embed(ids, stream.hidden, encoder)
-        return stream
+    def _buffer(self, name: str, lengths: list[int], width: int) -> ListBuffer:
+        """A buffer of zeros; that of the same name, where it fits, for its content is no longer needed."""
+        known = self._buffers.get(name)
+        if known is not None and known.tokens.shape[1] == width and known.starts.diff().tolist() == lengths:
+            known.tokens.zero_()
+            return known
+        directory = self.settings.buffer_directory
+        file = None if directory is None else directory / name
+        self._buffers[name] = ListBuffer(lengths, width, self.settings.dtype, file, self.settings.buffer_device)
+        return self._buffers[name]
 
     def _finish(self, stack: Stack, stream: Stream) -> ListBuffer:
         """Apply the encoder's final norm in place: what the decoder attends to."""
@@ -144,23 +151,34 @@ class Calibrator:
         self, stack: Stack, index: int, streams: list[Stream], mask: Tensor, dense: DenseLayer | None
     ) -> Iterator[LayerRun]:
         """Run one block; yields its linear layers, then its experts, where there are some."""
-        block, linears = stack.blocks[index], None
-        layer = self._by_block.get(block)
-        recorder = None if layer is None else self.skeleton.recorders[layer.name]
+        block = stack.blocks[index]
+        layers = self._by_block.get(block, [])
+        work = BlockRun(self.skeleton, self.settings, stack, index, streams, self._buffer)
         with self.skeleton.loaded(block) as module:
             if dense is not None:
                 forward = partial(self._forward, stack, index, module, streams, mask)
                 order = (0, -1) if len(streams) > 1 else (0,)
                 yield (linears := LinearsRun(dense, module, block, self.settings.rounding, forward, order))
-            if recorder is not None and stack.name not in self._factors:
-                states, encoder = streams[0].batch(*next(stack.batches(len(streams[0].hidden))), self.settings.device)
-                self._factors[stack.name] = stack.experts_factor(index, module, recorder, states, encoder)
-            for stream in streams:
-                with nullcontext() if linears is None else linears.compressed(stream.compressed):
-                    self._dense(stack, index, module, stream, recorder)
-        if layer is not None and recorder is not None:
-            factor = self._factors[stack.name]
-            yield ExpertsRun(self.settings, layer, recorder, streams, mask.flatten(), factor)
+                work.linears = linears
+            factor = self._factor(stack, index, module, streams[0], layers)
+            if factor is not None:
+                work.advance(module, layers[0] if layers else None)
+        if factor is None:
+            yield from work.repeated(layers, mask.flatten())
+        elif layers:
+            yield from work.experts(layers[0], mask.flatten(), factor)
+
+    def _factor(
+        self, stack: Stack, index: int, module: nn.Module, stream: Stream, layers: list[MoeLayer]
+    ) -> float | None:
+        """With what the experts' outputs may be added to the block's; None where the block must run again with them."""
+        if len(layers) > 1:
+            return None
+        if layers and stack.name not in self._factors:
+            batch = next(stack.batches(len(stream.hidden)))
+            recorder = self.skeleton.recorders[layers[0].name]
+            self._factors[stack.name] = stack.experts_factor(index, module, recorder, stream, *batch)
+        return self._factors[stack.name] if layers else 1.0
 
     @torch.no_grad()
     def _forward(
@@ -170,26 +188,8 @@ class Calibrator:
         stream = streams[number]
         read = mask if stream.encoder is None else self.samples.input_mask
         for first, last in stack.batches(len(stream.hidden)):
-            stack.run(index, module, *stream.batch(first, last, self.settings.device))
+            stack.run(index, module, stream, first, last)
             yield mask[first:last].flatten(), read[first:last].flatten()
-
-    def _dense(self, stack: Stack, index: int, module: nn.Module, stream: Stream, recorder: Recorder | None) -> None:
-        """The block without its experts over all samples, in place; keeps what goes to the experts."""
-        chosen: list[Tensor] = []
-        weights: list[Tensor] = []
-        for first, last in stack.batches(len(stream.hidden)):
-            output = stack.run(index, module, *stream.batch(first, last, self.settings.device))
-            if recorder is not None:
-                read = self.settings.rounding(recorder.inputs, "experts") if stream.compressed else recorder.inputs
-                stream.inputs.samples(first, last).copy_(read.view(output.shape))
-                # int32 halves the memory of the assignment; no model has 2^31 experts.
-                where = stream.inputs.tokens.device
-                chosen.append(recorder.index.reshape(output.shape[0] * output.shape[1], -1).to(where, torch.int32))
-                weights.append(recorder.weights.reshape(chosen[-1].shape).to(where))
-            stream.hidden.samples(first, last).copy_(output)
-        if recorder is not None:
-            stream.index, stream.weights = torch.cat(chosen), torch.cat(weights)
-            recorder.inputs = recorder.index = recorder.weights = torch.empty(0)
 
 
 def _enclosing(name: str) -> list[str]:

@@ -1,7 +1,7 @@
 """A transformers model without weights, whose parts are filled from the checkpoint one at a time.
 
 The model is built on torch's meta device, so it costs nothing whatever its size. Experts modules are replaced by a
-recorder at once: their weights are never loaded through the model but fetched expert by expert. `loaded` fills one
+recorder at once: their matrices are never loaded through the model but fetched expert by expert. `loaded` fills one
 submodule (a block, an embedding, a norm) with its dense weights, and empties it again.
 
 Invariant: outside of `loaded`, no parameter holds memory.
@@ -9,67 +9,21 @@ Invariant: outside of `loaded`, no parameter holds memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
+from moepack.calibration.recorder import Recorder
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.classes import meta_model
-from moepack.checkpoint.experts import form_of
-from moepack.checkpoint.model import MoeModel
+from moepack.checkpoint.model import MoeLayer, MoeModel
+from moepack.checkpoint.names import Names
 from moepack.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["Recorder", "Skeleton"]
-
-
-class Recorder(nn.Module):
-    """Stands in for an experts module: keeps what the router sends to it and answers with a constant.
-
-    Attributes:
-        inputs: [T, H], the tokens of the last call. index: [T, k] int64, the experts of each token, -1 where a token
-            has none. weights: [T, k] float32.
-        activate: the inputs of an expert's last projection from the outputs of its first ones ([gate, up] or [wi]).
-        answer: the constant that is returned for every token.
-    """
-
-    def __init__(self, experts: int, activate: Callable[[Sequence[Tensor]], Tensor]) -> None:
-        super().__init__()
-        self.experts = experts
-        self.activate = activate
-        self.answer = 0.0
-        self.inputs = self.index = self.weights = torch.empty(0)
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Record a call of an experts module in transformers' convention, or Switch's (one-hot index [T, 1, E])."""
-        if index.dim() == 3:
-            index = torch.where(index.sum(-1) > 0, index.argmax(-1), -1)
-        self.inputs = hidden
-        self.index = torch.where(index < self.experts, index, -1)
-        self.weights = weights.float()
-        return torch.full_like(hidden, self.answer)
-
-
-def _activation(experts: nn.Module) -> Callable[[Sequence[Tensor]], Tensor]:
-    """How the experts module combines the outputs of its first projections."""
-    if isinstance(experts, nn.ModuleDict):  # Switch: one activation in each expert, no gate
-        act: Any = experts["expert_0"].act
-        return lambda parts: act(parts[0])
-    form = form_of(experts)
-    held = {name for name, _ in experts.named_parameters()}
-    if form is None or form.kind not in ("gated", "own") or held != set(form.parameters):
-        raise UnsupportedModelError(
-            f"{type(experts).__name__} computes more than gate(x) * up(x) between its products, which methods that run "
-            "the model cannot follow yet; finequant and rate pack it without calibration"
-        )
-    gate: Any = getattr(experts, "_apply_gate", None)
-    if gate is None:
-        raise UnsupportedModelError(f"{type(experts).__name__} has no known activation")
-    return lambda parts: gate(torch.cat(list(parts), dim=-1))  # models may override it, for example to clamp
+__all__ = ["Skeleton"]
 
 
 def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
@@ -81,6 +35,11 @@ def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         message = f"transformers cannot build the model ({reason})"
         raise UnsupportedModelError(message, file=checkpoint.path / "config.json") from cause
+
+
+def _unset(dtype: torch.dtype) -> float:
+    """A value that no buffer is computed to."""
+    return float("nan") if dtype.is_floating_point else int(dtype == torch.bool) or torch.iinfo(dtype).max
 
 
 class Skeleton:
@@ -101,53 +60,44 @@ class Skeleton:
         """
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.config, self.module = _built(checkpoint)
-        self.recorders = {layer.name: self._replace_experts(layer.name, layer.experts) for layer in model.layers}
-        self._names = self._checkpoint_names(model)
+        self._names = Names(checkpoint, self.module)
+        self.recorders = {layer.name: self._replace_experts(layer) for layer in model.layers}
         self._fill_buffers()
 
-    def _replace_experts(self, name: str, experts: int) -> Recorder:
+    def _replace_experts(self, layer: MoeLayer) -> Recorder:
         try:
-            module = self.module.get_submodule(name)
+            module = self.module.get_submodule(layer.name)
         except AttributeError as error:
-            raise UnsupportedModelError(f"{type(self.module).__name__} has no module '{name}'") from error
-        recorder = Recorder(experts, _activation(module))
-        self.module.set_submodule(name, recorder)
+            raise UnsupportedModelError(f"{type(self.module).__name__} has no module '{layer.name}'") from error
+        recorder = Recorder(layer, module)
+        self.module.set_submodule(layer.name, recorder)
         return recorder
 
-    def _checkpoint_names(self, model: MoeModel) -> dict[str, str]:
-        """Name in the checkpoint of each dense tensor, by its name in the model."""
-        mapping = get_checkpoint_conversion_mapping(self.config.model_type) or []
-        renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
-        names: dict[str, str] = {}
-        for name in model.dense_names:
-            renamed = name
-            for renaming in renamings:
-                renamed = renaming.rename_source_key(renamed)[0]
-            names[renamed] = name
-        for alias, source in dict(getattr(self.module, "_tied_weights_keys", None) or {}).items():
-            if source in names:
-                names.setdefault(alias, names[source])
-        return names
-
     def _fill_buffers(self) -> None:
-        """Compute the buffers that no checkpoint stores, such as the frequencies of rotary embeddings."""
-        for name, module in self.module.named_modules():
-            lost = [b for b in module._non_persistent_buffers_set if module._buffers.get(b) is not None]
+        """Compute the buffers that no checkpoint stores, such as the frequencies of rotary embeddings.
+
+        Those that transformers does not compute again stay without values: towers that are not run may have them.
+        """
+        for module in self.module.modules():
+            lost = {
+                name: old
+                for name in module._non_persistent_buffers_set
+                if (old := module._buffers.get(name)) is not None
+            }
             if not lost:
                 continue
-            for buffer in lost:
-                old = module._buffers[buffer]
-                assert old is not None
-                module._buffers[buffer] = torch.full(old.shape, float("nan"), dtype=old.dtype, device=self.device)
+            for name, old in lost.items():
+                module._buffers[name] = torch.full(old.shape, _unset(old.dtype), dtype=old.dtype, device=self.device)
             with torch.no_grad():
                 self.module._init_weights(module)  # type: ignore[operator]
-            for buffer in lost:
-                if bool(torch.isnan(module.get_buffer(buffer)).any()):
-                    raise UnsupportedModelError(f"do not know how to compute the buffer '{name}.{buffer}'")
+            for name, old in lost.items():
+                value = module.get_buffer(name)
+                if bool((torch.isnan(value) if value.is_floating_point() else value == _unset(value.dtype)).any()):
+                    module._buffers[name] = old
 
     @contextmanager
-    def loaded(self, name: str) -> Iterator[nn.Module]:
-        """The submodule ``name`` with its dense weights on the device; they are dropped on exit.
+    def loaded(self, name: str, without: str | None = None) -> Iterator[nn.Module]:
+        """The submodule `name` with its dense weights on the device, but for its child `without`; dropped on exit.
 
         Raises:
             CheckpointError: a weight is missing or has another shape than the model's.
@@ -156,9 +106,13 @@ class Skeleton:
         filled: list[tuple[nn.Module, str, Tensor]] = []
         try:
             for path, owner in module.named_modules(prefix=name):
+                if without is not None and f"{path}.".startswith(f"{name}.{without}."):
+                    continue
                 for tensors in (owner._parameters, owner._buffers):
                     for leaf, tensor in tensors.items():
                         if tensor is not None and tensor.is_meta:
+                            if leaf in owner._non_persistent_buffers_set:
+                                raise UnsupportedModelError(f"do not know how to compute the buffer '{path}.{leaf}'")
                             filled.append((owner, leaf, tensor))
                             self._put(tensors, leaf, self._fetch(f"{path}.{leaf}", tensor))
             yield module
@@ -170,19 +124,15 @@ class Skeleton:
     def _put(self, store: Any, leaf: str, value: Tensor) -> None:
         store[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(store[leaf], nn.Parameter) else value
 
-    def _source(self, name: str, like: Tensor) -> str:
-        """The checkpoint's tensor for one of the model."""
-        source = self._names.get(name)
-        if source is None:
-            raise CheckpointError("the model needs it, the checkpoint lacks it", file=self.checkpoint.path, tensor=name)
-        info = self.checkpoint.info(source)
-        if info.shape != like.shape:
-            message = f"has shape {list(info.shape)}, the model expects {list(like.shape)}"
-            raise CheckpointError(message, file=info.file, tensor=source)
-        return source
-
     def _fetch(self, name: str, like: Tensor) -> Tensor:
-        value = self.checkpoint.tensor(self._source(name, like))
+        """A tensor of the model, on the device."""
+        source = self._names.plain.get(name) or self._names.plain.get(self._names.tied.get(name, ""))
+        value = self._names.converted(name, self.module) if source is None else self.checkpoint.tensor(source)
+        if value is None:
+            raise CheckpointError("the model needs it, the checkpoint lacks it", file=self.checkpoint.path, tensor=name)
+        if value.shape != like.shape:
+            message = f"has shape {list(value.shape)}, the model expects {list(like.shape)}"
+            raise CheckpointError(message, file=self.checkpoint.path, tensor=source or name)
         dtype = self.dtype if like.is_floating_point() else value.dtype
         # Always a copy: the mapped pages are given back with the source, and nothing may write to them.
         return value.to(self.device, dtype, copy=True)

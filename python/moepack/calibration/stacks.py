@@ -1,22 +1,26 @@
 """Blocks of a model, run one at a time over the whole calibration set.
 
 A stack is a list of blocks that pass one hidden state on: the decoder of a causal model, or the encoder or the decoder
-of a sequence-to-sequence model. What a block needs beside the hidden state (masks, positions, rotary tables) is
-recorded once by running the stack's own forward over stand-ins for its blocks, so no architecture's mask logic is
-written again here. All samples have one length, so these arguments depend on the batch size only.
+of a sequence-to-sequence model. What a block needs beside the hidden state is recorded by running the stack's own
+forward over stand-ins for its blocks (`arguments`), so no architecture's mask logic is written again here. All samples
+have one length, so most arguments depend on the batch size only; those that depend on the tokens are kept by batch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moepack.calibration.arguments import ENCODER, Arguments, Carried, Shared, StandIn, Stopped, same
 from moepack.calibration.buffer import ListBuffer
-from moepack.calibration.skeleton import Recorder, Skeleton
+from moepack.calibration.recorder import Recorder
+from moepack.calibration.skeleton import Skeleton
+from moepack.calibration.stream import Stream
 from moepack.errors import CalibrationError, UnsupportedModelError
 
 __all__ = ["Stack"]
@@ -26,51 +30,15 @@ __all__ = ["Stack"]
 PROBE = 1024.0
 
 
-class _Done(Exception):
-    """Ends the stack's forward behind its last block."""
-
-
-class _StandIn(nn.Module):
-    """Takes a block's place: keeps its arguments and passes the hidden state on."""
-
-    def __init__(self, block: nn.Module, last: bool) -> None:
-        super().__init__()
-        # Not registered as a child: only attributes such as `attention_type` are read from it.
-        self.__dict__["block"] = block
-        self.last = last
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self.hidden = torch.empty(0)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["block"], name)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.hidden, self.arguments = hidden, (args, kwargs)
-        if self.last:
-            raise _Done
-        return hidden, None, None
-
-
-class _CausalStandIn(_StandIn):
-    """The same for blocks that return the hidden state alone."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(hidden, *args, **kwargs)[0]
-
-
 class Stack:
     """One list of blocks.
 
     Attributes:
         name: path of the module that owns the list, such as `model` or `encoder`.
         blocks: paths of the blocks.
+        shape: of a token's hidden state, [H] but where blocks have several of them.
+        outputs: how many outputs blocks have beside the hidden states; None where they return these alone.
     """
-
-    #: Positions in the arguments of a Switch block, without the hidden state.
-    POSITION_BIAS, ENCODER_STATES, CROSS_BIAS = 1, 2, 4
 
     def __init__(self, skeleton: Skeleton, name: str, blocks: str, batch: int) -> None:
         """Describe the stack at module `name`, whose list of blocks is its attribute `blocks`."""
@@ -79,88 +47,158 @@ class Stack:
         self.list_name = blocks
         count = len(getattr(self.module, blocks))
         self.blocks = [f"{name}.{blocks}.{i}" for i in range(count)]
-        self.seq2seq = bool(skeleton.config.is_encoder_decoder)
-        self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
-        self._biases: dict[int, tuple[Any, Any]] = {}
+        self.shape = torch.Size()
+        self.outputs: int | None = None
+        self._arguments: dict[int, list[Arguments]] = {}
 
-    def embed(self, ids: Tensor, buffer: ListBuffer, encoder: ListBuffer | None = None) -> None:
-        """Fill `buffer` with what enters the first block for ids [N, L], and record the blocks' other arguments.
+    def embed(self, ids: Tensor, make: Callable[[int], ListBuffer], encoder: ListBuffer | None = None) -> ListBuffer:
+        """What enters the first block for ids [N, L]; records the blocks' other arguments.
 
         Args:
+            ids: the samples.
+            make: makes a buffer of a width.
             encoder: the encoder's final states, for the decoder of a sequence-to-sequence model.
+
+        Raises:
+            UnsupportedModelError: blocks read more than the hidden states of the block before and what is recorded.
         """
-        device = self.skeleton.device
+        buffer = None
+        with self.skeleton.loaded(self.name, without=self.list_name):
+            for first, last in self.batches(len(ids)):
+                states = None if encoder is None else encoder.samples(first, last).to(self.skeleton.device)
+                if first == 0:
+                    self.outputs = self._probed(ids[first:last], states)
+                stand_ins = self._recorded(ids[first:last], states)
+                hidden = stand_ins[0].hidden
+                if buffer is None:
+                    self.shape = hidden.shape[2:]
+                    buffer = make(prod(self.shape))
+                    self._refuse_memories(stand_ins, self._recorded(ids[first:last], states, lambda x: 2 * x + 1))
+                buffer.samples(first, last).copy_(hidden.flatten(2))
+                self._keep(first, [stand_in.arguments for stand_in in stand_ins])
+        assert buffer is not None
+        return buffer
+
+    def _refuse_memories(self, found: list[StandIn], changed: list[StandIn]) -> None:
+        """Refuse arguments that follow from the hidden states of earlier blocks."""
+        if not all(same(one.arguments, other.arguments) for one, other in zip(found, changed, strict=True)):
+            raise UnsupportedModelError(
+                f"blocks of '{self.name}' read more than the block before them gives, which methods that run the "
+                "model cannot follow; finequant and rate pack it without calibration"
+            )
+
+    def _probed(self, ids: Tensor, encoder: Tensor | None) -> int | None:
+        """How many outputs the first block has beside the hidden states; None where it returns these alone."""
+        (first, *_) = self._recorded(ids, encoder, count=1)
+        states = first.hidden
+        with self.skeleton.loaded(self.blocks[0]) as block:
+            output = self._call(block, states, first.arguments, (), {}, encoder)
+        return len(output) - 1 if isinstance(output, tuple) else None
+
+    def _recorded(
+        self,
+        ids: Tensor,
+        encoder: Tensor | None,
+        change: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+        count: int | None = None,
+    ) -> list[StandIn]:
+        """Run the stack's forward over stand-ins for its blocks, up to the block `count` if that is given."""
         blocks = getattr(self.module, self.list_name)
-        kind = _StandIn if self.seq2seq else _CausalStandIn
-        stand_ins = [kind(block, i == len(blocks) - 1) for i, block in enumerate(blocks)]
+        last = (count or len(blocks)) - 1
+        stand_ins = [StandIn(block, i == last, self.outputs) for i, block in enumerate(blocks)]
+        extra = {} if encoder is None else {"encoder_hidden_states": encoder}
         setattr(self.module, self.list_name, nn.ModuleList(stand_ins))
         try:
-            with self.skeleton.loaded(f"{self.name}.embed_tokens"):
-                for first, last in self.batches(len(buffer)):
-                    extra: dict[str, Any] = {}
-                    if encoder is not None:
-                        extra["encoder_hidden_states"] = encoder.samples(first, last).to(device)
-                    with contextlib.suppress(_Done):
-                        self.module(input_ids=ids[first:last].to(device), use_cache=False, **extra)
-                    buffer.samples(first, last).copy_(stand_ins[0].hidden)
-                    self._arguments.setdefault(last - first, [self._kept(s.arguments) for s in stand_ins])
+            for stand_in in stand_ins:
+                stand_in.change = change
+            with contextlib.suppress(Stopped):
+                self.module(input_ids=ids.to(self.skeleton.device), use_cache=False, **extra)
         finally:
             setattr(self.module, self.list_name, blocks)
+        for stand_in in stand_ins:
+            stand_in.arguments = stand_in.arguments.marked(encoder)
+        return stand_ins
 
-    def _kept(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments to keep: without the encoder's states, which differ from batch to batch."""
-        args, kwargs = arguments
-        if not self.seq2seq:
-            return args, kwargs
-        return (*args[: self.ENCODER_STATES], None, *args[self.ENCODER_STATES + 1 :]), kwargs
+    def _keep(self, first: int, arguments: list[Arguments]) -> None:
+        """Keep the arguments of a batch, or those of an earlier one where they are equal."""
+        known = next((kept for kept in self._arguments.values() if all(map(same, kept, arguments))), arguments)
+        self._arguments.setdefault(first, known)
 
     def batches(self, samples: int) -> Iterator[tuple[int, int]]:
         """First and last (exclusive) sample of each batch."""
         for first in range(0, samples, self.batch):
             yield first, min(first + self.batch, samples)
 
-    def run(self, index: int, block: nn.Module, states: Tensor, encoder: Tensor | None = None) -> Tensor:
-        """One batch of states [B, L, H] through block `index`, which must be loaded.
+    def run(self, index: int, block: nn.Module, stream: Stream, first: int, last: int, keep: bool = False) -> Tensor:
+        """A batch of a stream through block `index`, which must be loaded, [B, L, W].
+
+        Args:
+            index, block: the block.
+            stream: whose states.
+            first, last: the samples of the batch.
+            keep: whether what the block gives beside is what the next one reads.
 
         Raises:
             CalibrationError: the output holds NaN or infinity.
         """
-        args, kwargs = self._arguments[len(states)][index]
-        if self.seq2seq:
-            changed = list(args)
-            if index > 0:
-                changed[self.POSITION_BIAS], changed[self.CROSS_BIAS] = self._biases[len(states)]
-            changed[self.ENCODER_STATES] = encoder
-            args = tuple(changed)
-        output = block(states, *args, **kwargs)
+        hidden, encoder = stream.batch(first, last, self.skeleton.device)
+        states = hidden.view(*hidden.shape[:2], *self.shape)
+        arguments = self._arguments[first][index]
+        output = self._call(block, states, arguments, stream.carried.get(first, ()), stream.shared_of(first), encoder)
         if isinstance(output, tuple):
-            if self.seq2seq and index == 0:
-                self._biases.setdefault(len(states), (output[1], output[2]))
+            if keep:
+                stream.carry(first, output[1:])
             output = output[0]
         if not bool(torch.isfinite(output).all()):
             raise CalibrationError(f"the model computes NaN or infinity in '{self.blocks[index]}'")
-        return output  # type: ignore[no-any-return]
+        return output.flatten(2)  # type: ignore[no-any-return]
+
+    def _call(
+        self,
+        block: nn.Module,
+        states: Tensor,
+        arguments: Arguments,
+        carried: tuple[Any, ...],
+        shared: dict[Any, Any],
+        encoder: Tensor | None,
+    ) -> Any:
+        """A block's outputs, with the marked arguments filled in."""
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, Carried):
+                return carried[value.number]
+            if isinstance(value, Shared):
+                return shared.setdefault(value.make, value.make())
+            return encoder if value is ENCODER else value
+
+        filled = arguments.replaced(fill)
+        return block(states, *filled.positional, **filled.named)
 
     def experts_factor(
-        self, index: int, block: nn.Module, recorder: Recorder, states: Tensor, encoder: Tensor | None
-    ) -> float:
+        self, index: int, block: nn.Module, recorder: Recorder, stream: Stream, first: int, last: int
+    ) -> float | None:
         """The factor with which the output of the experts enters the block's output; 1 but for GraniteMoE.
 
         Running the block without its experts and adding their output later is only right if the block is linear in
-        it; that is measured on one batch of states [B, L, H].
-
-        Raises:
-            UnsupportedModelError: the block is not linear in the output of its experts.
+        it; that is measured on one batch. None where it is not, or where the block gives more than hidden states.
         """
-        without = self.run(index, block, states, encoder).float()
+        if recorder.kind == "product" or (self.outputs is not None and not self._is_seq2seq):
+            return None
+        without = self.run(index, block, stream, first, last).float()
         recorder.answer = PROBE
         try:
-            share = (self.run(index, block, states, encoder).float() - without) / PROBE
+            share = (self.run(index, block, stream, first, last).float() - without) / PROBE
         finally:
             recorder.answer = 0.0
         factor = float(share.double().mean())
-        # float32 keeps 2^-14 of the probe beside a residual stream of 2^20; bfloat16 only 2^-8.
-        tolerance = 1e-3 if self.skeleton.dtype == torch.float32 else 2e-2
-        if not bool(((share - factor).abs() <= tolerance).all()):
-            raise UnsupportedModelError(f"the output of '{self.blocks[index]}' is not linear in that of its experts")
+        # float32 keeps 2^-14 of the probe beside a residual stream of 2^20; bfloat16 only 2^-8. A norm behind the
+        # experts leaves a share of nearly zero.
+        tolerance = abs(factor) * (1e-3 if self.skeleton.dtype == torch.float32 else 2e-2)
+        if factor == 0 or not bool(((share - factor).abs() <= tolerance).all()):
+            return None
         return 1.0 if abs(factor - 1) <= tolerance else factor
+
+    @property
+    def _is_seq2seq(self) -> bool:
+        """Blocks of encoder-decoders give position biases beside, which do not depend on the experts."""
+        return bool(self.skeleton.config.is_encoder_decoder)

@@ -80,6 +80,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "mistral4": {"head_dim": 16},
     "muse_spark": {"audio_config": {"hidden_sizes": [32] * 4, "out_hidden_size": 32}},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "scale_embedding": False},
     "qwen4_exp": {
         "text_config": {
             "indexer_n_heads": 4,

@@ -6,8 +6,12 @@ whatever transformers loads is read as it loads it.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.model import Part
@@ -68,6 +72,22 @@ class Names:
                 self._number[parameter] = number, len(targets)
         self.plain = {parameter: found[None][0] for parameter, found in self.found.items() if None in found}
 
+    def converted(self, parameter: str, model: Any) -> torch.Tensor | None:
+        """A parameter that transformers makes of one or several tensors in another way than by renaming one; None
+        where it is none. Its tensors are read, and nothing is kept of them."""
+        found = {pattern: names for pattern, names in self.found.get(parameter, {}).items() if pattern is not None}
+        if not found:
+            return None
+        rule = deepcopy(self._converters[next(iter(found))])
+        number, _ = self._number[parameter]
+        first = parameter.replace(rule.target_patterns[number], rule.target_patterns[0], 1) if number else parameter
+        for pattern, names in found.items():
+            for name in sorted(names, key=_natural):
+                rule.add_tensor(first, name, pattern, partial(self._checkpoint.tensor, name))
+        made = rule.convert(first, model=model, config=model.config)[parameter]
+        tensor: torch.Tensor = made[0] if isinstance(made, list) else made
+        return tensor
+
     def below(self, path: str) -> Iterator[tuple[str, str]]:
         """Parameters below a module with the names of their tensors."""
         for parameter, found in self.found.items():
@@ -85,7 +105,7 @@ class Names:
         if parameter in self.plain:
             return Source([_stacked(self.plain[parameter], shape, experts)])
         if parameter in self.tied:
-            raise UnknownConversion(f"two modules share their experts ({parameter})")
+            raise UnknownConversion(f"two of its modules share their experts ({parameter} is tied)")
         if parameter not in self.found:
             raise CheckpointError(
                 "the model needs it, the checkpoint lacks it", file=self._checkpoint.path, tensor=parameter

@@ -7,13 +7,14 @@ lost stays lost. Tensors that the source left as they are come as they are.
 
 | `quant_method` | tensors of a weight | source |
 |---|---|---|
-| `fp8` | `weight` (float8_e4m3fn), `weight_scale_inv`: a factor for each block | DeepSeek-V3, section 3.3 |
+| `fp8` | `weight` (float8_e4m3fn), `weight_scale_inv`: a factor for each block, or one | DeepSeek-V3, section 3.3 |
 | `mxfp4` | `_blocks`, `_scales`: groups of 32 values of 4 bits, exponents of two | OCP Microscaling Formats 1.0 |
-| `compressed-tensors` | `weight_packed`, `weight_scale` (`pack-quantized`, symmetric, 4 or 8 bits) | its library |
+| `compressed-tensors` | `weight_packed`, `weight_scale`, maybe `weight_zero_point`, `weight_g_idx` (4 or 8 bits); or
+`weight` (float8_e4m3fn), `weight_scale`: a factor for each row or block, or one | its library |
 | `gptq`, `awq` | `qweight`, `qzeros`, `scales`, and `g_idx` of gptq (4 bits) | arXiv 2210.17323, 2306.00978 |
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from os import PathLike
@@ -30,6 +31,9 @@ from moepack.format.header import TensorInfo
 __all__ = ["QuantizedCheckpoint", "open_checkpoint"]
 
 Tensors = Mapping[str, torch.Tensor]
+
+_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
+"""How names of tensors end that say how activations were rounded, which a weight does not need."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class QuantizedCheckpoint(Checkpoint):
                 described = self._describe(name, taken)
                 infos[described.name] = described
         for name in original.names():
-            if name not in taken:
+            if name not in taken and not name.endswith(_ACTIVATIONS):
                 infos[name] = original.info(name)
             if name not in taken and name.endswith(kind.others):
                 raise CheckpointError("has no codes that it belongs to", file=original.info(name).file, tensor=name)
@@ -132,10 +136,21 @@ class QuantizedCheckpoint(Checkpoint):
     @property
     def bits(self) -> float:
         """Stored bits a decoded weight, scales counted."""
+        return self.stored_bits(self._codes.keys()) or 0.0
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all tensors as the source stores them."""
+        return self._original.stored
+
+    def stored_bits(self, names: Collection[str]) -> float | None:
+        """Stored bits a weight of some tensors, scales counted; None if one of them is not quantized."""
+        if not names or not self._codes.keys() >= set(names):
+            return None
         ends = (self._kind.codes, *self._kind.others)
-        parts = {stem + end for stem in self._codes.values() for end in ends} & set(self._original.names())
-        weights = sum(prod(self.info(name).shape) for name in self._codes)
-        return 8 * sum(self._original.info(name).nbytes for name in parts) / max(weights, 1)
+        parts = {self._codes[name] + end for name in names for end in ends}
+        nbytes = sum(self._original.info(name).nbytes for name in parts if name in self._original)
+        return 8 * nbytes / max(sum(prod(self.info(name).shape) for name in names), 1)
 
     @property
     def note(self) -> str:
@@ -176,19 +191,40 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _fp8(settings: Mapping[str, Any]) -> _Kind:
-    rows, columns = settings["weight_block_size"]
+    block = settings["weight_block_size"]
+    return _float8("weight_scale_inv", None if block is None else (int(block[0]), int(block[1])))
+
+
+def _float_quantized(settings: Mapping[str, Any]) -> _Kind:
+    schemes = [group["weights"] for group in settings["config_groups"].values()]
+    blocks = {tuple(scheme.get("block_structure") or ()) for scheme in schemes}
+    kinds = {(scheme["num_bits"], scheme.get("type")) for scheme in schemes}
+    _require(kinds == {(8, "float")}, f"values of {sorted(kinds)}")
+    _require(len(blocks) == 1, "several block structures")
+    block = next(iter(blocks))
+    return _float8("weight_scale", (int(block[0]), int(block[1])) if block else None)
+
+
+def _float8(end: str, block: tuple[int, int] | None) -> _Kind:
+    """Codes in float8_e4m3fn with a factor for each block; without one, for each row, or for all."""
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        found, scales = shapes["weight"], shapes["weight_scale_inv"]
-        _require(scales == (-(-found[0] // rows), -(-found[1] // columns)), "blocks")
+        found, scales = shapes["weight"], shapes[end]
+        _require(len(found) == 2, "matrix")
+        if block is None:
+            _require(scales in ((), (1,), (1, 1), (found[0], 1)), "rows")
+        else:
+            _require(scales == (-(-found[0] // block[0]), -(-found[1] // block[1])), "blocks")
         return found
 
     def values(tensors: Tensors) -> torch.Tensor:
-        codes, scales = tensors["weight"].float(), tensors["weight_scale_inv"].float()
-        spread = scales.repeat_interleave(rows, 0)[: len(codes)].repeat_interleave(columns, 1)[:, : codes.shape[1]]
-        return codes * spread
+        codes, scales = tensors["weight"].float(), tensors[end].float()
+        if block is None:
+            return codes * scales
+        rows = scales.repeat_interleave(block[0], 0)[: len(codes)]
+        return codes * rows.repeat_interleave(block[1], 1)[:, : codes.shape[1]]
 
-    return _Kind("weight", ("weight_scale_inv",), "weight", shape, values)
+    return _Kind("weight", (end,), "weight", shape, values)
 
 
 _FP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -218,27 +254,37 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.flatten(-2)
 
 
+def _compressed_tensors(settings: Mapping[str, Any]) -> _Kind:
+    kinds = {"pack-quantized": _pack_quantized, "float-quantized": _float_quantized}
+    _require(settings.get("format") in kinds, f"format {settings.get('format')!r}")
+    return kinds[settings["format"]](settings)
+
+
 def _pack_quantized(settings: Mapping[str, Any]) -> _Kind:
-    _require(settings.get("format") == "pack-quantized", f"format {settings.get('format')!r}")
     schemes = [group["weights"] for group in settings["config_groups"].values()]
     bits = {scheme["num_bits"] for scheme in schemes}
-    _require(all(scheme.get("symmetric") for scheme in schemes), "zero points")
     _require(len(bits) == 1 and bits <= {4, 8}, f"{sorted(bits)} bits")
     (width,) = bits
+    zeros, order = "weight_zero_point", "weight_g_idx"
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         (rows, words), (scaled, groups) = shapes["weight_packed"], shapes["weight_scale"]
         columns = words * 32 // width
         _require(rows == scaled and groups > 0 and columns % groups == 0, "groups")
+        _require(shapes.get(zeros, (-(-rows * width // 32), groups)) == (-(-rows * width // 32), groups), "zero points")
+        _require(shapes.get(order, (columns,)) == (columns,), "order of columns")
         return rows, columns
 
     def values(tensors: Tensors) -> torch.Tensor:
         codes, scales = _unpacked(tensors["weight_packed"], width), tensors["weight_scale"].float()
-        centred = (codes - (1 << width - 1)).float().view(*scales.shape, -1)
-        weights: torch.Tensor = (centred * scales.unsqueeze(-1)).flatten(-2)
-        return weights
+        group = tensors[order].long() if order in tensors else _groups(codes.shape[1], scales.shape[1])
+        zero = torch.tensor([[1 << width - 1]], dtype=torch.int32)
+        if zeros in tensors:  # packed along the rows
+            zero = _unpacked(tensors[zeros].mT.contiguous(), width).mT[: len(codes), group]
+        return (codes - zero).float() * scales[:, group]
 
-    return _Kind("weight_packed", ("weight_scale", "weight_shape"), "weight", shape, values, optional=("weight_shape",))
+    others = ("weight_scale", "weight_shape", zeros, order)
+    return _Kind("weight_packed", others, "weight", shape, values, optional=others[1:])
 
 
 def _grouped_shape(codes: tuple[int, ...], scales: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[int, ...]:
@@ -297,7 +343,7 @@ def _groups(columns: int, count: int) -> torch.Tensor:
 _KINDS: Mapping[str, Callable[[Mapping[str, Any]], _Kind]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
-    "compressed-tensors": _pack_quantized,
+    "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
 }

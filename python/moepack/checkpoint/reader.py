@@ -105,6 +105,11 @@ class Checkpoint:
             raise CheckpointError("no such tensor in the checkpoint", file=self.path, tensor=name)
         return info
 
+    @property
+    def stored(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(self.info(name).nbytes for name in self.names())
+
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, mapped from its shard: pages are read when they are touched, and given back with the tensor.
 

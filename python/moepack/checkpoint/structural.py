@@ -48,7 +48,7 @@ def recognise(checkpoint: Checkpoint) -> MoeModel:
     model = _built(checkpoint)
     forms = _forms(checkpoint, model)
     names = Names(checkpoint, model)
-    layers = tuple(_layer(checkpoint, names, path, *forms[path]) for path in sorted(forms, key=position))
+    layers = tuple(_layer(checkpoint, names, path, *forms[path]) for path in sorted(forms, key=_order))
     consumed = {name for layer in layers for part in layer.projections for name in part.sources}
     unread = {
         name
@@ -60,6 +60,11 @@ def recognise(checkpoint: Checkpoint) -> MoeModel:
     architecture = checkpoint.config["model_type"]
     notes = (f"'{architecture}' has no description of its own; its experts were recognised by structure.",)
     return MoeModel(architecture, layers, dense_names, notes, _dense(checkpoint, names, model, [*forms], taken))
+
+
+def _order(path: str) -> tuple[Any, ...]:
+    """Experts in the order of execution: those of the attention come first in a block."""
+    return (*position(path), "attention" not in path)
 
 
 def _built(checkpoint: Checkpoint) -> Any:
@@ -87,7 +92,9 @@ def _forms(checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, tuple[to
         if form is None and any(is_experts("", inner) for inner in list(module.modules())[1:]):
             continue
         if form is None:
-            raise refusal(checkpoint, f"{path} ({type(module).__name__}) is of a form that moepack does not know")
+            raise refusal(
+                checkpoint, f"{path} ({type(module).__name__}) holds experts in a form that moepack does not know"
+            )
         found[path] = module, form
     if not found:
         raise refusal(checkpoint, "the model has no experts")

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint import describe
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.comparison.fitting import Wanted, fitted
 from moepack.evaluation import evaluate
@@ -67,7 +68,7 @@ class Comparison:
             CheckpointError, UnsupportedModelError, LoadError: the model cannot be read.
         """
         self.path, self._texts, self._chars, self._device = resolve_model(model), texts, chars, device
-        self.checkpoint = Checkpoint.open(self.path)
+        self.checkpoint = open_checkpoint(self.path)
         self.model = describe(self.checkpoint)
         self.size = weight_bytes(self.path)
         self._tokenizer = open_tokenizer(self.path)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CorruptionError, MoepackError, ReferenceMismatchError
 from moepack.evaluation.models import Progress, Source, dtype_of, is_loaded, open_source, run, tokenizer_of
@@ -210,7 +210,7 @@ def fits(model: str | PathLike[str], dtype: torch.dtype | None, memory: int | No
     try:
         if free is None or is_packed(directory):
             return True
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = open_checkpoint(directory)
     except MoepackError:
         return True  # loading says what is wrong
     infos = [checkpoint.info(name) for name in checkpoint.names()]

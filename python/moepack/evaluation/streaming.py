@@ -15,7 +15,8 @@ from torch import nn
 from moepack.calibration.run import Calibrator
 from moepack.calibration.samples import decoder_samples
 from moepack.calibration.settings import CalibrationSettings
-from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint import describe
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.errors import UnsupportedModelError
 from moepack.evaluation.windows import Windows, batch_size
 
@@ -39,7 +40,7 @@ class StreamedDecoder:
     """
 
     def __init__(self, directory: Path, windows: Windows, dtype: torch.dtype, scratch: Path) -> None:
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = open_checkpoint(directory)
         self._model = describe(checkpoint)
         if checkpoint.config.get("is_encoder_decoder"):
             raise UnsupportedModelError(
@@ -62,20 +63,25 @@ class StreamedDecoder:
         for done, layer in enumerate(self._calibrator.layers(), 1):
             layer.keep()
             passed(done, len(self._model.layers))
-        hidden, (owner, _) = self._calibrator.hidden, self._model.layers[0].name.split(".layers.")
-        stack = self.module.get_submodule(owner)
-        parts = [f"{owner}.{name}" for name, _ in stack.named_children() if name not in ("layers", "embed_tokens")]
+        hidden, blocks = self._calibrator.hidden, self._calibrator.stack
+        owner, module = blocks.name, blocks.module
+        ends = (blocks.list_name, "embed_tokens")
+        parts = [f"{owner}.{name}" for name, _ in module.named_children() if name not in ends]
         head = next(
             name for name, module in self.module.named_modules() if module is self.module.get_output_embeddings()
         )
-        blocks = stack.layers
         # The model's own forward does what follows the blocks; a block that answers with their result stands for all.
-        stack.layers = nn.ModuleList(blocks[-1:])
+        last = getattr(module, blocks.list_name)[-1]
+        setattr(module, blocks.list_name, nn.ModuleList([last]))
+        beside = () if blocks.outputs is None else (None,) * blocks.outputs
         with ExitStack() as loaded:
             for part in (*parts, head):
                 loaded.enter_context(self._calibrator.skeleton.loaded(part))
             size = batch_size(self.config)
             for first in range(0, len(hidden), size):
                 states = hidden.samples(first, min(first + size, len(hidden)))
-                stack.layers[0].forward = lambda *_, states=states, **__: states
-                yield self.module(inputs_embeds=torch.zeros_like(states), use_cache=False).logits
+                states = states.view(*states.shape[:2], *blocks.shape)
+                output = states if blocks.outputs is None else (states, *beside)
+                last.forward = lambda *_, output=output, **__: output
+                entered = states.new_zeros(*states.shape[:2], blocks.shape[-1])
+                yield self.module(inputs_embeds=entered, use_cache=False).logits

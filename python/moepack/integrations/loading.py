@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 
-from moepack.checkpoint.classes import model_class
+from moepack.checkpoint.classes import configuration, model_class
+from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
-from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError
+from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.header import read_header
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
@@ -90,7 +92,10 @@ def open_model(
     device_map: Mapping[str, Any] | str | None = None,
     host_memory: str | int | None = None,
 ) -> Any:
-    """Load a packed or an ordinary model directory; arguments, result and errors as for `load`."""
+    """Load a packed or an ordinary model directory; arguments, result and errors as for `load`.
+
+    Weights that come quantized are decoded as `compress` decodes them, whatever the machine's devices multiply.
+    """
     directory = resolve_model(directory)
     config = _read_config(directory)
     _refuse_absurd(config, Path(directory))
@@ -105,8 +110,9 @@ def open_model(
     register()
     dtype = _dtype(dtype)
     try:
-        model, report = model_class(config).from_pretrained(
-            fspath(directory), dtype=dtype, local_files_only=True, output_loading_info=True, device_map=places
+        kind, where = _class_and_source(config, Path(directory))
+        model, report = kind.from_pretrained(
+            **where, dtype=dtype, local_files_only=True, output_loading_info=True, device_map=places
         )
     except MoepackError:
         raise
@@ -123,6 +129,35 @@ def open_model(
     if memory is not None:
         StreamingStore(memory).take(model)
     return model.eval()
+
+
+def _class_and_source(config: Mapping[str, Any], directory: Path) -> tuple[Any, dict[str, Any]]:
+    """The class that loads a directory, and what tells it where the weights are: the directory, or, where they are
+    quantized, weights that are decoded one by one when they are asked for."""
+    kind, source = model_class(config), None
+    if not _names_moepack(config) and {"quantization_config", "compression_config"} & config.keys():
+        with suppress(UnsupportedModelError):  # transformers may know it
+            source = open_checkpoint(directory)
+    if not isinstance(source, QuantizedCheckpoint):
+        return kind, {"pretrained_model_name_or_path": fspath(directory)}
+    settings = configuration(directory, source.config)
+    weights = {name: _Decoded(source, name) for name in source.names()}
+    known = getattr(kind, "_model_mapping", {type(settings): kind})
+    return known[type(settings)], {"pretrained_model_name_or_path": None, "config": settings, "state_dict": weights}
+
+
+class _Decoded:
+    """A tensor of a quantized checkpoint, decoded when transformers takes all of it (`[...]`)."""
+
+    def __init__(self, checkpoint: QuantizedCheckpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+        self.dtype = checkpoint.info(name).dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._checkpoint.tensor(self._name)
 
 
 def open_tokenizer(directory: str | PathLike[str]) -> Any:

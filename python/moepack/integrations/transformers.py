@@ -336,7 +336,7 @@ def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
     if form.kind == "product":
         return PackedExpertProducts(form.shapes)
     if form.kind == "own":
-        return PackedOwnExperts(form.shapes, original, not getattr(original, "is_concatenated", True))
+        return PackedOwnExperts(form.shapes, original)
     activation = original.mlp.activation_fn if hasattr(original, "mlp") else original.act_fn
     return _TWINS[form.kind](form.shapes, activation)
 

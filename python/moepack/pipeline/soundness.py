@@ -4,12 +4,16 @@ Methods look at what they pack; the rest is copied. So a missing norm or a route
 nobody can use, and only a method that runs the model would notice, late.
 """
 
+import math
+from collections.abc import Iterable
+
 import torch
 
-from moepack.calibration.stage import layer_tensors
+from moepack.calibration.stage import Weights, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import FLOATS
 from moepack.checkpoint.names import check_tensors
+from moepack.checkpoint.quantized import QuantizedCheckpoint
 from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
@@ -19,6 +23,9 @@ __all__ = ["check_source"]
 _CHUNK = 1 << 24
 """Values that are looked at together."""
 
+GROWTH = 1.0
+"""Bits a weight by which a packed tensor may exceed its quantized source: other scales, or codes of whole bits."""
+
 
 def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> None:
     """Check that the checkpoint has what its model needs, and that what is copied is finite, for which it is read.
@@ -26,8 +33,8 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
     What is packed is looked at when its turn comes: the layers before it are kept until it is mended.
 
     Raises:
-        UnsupportedModelError: transformers cannot build a model of config.json, or a method does not pack tensors
-            without values.
+        UnsupportedModelError: transformers cannot build a model of config.json, a method does not pack tensors without
+            values, or the source is quantized to less than the method would make of it.
         CheckpointError: a tensor is missing or has another shape than the model's.
         InvalidTensorError: a tensor that is copied holds NaN or infinity.
         ValueError: the assignment contradicts itself or the model.
@@ -38,12 +45,30 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
         if 0 in weights.shape and isinstance(method, Method) and not method.packs_empty:
             message = f"has no values (shape {list(weights.shape)}), which the method {method.name} does not pack"
             raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        _refuse_growth(checkpoint, packed, assignment)
     check_tensors(checkpoint, [layer.name for layer in model.layers])
     sources = {source for weights in packed for source in weights.sources}
     for name in (name for name in model.dense_names if name not in sources):
         info = checkpoint.info(name)
         if info.dtype in FLOATS and not _is_finite(checkpoint.tensor(name)):
             raise InvalidTensorError("holds NaN or infinite values", file=info.file, tensor=name)
+
+
+def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], assignment: Assignment) -> None:
+    """Refuse to make codes longer that the source has short already: the size grows, and nothing is gained."""
+    for weights in packed:
+        method, stored = assignment.of(weights), checkpoint.stored_bits(set(weights.sources))
+        if stored is None or not isinstance(method, Method) or method.plans or 0 in weights.shape:
+            continue
+        bits = 8 * method.expected(weights).nbytes / math.prod(weights.shape)
+        if bits > stored + GROWTH:
+            message = (
+                f"the source has {stored:.2f} bits a weight ({checkpoint.method}), the method {method.name} would make "
+                f"{bits:.2f} of them: larger, and no better; ask for fewer bits"
+            )
+            raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
+        return  # tensors of a source are quantized alike; one is enough
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moepack.calibration.load import load_samples
-from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CorruptionError, MoepackWarning, UnsupportedModelError
 from moepack.format.atomic import refuse_existing, write_file
@@ -71,7 +71,7 @@ def tune(
         raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
     for file, record in source.manifest.files.items():
         check_size(source.path / file, record.size)
-    checkpoint = Checkpoint.open(original)
+    checkpoint = open_checkpoint(original)
     # Of a checkpoint that was changed before it was packed, what it was changed by follows.
     if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
         message = f"{original}: is not what {packed} was made of, or was changed since"

@@ -7,6 +7,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import MoepackError
 from moepack.evaluation.models import Progress
@@ -90,6 +91,6 @@ def _name(base: str | None, original: Path | None, place: Path) -> str:
 def _source(original: Path | None) -> Checkpoint | None:
     """The original's weights, if they lie there unpacked and can be read."""
     try:
-        return None if original is None or is_packed(original) else Checkpoint.open(original)
+        return None if original is None or is_packed(original) else open_checkpoint(original)
     except MoepackError:
         return None

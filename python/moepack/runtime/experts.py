@@ -21,6 +21,7 @@ from moepack.runtime.backends import Activation, backend_for
 from moepack.runtime.ops import activation_name
 from moepack.runtime.ops import experts as traced_experts
 from moepack.runtime.ops import grouped as traced_grouped
+from moepack.runtime.own import OwnCode
 from moepack.runtime.packed import PackedModule, Shape, inference_only
 
 __all__ = [
@@ -135,27 +136,22 @@ class PackedEveryExperts(PackedExperts):
         return outputs
 
 
-class PackedOwnExperts(PackedModule):
+class PackedOwnExperts(OwnCode, PackedModule):
     """Experts whose products are packed, while all between and behind them is left to the module they replace.
 
     That is its `_apply_gate` (a clamped SwiGLU, say), its biases and its norm behind the last product, computed in
-    float32 by torch. Its parameters that are not packed become this module's, under their names.
+    float32 by torch.
 
     Args:
         shapes: (E, R, C) of the projections.
         original: a module of transformers' experts interface.
-        interleaved: whether its `_apply_gate` takes the rows of gate and up in turns.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], original: Any, interleaved: bool) -> None:
+    def __init__(self, shapes: Mapping[str, Shape], original: Any) -> None:
         self.projections = tuple(shapes)
         super().__init__(shapes)
         self.num_experts = next(iter(self.shapes.values()))[0]
-        self._original, self._interleaved = (original,), interleaved  # a tuple: no child whose name is in no checkpoint
-        for name, parameter in original.named_parameters(recurse=False):
-            if parameter.ndim < 3:
-                self.register_parameter(name, parameter)
-        self.post_expert_norm = getattr(original, "post_expert_norm", None)
+        self.adopt(original)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -187,27 +183,11 @@ class PackedOwnExperts(PackedModule):
         offsets = torch.searchsorted(owner, torch.arange(self.num_experts + 1, device=owner.device))
         rows, expert = x[order // index.shape[1]], owner.clamp(max=self.num_experts - 1)
         *first, last = products
-        inner = self._between([product(rows, offsets) for product in first], expert)
-        outputs = self._biased(last(inner, offsets), "down_proj_bias", expert)
-        if self.post_expert_norm is not None:
-            outputs = self.post_expert_norm(outputs).float()
+        inner = self.between([product(rows, offsets) for product in first], expert)
+        outputs = self.behind(last(inner, offsets), expert)
         share = weights.reshape(-1)[order].float() * (owner < self.num_experts)
         placed = torch.empty_like(outputs).index_copy(0, order, outputs * share.unsqueeze(-1))
         return placed.view(*index.shape, -1).sum(1)
-
-    def _between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
-        """The inputs of the last product from the outputs of the first ones, [N, I] each."""
-        (original,) = self._original
-        if len(parts) == 1:
-            inner: torch.Tensor = original.act_fn(self._biased(parts[0], "up_proj_bias", expert))
-            return inner
-        joined = torch.stack(parts, -1).flatten(-2) if self._interleaved else torch.cat(parts, -1)
-        gated: torch.Tensor = original._apply_gate(self._biased(joined, "gate_up_proj_bias", expert))
-        return gated.float()
-
-    def _biased(self, outputs: torch.Tensor, name: str, expert: torch.Tensor) -> torch.Tensor:
-        bias = self._parameters.get(name)
-        return outputs if bias is None else outputs + bias[expert].float()
 
 
 class PackedExpertProducts(PackedModule):

@@ -47,7 +47,7 @@ class Target:
         Raises:
             ValueError: the checkpoint takes no more already.
         """
-        weights, source = weight_count(checkpoint), sum(checkpoint.info(name).nbytes for name in checkpoint.names())
+        weights, source = weight_count(checkpoint), checkpoint.stored
         found, reason = self._wanted(weights, source)
         if found >= source:
             raise ValueError(

@@ -1,0 +1,111 @@
+"""What a model gives its blocks beside the hidden states: masks, positions, rotary tables, and what blocks pass on.
+
+The arguments are recorded once, while stand-ins take the blocks' places, and given again whenever a block runs. Three
+kinds are known by what they are while they are recorded: what the block before returned beside its hidden states
+(`Carried`), states of the encoder (`ENCODER`), and mappings in which blocks leave something for later ones (`Shared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ENCODER", "Arguments", "Carried", "Shared", "StandIn", "Stopped", "same"]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Stands for an output of the block before, beside its hidden states."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stands for a mapping that blocks write into."""
+
+    make: Callable[[], Any]
+
+
+ENCODER = object()
+"""Stands for the encoder's states."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Positional and named arguments of a block, without its hidden states."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def replaced(self, change: Callable[[Any], Any]) -> Arguments:
+        """The arguments with each of them changed."""
+        named = {name: change(value) for name, value in self.named.items()}
+        return replace(self, positional=tuple(map(change, self.positional)), named=named)
+
+    def marked(self, encoder: Tensor | None) -> Arguments:
+        """The arguments with marks for what differs from run to run."""
+
+        def mark(value: Any) -> Any:
+            if encoder is not None and value is encoder:
+                return ENCODER
+            return Shared(type(value)) if isinstance(value, MutableMapping) and not value else value
+
+        return self.replaced(mark)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments are equal; objects that are no values of their own are, if their types are."""
+    if isinstance(one, Arguments) and isinstance(other, Arguments):
+        return same((one.positional, one.named), (other.positional, other.named))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other) if isinstance(one, str | int | float | Carried) else True
+
+
+class Stopped(Exception):
+    """Ends the stack's forward behind the last block that is of interest."""
+
+
+class StandIn(nn.Module):
+    """Takes a block's place: keeps its arguments and passes the hidden states on.
+
+    Attributes:
+        last: whether the forward ends here.
+        outputs: how many outputs blocks have beside the hidden states; None where they return these alone.
+        change: what becomes of the hidden states.
+        arguments, hidden: those of the last call.
+    """
+
+    def __init__(self, block: nn.Module, last: bool, outputs: int | None = None) -> None:
+        super().__init__()
+        # Not registered as a child: only attributes such as `attention_type` are read from it.
+        self.__dict__["block"] = block
+        self.last, self.outputs = last, outputs
+        self.change: Callable[[Tensor], Tensor] = lambda hidden: hidden
+        self.arguments = Arguments((), {})
+        self.hidden = torch.empty(0)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+    def forward(self, hidden: Tensor, *positional: Any, **named: Any) -> Any:
+        """Note the arguments."""
+        self.hidden, self.arguments = hidden, Arguments(positional, named)
+        if self.last:
+            raise Stopped
+        hidden = self.change(hidden)
+        return hidden if self.outputs is None else (hidden, *map(Carried, range(self.outputs)))

@@ -1,0 +1,55 @@
+"""What an experts module of transformers computes between and behind its products, left to its own code.
+
+Architectures clamp, add biases, or norm an expert's output. A module that stands in for the experts (one of packed
+products, or one that records what experts read) keeps the module that it replaces and calls its code.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["OwnCode"]
+
+
+class OwnCode(nn.Module):
+    """A module that stands in for an experts module and computes what that does beside the products."""
+
+    def adopt(self, original: Any) -> None:
+        """Take the code of `original`; its biases and its norm become this module's, under their names."""
+        self._original = (original,)  # a tuple: no child whose name is in no checkpoint
+        self._takes_turns = not getattr(original, "is_concatenated", True)
+        for name, parameter in original.named_parameters(recurse=False):
+            if parameter.ndim < 3:
+                self.register_parameter(name, parameter)
+        self.post_expert_norm = getattr(original, "post_expert_norm", None)
+
+    def between(self, parts: Sequence[torch.Tensor], expert: int | torch.Tensor) -> torch.Tensor:
+        """The inputs of the last product from the outputs of the first ones.
+
+        Args:
+            parts: [N, I] of gate and up, or of up alone.
+            expert: whose rows they are, of all or of each [N].
+        """
+        (original,) = self._original
+        if len(parts) == 1:
+            act = original.act_fn if hasattr(original, "act_fn") else original.act
+            inner: torch.Tensor = act(self._biased(parts[0], "up_proj_bias", expert))
+        elif hasattr(original, "_apply_gate"):
+            joined = torch.stack(list(parts), -1).flatten(-2) if self._takes_turns else torch.cat(list(parts), -1)
+            inner = original._apply_gate(self._biased(joined, "gate_up_proj_bias", expert))
+        else:
+            act = original.mlp.activation_fn if hasattr(original, "mlp") else original.act_fn
+            inner = act(parts[0]) * parts[1]
+        return inner.to(parts[0].dtype)
+
+    def behind(self, outputs: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        """The experts' outputs [N, H] from those of the last product; `expert` as for `between`."""
+        biased = self._biased(outputs, "down_proj_bias", expert)
+        normed: torch.Tensor = biased if self.post_expert_norm is None else self.post_expert_norm(biased)
+        return normed.to(outputs.dtype)
+
+    def _biased(self, outputs: torch.Tensor, name: str, expert: int | torch.Tensor) -> torch.Tensor:
+        bias = self._parameters.get(name)
+        return outputs if bias is None else outputs + bias[expert].to(outputs.dtype)
