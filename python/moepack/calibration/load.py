@@ -92,6 +92,7 @@ def span_tokens(tokenizer: Any, config: Any) -> SpanTokens:
     sentinels: list[int] = []
     while len(sentinels) < SENTINELS and (token := f"<extra_id_{len(sentinels)}>") in vocabulary:
         sentinels.append(int(vocabulary[token]))
-    if not sentinels or config.eos_token_id is None or config.decoder_start_token_id is None:
+    start = getattr(config, "decoder_start_token_id", None)
+    if not sentinels or config.eos_token_id is None or start is None:
         raise CalibrationError("span corruption needs <extra_id_0> in the tokenizer and end and start tokens")
-    return SpanTokens(tuple(sentinels), int(config.eos_token_id), int(config.decoder_start_token_id))
+    return SpanTokens(tuple(sentinels), int(config.eos_token_id), int(start))

@@ -37,9 +37,14 @@ def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
         raise UnsupportedModelError(message, file=checkpoint.path / "config.json") from cause
 
 
+_EXACT = (torch.bool, torch.int32, torch.int64)
+
+
 def _unset(dtype: torch.dtype) -> float:
     """A value that no buffer is computed to."""
-    return float("nan") if dtype.is_floating_point else int(dtype == torch.bool) or torch.iinfo(dtype).max
+    if dtype not in _EXACT:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 class Skeleton:
@@ -92,7 +97,7 @@ class Skeleton:
                 self.module._init_weights(module)  # type: ignore[operator]
             for name, old in lost.items():
                 value = module.get_buffer(name)
-                if bool((torch.isnan(value) if value.is_floating_point() else value == _unset(value.dtype)).any()):
+                if bool((value == _unset(value.dtype) if value.dtype in _EXACT else torch.isnan(value)).any()):
                     module._buffers[name] = old
 
     @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moepack.census.tiny import VOCABULARY, tiny_model
+from moepack.census.tiny import TEXT, VOCABULARY, tiny_model, tiny_tokenizer
 from moepack.checkpoint.classes import model_class
 from moepack.checkpoint.experts import form_of
 from moepack.errors import MoepackError
@@ -23,14 +23,17 @@ from moepack.export import export
 from moepack.integrations.loading import load
 from moepack.methods import Method
 from moepack.methods.finequant import FineQuant
+from moepack.methods.rate import Rate
 from moepack.pipeline import compress
 
-__all__ = ["EXPORTED", "ORIGINAL", "Outcome", "architectures", "check"]
+__all__ = ["CALIBRATED", "EXPORTED", "ORIGINAL", "Outcome", "architectures", "check"]
 
 ORIGINAL = 0.05
 """The largest median of the relative error of a token's logits, beside the original: 8 bits a weight."""
 EXPORTED = 0.03
 """The largest median of it beside the bf16 export: 8 bits of mantissa, through all layers."""
+CALIBRATED = 0.1
+"""The largest median of it beside the original, of what a method packed that ran the model: 7 bits a weight."""
 
 _TOWERS = ("vision_config", "audio_config", "vit_config")
 
@@ -45,6 +48,8 @@ class Outcome:
             but not what the original computes), or "not tried" (transformers does not build it here).
         experts: the kind of its experts modules (`checkpoint.experts`).
         original, exported: medians of the relative errors of logits beside the original and beside the bf16 export.
+        calibrated: the median beside the original, packed by a method that ran the model; None where that was not tried
+            or cannot be.
         reason: why it does not work.
     """
 
@@ -53,6 +58,7 @@ class Outcome:
     experts: str = ""
     original: float | None = None
     exported: float | None = None
+    calibrated: float | None = None
     reason: str = ""
 
     @property
@@ -93,12 +99,13 @@ def _ranked(model_types: list[str]) -> Iterator[str]:
         yield model_types[0]
 
 
-def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome:
+def check(model_types: tuple[str, ...], method: Method | None = None, calibrate: bool = True) -> Outcome:
     """Try an architecture.
 
     Args:
         model_types: its model types; the first that transformers builds is tried.
         method: what compresses it; group-wise integers of 8 bits by default, which the limits here are for.
+        calibrate: try a method that runs the model, too.
     """
     reason = ""
     for model_type in dict.fromkeys(model_types):
@@ -108,23 +115,29 @@ def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome
         except Exception as error:  # whatever an architecture of transformers raises where it lacks something
             reason = reason or f"transformers does not build a tiny one here ({_line(error)})"
             continue
-        return _tried(model_type, model, logits, method or FineQuant(bits=8))
+        return _tried(model_type, model, logits, method or FineQuant(bits=8), calibrate)
     return Outcome(model_types[0], "not tried", reason=reason)
 
 
-def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) -> Outcome:
-    config, kinds = model.config, _kinds(model)
-    try:
-        with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
+def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method, calibrate: bool) -> Outcome:
+    config, kinds, calibrated, reason = model.config, _kinds(model), None, ""
+    with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
+        try:
             original, exported = _errors(Path(folder), model, logits, method)
-    except MoepackError as error:
-        return Outcome(model_type, "refused", kinds, reason=_line(error))
-    except Exception as error:  # a failure that moepack did not foresee is part of the table, not the end of it
-        return Outcome(model_type, "fails", kinds, reason=f"{type(error).__name__}: {_line(error)}")
-    if original > ORIGINAL or exported > EXPORTED:
-        return Outcome(model_type, "fails", kinds, original, exported, "the logits differ")
+        except MoepackError as error:
+            return Outcome(model_type, "refused", kinds, reason=_line(error))
+        except Exception as error:  # a failure that moepack did not foresee is part of the table, not the end of it
+            return Outcome(model_type, "fails", kinds, reason=f"{type(error).__name__}: {_line(error)}")
+        try:
+            calibrated = _calibrated(Path(folder), logits) if calibrate else None
+        except MoepackError as error:
+            reason = f"without calibration: {_line(error)}"
+        except Exception as error:
+            return Outcome(model_type, "fails", kinds, original, exported, reason=f"calibrated: {_line(error)}")
+    if original > ORIGINAL or exported > EXPORTED or (calibrated or 0) > CALIBRATED:
+        return Outcome(model_type, "fails", kinds, original, exported, calibrated, "the logits differ")
     towers = any(getattr(config, name, None) is not None for name in _TOWERS)
-    return Outcome(model_type, "text part only" if towers else "works", kinds, original, exported)
+    return Outcome(model_type, "text part only" if towers else "works", kinds, original, exported, calibrated, reason)
 
 
 def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> tuple[float, float]:
@@ -138,6 +151,15 @@ def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> t
     kind = model_class(packed.config.to_dict())
     plain = kind.from_pretrained(folder / "plain", dtype=torch.float32).eval()
     return _median(found, logits), _median(found, _logits(plain))
+
+
+def _calibrated(folder: Path, logits: torch.Tensor) -> float:
+    """The error beside the original of what a method packs that runs the model over a text."""
+    tiny_tokenizer().save_pretrained(folder / "source")
+    (folder / "text.txt").write_text(TEXT)
+    method = Rate(7.0, calibration=str(folder / "text.txt"), samples=8, sequence_length=32)
+    compress(folder / "source", folder / "calibrated", method=method)
+    return _median(_logits(load(folder / "calibrated", dtype="float32", mode="exact")), logits)
 
 
 def _inputs(model: Any) -> dict[str, torch.Tensor]:
