@@ -5,6 +5,8 @@ The whole table is `moepack models`.
 
 import json
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,16 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress, describe, load
+from moepack.calibration import CalibrationSettings, Calibrator, decoder_samples
+from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.skeleton import Skeleton
+from moepack.calibration.stacks import Stack
 from moepack.census import architectures, check
+from moepack.census.check import EXPORTED
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.experts import form_of
 from moepack.cli import app
+from moepack.export import export
 from moepack.integrations.diagnosis import who_decodes
 from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
@@ -49,11 +56,15 @@ def skip_unknown(model_type: str) -> None:
         pytest.skip("this version of transformers does not have it")
 
 
+CALIBRATED = {"gpt_oss", "llama4", "longcat_flash", "jetmoe", "nemotron_h"}
+"""Layouts that are packed by a method that runs the model, too."""
+
+
 @pytest.mark.parametrize("model_type", SAMPLE, ids=SAMPLE.get)
 def test_a_layout_works(model_type: str) -> None:
     skip_unknown(model_type)
-    outcome = check((model_type,))
-    assert outcome.works, outcome
+    outcome = check((model_type,), calibrate=model_type in CALIBRATED)
+    assert outcome.works and (outcome.calibrated is not None) == (model_type in CALIBRATED), outcome
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "nemotron_h", "llama4"])
@@ -169,8 +180,107 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
         describe(Checkpoint.open(path))
 
 
-def test_methods_that_run_the_model_say_what_they_cannot_follow(tmp_path: Path) -> None:
-    skip_unknown("gpt_oss")
-    checkpoint = Checkpoint.open(saved("gpt_oss", tmp_path))
-    with pytest.raises(UnsupportedModelError, match="GptOssExperts computes more than gate"):
-        Skeleton(checkpoint, describe(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
+FOLLOWED = {
+    "beam": "a norm behind the experts",
+    "deepseek_v4": "several residual streams, and token ids that blocks read",
+    "ernie4_5_vl_moe": "two modules of experts in a block",
+    "gemma4": "arguments that depend on the tokens, keys that blocks share",
+    "glm_moe_dsa": "what a block passes on beside hidden states",
+    "gpt_oss": "transposed, interleaved, biases, clamps",
+    "jetmoe": "single matrices, in the attention too",
+    "kimi_linear": "tensors that are joined when they are loaded",
+    "llama4": "all experts on scaled rows",
+    "longcat_flash": "identity experts",
+    "muse_spark": "a norm of each expert's output",
+}
+IDS = torch.arange(36).mul(7).remainder(60).add(3).view(3, 12)
+
+
+@pytest.mark.parametrize("model_type", FOLLOWED, ids=FOLLOWED.get)
+def test_calibration_computes_what_the_model_computes(model_type: str, tmp_path: Path) -> None:
+    skip_unknown(model_type)
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    described = describe(checkpoint)
+    calibrator = Calibrator(checkpoint, described, decoder_samples(IDS), CalibrationSettings(batch=2, group=3))
+    for run in calibrator.layers({layer.name: layer for layer in described.dense if layer.name != "lm_head"}):
+        run.keep()
+    stack, seen = model.get_submodule(calibrator.stack.name), []
+    last = getattr(stack, calibrator.stack.list_name)[-1]
+    last.register_forward_hook(
+        lambda _, inputs, output: seen.append(output[0] if isinstance(output, tuple) else output)
+    )
+    with torch.inference_mode():
+        stack(input_ids=IDS, use_cache=False)
+    torch.testing.assert_close(calibrator.hidden.tokens, seen[0].flatten(2).flatten(0, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_that_read_more_than_hidden_states_are_refused(tmp_path: Path) -> None:
+    """Arguments that change with the hidden states of earlier blocks would be those of the embeddings."""
+    checkpoint = Checkpoint.open(saved("mixtral", tmp_path))
+    skeleton = Skeleton(checkpoint, describe(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
+    stack = Stack(skeleton, "model", "layers", batch=2)
+    forward = type(stack.module).forward
+
+    def passes_on(self: Any, **inputs: Any) -> Any:
+        """Gives the second block what the first one made."""
+        call, first = self.layers[1].forward, self.layers[0].forward
+        states: list[torch.Tensor] = []
+
+        def note(hidden: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            states.append(first(hidden, *arguments, **named))
+            return states[0]
+
+        self.layers[0].forward = note
+        self.layers[1].forward = lambda hidden, **named: call(hidden, earlier=states[0], **named)
+        return forward(self, **inputs)
+
+    stack.module.forward = MethodType(passes_on, stack.module)
+    with pytest.raises(UnsupportedModelError, match="read more than the block before them gives"):
+        stack.embed(IDS, lambda width: ListBuffer([12] * 3, width))
+
+
+def test_llama4_with_several_experts_a_token_is_not_followed(tmp_path: Path) -> None:
+    skip_unknown("llama4")
+    checkpoint = Checkpoint.open(saved("llama4", tmp_path))
+    described = describe(checkpoint)
+    skeleton = Skeleton(checkpoint, described, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="one expert a token"):
+        skeleton.recorders[described.layers[0].name](torch.ones(4 * 5, 32))
+
+
+def image() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
+    """Settings, inputs with an image of 4 x 4 patches, and which of them is the image."""
+    own = {"image_token_id": 60, "vision_start_token_id": 59, "vision_config": {"deepstack_visual_indexes": [0]}}
+    ids = torch.tensor([[5, 59, 60, 60, 60, 60, 7, 8]])
+    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == 60).int(), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return own, inputs | {"pixel_values": torch.randn(16, 3 * 2 * 16 * 16)}, "pixel_values"
+
+
+def sound() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
+    """Settings, inputs with a second of sound, and which of them is the sound."""
+    own = {"audio_token_id": 60, "audio_start_token_id": 59, "audio_config": {"output_dim": 32}}
+    ids = torch.tensor([[5, 59, *[60] * 13, 7, 8]])
+    inputs = {"input_ids": ids, "feature_attention_mask": torch.ones(1, 100, dtype=torch.long)}
+    return own, inputs | {"input_features": torch.randn(1, 128, 100)}, "input_features"
+
+
+@pytest.mark.parametrize(("model_type", "make"), [("qwen3_vl_moe", image), ("qwen3_omni_moe_thinker", sound)])
+def test_what_is_seen_or_heard_passes_a_packed_model(model_type: str, make: Any, tmp_path: Path) -> None:
+    """Towers stay as they are; what they give enters the packed language model as it enters its export."""
+    skip_unknown(model_type)
+    torch.manual_seed(0)
+    own, inputs, media = make()
+    model = tiny_model(model_type, own=own)
+    model.save_pretrained(tmp_path / "source")
+    compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
+    export(tmp_path / "packed", tmp_path / "plain")
+    packed = load(tmp_path / "packed", dtype="float32", mode="exact")
+    plain = type(model).from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        found, expected = (each(**inputs).logits for each in (packed, plain))
+        other = packed(**inputs | {media: -inputs[media]}).logits
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(errors.median()) < EXPORTED
+    assert float(((other - found).norm(dim=-1) / found.norm(dim=-1))[0, -1]) > EXPORTED

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress
 from moepack.census import architectures
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
+from moepack.evaluation.streaming import StreamedDecoder
+from moepack.evaluation.windows import Windows
 from moepack.format import PackedDirectory
+from moepack.integrations.loading import open_model
 from moepack.methods.finequant import FineQuant
 
 Tensors = dict[str, torch.Tensor]
@@ -46,6 +50,24 @@ def pack_quantized(stem: str, weight: torch.Tensor) -> Tensors:
     }
 
 
+def with_zeros(stem: str, weight: torch.Tensor) -> Tensors:
+    """Zero points that are packed along the rows, and columns in another order than their groups."""
+    rows, columns = weight.shape
+    zeros = words(rows_of(columns // 8, rows)).T.contiguous()
+    order = torch.arange(columns, dtype=torch.int32).flip(0) // 8
+    return pack_quantized(stem, weight) | {f"{stem}weight_zero_point": zeros, f"{stem}weight_g_idx": order}
+
+
+def float_rows(stem: str, weight: torch.Tensor) -> Tensors:
+    scales = (torch.rand(len(weight), 1) + 0.5).bfloat16()
+    plain = {f"{stem}weight": weight.to(torch.float8_e4m3fn), f"{stem}weight_scale": scales}
+    return plain | {f"{stem}input_scale": torch.ones(1)}
+
+
+def fp8_one(stem: str, weight: torch.Tensor) -> Tensors:
+    return {f"{stem}weight": weight.to(torch.float8_e4m3fn), f"{stem}weight_scale_inv": torch.rand(()) + 0.5}
+
+
 def gptq(stem: str, weight: torch.Tensor) -> Tensors:
     rows, columns = weight.shape
     return {
@@ -72,6 +94,18 @@ KINDS: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] 
         pack_quantized,
         {"format": "pack-quantized", "config_groups": {"group_0": {"weights": SCHEME}}},
     ),
+    "compressed-tensors with zeros": (
+        with_zeros,
+        {"format": "pack-quantized", "config_groups": {"group_0": {"weights": SCHEME | {"symmetric": False}}}},
+    ),
+    "compressed-tensors in fp8": (
+        float_rows,
+        {
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+        },
+    ),
+    "fp8 of one scale": (fp8_one, {"weight_block_size": None}),
     "gptq": (gptq, {"bits": 4, "group_size": 16}),
     "awq": (awq, {"bits": 4, "group_size": 16, "version": "gemm"}),
 }
@@ -101,7 +135,7 @@ def quantized(plain: Path, target: Path, method: str) -> Path:
     for name, tensor in load_file(plain / "model.safetensors").items():
         chosen = "_proj.weight" in name and ("self_attn" in name or "layers.1" in name)
         tensors |= quantize(name.removesuffix("weight"), tensor) if chosen else {name: tensor}
-    return write(plain, target, tensors, {"quant_method": method, **settings})
+    return write(plain, target, tensors, {"quant_method": method.partition(" ")[0], **settings})
 
 
 def packed(directory: Path) -> dict[str, bytes]:
@@ -115,8 +149,9 @@ def test_what_is_packed_is_what_the_codes_stand_for(method: str, plain: Path, tm
     assert isinstance(source, QuantizedCheckpoint)
     assert set(source.names()) == set(Checkpoint.open(plain).names())
     decoded = write(plain, tmp_path / "decoded", {name: source.tensor(name) for name in source.names()}, None)
+    bits = 8 if "fp8" in method else 4
     for name, directory in (("a", tmp_path / "codes"), ("b", decoded)):
-        report = compress(directory, tmp_path / name, method=FineQuant(bits=8, dense_bits=8))
+        report = compress(directory, tmp_path / name, method=FineQuant(bits=bits, dense_bits=bits))
         assert any("quantized already" in note for note in report.notes) == (name == "a")
     assert packed(tmp_path / "a") == packed(tmp_path / "b")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
@@ -160,6 +195,50 @@ def test_int4_beside_compressed_tensors(plain: Path, tmp_path: Path) -> None:
     assert torch.equal(source.tensor(f"{stem}weight"), values.bfloat16() * scales.repeat_interleave(8, 1))
 
 
+def test_zero_points_beside_compressed_tensors(plain: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base").PackedQuantizationCompressor
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    scheme = SCHEME | {"symmetric": False, "group_size": 16}
+    args = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**scheme))
+    state = {
+        "weight": torch.randn(20, 48),
+        "weight_scale": torch.rand(20, 3) / 4,
+        "weight_zero_point": torch.randint(-8, 8, (20, 3), dtype=torch.int8),
+    }
+    stored = library.compress(state, args)
+    tensors = {f"x.{name}": torch.as_tensor(value) for name, value in stored.items()}
+    settings = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": scheme}}}
+    path = write(plain, tmp_path / "x", tensors, {"quant_method": "compressed-tensors", **settings})
+    expected = library.decompress(stored, args)["weight"]
+    assert torch.equal(open_checkpoint(path).tensor("x.weight"), expected.bfloat16())
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors with zeros"])
+def test_a_quantized_original_is_loaded_as_it_is_packed(method: str, plain: Path, tmp_path: Path) -> None:
+    """`eval`, `tune`, `compare` and importances read originals through `open_model`."""
+    directory = quantized(plain, tmp_path / "codes", method)
+    source = open_checkpoint(directory)
+    decoded = write(plain, tmp_path / "decoded", {name: source.tensor(name) for name in source.names()}, None)
+    ids = torch.arange(3, 19)[None]
+    with torch.inference_mode():
+        found, expected = (open_model(path, torch.float32)(input_ids=ids).logits for path in (directory, decoded))
+    assert torch.equal(found, expected)
+    windows = Windows(ids.repeat(2, 1).numpy(), "", "")
+    twins = [StreamedDecoder(path, windows, torch.float32, tmp_path / path.name) for path in (directory, decoded)]
+    assert torch.equal(*(next(twin.logits(lambda *_: None)) for twin in twins))
+
+
+def test_codes_are_not_made_longer(plain: Path, tmp_path: Path) -> None:
+    directory = quantized(plain, tmp_path / "codes", "gptq")
+    for name, bits in (("up", 8), ("stays", 4)):
+        refused = pytest.raises(UnsupportedModelError, match=r"source has \S+ bits .*gptq.* ask for fewer bits")
+        with refused if bits == 8 else nullcontext():
+            compress(directory, tmp_path / name, method=FineQuant(bits=bits))
+    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    with pytest.raises(ValueError, match="there is nothing to compress"):
+        compress(directory, tmp_path / "auto", size=stored)
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_int4_of_gptq_and_awq_value_by_value(method: str, plain: Path, tmp_path: Path) -> None:
     codes, source, stem = pair(method, plain, tmp_path)
@@ -197,7 +276,7 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     decoded = {name: source.tensor(name) for name in source.names()}
     write(tmp_path / "plain", tmp_path / "decoded", decoded, None)
     for name in ("codes", "decoded"):
-        compress(tmp_path / name, tmp_path / f"{name}-packed", method=FineQuant(bits=8))
+        compress(tmp_path / name, tmp_path / f"{name}-packed", method=FineQuant(bits=4))
     assert packed(tmp_path / "codes-packed") == packed(tmp_path / "decoded-packed")
 
 

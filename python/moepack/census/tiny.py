@@ -8,6 +8,7 @@ live with is listed by its name.
 import re
 from collections.abc import Mapping
 from string import ascii_lowercase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,11 +102,12 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 """What an architecture's configuration must have beside the sizes."""
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, own: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The configuration of a tiny model.
 
     Args:
         model_type: transformers' name of the architecture.
+        own: settings that win over those of the tiny one.
 
     Raises:
         Exception: whatever the configuration's class says of a size that it cannot have.
@@ -114,17 +116,17 @@ def tiny_config(model_type: str) -> Any:
 
     kind = CONFIG_MAPPING[model_type]
     settings = _shrunk(kind().to_dict())
-    return kind(**_merged(settings, _OWN.get(model_type, {})))
+    return kind(**_merged(_merged(settings, _OWN.get(model_type, {})), own))
 
 
-def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """A random float32 model in evaluation mode, whose weights are large enough to matter."""
+def tiny_model(model_type: str, seed: int = 0, own: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A random float32 model in evaluation mode, with weights large enough to matter; `own` as of `tiny_config`."""
     from transformers import AutoModelForImageTextToText
 
     from moepack.checkpoint.classes import model_class
 
     torch.manual_seed(seed)
-    config, kind = tiny_config(model_type), model_class({"model_type": model_type})
+    config, kind = tiny_config(model_type, own), model_class({"model_type": model_type})
     if type(config) in AutoModelForImageTextToText._model_mapping:  # the whole model, not its text part
         kind = AutoModelForImageTextToText
     build = getattr(kind, "from_config", None) or kind._from_config

@@ -55,9 +55,7 @@ def _page(outcomes: list[Any], works: int, version: str) -> str:
         for each in outcomes
     ]
     followed = sum(each.calibrated is not None for each in outcomes)
-    return _TEXT.format(
-        works=works, count=len(outcomes), version=version, followed=followed, rows="\n".join(rows), memory=_MEMORY
-    )
+    return _TEXT.format(works=works, count=len(outcomes), version=version, followed=followed, rows="\n".join(rows))
 
 
 _TEXT = """# Architectures
