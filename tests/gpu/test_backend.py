@@ -115,6 +115,17 @@ def test_prompts_are_decoded_a_few_experts_at_a_time(kernels, monkeypatch, decod
     torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("decoded", [1, 1 << 30])
+def test_rows_sorted_by_expert(kernels, monkeypatch, decoded):
+    """What biased, clamped and sorted experts ask for: an expert without rows, rows behind the last expert's."""
+    monkeypatch.setattr(prompt, "DECODED_BYTES", decoded)
+    (cpu,), (gpu,) = matrices([(4, 40, 48)])
+    x, offsets = torch.randn(11, 48), torch.tensor([0, 3, 3, 8, 9])
+    found = GpuBackend().grouped(gpu, x, offsets, None)
+    torch.testing.assert_close(found, CpuBackend().grouped(cpu, x, offsets, None), rtol=0.03, atol=0.03)
+    assert not found[9:].any() and not GpuBackend().grouped(gpu, x[:0], offsets * 0, None).numel()
+
+
 def test_two_projections_and_families_that_differ_are_decoded(kernels):
     cpu, gpu = matrices([(3, 40, 48), (3, 48, 40)])
     x, index, weights = routed(5, 1, 3, 48)

@@ -66,7 +66,7 @@ class Backend(ABC):
         """
 
     def grouped(self, matrix: Matrix, x: Tensor, offsets: Tensor, mode: str | None) -> Tensor:
-        """Multiply rows, sorted by expert, by their experts' matrices; only the CPU's backend can.
+        """Multiply rows, sorted by expert, by their experts' matrices.
 
         Args:
             matrix: the weights of E experts.
@@ -81,8 +81,8 @@ class Backend(ABC):
             LoadError: the device has no such product.
         """
         raise LoadError(
-            "experts that compute more than act(gate x) * up x between their products (biases, clamps, norms) run on "
-            f"the CPU only, a tensor is on '{x.device}'"
+            "experts that compute more than act(gate x) * up x between their products (biases, clamps, norms) do not "
+            f"run on '{x.device}'"
         )
 
     @abstractmethod

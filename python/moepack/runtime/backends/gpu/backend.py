@@ -2,8 +2,8 @@
 
 Few tokens, up to `TOKENS` of a call and `PAIRS` of tokens with their experts, are multiplied by the kernels of the
 format: two launches a layer, from the router's tensors on the device, without waiting for the device. More tokens, and
-layers that the kernels do not know (another activation than SiLU, no gate), go through `prompt`: weights are decoded to
-bfloat16 a few experts at a time.
+layers that the kernels do not know (another activation than SiLU, no gate, biases or clamps), go through `prompt`:
+weights are decoded to bfloat16 a few experts at a time.
 
 Compute modes mean nothing here: how each format rounds activations is said in its source in the folder `cuda`.
 """
@@ -76,6 +76,14 @@ class GpuBackend(Backend):
                 return prompt.linear(weights, x)
             kernels_of(weights.kind).linear(weights, x, out)
         return out
+
+    def grouped(self, matrix: Matrix, x: Tensor, offsets: Tensor, mode: str | None) -> Tensor:
+        """See `Backend.grouped`; weights are decoded, however few the tokens."""
+        weights, x = cast(DeviceMatrix, matrix), _activations(x)
+        if not (len(x) and all(weights.shape)):
+            return torch.zeros((len(x), weights.shape[1]), dtype=torch.float32, device=x.device)
+        with _current([weights], x):
+            return prompt.grouped(weights, x, offsets)
 
     def experts(
         self,

@@ -15,7 +15,7 @@ from moepack.runtime.backends.base import Activation
 from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 
-__all__ = ["experts", "linear"]
+__all__ = ["experts", "grouped", "linear"]
 
 DECODED_BYTES = 512 << 20
 """The most bytes of decoded weights at a time, unless one expert of a layer has more."""
@@ -44,6 +44,15 @@ def experts(
         outputs[places] = _run(matrices, x[places // index.shape[1]], run, activation)
     shape = (*index.shape, outputs.shape[1])
     return torch.einsum("tk,tkh->th", weights, outputs.view(shape))
+
+
+def grouped(matrix: DeviceMatrix, x: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply rows, sorted by expert; arguments and result as for `Backend.grouped`, on one GPU."""
+    outputs = torch.zeros((len(x), matrix.shape[1]), dtype=torch.float32, device=x.device)
+    x = x.to(_computing(x))
+    for run in _runs([matrix], offsets[1:].tolist(), x.dtype.itemsize):
+        outputs[run.tokens] = _product(matrix, x[run.tokens], run).float()
+    return outputs
 
 
 def _computing(x: Tensor) -> torch.dtype:
