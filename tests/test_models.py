@@ -170,6 +170,24 @@ def test_a_setting_that_is_no_number_is_refused(tmp_path: Path) -> None:
     refused(saved("glm4_moe", tmp_path, hidden_size=float("nan")), "transformers cannot build it")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layer", "extra"),
+    [("glm4_moe", "model.layers.1", "model.layers.2"), ("qwen3_next", "model.layers.0", "mtp.layers.0")],
+)
+def test_multi_token_prediction_is_kept(model_type: str, layer: str, extra: str, tmp_path: Path) -> None:
+    """A layer behind the last one, as GLM-4.5 stores it, or under `mtp`, as Qwen3-Next and MiMo do."""
+    skip_unknown(model_type)
+    saved(model_type, tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    kept = {f"{extra}{name.removeprefix(layer)}": x + 1 for name, x in tensors.items() if name.startswith(f"{layer}.")}
+    save_file(tensors | kept, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    report = compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
+    assert any(f"{extra}: " in note and "are kept as they are" in note for note in report.notes)
+    found = {name: x for file in (tmp_path / "packed").glob("*.safetensors") for name, x in load_file(file).items()}
+    assert len(kept) > 8 and all(torch.equal(found[name], x) for name, x in kept.items())
+    assert load(tmp_path / "packed")(input_ids=IDS).logits.isfinite().all()
+
+
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     path = saved("qwen3_next" if "qwen3_next" in KNOWN else "glm4_moe", tmp_path)
     tensors = load_file(path / "model.safetensors")
