@@ -15,25 +15,26 @@ from typing import Any
 
 import torch
 
-from moepack.census.tiny import TEXT, VOCABULARY, tiny_model, tiny_tokenizer
+from moepack.calibration import CalibrationSettings, Calibrator, Samples
+from moepack.census.tiny import VOCABULARY, tiny_model
+from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.classes import model_class
 from moepack.checkpoint.experts import form_of
-from moepack.errors import MoepackError
+from moepack.errors import MoepackError, UnsupportedModelError
 from moepack.export import export
 from moepack.integrations.loading import load
 from moepack.methods import Method
 from moepack.methods.finequant import FineQuant
-from moepack.methods.rate import Rate
 from moepack.pipeline import compress
 
-__all__ = ["CALIBRATED", "EXPORTED", "ORIGINAL", "Outcome", "architectures", "check"]
+__all__ = ["EXPORTED", "FOLLOWED", "ORIGINAL", "Outcome", "architectures", "check", "followed"]
 
 ORIGINAL = 0.05
 """The largest median of the relative error of a token's logits, beside the original: 8 bits a weight."""
 EXPORTED = 0.03
 """The largest median of it beside the bf16 export: 8 bits of mantissa, through all layers."""
-CALIBRATED = 0.1
-"""The largest median of it beside the original, of what a method packed that ran the model: 7 bits a weight."""
+FOLLOWED = 1e-3
+"""The largest median of the relative error of hidden states that calibration computes, beside the model's own."""
 
 _TOWERS = ("vision_config", "audio_config", "vit_config")
 
@@ -48,8 +49,8 @@ class Outcome:
             but not what the original computes), or "not tried" (transformers does not build it here).
         experts: the kind of its experts modules (`checkpoint.experts`).
         original, exported: medians of the relative errors of logits beside the original and beside the bf16 export.
-        calibrated: the median beside the original, packed by a method that ran the model; None where that was not tried
-            or cannot be.
+        followed: that of the hidden states behind the last block as calibration computes them, beside the original's;
+            None where methods that run the model refuse it.
         reason: why it does not work.
     """
 
@@ -58,7 +59,7 @@ class Outcome:
     experts: str = ""
     original: float | None = None
     exported: float | None = None
-    calibrated: float | None = None
+    followed: float | None = None
     reason: str = ""
 
     @property
@@ -99,13 +100,12 @@ def _ranked(model_types: list[str]) -> Iterator[str]:
         yield model_types[0]
 
 
-def check(model_types: tuple[str, ...], method: Method | None = None, calibrate: bool = True) -> Outcome:
+def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome:
     """Try an architecture.
 
     Args:
         model_types: its model types; the first that transformers builds is tried.
         method: what compresses it; group-wise integers of 8 bits by default, which the limits here are for.
-        calibrate: try a method that runs the model, too.
     """
     reason = ""
     for model_type in dict.fromkeys(model_types):
@@ -115,29 +115,28 @@ def check(model_types: tuple[str, ...], method: Method | None = None, calibrate:
         except Exception as error:  # whatever an architecture of transformers raises where it lacks something
             reason = reason or f"transformers does not build a tiny one here ({_line(error)})"
             continue
-        return _tried(model_type, model, logits, method or FineQuant(bits=8), calibrate)
+        return _tried(model_type, model, logits, method or FineQuant(bits=8))
     return Outcome(model_types[0], "not tried", reason=reason)
 
 
-def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method, calibrate: bool) -> Outcome:
-    config, kinds, calibrated, reason = model.config, _kinds(model), None, ""
+def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) -> Outcome:
+    config, kinds, reason = model.config, _kinds(model), ""
+    states: float | None = None
     with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
         try:
             original, exported = _errors(Path(folder), model, logits, method)
+            try:
+                states = followed(Path(folder) / "source", model)
+            except UnsupportedModelError as error:
+                reason = _line(error)
         except MoepackError as error:
             return Outcome(model_type, "refused", kinds, reason=_line(error))
         except Exception as error:  # a failure that moepack did not foresee is part of the table, not the end of it
             return Outcome(model_type, "fails", kinds, reason=f"{type(error).__name__}: {_line(error)}")
-        try:
-            calibrated = _calibrated(Path(folder), logits) if calibrate else None
-        except MoepackError as error:
-            reason = f"without calibration: {_line(error)}"
-        except Exception as error:
-            return Outcome(model_type, "fails", kinds, original, exported, reason=f"calibrated: {_line(error)}")
-    if original > ORIGINAL or exported > EXPORTED or (calibrated or 0) > CALIBRATED:
-        return Outcome(model_type, "fails", kinds, original, exported, calibrated, "the logits differ")
+    if original > ORIGINAL or exported > EXPORTED or (states or 0) > FOLLOWED:
+        return Outcome(model_type, "fails", kinds, original, exported, states, "logits or hidden states differ")
     towers = any(getattr(config, name, None) is not None for name in _TOWERS)
-    return Outcome(model_type, "text part only" if towers else "works", kinds, original, exported, calibrated, reason)
+    return Outcome(model_type, "text part only" if towers else "works", kinds, original, exported, states, reason)
 
 
 def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> tuple[float, float]:
@@ -153,13 +152,28 @@ def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> t
     return _median(found, logits), _median(found, _logits(plain))
 
 
-def _calibrated(folder: Path, logits: torch.Tensor) -> float:
-    """The error beside the original of what a method packs that runs the model over a text."""
-    tiny_tokenizer().save_pretrained(folder / "source")
-    (folder / "text.txt").write_text(TEXT)
-    method = Rate(7.0, calibration=str(folder / "text.txt"), samples=8, sequence_length=32)
-    compress(folder / "source", folder / "calibrated", method=method)
-    return _median(_logits(load(folder / "calibrated", dtype="float32", mode="exact")), logits)
+def followed(directory: Path, model: Any) -> float:
+    """The median of the relative error of the hidden states that calibration computes block by block.
+
+    Args:
+        directory: of the checkpoint.
+        model: the same model, loaded, in float32.
+
+    Raises:
+        UnsupportedModelError: calibration does not know how to run the model.
+    """
+    checkpoint, inputs = Checkpoint.open(directory), _inputs(model)
+    described, everywhere = describe(checkpoint), torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    samples = Samples(*(part for ids in inputs.values() for part in (ids, everywhere)))
+    calibrator = Calibrator(checkpoint, described, samples, CalibrationSettings(batch=1, group=3))
+    for run in calibrator.layers({layer.name: layer for layer in described.dense}):
+        run.keep()
+    seen: list[torch.Tensor] = []
+    last = getattr(model.get_submodule(calibrator.stack.name), calibrator.stack.list_name)[-1]
+    hook = last.register_forward_hook(lambda _, given, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    _logits(model)
+    hook.remove()
+    return _median(calibrator.hidden.tokens, seen[0].flatten(2).flatten(0, 1))
 
 
 def _inputs(model: Any) -> dict[str, torch.Tensor]:

@@ -7,18 +7,14 @@ live with is listed by its name.
 
 import re
 from collections.abc import Mapping
-from string import ascii_lowercase
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-__all__ = ["TEXT", "tiny_config", "tiny_model", "tiny_tokenizer"]
+__all__ = ["tiny_config", "tiny_model"]
 
 VOCABULARY = 64
-TEXT = "the quick brown fox jumps over the lazy dog while five wizards box and a sphinx of black quartz judges " * 3
-"""A text that the tokenizer knows."""
-_MARKS = ("<pad>", "<s>", "</s>", *(f"<extra_id_{i}>" for i in range(8)))
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|\w+_vocab_size|vocab_size_per_layer_input|num_embeddings", VOCABULARY),
     (
@@ -135,17 +131,6 @@ def tiny_model(model_type: str, seed: int = 0, own: Mapping[str, Any] = MappingP
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.5 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
     return model
-
-
-def tiny_tokenizer() -> Any:
-    """A tokenizer of single letters, with the marks that an encoder-decoder's calibration needs."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    known = {token: number for number, token in enumerate((*_MARKS, " ", *ascii_lowercase))}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
 
 
 def _merged(settings: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,18 +43,18 @@ def models_command(
 
 
 def _line(outcome: Any) -> str:
-    errors = (outcome.original, outcome.exported, outcome.calibrated)
+    errors = (outcome.original, outcome.exported, outcome.followed)
     figures = "".join(f"{error:.4f} " for error in errors if error is not None)
     return f"{outcome.architecture:26} {outcome.verdict:15} {outcome.experts:10} {figures}{outcome.reason}"
 
 
 def _page(outcomes: list[Any], works: int, version: str) -> str:
     rows = [
-        f"| `{each.architecture}` | {each.verdict} | {each.experts} | {'yes' if each.calibrated is not None else 'no'} "
+        f"| `{each.architecture}` | {each.verdict} | {each.experts} | {'yes' if each.followed is not None else 'no'} "
         f"| {each.reason.replace('|', '/')} |"
         for each in outcomes
     ]
-    followed = sum(each.calibrated is not None for each in outcomes)
+    followed = sum(each.followed is not None for each in outcomes)
     return _TEXT.format(works=works, count=len(outcomes), version=version, followed=followed, rows="\n".join(rows))
 
 
@@ -64,9 +64,12 @@ moepack reads, packs and runs {works} of the {count} architectures with routed e
 
 Each architecture is tried on a tiny random model of its own configuration class: compressed to group-wise integers of
 8 bits, loaded, run with and without a cache, generated from where it can generate, exported to bf16 and read back. The
-median error of a token's logits stays below 5 % beside the original and below 3 % beside the export. {followed} are
-then packed by a method that runs the model over a text (`rate` at 7 bits, column *calibrated*): below 10 % beside the
-original. Real weights and quality are another matter (docs/quality.md).
+median error of a token's logits stays below 5 % beside the original and below 3 % beside the export. Real weights
+and quality are another matter (docs/quality.md).
+
+Methods that run the model over a text (`auto`, `rate`, `qmoe`, `codequant`, `milo`) need to see what each layer reads.
+They do in {followed} architectures (column *calibrated*): run block by block, each computes the hidden states of
+transformers' own forward to within 0.1 %.
 
 - *works*: experts and linear layers are packed.
 - *text part only*: so is the language model; towers for images and sound stay as they are.
