@@ -36,7 +36,9 @@ TEXT = "{number} clients asked. She opened the door and saw that the sea was not
 @contextmanager
 def running(command: list[str], port: int) -> Iterator[int]:
     """A server's process id, once it answers."""
-    with subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             while True:
                 try:

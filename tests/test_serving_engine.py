@@ -13,6 +13,7 @@ from moepack.runtime.prefix import new_cache
 from moepack.runtime.prompts import prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.serving.engine import CHUNK, Engine, QueueFullError
+from moepack.serving.pace import AGAIN, Pace
 from moepack.serving.step import Part, Stepper
 from runtime_support import ARCHITECTURES, SWITCH, tiny_model
 
@@ -67,6 +68,7 @@ def steps(model, texts, sizes):
     """Let a model read texts together, so many tokens of each at a step; what it says, and what it should."""
     stepper, caches = Stepper(model), [new_cache(model) for _ in texts]
     assert stepper.together
+    stepper.pace.note(False, 1, 1e9)
     for size in sizes:
         parts = []
         for ids, cache in zip(texts, caches, strict=True):
@@ -98,6 +100,19 @@ def test_windows_of_attention_are_kept():
     with torch.inference_mode():
         for row, whole in steps(model, [list(range(3, 15)), list(range(20, 28))], (5, 2, 1, 1)):
             torch.testing.assert_close(row, whole, rtol=2e-4, atol=2e-4)
+
+
+def test_the_faster_way_is_taken_and_the_other_tried_again():
+    pace = Pace()
+    assert not pace.is_together(8)  # nothing is known of single steps
+    pace.note(False, 8, 8.0)
+    assert pace.is_together(8)
+    pace.note(True, 8, 4.0)
+    assert pace.is_together(8)
+    pace.note(True, 8, 40.0)
+    ways = [pace.is_together(8) for _ in range(2 * AGAIN)]
+    assert ways.count(True) == 2
+    assert pace.is_together(9)
 
 
 def test_many_at_a_time_read_what_each_would_alone(engine, model, tokenizer):

@@ -11,6 +11,7 @@ takes its sequences one after another.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.runtime.cache import GrowingLayer
 from moepack.runtime.prefix import new_cache
+from moepack.serving.pace import Pace
 
 __all__ = ["Part", "Stepper"]
 
@@ -62,6 +64,7 @@ class Stepper:
 
     Attributes:
         together: the model takes tokens of several sequences in one pass.
+        pace: which way single tokens go.
 
     Args:
         model: in evaluation mode, on one device.
@@ -70,14 +73,21 @@ class Stepper:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.together = _goes_together(model)
+        self.pace = Pace()
         with torch.inference_mode():
             self._alone = not self.together or _is_cached_alike(model)
 
     def forward(self, parts: Sequence[Part]) -> torch.Tensor:
         """Return the logits behind each part, `[parts, vocabulary]`; there is at least one, and their caches grow."""
-        if self._alone and (len(parts) == 1 or not self.together):
-            return torch.cat([_alone(self.model, part) for part in parts])
-        return _together(self.model, parts)
+        if not self._alone:
+            return _together(self.model, parts)
+        count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
+        together = self.together and count > 1 and (not are_single or self.pace.is_together(count))
+        start = time.perf_counter()
+        logits = _together(self.model, parts) if together else torch.cat([_alone(self.model, part) for part in parts])
+        if are_single:
+            self.pace.note(together, count, time.perf_counter() - start)
+        return logits
 
 
 def _goes_together(model: Any) -> bool:
