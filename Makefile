@@ -8,7 +8,7 @@ DEMO := build/demo
 SAMPLE := --prompt "She opened the door and saw" --temperature 0.7 --seed 3 --max-new-tokens 60
 RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name '*.rs' -o -name '*.toml' -o -name '*.bin' \) -print)
 
-.PHONY: help setup demo test test-rust test-python lint format fuzz fuzz-smoke wheel bench clean
+.PHONY: help setup demo test test-rust test-python lint format fuzz fuzz-smoke wheel docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -71,6 +71,10 @@ fuzz-smoke: ## Run the fuzz targets on their seeds and a few thousand blind muta
 wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/, for every Linux since glibc 2.17
 	$(BIN)/python -m pip install --quiet ziglang
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --out dist
+
+docs: setup ## Build the documentation as a site into build/site
+	$(BIN)/python -m pip install --quiet 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.29'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup ## Run the benchmarks: the Rust kernels, then the codecs and products beside torch
 	cargo bench --package moepack-core
