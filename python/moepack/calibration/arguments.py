@@ -58,18 +58,28 @@ class Arguments:
         return self.replaced(mark)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two arguments are equal; objects that are no values of their own are, if their types are."""
+def same(one: Any, other: Any, known: dict[tuple[int, int], bool] | None = None) -> bool:
+    """Whether two arguments are equal; objects that are no values of their own are, if their types are.
+
+    Args:
+        one, other: the arguments.
+        known: pairs of tensors that were compared before, by their ids: blocks are given the same masks.
+    """
+    known = {} if known is None else known
     if isinstance(one, Arguments) and isinstance(other, Arguments):
-        return same((one.positional, one.named), (other.positional, other.named))
+        return same((one.positional, one.named), (other.positional, other.named), known)
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        pair = id(one), id(other)
+        if pair not in known:
+            alike = one.shape == other.shape and one.dtype == other.dtype
+            known[pair] = one is other or (alike and torch.equal(one, other))
+        return known[pair]
     if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(same(*pair, known) for pair in zip(one, other, strict=True))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key], known) for key in one)
     return bool(one == other) if isinstance(one, str | int | float | Carried) else True
 
 

@@ -81,7 +81,7 @@ class Stack:
 
     def _refuse_memories(self, found: list[StandIn], changed: list[StandIn]) -> None:
         """Refuse arguments that follow from the hidden states of earlier blocks."""
-        if not all(same(one.arguments, other.arguments) for one, other in zip(found, changed, strict=True)):
+        if not same(*([stand_in.arguments for stand_in in each] for each in (found, changed))):
             raise UnsupportedModelError(
                 f"blocks of '{self.name}' read more than the block before them gives, which methods that run the "
                 "model cannot follow; finequant and rate pack it without calibration"
@@ -121,7 +121,7 @@ class Stack:
 
     def _keep(self, first: int, arguments: list[Arguments]) -> None:
         """Keep the arguments of a batch, or those of an earlier one where they are equal."""
-        known = next((kept for kept in self._arguments.values() if all(map(same, kept, arguments))), arguments)
+        known = next((kept for kept in self._arguments.values() if same(kept, arguments)), arguments)
         self._arguments.setdefault(first, known)
 
     def batches(self, samples: int) -> Iterator[tuple[int, int]]:

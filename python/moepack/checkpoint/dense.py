@@ -56,7 +56,7 @@ class DenseLinear:
     @cached_property
     def nbytes(self) -> int:
         """Size in bytes of the weights as the checkpoint stores them."""
-        return self.checkpoint.info(self.source).nbytes
+        return self.checkpoint.stored_bytes(self.source)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ execution.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 
@@ -80,7 +81,9 @@ class Projection:
     def nbytes(self) -> int:
         """Size in bytes of all experts as the checkpoint stores them."""
         matrix = self.shape[1] * self.shape[2]
-        return sum(matrix * self.checkpoint.info(part.tensor).dtype.itemsize for part in self.parts)
+        weights = sum(prod(self.checkpoint.info(source).shape) for source in self.sources)
+        stored = sum(map(self.checkpoint.stored_bytes, self.sources))
+        return matrix * self.shape[0] * stored // max(weights, 1)
 
 
 @dataclass(frozen=True)

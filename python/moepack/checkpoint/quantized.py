@@ -138,19 +138,19 @@ class QuantizedCheckpoint(Checkpoint):
         """Stored bits a decoded weight, scales counted."""
         return self.stored_bits(self._codes.keys()) or 0.0
 
-    @property
-    def stored(self) -> int:
-        """Bytes of all tensors as the source stores them."""
-        return self._original.stored
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of a tensor as it is stored: of a quantized one those of its codes, scales and zero points."""
+        if name not in self._codes:
+            return super().stored_bytes(name)
+        parts = [self._codes[name] + end for end in (self._kind.codes, *self._kind.others)]
+        return sum(self._original.info(part).nbytes for part in parts if part in self._original)
 
     def stored_bits(self, names: Collection[str]) -> float | None:
         """Stored bits a weight of some tensors, scales counted; None if one of them is not quantized."""
         if not names or not self._codes.keys() >= set(names):
             return None
-        ends = (self._kind.codes, *self._kind.others)
-        parts = {self._codes[name] + end for name in names for end in ends}
-        nbytes = sum(self._original.info(name).nbytes for name in parts if name in self._original)
-        return 8 * nbytes / max(sum(prod(self.info(name).shape) for name in names), 1)
+        weights = sum(prod(self.info(name).shape) for name in names)
+        return 8 * sum(map(self.stored_bytes, names)) / max(weights, 1)
 
     @property
     def note(self) -> str:

@@ -105,10 +105,14 @@ class Checkpoint:
             raise CheckpointError("no such tensor in the checkpoint", file=self.path, tensor=name)
         return info
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of a tensor as it is stored; errors as of `info`."""
+        return self.info(name).nbytes
+
     @property
     def stored(self) -> int:
         """Bytes of all tensors as they are stored."""
-        return sum(self.info(name).nbytes for name in self.names())
+        return sum(map(self.stored_bytes, self.names()))
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, mapped from its shard: pages are read when they are touched, and given back with the tensor.

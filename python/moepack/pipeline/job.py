@@ -324,9 +324,7 @@ class Job:
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
-        names = self.checkpoint.names()
-        source = sum(self.checkpoint.info(name).nbytes for name in names)
-        source += sum(manifest.files[path.name].size for path in self.plan.copies)
+        source = self.checkpoint.stored + sum(manifest.files[path.name].size for path in self.plan.copies)
         return CompressReport(
             path=target,
             method=self.assignment.method.name,
