@@ -18,7 +18,7 @@ from moepack.cli import chat as module
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
-from test_generation import TEMPLATE
+from tiny_models import TEMPLATE
 
 
 @pytest.fixture(scope="module")

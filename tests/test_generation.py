@@ -14,11 +14,7 @@ from moepack.runtime.generation import Memory, generate
 from moepack.runtime.prompts import prompt_ids
 from moepack.runtime.sampling import Sampler, Sampling
 from moepack.runtime.text import TextStream
-
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
+from tiny_models import TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +53,9 @@ def test_text_ends_before_the_first_stop_string_wherever_tokens_end(tokenizer, t
     ids = tokenizer(text).input_ids
     whole = TextStream(tokenizer, stop)
     pieces = [whole.put([token]) for token in ids] + [whole.end()]
-    places = [text.find(string) for string in stop if string in text]
-    assert "".join(pieces) == whole.text == text[: min(places, default=len(text))]
-    assert whole.stopped == bool(places)
+    found = [(text.find(string) + len(string), text.find(string)) for string in stop if string in text]
+    assert "".join(pieces) == whole.text == text[: min(found, default=(0, len(text)))[1]]
+    assert whole.stopped == bool(found)
 
 
 def test_a_stop_string_ends_the_work(model, tokenizer):

@@ -18,7 +18,7 @@ import pytest
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
-from test_generation import TEMPLATE
+from tiny_models import TEMPLATE
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
@@ -272,6 +272,10 @@ def test_the_command_answers_curl_and_ends_cleanly(source):
             events = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split("\n\n")
             assert events[-2:] == ["data: [DONE]", ""]
             assert json.loads(events[0].removeprefix("data: "))["object"] == "text_completion"
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/v1/models", headers={**JSON, "Host": "other.example"})
+        assert connection.getresponse().status == 400
+        connection.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) in (0, 130)
         assert "Traceback" not in process.stderr.read()

@@ -1,6 +1,7 @@
 """`moepack eval --tasks`: lm-eval on a packed model, with a task of one's own, offline."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from moepack.cli import app
 from moepack.integrations.loading import open_model, open_tokenizer
 
-pytest.importorskip("lm_eval")
+harness = pytest.importorskip("lm_eval.tasks")
 
 QUESTIONS = [("The sea is", ["wide", "a wolf"], 0), ("A wolf", ["sings", "runs"], 1), ("Fire", ["burns", "x"], 0)]
 TASK = """
@@ -65,7 +66,9 @@ def test_a_task_of_one_s_own_on_a_packed_model(packed, tasks, monkeypatch):
     assert printed["results"]["moepack_own"]["acc"] == pytest.approx(accuracy(packed))
 
 
-def test_unknown_tasks_and_both_ways_are_wrong_usage(packed, tasks):
+def test_unknown_tasks_and_both_ways_are_wrong_usage(packed, tasks, monkeypatch):
+    without_its_own = partial(harness.TaskManager, include_defaults=False)  # thousands, which take seconds to read
+    monkeypatch.setattr(harness, "TaskManager", without_its_own)
     result = run(packed, "--tasks", "no_such_task", "--task-path", tasks)
     assert result.exit_code == 2 and "there is no task 'no_such_task'" in result.stderr
     assert run(packed).exit_code == 2

@@ -26,6 +26,12 @@ SENTINELS = 26
 VOCABULARY = 3 + SENTINELS + 256
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 2
 
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+"""A chat template: the first letter of each role, and what was said."""
+
 _DECODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,

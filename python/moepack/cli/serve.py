@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["serve_command"]
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost")
 PATIENCE = 5
 """Seconds that answers in the making get once the server is asked to stop."""
 
@@ -59,7 +59,8 @@ def serve_command(
     quiet_transformers()
     with wrong_usage():
         path = resolve_model(directory)
-        settings = Settings(name or directory.name, path, api_key, max_new_tokens, byte_count(max_body))
+        hosts = LOCAL if host in LOCAL else ()
+        settings = Settings(name or directory.name, path, api_key, max_new_tokens, byte_count(max_body), hosts)
         model = open_model(path, dtype, threads, mode, resident, **places(device, host_memory))
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
     if host not in LOCAL and api_key is None:

@@ -14,7 +14,7 @@ from moepack.errors import MoepackWarning
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
-from moepack.runtime.text import TextStream
+from moepack.runtime.text import TextStream, end_tokens
 
 __all__ = ["GenerationReport", "Memory", "generate"]
 
@@ -111,7 +111,7 @@ def generate(
     sampling = sampling or Sampling()
     ids = prompt_ids(tokenizer, prompt)
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
-    hidden = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
+    hidden = end_tokens(model, tokenizer) | ({tokenizer.pad_token_id, tokenizer.bos_token_id} - {None})
     streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
     inputs = torch.tensor([ids], device=model.device)
     start = time.perf_counter()

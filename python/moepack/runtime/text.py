@@ -1,13 +1,20 @@
 """Tokens into text as they come, up to a stop string.
 
-Invariants: the pieces join to the whole text; none ends inside a UTF-8 character, and none holds anything of a stop
-string or behind it. What could still become a stop string is held back until it cannot.
+Invariants: the pieces join to the whole text; none ends inside a UTF-8 character, and none holds anything of the stop
+string that is complete first, or behind it. What could still become a stop string is held back until it cannot.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["TextStream"]
+__all__ = ["TextStream", "end_tokens"]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer: those that the model was published with, and the tokenizer's."""
+    published = model.generation_config.eos_token_id
+    ends = published if isinstance(published, list) else [published]
+    return frozenset({*ends, tokenizer.eos_token_id} - {None})
 
 
 class TextStream:
@@ -46,9 +53,9 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + self._decoded(final)
-        ends = [place for string in self.stop if (place := text.find(string)) >= 0]
-        self.stopped = bool(ends)
-        certain = min(ends) if ends else len(text) if final else len(text) - self._uncertain(text)
+        found = [(place + len(string), place) for string in self.stop if (place := text.find(string)) >= 0]
+        self.stopped = bool(found)
+        _, certain = min(found, default=(0, len(text) - (0 if final else self._uncertain(text))))
         self._held = text[certain:]
         self.text += text[:certain]
         return text[:certain]

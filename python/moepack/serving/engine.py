@@ -20,6 +20,7 @@ import torch
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import positions
 from moepack.runtime.sampling import Sampling
+from moepack.runtime.text import end_tokens
 from moepack.serving.sequence import Piece, Sequence
 from moepack.serving.step import Part, Stepper
 
@@ -59,7 +60,7 @@ class Engine:
         limit = positions(model)
         self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
         self._stepper = Stepper(model)
-        self._ends = _end_tokens(model, tokenizer)
+        self._ends = end_tokens(model, tokenizer)
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
         self._kept: deque[Prefix] = deque()
@@ -84,12 +85,12 @@ class Engine:
             QueueFullError: too many wait already.
             RuntimeError: the engine is closed.
         """
-        sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self._ends, self.seconds)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine is closed")
             if len(self._waiting) >= self.queue:
                 raise QueueFullError(f"{self.queue} requests wait already")
+            sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self._ends, self.seconds)
             self._waiting.append(sequence)
             self._changed.notify()
         return sequence
@@ -193,10 +194,3 @@ class Engine:
         traceback.print_exception(error)
         self._active.remove(sequence)
         sequence.finish("error", error=f"the model failed: {type(error).__name__}")
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer: what the model was published with, and the tokenizer's."""
-    published = model.generation_config.eos_token_id
-    ends = published if isinstance(published, list) else [published]
-    return frozenset({*ends, tokenizer.eos_token_id} - {None})

@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moepack.runtime.prompts import Prompt, has_template, prompt_ids
@@ -43,6 +44,8 @@ class Settings:
         api_key: what clients must send; None lets everybody in.
         answer: tokens of an answer where the client does not say.
         body: the most bytes of a request.
+        hosts: names that the server may be asked by, so that no page can reach it under a name of its own (DNS
+            rebinding); empty for any.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Settings:
     api_key: str | None = None
     answer: int = 512
     body: int = 4 << 20
+    hosts: tuple[str, ...] = ()
 
 
 class Refusal(Exception):
@@ -96,6 +100,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="moepack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Bounds, settings=settings)
+    if settings.hosts:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
     _report_errors(app)
     answers = _Answers(engine, settings)
     created = int(time.time())
