@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,7 +13,6 @@ from torch import nn
 
 import moepack
 import packed_support as support
-from moepack import _core
 from moepack.checkpoint import Checkpoint
 from moepack.cli.inspect import print_directory
 from moepack.errors import LoadError
@@ -127,13 +125,6 @@ def test_tokens_that_are_none_are_refused(row: int, directory: Make) -> None:
     embedding = moepack.load(directory("mixtral")).model.embed_tokens
     with pytest.raises(ValueError, match="row"):
         embedding(torch.tensor([3, row]))
-
-
-def test_formats_without_rows_say_so() -> None:
-    levels = np.tile(np.float32([-1, 1]), (1, 4, 1))
-    blob = _core.encode_ternary(np.zeros((1, 4, 8), np.int8), levels, ndim=2, code="fsv8")
-    with pytest.raises(ValueError, match="no rows to look up"):
-        _core.PackedTensor(blob).look_up(np.array([1]))
 
 
 def test_verify_and_inspect(directory: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,6 +197,18 @@ class PackedTensor:
         Raises:
             ValueError: sizes or offsets do not match, there is no such mode, or the processor lacks the set.
         """
+    def matmul_transposed(self, y: _Vector, offsets: NDArray[np.int64], isa: str | None = None) -> _Floats:
+        """Return W^T y with each expert's own tokens, float32 [tokens, columns]; W is decoded 64 rows at a time.
+
+        Args:
+            y: [tokens, rows], sorted by expert.
+            offsets: as in `matmul_grouped`.
+            isa: the instruction set.
+
+        Raises:
+            ValueError: sizes or offsets do not match, or the processor lacks the set.
+            CorruptionError: codes contradict the format.
+        """
 
 def encode_ternary(codes: NDArray[np.int8], levels: _Floats, *, ndim: int, code: str = "fsv8") -> _Bytes:
     """Encode ternary codes into a packed tensor, uint8 [bytes].

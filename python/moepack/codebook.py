@@ -96,7 +96,7 @@ class CodebookTensor(BlobTensor):
         return int(self._details["hadamard"])
 
     def matmul(self, x: Array, mode: Mode | None = None, activation_bits: int | None = None) -> Array:
-        """Multiply activations by the packed weights: `y = x W^T`. No gradient flows through.
+        """Multiply activations by the packed weights: `y = x W^T`. Gradients are W^T g.
 
         Args:
             x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;

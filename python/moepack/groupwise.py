@@ -80,7 +80,7 @@ class GroupwiseTensor(BlobTensor):
         return None if self.symmetric else self._parameters("offsets")
 
     def matmul(self, x: Array, mode: Literal["auto", "exact", "bf16", "int8"] = "auto") -> Array:
-        """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. No gradient flows through.
+        """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. Gradients are W^T g.
 
         Args:
             x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.function import once_differentiable
 
 from moepack import _core
 from moepack.arrays import Array, as_given, as_tensor
@@ -124,7 +125,7 @@ class BlobTensor:
     def matmul(self, x: Array) -> Array:
         """Multiply activations by the packed weights without unpacking them: `y = x W^T`, accumulated in float32.
 
-        No gradient flows through.
+        Where a gradient of `x` is asked for, it is W^T g, as if the product rounded nothing.
 
         Args:
             x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
@@ -140,6 +141,8 @@ class BlobTensor:
 
     def _multiply(self, x: Array, **options: Any) -> Array:
         """Do what `matmul` says; `options` go to the kernel."""
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            return cast(Array, _Product.apply(x, self, options))
         tokens = as_tensor(x, "activations")
         if tokens.dtype not in _ACTIVATIONS:
             raise ValueError(f"activations must be float32, bfloat16 or float16, not {tokens.dtype}")
@@ -155,9 +158,19 @@ class BlobTensor:
         """`[N, C]` to `[N, R]`; of a stack, equal shares of the rows belong to the experts in turn."""
         if self.ndim == 2:
             return self._blob.matmul(x, **options)
-        experts = self.shape[0]
-        offsets = np.arange(experts + 1, dtype=np.int64) * (len(x) // max(experts, 1))
-        return self._blob.matmul_grouped(x, offsets, **options)
+        return self._blob.matmul_grouped(x, self._shares(len(x)), **options)
+
+    def _shares(self, rows: int) -> npt.NDArray[np.int64]:
+        """Where the rows of each expert begin, `[E + 1]`: all have equally many."""
+        experts = self._blob.shape[0]
+        return np.arange(experts + 1, dtype=np.int64) * (rows // max(experts, 1))
+
+    def _transposed(self, y: torch.Tensor) -> torch.Tensor:
+        """`y W`: `[..., R]` to `[..., C]`, with the dtype and on the device of `y`."""
+        rows = _kernel_input(y)
+        with self._corruption():
+            product = self._blob.matmul_transposed(rows, self._shares(len(rows)))
+        return torch.from_numpy(product).reshape(*y.shape[:-1], self.shape[-1]).to(y)
 
     def verify(self) -> None:
         """Decode everything and check it against the format.
@@ -221,6 +234,20 @@ class BlobTensor:
             yield
         except _core.CorruptionError as cause:
             raise CorruptionError(str(cause), **self._place) from cause
+
+
+class _Product(torch.autograd.Function):
+    """`BlobTensor.matmul` with a gradient of the activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tensor: BlobTensor, options: dict[str, Any]) -> torch.Tensor:
+        ctx.tensor = tensor
+        return tensor._multiply(x.detach(), **options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.tensor._transposed(gradient), None, None
 
 
 def _kernel_input(tokens: torch.Tensor) -> npt.NDArray[Any]:

@@ -231,8 +231,8 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """False: there is no gradient through packed experts."""
-        return False
+        """True: gradients pass through packed weights to adapters (`moepack.integrations.lora`)."""
+        return True
 
 
 def install() -> None:

@@ -11,18 +11,19 @@ Invariants, beside those of `PackedModule`:
   alone: the same input gives the same output, whatever the number of threads.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from moepack.runtime import gradients
 from moepack.runtime.backends import Activation, backend_for
 from moepack.runtime.ops import activation_name
 from moepack.runtime.ops import experts as traced_experts
 from moepack.runtime.ops import grouped as traced_grouped
 from moepack.runtime.own import OwnCode
-from moepack.runtime.packed import PackedModule, Shape, inference_only
+from moepack.runtime.packed import PackedModule, Shape
 
 __all__ = [
     "PackedEveryExperts",
@@ -39,7 +40,47 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A grouped product: rows sorted by expert, and where each expert's begin (`Backend.grouped`)."""
 
 
-class _Experts(PackedModule):
+class _Routed(PackedModule):
+    """Experts as single products, with operations of torch between and behind them: what a gradient is computed by."""
+
+    num_experts: int
+
+    def _parts(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The parts that the output is the sum of, [T, H] float32 each: one a portion of the store."""
+        for matrices, chosen in self.store.portions(self, index, x.device):
+            products = [partial(gradients.grouped, matrix=matrix, mode=self.mode) for matrix in matrices]
+            yield self._portion(products, x, chosen, weights)
+
+    def _traced(self, data: Sequence[torch.Tensor]) -> list[Product]:
+        """The products of all projections in compiled code."""
+        pairs = zip(data, self.shapes.values(), strict=True)
+        return [partial(traced_grouped, data=bytes_, rows=shape[1], mode=self.mode) for bytes_, shape in pairs]
+
+    def _portion(
+        self, products: Sequence[Product], x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum the outputs of the experts that `index` names, [T, H] float32; others count as zero."""
+        order = index.reshape(-1).argsort(stable=True)
+        owner = index.reshape(-1)[order]
+        offsets = torch.searchsorted(owner, torch.arange(self.num_experts + 1, device=owner.device))
+        rows, expert = x[order // index.shape[1]], owner.clamp(max=self.num_experts - 1)
+        *first, last = products
+        inner = self.between([product(rows, offsets) for product in first], expert)
+        outputs = self.behind(last(inner, offsets), expert)
+        share = weights.reshape(-1)[order].float() * (owner < self.num_experts)
+        placed = torch.empty_like(outputs).index_copy(0, order, outputs * share.unsqueeze(-1))
+        return placed.view(*index.shape, -1).sum(1)
+
+    def between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
+        """The inputs of the last product from the outputs of the first ones, [N, I] each, of the experts [N]."""
+        raise NotImplementedError
+
+    def behind(self, outputs: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        """What becomes of the outputs of the last product, [N, H], before they are weighed."""
+        return outputs
+
+
+class _Experts(_Routed):
     """Packed projections with an activation between them.
 
     Args:
@@ -59,7 +100,9 @@ class _Experts(PackedModule):
         x, index, weights = self.brought_home(flat, index, weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
         if data is None:
-            outputs = inference_only(self._forward, x, index, weights)
+            outputs = gradients.recomputed(self._forward, self._parts, x, index, weights)
+        elif torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            outputs = self._portion(self._traced(data), x, index, weights)
         else:
             rows = x.shape[1]
             outputs = traced_experts(x, index, weights, data, rows, self._activation, self.mode)
@@ -73,6 +116,13 @@ class _Experts(PackedModule):
             outputs = portion if outputs is None else outputs.add_(portion)
         assert outputs is not None
         return outputs
+
+    def between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
+        """The activation of the first, times the others."""
+        inner = self.act_fn(parts[0])
+        for part in parts[1:]:
+            inner = inner * part
+        return inner
 
 
 class PackedExperts(_Experts):
@@ -136,7 +186,7 @@ class PackedEveryExperts(PackedExperts):
         return outputs
 
 
-class PackedOwnExperts(OwnCode, PackedModule):
+class PackedOwnExperts(OwnCode, _Routed):
     """Experts whose products are packed, while all between and behind them is left to the module they replace.
 
     That is its `_apply_gate` (a clamped SwiGLU, say), its biases and its norm behind the last product, computed in
@@ -158,36 +208,15 @@ class PackedOwnExperts(OwnCode, PackedModule):
     ) -> torch.Tensor:
         """Sum the chosen experts' outputs; arguments and result as of `PackedExperts`."""
         x, index, weights = self.brought_home(hidden_states, top_k_index, top_k_weights)
-        outputs = inference_only(self._forward, x, index, weights)
+        data = self.packed_bytes() if torch.compiler.is_compiling() else None
+        if data is None:
+            outputs = gradients.recomputed(self._forward, self._parts, x, index, weights)
+        else:
+            outputs = self._portion(self._traced(data), x, index, weights)
         return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype)
 
     def _forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        data = self.packed_bytes() if torch.compiler.is_compiling() else None
-        if data is not None:
-            rows = [shape[1] for shape in self.shapes.values()]
-            traced = [partial(traced_grouped, data=data[i], rows=rows[i], mode=self.mode) for i in range(len(data))]
-            return self._portion(traced, x, index, weights)
-        backend = backend_for(x.device)
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for matrices, chosen in self.store.portions(self, index, x.device):
-            products = [partial(backend.grouped, matrix, mode=self.mode) for matrix in matrices]
-            total += self._portion(products, x, chosen, weights)
-        return total
-
-    def _portion(
-        self, products: Sequence[Product], x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Sum the outputs of the experts that `index` names, [T, H] float32; others count as zero."""
-        order = index.reshape(-1).argsort(stable=True)
-        owner = index.reshape(-1)[order]
-        offsets = torch.searchsorted(owner, torch.arange(self.num_experts + 1, device=owner.device))
-        rows, expert = x[order // index.shape[1]], owner.clamp(max=self.num_experts - 1)
-        *first, last = products
-        inner = self.between([product(rows, offsets) for product in first], expert)
-        outputs = self.behind(last(inner, offsets), expert)
-        share = weights.reshape(-1)[order].float() * (owner < self.num_experts)
-        placed = torch.empty_like(outputs).index_copy(0, order, outputs * share.unsqueeze(-1))
-        return placed.view(*index.shape, -1).sum(1)
+        return sum(self._parts(x, index, weights), torch.zeros_like(x, dtype=torch.float32))
 
 
 class PackedExpertProducts(PackedModule):
@@ -202,17 +231,22 @@ class PackedExpertProducts(PackedModule):
     def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
         """Multiply rows, sorted by expert: [N, C] and how many belong to each expert, to [N, R]."""
         offsets = torch.tensor([0, *expert_size]).cumsum(0)
-        return inference_only(partial(self._forward, offsets), inputs).to(inputs.dtype)
+        forward, parts = partial(self._forward, offsets), partial(self._parts, offsets)
+        return gradients.recomputed(forward, parts, inputs).to(inputs.dtype)
 
     def _forward(self, offsets: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        zeros = inputs.new_zeros((len(inputs), self.shapes["matrices"][1]), dtype=torch.float32)
+        return sum(self._parts(offsets, inputs), zeros)
+
+    def _parts(self, offsets: torch.Tensor, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The parts that the output is the sum of: each has the rows of some experts, and zeros."""
         chosen = (offsets.diff() > 0).nonzero()
-        outputs = inputs.new_zeros((len(inputs), self.shapes["matrices"][1]), dtype=torch.float32)
+        zeros = inputs.new_zeros((len(inputs), self.shapes["matrices"][1]), dtype=torch.float32)
         for (matrix,), portion in self.store.portions(self, chosen, inputs.device):
             held = torch.isin(torch.arange(len(offsets) - 1), portion)
-            rows = torch.repeat_interleave(held, offsets.diff())
+            rows = torch.repeat_interleave(held, offsets.diff()).nonzero().squeeze(-1)
             starts = torch.cat((offsets[:1], (offsets.diff() * held).cumsum(0)))
-            outputs[rows] = backend_for(inputs.device).grouped(matrix, inputs[rows], starts, self.mode)
-        return outputs
+            yield zeros.index_copy(0, rows, gradients.grouped(inputs[rows], starts, matrix=matrix, mode=self.mode))
 
 
 class SparseExperts(PackedExperts):
@@ -242,6 +276,10 @@ class SparseExperts(PackedExperts):
             self.computed += computed
         self.asked += int((index < self.num_experts).sum()) * self.shapes["up_proj"][1]
         return outputs
+
+    def _portion(self, *arguments: Any) -> torch.Tensor:
+        """Refuse the backward pass: which channels are computed depends on the activations."""
+        raise RuntimeError("no gradient passes through experts of which some channels are computed")
 
 
 class PackedSwitchExperts(_Experts):

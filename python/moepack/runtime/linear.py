@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moepack.runtime.backends import backend_for
+from moepack.runtime import gradients
 from moepack.runtime.ops import linear as traced_linear
-from moepack.runtime.packed import PackedModule, inference_only
+from moepack.runtime.packed import PackedModule
 
 __all__ = ["PackedLinear"]
 
@@ -36,6 +36,11 @@ class PackedLinear(PackedModule):
         self.in_features, self.out_features = columns, rows
         self.register_parameter("bias", bias)
 
+    @property
+    def qweight(self) -> torch.Tensor | None:
+        """The packed bytes, by the name under which peft looks for where a quantized layer is."""
+        return self._buffers.get("packed")
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply.
 
@@ -48,18 +53,14 @@ class PackedLinear(PackedModule):
         (rows,) = self.brought_home(x.reshape(-1, self.in_features))
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
         if data is None:
-            product = inference_only(self._forward, rows)
+            (matrix,) = self.store.fetch(self, None, rows.device)
+            product = gradients.linear(matrix, rows, self.mode)
         else:
             product = traced_linear(rows, data[0], self.out_features, self.mode)
         product = product.to(x.device)
         if self.bias is not None:
             product = product + self.bias
         return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
-
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        backend = backend_for(x.device)
-        (matrix,) = self.store.fetch(self, None, x.device)
-        return backend.linear(matrix, x, self.mode)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -5,7 +5,8 @@ not depend on Python objects. So each product is one operator of tensors, number
 argument, and the operator finds the matrix that is open over them (`store.matrix_over`). Outside of compiled code
 modules call their backend directly.
 
-A backward pass is compiled too, before anybody asks for it, and raises when it runs.
+A backward pass is compiled too, before anybody asks for it. Experts in one operator have none: where a gradient is
+asked for, modules compile single products instead.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ _library.define(
     "experts(Tensor x, Tensor index, Tensor weights, Tensor[] data, SymInt rows, str activation, str? mode) -> Tensor"
 )
 _library.define("embedding(Tensor index, Tensor data, SymInt columns, ScalarType dtype) -> Tensor")
-_library.define("no_gradient(Tensor gradient) -> Tensor")
+_library.define("transposed(Tensor y, Tensor? offsets, Tensor data, SymInt columns) -> Tensor")
 
 _activations: dict[str, Activation] = {"silu": functional.silu}
 
@@ -104,8 +105,8 @@ def _embedding(index: Tensor, data: Tensor, columns: int, dtype: torch.dtype) ->
     return views.rows(matrix_over(data), index, dtype)
 
 
-def _refuse(gradient: Tensor) -> Tensor:
-    raise RuntimeError("packed weights run inference only: there is no gradient through them")
+def _transposed(y: Tensor, offsets: Tensor | None, data: Tensor, columns: int) -> Tensor:
+    return backend_for(y.device).transposed(matrix_over(data), y, offsets)
 
 
 def _linear_fake(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
@@ -126,29 +127,38 @@ def _embedding_fake(index: Tensor, data: Tensor, columns: int, dtype: torch.dtyp
     return index.new_empty((*index.shape, columns), dtype=dtype)
 
 
+def _transposed_fake(y: Tensor, offsets: Tensor | None, data: Tensor, columns: int) -> Tensor:
+    return y.new_empty((y.shape[0], columns), dtype=torch.float32)
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.inputs = len(inputs)
-    ctx.like = inputs[0].dtype, inputs[0].shape
+    """Keep what the gradient of `linear` and `grouped` needs."""
+    x, *offsets, data, _, _ = inputs
+    ctx.offsets, ctx.data, ctx.like = (offsets[0] if offsets else None), data, (x.dtype, x.shape[1])
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """A gradient of the activations, of the right shape, that cannot be computed."""
-    dtype, shape = ctx.like
-    refused = torch.ops.moepack.no_gradient(gradient)
-    return refused.sum().to(dtype).expand(shape), *(None for _ in range(ctx.inputs - 1))
+    """The gradient of the activations, W^T g."""
+    dtype, columns = ctx.like
+    found = torch.ops.moepack.transposed(gradient, ctx.offsets, ctx.data, columns).to(dtype)
+    return (found, *([None] * (3 if ctx.offsets is None else 4)))
 
 
-def _install(name: str, function: Any, fake: Any, backward: Any) -> None:
+def _refuse(ctx: Any, gradient: Tensor) -> None:
+    raise RuntimeError("experts in one operator have no gradient: single products have")
+
+
+def _install(name: str, function: Any, fake: Any, backward: Any = None, remember: Any = None) -> None:
     """Give an operator its implementation on the CPU and on GPUs, its shapes, and its gradient."""
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
     _torch.register_fake(f"moepack::{name}", fake, lib=_library)
     if backward is not None:
-        _torch.register_autograd(f"moepack::{name}", backward, setup_context=_remember, lib=_library)
+        _torch.register_autograd(f"moepack::{name}", backward, setup_context=remember, lib=_library)
 
 
-_install("linear", _linear, _linear_fake, _backward)
-_install("grouped", _grouped, _grouped_fake, _backward)
-_install("experts", _experts, _experts_fake, _backward)
-_install("embedding", _embedding, _embedding_fake, None)
-_install("no_gradient", _refuse, torch.empty_like, None)
+_install("linear", _linear, _linear_fake, _backward, _remember)
+_install("grouped", _grouped, _grouped_fake, _backward, _remember)
+_install("experts", _experts, _experts_fake, _refuse)
+_install("embedding", _embedding, _embedding_fake)
+_install("transposed", _transposed, _transposed_fake)

@@ -3,10 +3,10 @@
 Invariants:
 - A module asks its store for matrices at each call, and the backend of the activations' device for the products; where
   bytes lie and how a device multiplies are none of its business.
-- Inference only: a backward pass through packed weights raises.
+- Gradients pass through packed weights (`moepack.runtime.gradients`), which have none themselves.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,29 +17,7 @@ from moepack.runtime.backends import Matrix
 from moepack.runtime.compute import ComputingModule
 from moepack.runtime.store import ExpertStore, MappedStore, Shape
 
-__all__ = ["PackedModule", "Shape", "inference_only"]
-
-
-class _InferenceOnly(torch.autograd.Function):
-    """Runs the forward pass outside autograd; a backward pass raises, instead of losing the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Call `function` on the inputs."""
-        return function(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Refuse."""
-        raise RuntimeError("packed weights run inference only: there is no gradient through them")
-
-
-def inference_only(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Call `function` on the inputs; where a gradient is asked for, the result has one that raises when it is used."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        output: torch.Tensor = _InferenceOnly.apply(function, *inputs)
-        return output
-    return function(*inputs)
+__all__ = ["PackedModule", "Shape"]
 
 
 class PackedModule(ComputingModule):

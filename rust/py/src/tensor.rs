@@ -307,6 +307,33 @@ impl PackedTensor {
         )
     }
 
+    /// x' = W^T y with each expert's own tokens: float32 [tokens, columns]. Weights are decoded 64 rows at a time, and sums
+    /// run in f32 over the rows in ascending order.
+    ///
+    /// Args:
+    ///     y: float32, or bfloat16 as its bits in uint16; [tokens, rows], C-contiguous, its tokens sorted by expert.
+    ///     offsets: as in `matmul_grouped`.
+    ///     isa: the instruction set, by default the active one.
+    ///
+    /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set; CorruptionError where codes
+    /// contradict the format.
+    #[pyo3(signature = (y, offsets, isa=None))]
+    fn matmul_transposed<'py>(
+        &self,
+        py: Python<'py>,
+        y: Activations<'py>,
+        offsets: PyReadonlyArray1<'py, i64>,
+        isa: Option<&str>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let (isa, offsets) = (chosen_isa(isa)?, counts(&offsets, "offsets")?);
+        let [_, rows, columns] = self.dimensions();
+        products(py, &y, columns, rows, |y, x| {
+            self.reading(py, |tensor, data, pool| {
+                gemm::matmul_transposed((tensor, data), y, &offsets, x, isa, pool)
+            })
+        })
+    }
+
     fn __repr__(&self) -> String {
         let [experts, rows, columns] = self.dimensions();
         format!(

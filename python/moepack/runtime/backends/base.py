@@ -85,6 +85,23 @@ class Backend(ABC):
             f"run on '{x.device}'"
         )
 
+    def transposed(self, matrix: Matrix, y: Tensor, offsets: Tensor | None) -> Tensor:
+        """Multiply by the transposed weights, which gives the gradient of a product's activations; CPU only.
+
+        Args:
+            matrix: the weights, whose values are those of `dequantize` whatever a compute mode rounds them to.
+            y: [N, R], float32, bfloat16 or float16, sorted by expert.
+            offsets: as in `grouped`; None for one expert.
+
+        Returns:
+            [N, C] float32; zero for rows behind the last expert's.
+
+        Raises:
+            DeviceError: the device has no such product.
+            LoadError: the format has none.
+        """
+        raise DeviceError(f"gradients pass through packed weights on the CPU only, a tensor is on '{y.device}'")
+
     @abstractmethod
     def experts(
         self,

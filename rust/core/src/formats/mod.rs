@@ -7,4 +7,5 @@ pub mod coded_groupwise;
 pub mod compensated;
 pub mod groupwise;
 mod header;
+pub(crate) mod rows;
 pub mod ternary;

@@ -48,16 +48,22 @@ pub fn matmul_grouped<'a>(
     pool: &ThreadPool,
 ) -> Result<()> {
     let experts = weights.shape().experts;
-    if offsets.len() != experts + 1 || offsets[0] != 0 || !offsets.is_sorted() {
-        let count = offsets.len();
-        return invalid(format!(
-            "{count} offsets for {experts} experts: they must ascend from 0"
-        ));
-    }
+    check_offsets(offsets, experts)?;
     let x = x.into();
     check_sizes(weights, x, offsets[experts], y)?;
     multiply(weights, Job::of_offsets(offsets), x, y, pool);
     Ok(())
+}
+
+/// Refuses offsets that are not one more than the experts and ascend from 0.
+pub(super) fn check_offsets(offsets: &[usize], experts: usize) -> Result<()> {
+    if offsets.len() == experts + 1 && offsets[0] == 0 && offsets.is_sorted() {
+        return Ok(());
+    }
+    let count = offsets.len();
+    invalid(format!(
+        "{count} offsets for {experts} experts: they must ascend from 0"
+    ))
 }
 
 fn check_sizes(weights: &dyn Projection, x: Activations, tokens: usize, y: &[f32]) -> Result<()> {

@@ -1,7 +1,8 @@
 //! Matrix products by packed weights: y = W x without unpacking W.
 //!
 //! A format takes part by a [`layer::Projection`], which its room here makes of a view, a [`Mode`] and an instruction
-//! set; [`matmul`] and [`matmul_grouped`] multiply by any of them.
+//! set; [`matmul`] and [`matmul_grouped`] multiply by any of them, and [`matmul_transposed`] by the transposed weights of
+//! any tensor.
 
 pub mod codebook;
 pub mod coded;
@@ -16,8 +17,10 @@ pub mod sparse;
 pub mod ternary;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;
+mod transposed;
 
 pub use self::matmul::{matmul, matmul_grouped};
+pub use self::transposed::matmul_transposed;
 
 use crate::types::Mode;
 use crate::{Error, Result};

@@ -2,7 +2,7 @@
 
 use rayon::ThreadPool;
 
-use super::values::{fill_floats, fill_rows};
+use super::values::{fill_floats, fill_rows, look_up_rows};
 use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Section, Tensor, no_parameters};
 use crate::formats::channels::{HEADER_BYTES, Layout, MAGIC, VERSION, View, Width};
 use crate::gemm::layer::Projection;
@@ -91,6 +91,14 @@ impl Tensor for Layout {
         let view = View::parse(data)?;
         fill_floats(self.shape(), out, pool, |row, values| {
             view.decode_values(row, values)
+        })
+    }
+
+    fn look_up(&self, data: &[u8], rows: &[usize], out: Floats, pool: &ThreadPool) -> Result<()> {
+        let view = View::parse(data)?;
+        look_up_rows(self.shape(), rows, out, pool, |row, values| {
+            view.decode_values(row, values);
+            Ok(())
         })
     }
 

@@ -2,9 +2,10 @@
 
 use rayon::ThreadPool;
 
+use super::values::look_up_floats;
 use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Tensor, groupwise, no_parameters};
 use crate::formats::coded_groupwise::{Coded, MAGIC, VERSION};
-use crate::formats::groupwise::View;
+use crate::formats::groupwise::{BLOCK_ROWS, Blocks, View};
 use crate::gemm::groupwise::{Groupwise, MODES};
 use crate::gemm::layer::Projection;
 use crate::types::{Mode, Shape};
@@ -73,6 +74,20 @@ impl Tensor for Coded {
     fn dequantize(&self, data: &[u8], out: Floats, pool: &ThreadPool) -> Result<()> {
         self.layout()
             .dequantize(&self.view(data)?.expand(pool)?, out, pool)
+    }
+
+    fn look_up(&self, data: &[u8], rows: &[usize], out: Floats, pool: &ThreadPool) -> Result<()> {
+        let (view, layout) = (self.view(data)?, self.layout());
+        let (count, blocks) = (layout.shape().rows, layout.blocks());
+        let block_of = |row: usize| row / count * blocks + row % count / BLOCK_ROWS;
+        look_up_floats(layout.shape(), rows, out, pool, block_of, |named| {
+            let mut buffer = Vec::new();
+            let block = view.fetch(block_of(named[0].0), &mut buffer);
+            for (row, values) in named {
+                layout.block_values(block, *row % count % BLOCK_ROWS, values);
+            }
+            Ok(())
+        })
     }
 
     fn parameters(&self, data: &[u8], name: &str, pool: &ThreadPool) -> Result<Array> {

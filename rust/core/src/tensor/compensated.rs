@@ -2,7 +2,7 @@
 
 use rayon::ThreadPool;
 
-use super::values::fill_floats;
+use super::values::{fill_floats, look_up_rows};
 use super::{
     Array, Compute, Details, Floats, Format, MAGIC_BYTES, Numbers, Section, Tensor, groupwise, no_parameters,
 };
@@ -92,6 +92,14 @@ impl Tensor for Layout {
         let (view, rows) = (View::parse(data)?, self.shape().rows);
         fill_floats(self.shape(), out, pool, |row, values| {
             view.decode_values(row / rows, row % rows, values)
+        })
+    }
+
+    fn look_up(&self, data: &[u8], rows: &[usize], out: Floats, pool: &ThreadPool) -> Result<()> {
+        let (view, count) = (View::parse(data)?, self.shape().rows);
+        look_up_rows(self.shape(), rows, out, pool, |row, values| {
+            view.decode_values(row / count, row % count, values);
+            Ok(())
         })
     }
 

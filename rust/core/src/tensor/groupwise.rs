@@ -3,7 +3,7 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::values::{fill_floats, fill_rows};
+use super::values::{fill_floats, fill_rows, look_up_rows};
 use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Section, Tensor, no_parameters};
 use crate::Result;
 use crate::formats::groupwise::{HEADER_BYTES, Layout, MAGIC, ParameterType, Spec, VERSION, View};
@@ -78,6 +78,14 @@ impl Tensor for Layout {
         let view = View::parse(data)?;
         fill_floats(self.shape(), out, pool, |row, values| {
             view.decode_values(row, values)
+        })
+    }
+
+    fn look_up(&self, data: &[u8], rows: &[usize], out: Floats, pool: &ThreadPool) -> Result<()> {
+        let view = View::parse(data)?;
+        look_up_rows(self.shape(), rows, out, pool, |row, values| {
+            view.decode_values(row, values);
+            Ok(())
         })
     }
 

@@ -2,9 +2,12 @@
 
 use rayon::ThreadPool;
 
+use super::values::look_up_rows;
 use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Section, Tensor, no_parameters};
 use crate::formats::ternary::layout::{MAGIC, VERSION};
-use crate::formats::ternary::{Metadata, TernaryView, decode_bytes, decode_values_bf16, decode_values_f32};
+use crate::formats::ternary::{
+    Metadata, TernaryView, decode_bytes, decode_row_values, decode_values_bf16, decode_values_f32,
+};
 use crate::gemm::layer::Projection;
 use crate::gemm::ternary as gemm;
 use crate::types::{Mode, Shape};
@@ -87,6 +90,13 @@ impl Tensor for Metadata {
             Floats::F32(out) => decode_values_f32(&view, out, pool),
             Floats::Bf16(out) => decode_values_bf16(&view, out, pool),
         }
+    }
+
+    fn look_up(&self, data: &[u8], rows: &[usize], out: Floats, pool: &ThreadPool) -> Result<()> {
+        let (view, count) = (TernaryView::again(data, self)?, self.shape().rows);
+        look_up_rows(self.shape(), rows, out, pool, |row, values| {
+            decode_row_values(&view, row / count, row % count, values)
+        })
     }
 
     fn parameters(&self, data: &[u8], name: &str, _: &ThreadPool) -> Result<Array> {

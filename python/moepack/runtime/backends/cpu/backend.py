@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moepack._core import PackedTensor, gated_experts, sparse_experts
+from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
 from moepack.runtime.backends.cpu.views import activations
@@ -58,6 +59,14 @@ class CpuBackend(Backend):
         count = int(offsets[-1])
         found = _product(matrix, x[:count], offsets.numpy(), mode)
         return functional.pad(found, (0, 0, 0, len(x) - count))
+
+    def transposed(self, matrix: Matrix, y: Tensor, offsets: Tensor | None) -> Tensor:
+        """See `Backend.transposed`."""
+        if not isinstance(matrix, PackedTensor):
+            raise LoadError(f"no gradient passes through weights of the format {matrix.format}")
+        runs = np.array([0, len(y)], np.int64) if offsets is None else offsets.numpy()
+        found = torch.from_numpy(matrix.matmul_transposed(activations(y[: runs[-1]]), runs))
+        return functional.pad(found, (0, 0, 0, len(y) - len(found)))
 
     def experts(
         self,

@@ -4,10 +4,10 @@
 //! most 131,072 weights, and the bytes of no other stream are touched.
 
 use rayon::ThreadPool;
-use rayon::prelude::*;
 
-use super::{CodedView, invalid};
+use super::CodedView;
 use crate::Result;
+use crate::formats::rows;
 use crate::simd::Isa;
 
 impl CodedView<'_> {
@@ -26,39 +26,23 @@ impl CodedView<'_> {
         put: impl Fn(usize, &[i32], &mut [T]) + Sync,
     ) -> Result<()> {
         let (layout, shape) = (self.layout(), self.layout().shape());
-        if let Some(row) = rows.iter().find(|&&row| row >= shape.experts * shape.rows) {
-            return invalid(format!("there is no row {row} in {shape:?}"));
-        }
-        if rows.len().checked_mul(shape.columns) != Some(out.len()) {
-            return invalid(format!(
-                "{} places for {} rows of {shape:?}",
-                out.len(),
-                rows.len()
-            ));
-        }
-        let mut places: Vec<(usize, &mut [T])> = rows
-            .iter()
-            .copied()
-            .zip(out.chunks_exact_mut(shape.columns.max(1)))
-            .collect();
-        places.sort_unstable_by_key(|(row, _)| *row);
-        let stream_of = |row: usize| (row / shape.rows, row % shape.rows / layout.stream_rows());
-        let groups: Vec<_> = places
-            .chunk_by_mut(|one, next| stream_of(one.0) == stream_of(next.0))
-            .collect();
-        let decode = |group: &mut [(usize, &mut [T])]| {
-            let (expert, stream) = stream_of(group[0].0);
+        let streams = shape.rows.div_ceil(layout.stream_rows());
+        let stream_of = |row: usize| row / shape.rows * streams + row % shape.rows / layout.stream_rows();
+        rows::look_up(shape, rows, out, pool, stream_of, |named| {
+            let (expert, stream) = (
+                named[0].0 / shape.rows,
+                named[0].0 % shape.rows / layout.stream_rows(),
+            );
             let first = expert * shape.rows + stream * layout.stream_rows();
-            let count = group[group.len() - 1].0 - first + 1;
-            let (mut row, mut group) = (first, group.iter_mut().peekable());
+            let count = named[named.len() - 1].0 - first + 1;
+            let (mut row, mut named) = (first, named.iter_mut().peekable());
             self.decode_stream(isa, expert, stream, count, |codes| {
-                while let Some((_, out)) = group.next_if(|(named, _)| *named == row) {
+                while let Some((_, out)) = named.next_if(|(number, _)| *number == row) {
                     put(row, codes, out);
                 }
                 row += 1;
                 Ok(())
             })
-        };
-        pool.install(|| groups.into_par_iter().try_for_each(decode))
+        })
     }
 }

@@ -46,7 +46,7 @@ impl View<'_> {
     fn check_row(&self, block: &[u8], lane: usize, place: impl Fn() -> String) -> Result<()> {
         let layout = self.layout();
         for group in 0..layout.groups() {
-            let (scale, offset) = self.block_parameters(block, lane, group);
+            let (scale, offset) = self.layout().block_parameters(block, lane, group);
             if !scale.is_finite() || !(layout.spec().symmetric || offset.is_finite()) {
                 let place = place();
                 return corrupt(format!(
@@ -56,7 +56,7 @@ impl View<'_> {
         }
         let columns = layout.shape().columns;
         let padded = !columns.is_multiple_of(UNIT)
-            && self.unit(block, lane, columns / UNIT)[columns % UNIT..]
+            && self.layout().unit(block, lane, columns / UNIT)[columns % UNIT..]
                 .iter()
                 .any(|&code| code != 0);
         match padded {

@@ -92,14 +92,30 @@ impl<'a> View<'a> {
     /// Scale and stored offset (of a symmetric tensor, the one that follows) of a group of a row of all experts' rows.
     pub fn parameters(&self, row: usize, group: usize) -> (f32, f32) {
         let (block, lane) = self.locate(row);
-        self.block_parameters(block, lane, group)
+        self.layout.block_parameters(block, lane, group)
     }
 
+    /// The codes of a row of all experts' rows, `[C]`.
+    pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
+        let (block, lane) = self.locate(row);
+        for (unit, codes) in codes.chunks_mut(UNIT).enumerate() {
+            codes.copy_from_slice(&self.layout.unit(block, lane, unit)[..codes.len()]);
+        }
+    }
+
+    /// The values of a row of all experts' rows, `[C]` ([`Layout::block_values`]).
+    pub fn decode_values(&self, row: usize, values: &mut [f32]) {
+        let (block, lane) = self.locate(row);
+        self.layout.block_values(block, lane, values);
+    }
+}
+
+impl Layout {
     /// Scale and offset of a group of lane `lane` of a block.
     pub(super) fn block_parameters(&self, block: &[u8], lane: usize, group: usize) -> (f32, f32) {
-        let spec = self.layout.spec();
+        let spec = self.spec();
         let value = |kind: usize| {
-            let at = self.layout.parameters_at(group) + 2 * (kind * BLOCK_ROWS + lane);
+            let at = self.parameters_at(group) + 2 * (kind * BLOCK_ROWS + lane);
             spec.parameters
                 .value(u16::from_le_bytes([block[at], block[at + 1]]))
         };
@@ -114,43 +130,37 @@ impl<'a> View<'a> {
 
     /// The codes of unit `unit` (32 columns) of lane `lane` of a block.
     pub(super) fn unit(&self, block: &[u8], lane: usize, unit: usize) -> [u8; UNIT] {
-        let bits = self.layout.bits();
-        let registers = &block[self.layout.unit_at(unit)..][..bits * REGISTER_BYTES];
+        let registers = &block[self.unit_at(unit)..][..self.bits() * REGISTER_BYTES];
         let mut words = [0; 8];
         for (word, register) in words.iter_mut().zip(registers.as_chunks::<REGISTER_BYTES>().0) {
             *word = u32::from_le_bytes(register.as_chunks::<4>().0[lane]);
         }
         let mut codes = [0; UNIT];
-        bits::unpack(self.layout.spec().bits, &words, &mut codes);
+        bits::unpack(self.spec().bits, &words, &mut codes);
         codes
     }
 
-    /// The codes of a row of all experts' rows, `[C]`.
-    pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
-        let (block, lane) = self.locate(row);
-        for (unit, codes) in codes.chunks_mut(UNIT).enumerate() {
-            codes.copy_from_slice(&self.unit(block, lane, unit)[..codes.len()]);
-        }
-    }
-
-    /// The values of a row of all experts' rows, `[C]`: `scale * code + offset`, or `scale * (code - 2^(bits - 1))`,
-    /// each operation rounded to f32.
-    pub fn decode_values(&self, row: usize, values: &mut [f32]) {
-        let (block, lane) = self.locate(row);
-        let spec = self.layout.spec();
+    /// The values of lane `lane` of a block, `[C]`: `scale * code + offset`, or `scale * (code - 2^(bits - 1))`, each
+    /// operation rounded to f32.
+    pub fn block_values(&self, block: &[u8], lane: usize, values: &mut [f32]) {
+        let spec = self.spec();
         let middle = (1u32 << (spec.bits - 1)) as f32;
-        let group_size = self.layout.group_size();
+        // A group has a multiple of 16 columns, or all; 16 columns of a unit share their parameters.
         for (unit, values) in values.chunks_mut(UNIT).enumerate() {
             let codes = self.unit(block, lane, unit);
-            for (i, value) in values.iter_mut().enumerate() {
-                let group = (unit * UNIT + i) / group_size;
+            for (half, (values, codes)) in values
+                .chunks_mut(UNIT / 2)
+                .zip(codes.chunks(UNIT / 2))
+                .enumerate()
+            {
+                let group = (unit * UNIT + half * UNIT / 2) / self.group_size();
                 let (scale, offset) = self.block_parameters(block, lane, group);
-                let code = f32::from(codes[i]);
-                *value = if spec.symmetric {
-                    scale * (code - middle)
-                } else {
-                    scale * code + offset
-                };
+                for (value, &code) in values.iter_mut().zip(codes) {
+                    *value = match spec.symmetric {
+                        true => scale * (f32::from(code) - middle),
+                        false => scale * f32::from(code) + offset,
+                    };
+                }
             }
         }
     }

@@ -18,6 +18,16 @@ pub fn decode_row(view: &TernaryView, expert: usize, row: usize, out: &mut [i8])
     decode_row_as(view, view.row(expert, row), out, CODES).map_err(|fault| fault.of_row(expert, row))
 }
 
+/// Decodes a row into the values of its weights.
+///
+/// # Errors
+/// The errors of [`decode_row`].
+pub fn decode_row_values(view: &TernaryView, expert: usize, row: usize, out: &mut [f32]) -> Result<()> {
+    let (negative, positive) = view.levels(expert * view.rows() + row);
+    decode_row_as(view, view.row(expert, row), out, [0.0, negative, positive])
+        .map_err(|fault| fault.of_row(expert, row))
+}
+
 /// Decodes everything into `out` (E x R x C).
 ///
 /// # Errors

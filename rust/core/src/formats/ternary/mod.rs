@@ -18,7 +18,9 @@ mod scan;
 mod verify;
 mod view;
 
-pub use decode::{decode_bytes, decode_codes, decode_row, decode_values_bf16, decode_values_f32};
+pub use decode::{
+    decode_bytes, decode_codes, decode_row, decode_row_values, decode_values_bf16, decode_values_f32,
+};
 pub use encode::encode;
 pub use levels::LevelType;
 pub use view::{Metadata, PlacedRow, Row, TernaryView};
