@@ -288,11 +288,7 @@ fn forward(layer: &[Vec<u8>; 3], x: &[f32], routing: Routing) -> Vec<f32> {
     let tensors = layer.each_ref().map(|data| tensor::open(data).unwrap());
     let projection = |i: usize| tensors[i].projection(&layer[i], compute()).unwrap();
     let [gate, up, down] = [0, 1, 2].map(projection);
-    let layer = Layer {
-        gate: &*gate,
-        up: &*up,
-        down: &*down,
-    };
+    let layer = Layer::new(&*gate, &*up, &*down);
     let mut y = vec![0.0; x.len()];
     layer
         .forward(x, routing, &mut y, Isa::Scalar, &pool::current().unwrap())

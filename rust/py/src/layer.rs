@@ -66,11 +66,7 @@ pub fn gated_experts<'py>(
     products(py, &x, columns, columns, |x, y| {
         let forward = || {
             let (gate, up, down) = (projection(0)?, projection(1)?, projection(2)?);
-            let layer = Layer {
-                gate: &*gate,
-                up: &*up,
-                down: &*down,
-            };
+            let layer = Layer::new(&*gate, &*up, &*down);
             layer.forward(x, routing, y, isa, &*pool::current()?)
         };
         detached(py, forward)

@@ -178,13 +178,9 @@ fn a_layer_is_its_products() {
             weights: &shares,
             top_k: 2,
         };
-        layer::Layer {
-            gate: &gate,
-            up: &up,
-            down: &down,
-        }
-        .forward(&x[..], routing, &mut y, isa, &pool)
-        .unwrap();
+        layer::Layer::new(&gate, &up, &down)
+            .forward(&x[..], routing, &mut y, isa, &pool)
+            .unwrap();
         let product = |view: &View, expert: usize, x: &[f32]| {
             let mut y = vec![0.0; view.layout().shape().rows];
             matmul(&weights(view, mode, isa), expert, x, 1, &mut y, &pool).unwrap();

@@ -1,6 +1,52 @@
-//! The gate of an expert: silu(gate) * up, with an exponential that compilers turn into vector code.
+//! The gate of an expert: what becomes of the products of gate and up, with an exponential that compilers turn into
+//! vector code.
 
-use crate::simd::Isa;
+use crate::simd::{Isa, vectorized};
+
+/// What an expert's down projection takes, of the products `gate` and `up`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Gate {
+    /// silu(gate) * up, where silu(x) = x / (1 + exp(-x)).
+    Silu,
+    /// g / (1 + exp(-alpha * g)) * (u + 1), where g is at most `limit` and u between -limit and limit (gpt-oss).
+    Clamped {
+        /// How steep the gate is.
+        alpha: f32,
+        /// Where products are cut off.
+        limit: f32,
+    },
+}
+
+impl Gate {
+    /// `gate` becomes what the down projection takes: the same bits on every set. The processor runs `isa`.
+    pub fn apply(self, isa: Isa, gate: &mut [f32], up: &[f32]) {
+        match self {
+            Gate::Silu => gated(isa, gate, up),
+            Gate::Clamped { alpha, limit } => clamped(isa, gate, up, alpha, limit),
+        }
+    }
+}
+
+vectorized! {
+    fn clamped(gate: &mut [f32], up: &[f32], alpha: f32, limit: f32) = clamped_loop;
+}
+
+#[inline(always)]
+fn clamped_loop(gate: &mut [f32], up: &[f32], alpha: f32, limit: f32) {
+    for (gate, &up) in gate.iter_mut().zip(up) {
+        // Comparisons, not `clamp`: they let NaN through.
+        let g = if *gate > limit { limit } else { *gate };
+        let u = if up > limit { limit } else { up };
+        let u = if u < -limit { -limit } else { u };
+        *gate = g * sigmoid(alpha * g) * (u + 1.0);
+    }
+}
+
+/// 1 / (1 + exp(-x)), the same bits on every instruction set.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
 
 /// `gate` becomes `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`: the same bits on every set. The processor runs
 /// `isa`.
@@ -81,5 +127,22 @@ mod tests {
         assert_eq!(gate[..2], [0.0, 400.0]);
         assert!(gate[2].abs() < 1e-30 && gate[3].is_nan());
         assert!((gate[4] - 2.0 * 0.731_058_6).abs() < 1e-6);
+    }
+
+    #[test]
+    fn clamped_gates_are_their_formula() {
+        let (alpha, limit) = (1.702, 7.0);
+        let gates: Vec<f32> = (-40..40).map(|i| i as f32 * 0.37).collect();
+        let ups: Vec<f32> = gates.iter().rev().map(|x| 0.9 * x).collect();
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            let mut found = gates.clone();
+            Gate::Clamped { alpha, limit }.apply(isa, &mut found, &ups);
+            for ((&gate, &up), found) in gates.iter().zip(&ups).zip(found) {
+                let g = f64::from(gate).min(7.0);
+                let u = f64::from(up).clamp(-7.0, 7.0);
+                let expected = g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0);
+                assert!((f64::from(found) - expected).abs() <= 1e-6 * expected.abs().max(1e-3));
+            }
+        }
     }
 }

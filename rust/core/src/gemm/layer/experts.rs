@@ -1,10 +1,11 @@
-//! A layer of gated experts: y = sum over a token's experts of weight * down(silu(gate x) * up x).
+//! A layer of gated experts: y = sum over a token's experts of weight * down(silu(gate x) * up x), or with another
+//! [`Gate`], and biases behind the products.
 
 use std::sync::Arc;
 
 use rayon::ThreadPool;
 
-use super::activation::gated;
+use super::activation::Gate;
 use super::bands::Bands;
 use super::cut::{self, Cut};
 use super::output::Output;
@@ -25,6 +26,55 @@ pub struct Layer<'a> {
     pub up: &'a dyn Projection,
     /// Down projections.
     pub down: &'a dyn Projection,
+    /// What down takes of gate and up.
+    pub act: Gate,
+    /// What is added to the products.
+    pub biases: Option<Biases<'a>>,
+}
+
+/// Biases of all experts of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct Biases<'a> {
+    /// Of gate and up in turns, E x 2 I.
+    pub gate_up: Activations<'a>,
+    /// Of down, E x H.
+    pub down: Activations<'a>,
+}
+
+impl Biases<'_> {
+    /// Adds those of `count` rows, from row `first` of all experts' on, to products of gate and up, places x rows each.
+    fn add_to_inputs(&self, first: usize, count: usize, gate: &mut [f32], up: &mut [f32]) {
+        let mut pairs = vec![0.0; 2 * count];
+        self.gate_up.widen(2 * first, &mut pairs);
+        for (gate, up) in gate.chunks_exact_mut(count).zip(up.chunks_exact_mut(count)) {
+            for (row, pair) in pairs.chunks_exact(2).enumerate() {
+                gate[row] += pair[0];
+                up[row] += pair[1];
+            }
+        }
+    }
+
+    /// Adds those of `count` rows, from row `first` of all experts' on, to products of down, places x rows.
+    fn add_to_outputs(&self, first: usize, count: usize, outputs: &mut [f32]) {
+        let mut bias = vec![0.0; count];
+        self.down.widen(first, &mut bias);
+        for outputs in outputs.chunks_exact_mut(count) {
+            outputs.iter_mut().zip(&bias).for_each(|(out, bias)| *out += bias);
+        }
+    }
+}
+
+impl<'a> Layer<'a> {
+    /// A layer gated by SiLU, without biases.
+    pub fn new(gate: &'a dyn Projection, up: &'a dyn Projection, down: &'a dyn Projection) -> Layer<'a> {
+        Layer {
+            gate,
+            up,
+            down,
+            act: Gate::Silu,
+            biases: None,
+        }
+    }
 }
 
 impl Layer<'_> {
@@ -80,12 +130,16 @@ impl Layer<'_> {
         let [gate, up, down] = [self.gate, self.up, self.down].map(|projection| projection.shape());
         let sizes = |experts, rows, columns| (experts, rows, columns);
         let hidden = sizes(gate.experts, gate.rows, gate.columns);
+        let biased = self.biases.is_none_or(|biases| {
+            biases.gate_up.len() == 2 * up.experts * up.rows && biases.down.len() == down.experts * down.rows
+        });
         let fits = hidden == sizes(up.experts, up.rows, up.columns)
-            && hidden == sizes(down.experts, down.columns, down.rows);
+            && hidden == sizes(down.experts, down.columns, down.rows)
+            && biased;
         match fits {
             true => Ok(()),
             false => invalid(format!(
-                "gate, up and down do not fit: {gate:?}, {up:?}, {down:?}"
+                "gate, up and down or their biases do not fit: {gate:?}, {up:?}, {down:?}"
             )),
         }
     }
@@ -110,6 +164,8 @@ pub(crate) struct Pass<'a> {
     outputs: Output<'a>,
     /// For each token, its experts' places and weights.
     terms: Vec<Vec<(usize, f32)>>,
+    act: Gate,
+    biases: Option<Biases<'a>>,
     isa: Isa,
 }
 
@@ -143,7 +199,8 @@ impl<'a> Pass<'a> {
                 prefetch::memory(&[layer.down], &own, &cuts[1], unit)
             }),
         ];
-        let bands = Bands::new(layer.down, &own, threads);
+        // Bands sum products without a bias.
+        let bands = Bands::new(layer.down, &own, threads).filter(|_| layer.biases.is_none());
         let outputs = match bands {
             Some(_) => Output::owned(0, 0, 0),
             None => Output::owned(job.list.len(), shape.columns, cuts[1].units(&own)),
@@ -160,6 +217,8 @@ impl<'a> Pass<'a> {
             own,
             cuts,
             prefetches,
+            act: layer.act,
+            biases: layer.biases,
             isa,
         }
     }
@@ -200,7 +259,11 @@ impl<'a> Pass<'a> {
             factors.resize(values.len(), 0.0);
             gate.multiply(task, rows.clone(), &mut values);
             up.multiply(task, rows.clone(), &mut factors);
-            gated(self.isa, &mut values, &factors);
+            if let Some(biases) = self.biases {
+                let first = self.job.tasks[task].expert * self.hidden.rows() + rows.start;
+                biases.add_to_inputs(first, rows.len(), &mut values, &mut factors);
+            }
+            self.act.apply(self.isa, &mut values, &factors);
             // SAFETY: a place is of one task, and the units of a task have rows of their own.
             unsafe { self.hidden.fill(unit, places, rows, &values) }
         });
@@ -214,6 +277,10 @@ impl<'a> Pass<'a> {
             let places = self.own.tasks[task].places.clone();
             values.resize(places.len() * rows.len(), 0.0);
             down.multiply(task, rows.clone(), &mut values);
+            if let Some(biases) = self.biases {
+                let first = self.own.tasks[task].expert * self.outputs.rows() + rows.start;
+                biases.add_to_outputs(first, rows.len(), &mut values);
+            }
             // SAFETY: as in `gates`.
             unsafe { self.outputs.fill(unit, places, rows, &values) }
         });

@@ -28,11 +28,11 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::activation::exp;
-pub use self::activation::gated;
+pub use self::activation::{Gate, gated};
+pub(crate) use self::activation::{exp, sigmoid};
 pub use self::cache::{Cache, Shared};
 pub use self::compose::{by_tokens, followed};
-pub use self::experts::Layer;
+pub use self::experts::{Biases, Layer};
 pub use self::kernel::{Kernel, Work, direct};
 pub use self::matrices::multiply;
 pub use self::projection::{Products, Projection, Worker};

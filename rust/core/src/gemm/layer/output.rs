@@ -55,6 +55,11 @@ impl<'a> Output<'a> {
         }
     }
 
+    /// Rows of a place.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
     fn cells(&self) -> &[Cell<f32>] {
         match &self.cells {
             Cells::Borrowed(cells) => cells,

@@ -15,7 +15,7 @@ use crate::gemm::groupwise::tests::emulated;
 use crate::gemm::matmul;
 use crate::pool;
 use crate::simd::Isa;
-use crate::types::Mode;
+use crate::types::{Activations, Mode};
 
 fn sets() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
@@ -40,11 +40,7 @@ fn forward(
 ) -> Result<Vec<f32>> {
     let [gate, up, down] = views.map(|view| Groupwise::new(view, mode, isa).unwrap());
     let mut y = vec![f32::NAN; x.len()];
-    let layer = Layer {
-        gate: &gate,
-        up: &up,
-        down: &down,
-    };
+    let layer = Layer::new(&gate, &up, &down);
     layer.forward(x, routing, &mut y, isa, pool)?;
     Ok(y)
 }
@@ -125,11 +121,7 @@ fn a_layer_is_its_projections() {
                 #[cfg(target_arch = "x86_64")]
                 if isa == Isa::Avx512 {
                     let [gate, up, down] = views.map(|view| emulated(&view, mode));
-                    let layer = Layer {
-                        gate: &gate,
-                        up: &up,
-                        down: &down,
-                    };
+                    let layer = Layer::new(&gate, &up, &down);
                     let mut y = vec![f32::NAN; x.len()];
                     layer.forward(&x[..], routing, &mut y, isa, &pool).unwrap();
                     assert_eq!(y, expected);
@@ -170,11 +162,7 @@ fn a_layer_in_bf16_is_near_its_projections() {
         #[cfg(target_arch = "x86_64")]
         if Isa::Avx512.available() {
             let [gate, up, down] = views.map(|view| emulated(&view, Mode::Bf16));
-            let layer = Layer {
-                gate: &gate,
-                up: &up,
-                down: &down,
-            };
+            let layer = Layer::new(&gate, &up, &down);
             let mut y = vec![f32::NAN; x.len()];
             layer
                 .forward(&x[..], routing, &mut y, Isa::Avx512, &pool)
@@ -182,6 +170,76 @@ fn a_layer_in_bf16_is_near_its_projections() {
             hold(&y, "emulated");
         }
     }
+}
+
+/// With biases and a clamped gate: the layer is that of its products, one token of one expert at a time.
+#[test]
+fn biases_are_added_to_products() {
+    let (blobs, pool) = (blobs(), pool::current().unwrap());
+    let views = [0, 2, 3].map(|i| View::parse(&blobs[i]).unwrap());
+    let shape = views[0].layout().shape();
+    let numbers =
+        |count: usize| -> Vec<f32> { (0..count).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect() };
+    let gate_up = numbers(2 * shape.experts * shape.rows);
+    let down_bias = numbers(shape.experts * shape.columns);
+    let act = Gate::Clamped {
+        alpha: 1.7,
+        limit: 0.8,
+    };
+    let (x, isa) = (activations(7 * shape.columns), crate::simd::active().unwrap());
+    let (experts, weights) = choice(7);
+    let routing = Routing {
+        experts: &experts,
+        weights: &weights,
+        top_k: 3,
+    };
+    let [gate, up, down] = views.map(|view| Groupwise::new(view, Mode::Exact, isa).unwrap());
+    let biases = Biases {
+        gate_up: Activations::F32(&gate_up),
+        down: Activations::F32(&down_bias),
+    };
+    let layer = Layer {
+        act,
+        biases: Some(biases),
+        ..Layer::new(&gate, &up, &down)
+    };
+    let mut found = vec![f32::NAN; x.len()];
+    layer.forward(&x[..], routing, &mut found, isa, &pool).unwrap();
+    let product = |matrix: &Groupwise, expert: usize, x: &[f32]| {
+        let mut y = vec![0.0; matrix.shape().rows];
+        matmul(matrix, expert, x, 1, &mut y, &pool).unwrap();
+        y
+    };
+    for (token, found) in found.chunks_exact(shape.columns).enumerate() {
+        let x = &x[token * shape.columns..][..shape.columns];
+        let mut expected = vec![0.0; shape.columns];
+        for pair in token * 3..token * 3 + 3 {
+            let Some(expert) = usize::try_from(experts[pair]).ok().filter(|&e| e < shape.experts) else {
+                continue;
+            };
+            let (mut hidden, mut factors) = (product(&gate, expert, x), product(&up, expert, x));
+            for row in 0..shape.rows {
+                let first = 2 * (expert * shape.rows + row);
+                hidden[row] += gate_up[first];
+                factors[row] += gate_up[first + 1];
+            }
+            act.apply(isa, &mut hidden, &factors);
+            for (row, value) in product(&down, expert, &hidden).into_iter().enumerate() {
+                expected[row] += weights[pair] * (value + down_bias[expert * shape.columns + row]);
+            }
+        }
+        assert_eq!(found, expected);
+    }
+    let short = Biases {
+        down: Activations::F32(&down_bias[1..]),
+        ..biases
+    };
+    let layer = Layer {
+        biases: Some(short),
+        ..layer
+    };
+    let mut y = vec![0.0; x.len()];
+    assert!(layer.forward(&x[..], routing, &mut y, isa, &pool).is_err());
 }
 
 #[test]
