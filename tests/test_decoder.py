@@ -179,8 +179,8 @@ def test_every_instruction_set_takes_a_step(model, isa):
     plan = Plan(model.model)
     outputs = []
     for name in (isa, "scalar"):
-        caches = [(np.zeros((2, 4, 8), np.float32), np.zeros((2, 4, 8), np.float32)) for _ in plan.forms]
-        outputs.append([plan.decoder.step(x, n, caches, n, isa=name) for n in range(4)])
+        buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in plan.caches]
+        outputs.append([plan.decoder.step(x, n, [(*pair, 0, n) for pair in buffers], isa=name) for n in range(4)])
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
 
 
@@ -353,7 +353,7 @@ def test_copies_of_a_model_decode_by_themselves(model):
 
 
 def test_models_that_are_not_known_are_left_alone(directory):
-    model = moepack.load(directory("deepseek_v2"), dtype="float32")
+    model = moepack.load(directory("phimoe"), dtype="float32")
     assert "forward" not in vars(model.model) and "forward" not in vars(model.lm_head)
     clipped = moepack.load(directory("olmoe"), dtype="float32")
     clipped.config.clip_qkv = 0.5
@@ -379,17 +379,20 @@ def test_the_choice_is_checked(monkeypatch):
 def test_the_core_refuses_what_does_not_fit(model):
     plan = Plan(model.model)
     x = np.zeros((1, 32), np.float32)
-    caches = [(np.zeros((2, 4, 8), np.float32), np.zeros((2, 4, 8), np.float32)) for _ in plan.forms]
+    buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in plan.caches]
+    caches = [(*pair, 0, 0) for pair in buffers]
     with pytest.raises(ValueError, match="no room"):
-        plan.decoder.step(x, 4, caches, 4)
+        plan.decoder.step(x, 4, [(*pair, 0, 4) for pair in buffers])
+    with pytest.raises(ValueError, match="seen from 1"):
+        plan.decoder.step(x, 4, [(*pair, 1, 0) for pair in buffers])
     with pytest.raises(ValueError, match="caches of 2 layers"):
-        plan.decoder.step(x, 0, caches[:1], 0)
+        plan.decoder.step(x, 0, caches[:1])
     with pytest.raises(ValueError, match="one token"):
-        plan.decoder.step(np.zeros((2, 32), np.float32), 0, caches, 0)
+        plan.decoder.step(np.zeros((2, 32), np.float32), 0, caches)
     with pytest.raises(TypeError, match="cache"):
-        plan.decoder.step(x, 0, [(1, 2)], 0)
+        plan.decoder.step(x, 0, [(1, 2, 0, 0)])
     with pytest.raises(ValueError, match="instead of"):
-        plan.decoder.step(np.zeros((1, 31), np.float32), 0, caches, 0)
+        plan.decoder.step(np.zeros((1, 31), np.float32), 0, caches)
     with pytest.raises(ValueError, match="dtype"):
         _core.DenseMatrix(np.zeros(8, np.uint8), "float16", 2, 2)
     with pytest.raises(ValueError, match="no matrix"):

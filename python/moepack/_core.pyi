@@ -479,15 +479,14 @@ class DenseMatrix:
 class Decoder:
     """A decoder of packed and dense tensors, without embedding and head, that takes one token at a time.
 
-    A layer is h = x + attention(norm x), y = h + experts(norm h). Tensors are kept, not copied; vectors are float32, or
+    A layer is h = x + mixer(norm x), y = h + experts(norm h). Tensors are kept, not copied; vectors are float32, or
     bfloat16 as its bits in uint16; a matrix is a pair of a tensor and the mode of its products, or None.
 
     Args:
         layers: for each layer a mapping (`moepack.runtime.plan` writes them).
-        frequencies: float32 [head width / 2], the angle of each pair of a head's values at position 1.
-        rotary_scale: what turned values are multiplied by.
-        norm: of the output.
-        epsilon: of that norm.
+        rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
+            what turned values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
+        norm: of the output: weight, epsilon, and what is added to the weight.
 
     Raises:
         TypeError: a layer is described in another way.
@@ -495,19 +494,13 @@ class Decoder:
     """
 
     def __new__(
-        cls,
-        layers: list[dict[str, Any]],
-        frequencies: _Floats,
-        rotary_scale: float,
-        norm: _Vector,
-        epsilon: float,
+        cls, layers: list[dict[str, Any]], rotary: dict[str, Any], norm: tuple[_Vector, float, float]
     ) -> Decoder: ...
     def step(
         self,
         x: _Vector,
         position: int,
-        caches: list[tuple[NDArray[Any], NDArray[Any]]],
-        length: int,
+        caches: list[tuple[NDArray[Any], NDArray[Any], int, int]],
         isa: str | None = None,
     ) -> _Floats:
         """Return what a token's hidden state becomes behind all layers, normed, float32 [1, hidden].
@@ -516,8 +509,9 @@ class Decoder:
             x: [1, hidden].
             position: of the token.
             caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as its bits,
-                C-contiguous; the token's are written at `length`.
-            length: tokens that are in the caches, all of which the token sees.
+                C-contiguous, the first token that is seen, and how many there are: the token's are written behind
+                them. Of a delta rule the last inputs of its convolution, [1, channels, tokens], and its state, float32
+                [heads, width of keys, width of values], both of which are changed; its numbers are not looked at.
             isa: the instruction set.
 
         Raises:

@@ -3,12 +3,12 @@
 from os import PathLike
 from typing import Any
 
-from moepack.checkpoint.architectures import ARCHITECTURES
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import LoadError
 from moepack.format.regular import read_json
 from moepack.integrations.loading import is_packed, load
+from moepack.runtime.families import FAMILIES, decoder_of
 from moepack.runtime.plan import Plan, Unknown, is_known
 
 __all__ = ["who_decodes"]
@@ -30,10 +30,9 @@ def who_decodes(directory: str | PathLike[str]) -> str:
     path = resolve_model(directory)
     packed, config = is_packed(path), read_json(path / "config.json", LoadError)
     model: Any = load(path) if packed else meta_model(path, config)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = decoder_of(model)
     if not is_known(decoder):
-        known = ", ".join(sorted(name for name, found in ARCHITECTURES.items() if found.decoder is not None))
-        return f"{_OTHERWISE}: the core decodes {known}, not {config['model_type']}"
+        return f"{_OTHERWISE}: the core decodes {', '.join(FAMILIES)}, not {config['model_type']}"
     if not packed:
         return "the core, once it is packed, if its settings are among those that the core knows"
     try:

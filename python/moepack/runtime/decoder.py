@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from moepack.runtime.backends.cpu import views
-from moepack.runtime.cache import GrowingLayer, form_of
+from moepack.runtime.cache import Tokens
+from moepack.runtime.families import decoder_of
 from moepack.runtime.graphs import StepGraphs
 from moepack.runtime.packed import PackedModule
-from moepack.runtime.plan import Plan, Unknown, is_known, require_config
+from moepack.runtime.plan import Plan, Unknown, is_known, window
 
 __all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
 
@@ -65,7 +66,7 @@ def _checked(mode: str) -> str:
 
 def install(model: nn.Module) -> None:
     """Let a model decode in the core, or in CUDA graphs, wherever it can; other models stay as they are."""
-    decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    decoder = decoder_of(model)
     if not (is_known(decoder) or _is_on_gpu(decoder)) or "forward" in vars(decoder):
         return
     decoder.forward = DecoderForward(decoder)
@@ -160,17 +161,17 @@ class DecoderForward(_Forward):
         if plan is None or length == 0 or not _sees_all(attention_mask, length + 1):
             return None
         position = _position(position_ids, length)
-        layers = _growing(past_key_values, plan, length)
+        layers = _taken(past_key_values, plan, length)
         if position is None or layers is None:
             return None
         hidden = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if hidden.dtype != plan.dtype or hidden.device.type != "cpu":
             return None
-        rooms = [layer.room(1) for layer in layers]
-        caches = [room.arrays for room in rooms if room.arrays is not None]
-        state = views.decode(plan.decoder, hidden[0], position, caches, length)
-        for layer, room in zip(layers, rooms, strict=True):
-            layer.show(room, length + 1)
+        caches = [expected.arrays(layer) for expected, layer in zip(plan.caches, layers, strict=True)]
+        state = views.decode(plan.decoder, hidden[0], position, caches)
+        for expected, layer in zip(plan.caches, layers, strict=True):
+            if isinstance(expected, Tokens):
+                layer.advance()
         self.steps += 1
         return MoeModelOutputWithPast(last_hidden_state=state.view(hidden.shape), past_key_values=past_key_values)
 
@@ -243,10 +244,9 @@ def _is_free() -> bool:
 def _has_whole_attention(config: Any) -> bool:
     """Whether every token sees all before it."""
     try:
-        require_config(config)
+        return all(window(config, layer) is None for layer in range(config.num_hidden_layers))
     except Unknown:
         return False
-    return True
 
 
 def _is_plain(config: Any, use_cache: bool | None, others: dict[str, Any]) -> bool:
@@ -271,24 +271,26 @@ def _sees_all(mask: Any, tokens: int) -> bool:
 
 
 def _position(positions: torch.Tensor | None, length: int) -> int | None:
-    """The position of the token; None where it has several."""
+    """The position of the token; None where it has several.
+
+    Models of images and text have three rows of positions, which differ within images, and may have one of the token's
+    number in front of them (Qwen3.5).
+    """
     if positions is None:
         return length
-    position = int(positions) if positions.numel() == 1 else -1
+    found = positions[1:] if positions.shape == (4, 1, 1) else positions
+    position = (
+        int(found.reshape(-1)[0]) if found.numel() in (1, 3) and bool((found == found.reshape(-1)[0]).all()) else -1
+    )
     return position if position >= 0 else None
 
 
-def _growing(cache: DynamicCache, plan: Plan, length: int) -> list[GrowingLayer] | None:
+def _taken(cache: DynamicCache, plan: Plan, length: int) -> list[Any] | None:
     """The layers of a cache, made to grow in place; None where they do not hold what the core expects."""
-    layers: list[Any] = cache.layers
-    if len(layers) != len(plan.forms):
+    if len(cache.layers) != len(plan.caches):
         return None
-    for number, (layer, expected) in enumerate(zip(layers, plan.forms, strict=True)):
-        if type(layer) not in (DynamicLayer, GrowingLayer) or layer.get_seq_length() != length:
-            return None
-        form = layer.form if type(layer) is GrowingLayer else form_of(layer.keys, layer.values)
-        if form != expected:
-            return None
-        if type(layer) is DynamicLayer:
-            layers[number] = GrowingLayer.of(layer)
+    layers = [expected.taken(layer, length) for expected, layer in zip(plan.caches, cache.layers, strict=True)]
+    if any(layer is None for layer in layers):
+        return None
+    cache.layers[:] = layers
     return layers

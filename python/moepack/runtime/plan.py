@@ -1,10 +1,11 @@
 """Reading a transformers model into a decoder of the core: which modules it knows, and what of them it needs.
 
 What the core computes is fixed (`_core.Decoder`), so a model is taken only if every module on the way is one that is
-known to compute just that: of the very classes of a described architecture, with the very children they are known to
-have, and with settings that mean nothing more. Anything else is `Unknown`, and transformers' own code runs.
+known to compute just that: of the very classes of one of `moepack.runtime.families`, with the very children they are
+known to have, and with settings that mean nothing more. Anything else is `Unknown`, and transformers' own code runs.
 
 A plan holds while nothing that it has read is replaced: modules, the memory of tensors, hooks, the modes of products.
+Tensors are read in place; only the packed expansion of latents (`kv_b_proj` of DeepSeek) is decoded for the plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,18 +17,18 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from transformers.utils import output_capturing
 
-from moepack.checkpoint.architectures import ARCHITECTURES, Decoder
 from moepack.runtime.backends import is_silu
 from moepack.runtime.backends.cpu import views
-from moepack.runtime.cache import Form
+from moepack.runtime.cache import Form, States, Tokens
 from moepack.runtime.compute import compute_mode
 from moepack.runtime.embedding import PackedEmbedding, embedding_dtype
-from moepack.runtime.experts import PackedExperts
+from moepack.runtime.experts import PackedExperts, PackedOwnExperts
+from moepack.runtime.families import family_of
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.store import MappedStore
 
-__all__ = ["Guard", "Plan", "Unknown", "is_known", "require_config"]
+__all__ = ["Guard", "Plan", "Unknown", "is_known", "window"]
 
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not change with the length."""
@@ -39,18 +40,7 @@ class Unknown(Exception):
 
 def is_known(model: nn.Module) -> bool:
     """Whether a model is the decoder of a known architecture; whether it has a plan is seen when it is made."""
-    return _kind_of(model) is not None
-
-
-def _kind_of(model: nn.Module) -> Decoder | None:
-    """The described architecture whose decoder a model is, by its class."""
-    kinds = (architecture.decoder for architecture in ARCHITECTURES.values())
-    return next((kind for kind in kinds if kind is not None and _is(kind, model, "Model")), None)
-
-
-def _is(kind: Decoder, module: nn.Module, suffix: str) -> bool:
-    """Whether a module is of an architecture's class that ends with `suffix`."""
-    return f"{type(module).__module__}.{type(module).__qualname__}" == f"transformers.models.{kind.classes}{suffix}"
+    return family_of(model) is not None
 
 
 @dataclass
@@ -118,7 +108,7 @@ class Plan:
     Attributes:
         decoder: the core's.
         dtype: of the model's activations.
-        forms: for each layer that of its keys and values.
+        caches: for each layer what its cache must hold.
 
     Args:
         model: the model without its head, in evaluation mode.
@@ -128,98 +118,172 @@ class Plan:
     """
 
     def __init__(self, model: Any) -> None:
-        kind = _kind_of(model)
-        if kind is None:
+        family = family_of(model)
+        if family is None:
             raise Unknown("the architecture")
-        self._kind, self._guard = kind, Guard()
+        self._family, self._guard, self._config = family, Guard(), model.config
         _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
         _require(type(model.embed_tokens) in (nn.Embedding, PackedEmbedding), "the embedding")
         self.dtype: torch.dtype = embedding_dtype(model.embed_tokens)
         _require(self.dtype in views.FLOATS, "the dtype of the embedding")
-        require_config(model.config)
-        frequencies, scale = self._rotary(model.rotary_emb)
+        _require(getattr(model.config, "clip_qkv", None) is None, "clipped heads")
+        rotary = self._rotary(model.rotary_emb)
         layers = list(model.layers)[: model.config.num_hidden_layers]
-        self.forms: list[Form] = []
-        described = [self._layer(layer) for layer in layers]
-        norm, epsilon = self._norm(model.norm)
+        self.caches: list[Tokens | States] = []
+        described = [self._layer(number, layer) for number, layer in enumerate(layers)]
+        norm = self._norm(model.norm)
         self._guard.watch(module for module in model.modules() if module is not model)
         self._guard.children += [(model._modules, name, child) for name, child in model._modules.items()]
         _require(self.holds(), "hooks")
-        self.decoder = views.Decoder(described, frequencies, scale, norm, epsilon)
+        self.decoder = views.Decoder(described, rotary, norm)
 
     def holds(self) -> bool:
         """Whether the model is what it was."""
         return self._guard.holds()
 
-    def _layer(self, layer: Any) -> dict[str, Any]:
-        _require(_is(self._kind, layer, "DecoderLayer"), type(layer).__name__)
-        _require_children(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-        input_norm, epsilon = self._norm(layer.input_layernorm)
-        middle_norm, other = self._norm(layer.post_attention_layernorm)
-        attention = self._attention(layer.self_attn, epsilon)
-        _require(epsilon == other, "norms")
-        norms = {"input_norm": input_norm, "middle_norm": middle_norm, "epsilon": epsilon}
-        return norms | attention | self._feed_forward(layer.mlp)
+    def _layer(self, number: int, layer: Any) -> dict[str, Any]:
+        _require(self._family.has(layer, "DecoderLayer"), type(layer).__name__)
+        mixer = "linear_attn" if "linear_attn" in layer._modules else "self_attn"
+        _require_children(layer, {mixer, "mlp", "input_layernorm", "post_attention_layernorm"})
+        mixed = self._delta(layer.linear_attn) if mixer == "linear_attn" else self._attention(number, layer.self_attn)
+        norms = {"norm": self._norm(layer.input_layernorm), "middle_norm": self._norm(layer.post_attention_layernorm)}
+        return norms | {"mixer": mixed} | self._feed_forward(layer.mlp)
 
-    def _attention(self, attention: Any, epsilon: float) -> dict[str, Any]:
-        _require(_is(self._kind, attention, "Attention"), type(attention).__name__)
-        norms = {"query_norm": "q_norm", "key_norm": "k_norm"} if self._kind.head_norms else {}
-        parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-        _require_children(attention, {*parts.values(), *norms.values()})
-        _require(getattr(attention, "sliding_window", None) is None, "sliding windows")
+    def _attention(self, number: int, attention: Any) -> dict[str, Any]:
+        _require(self._family.has(attention, "Attention"), type(attention).__name__)
         _require(not attention.training or not attention.attention_dropout, "dropout")
-        described: dict[str, Any] = {"query_norm": None, "key_norm": None}
-        for name, child in parts.items():
-            module = getattr(attention, child)
-            described[name] = self._matrix(module)
-            described[f"{name}_bias"] = None if module.bias is None else self._vector(module, "bias")
-        for name, child in norms.items():
-            described[name], other = self._norm(getattr(attention, child))
-            _require(other == epsilon, "norms of heads")
+        if "kv_b_proj" in attention._modules:
+            return self._latent(attention)
+        parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+        norms = {"query_norm": "q_norm", "key_norm": "k_norm"}
+        has_norms = "q_norm" in attention._modules
+        _require_children(attention, {*parts.values(), *(norms.values() if has_norms else ())})
+        _require(set(attention._parameters) <= {"sinks"}, "parameters of attention")
+        described: dict[str, Any] = {name: self._linear(getattr(attention, child)) for name, child in parts.items()}
+        described |= {
+            name: self._norm(getattr(attention, child)) if has_norms else None for name, child in norms.items()
+        }
+        described["sinks"] = self._vector(attention, "sinks") if "sinks" in attention._parameters else None
         width = attention.head_dim
-        self.forms.append(Form(1, attention.k_proj.out_features // width, width, self.dtype, "cpu"))
-        return described | {"width": width, "scale": float(attention.scaling)}
+        form = Form(1, attention.k_proj.out_features // width, (width, width), self.dtype, "cpu")
+        self.caches.append(Tokens(form, window(self._config, number)))
+        return described | {"gated": self._family.gated, "width": width, "scale": float(attention.scaling)}
+
+    def _latent(self, attention: Any) -> dict[str, Any]:
+        queries = {"q_a_proj", "q_a_layernorm", "q_b_proj"} if attention.q_lora_rank is not None else {"q_proj"}
+        _require_children(attention, {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"} | queries)
+        query_latent = None
+        if attention.q_lora_rank is not None:
+            query_latent = self._linear(attention.q_a_proj), self._norm(attention.q_a_layernorm)
+        widths = attention.kv_lora_rank, attention.qk_rope_head_dim
+        self.caches.append(Tokens(Form(1, 1, widths, self.dtype, "cpu"), None))
+        return {
+            "query_latent": query_latent,
+            "query": self._linear(attention.q_b_proj if query_latent else attention.q_proj),
+            "latent": self._linear(attention.kv_a_proj_with_mqa),
+            "norm": self._norm(attention.kv_a_layernorm),
+            "expansion": self._values(attention.kv_b_proj),
+            "output": self._linear(attention.o_proj),
+            "heads": attention.num_heads,
+            "scale": float(attention.scaling),
+        }
+
+    def _delta(self, rule: Any) -> dict[str, Any]:
+        _require(self._family.has(rule, "GatedDeltaNet"), type(rule).__name__)
+        _require(rule.activation == "silu" and rule.conv1d.bias is None, "the convolution")
+        parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        if "in_proj_qkvz" in rule._modules:
+            parts = ("in_proj_qkvz", "in_proj_ba")
+        _require_children(rule, {"conv1d", "norm", "out_proj", *parts})
+        for part in parts:
+            _require(getattr(rule, part).bias is None, "biases of a delta rule")
+        window = rule.conv_dim, rule.conv_kernel_size
+        self.caches.append(States((1, *window), (1, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim), self.dtype))
+        return {
+            "inputs": [self._matrix(getattr(rule, part)) for part in parts],
+            "convolution": self._vector(rule.conv1d, "weight"),
+            "decay": self._vector(rule, "A_log"),
+            "decay_bias": self._vector(rule, "dt_bias"),
+            "norm": self._norm(rule.norm, "RMSNormGated", 0.0),
+            "output": self._linear(rule.out_proj),
+            "key_heads": rule.num_k_heads,
+            "width": rule.head_k_dim,
+        }
 
     def _feed_forward(self, block: Any) -> dict[str, Any]:
-        dense: dict[str, Any] = {"router": None, "top_k": 1, "normalized": False, "shared": None, "shared_gate": None}
-        if _is(self._kind, block, "MLP"):
-            return dense | dict(zip(("gate", "up", "down"), self._mlp(block), strict=True))
-        _require(_is(self._kind, block, "SparseMoeBlock"), type(block).__name__)
-        beside = {"shared_expert", "shared_expert_gate"} if self._kind.shared else set()
-        _require_children(block, {"gate", "experts"} | beside)
-        experts, router = block.experts, block.gate
-        _require(type(experts) is PackedExperts and is_silu(experts.act_fn), "the experts")
-        _require(_is(self._kind, router, "TopKRouter"), type(router).__name__)
-        _require_children(router, set())
-        described = dense | {name[:-5]: self._packed(experts, name) for name in experts.projections}
-        described["router"] = self._dense(router)
-        described["top_k"] = int(router.top_k)
-        always = self._kind.normalized
-        described["normalized"] = bool(router.norm_topk_prob if always is None else always)
-        if self._kind.shared:
-            described["shared"] = self._mlp(block.shared_expert)
-            described["shared_gate"] = self._matrix(block.shared_expert_gate)
-            _require(block.shared_expert_gate.bias is None, "a gate with a bias")
-        return described
+        if not self._family.has(block, self._family.sparse):
+            return {"router": None, "experts": self._mlp(block), "shared": None}
+        names = set(block._modules)
+        shared = next(iter(names & {"shared_expert", "shared_experts"}), None)
+        gate = {"shared_expert_gate"} & names
+        router = "router" if "router" in names else "gate"
+        _require_children(block, {router, "experts"} | gate | ({shared} if shared else set()))
+        described = {"router": self._router(getattr(block, router)), "experts": self._experts(block.experts)}
+        if shared is None:
+            return described | {"shared": None}
+        weight = self._matrix(block.shared_expert_gate) if gate else None
+        _require(not gate or block.shared_expert_gate.bias is None, "a gate with a bias")
+        return described | {"shared": (self._mlp(getattr(block, shared)), weight)}
 
-    def _mlp(self, module: Any) -> tuple[Any, Any, Any]:
-        _require(_is(self._kind, module, "MLP"), type(module).__name__)
+    def _router(self, router: Any) -> dict[str, Any]:
+        _require(self._family.has(router, self._family.router), type(router).__name__)
+        _require_children(router, set())
+        _require(set(router._parameters) <= {"weight", "bias"}, "parameters of the router")
+        groups, method = None, getattr(router, "topk_method", "group_limited_greedy")
+        _require(method in ("greedy", "group_limited_greedy"), f"the router's method {method}")
+        if method != "greedy" and (getattr(router, "num_group", None) or 1) > 1:
+            groups = int(router.num_group), int(router.topk_group), self._family.summed
+        always = self._family.normalized
+        return {
+            "weights": self._dense(router),
+            "bias": self._vector(router, "bias") if "bias" in router._parameters else None,
+            "sigmoid": self._family.sigmoid,
+            "correction": self._vector(router, "e_score_correction_bias") if router._buffers else None,
+            "groups": groups,
+            "top_k": int(router.top_k),
+            "normalized": bool(router.norm_topk_prob if always is None else always),
+            "scale": float(getattr(router, "routed_scaling_factor", 1.0)),
+        }
+
+    def _experts(self, experts: Any) -> dict[str, Any]:
+        described: dict[str, Any] = {"clamped": None, "biases": None}
+        if type(experts) is PackedOwnExperts:
+            (original,) = experts._original
+            _require(self._family.has(original, "Experts"), "the experts")
+            _require(hasattr(original, "alpha") and hasattr(original, "limit"), "the experts' gate")
+            described["clamped"] = float(original.alpha), float(original.limit)
+            described["biases"] = self._vector(experts, "gate_up_proj_bias"), self._vector(experts, "down_proj_bias")
+        else:
+            _require(type(experts) is PackedExperts and is_silu(experts.act_fn), "the experts")
+        return described | {name[:-5]: self._packed(experts, name) for name in experts.projections}
+
+    def _mlp(self, module: Any) -> dict[str, Any]:
+        _require(self._family.has(module, "MLP"), type(module).__name__)
         parts = module.gate_proj, module.up_proj, module.down_proj
         named = {"gate_proj", "up_proj", "down_proj"}
         _require(named <= set(module._modules) <= named | {"act_fn"}, f"the children of {type(module).__name__}")
         _require(is_silu(module.act_fn) and all(part.bias is None for part in parts), "the experts' arithmetic")
         gate, up, down = (self._matrix(part) for part in parts)
-        return gate, up, down
+        return {"gate": gate, "up": up, "down": down, "clamped": None, "biases": None}
 
-    def _norm(self, module: Any) -> tuple[Any, float]:
-        _require(_is(self._kind, module, "RMSNorm"), type(module).__name__)
-        return self._vector(module, "weight"), float(module.variance_epsilon)
+    def _norm(self, module: Any, suffix: str = "RMSNorm", offset: float | None = None) -> tuple[Any, float, float]:
+        _require(self._family.has(module, suffix), type(module).__name__)
+        epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
+        return self._vector(module, "weight"), float(epsilon), self._family.norm_offset if offset is None else offset
 
-    def _rotary(self, module: Any) -> tuple[Any, float]:
-        _require(_is(self._kind, module, "RotaryEmbedding"), type(module).__name__)
+    def _rotary(self, module: Any) -> dict[str, Any]:
+        _require(self._family.has(module, self._family.rotary), type(module).__name__)
         _require(module.rope_type in _ROTARY_TYPES, f"rotary positions of the type {module.rope_type}")
         self._read(module, "inv_freq", module._buffers)
-        return views.activations(module.inv_freq.float()), float(module.attention_scaling)
+        interleaved = getattr(self._config, "rope_interleave", False)
+        return {
+            "frequencies": views.activations(module.inv_freq.float()),
+            "scale": float(module.attention_scaling),
+            "order": "pairs to halves" if interleaved else self._family.order,
+        }
+
+    def _linear(self, module: nn.Module) -> tuple[Any, Any]:
+        return self._matrix(module), None if module.bias is None else self._vector(module, "bias")
 
     def _matrix(self, module: nn.Module) -> Any:
         if type(module) is PackedLinear:
@@ -237,17 +301,29 @@ class Plan:
         return view
 
     def _dense(self, module: nn.Module) -> tuple[Any, None]:
-        self._read(module, "weight", module._parameters)
-        return views.dense_matrix(module.weight), None  # type: ignore[arg-type]
+        weight = self._read(module, "weight", module._parameters)
+        _require(weight.dtype == self.dtype, "the dtype of a matrix")
+        return views.dense_matrix(weight), None
+
+    def _values(self, module: nn.Module) -> Any:
+        """The values of a linear layer without a bias, row by row."""
+        _require(module.bias is None, "a bias")
+        if type(module) is not PackedLinear:
+            _require(type(module) is nn.Linear, type(module).__name__)
+            return self._vector(module, "weight")
+        self._packed(module, "packed")
+        return views.decoded(module.matrix("packed"), self.dtype)
 
     def _vector(self, module: nn.Module, name: str) -> Any:
-        return views.vector(self._read(module, name, module._parameters))
+        return views.vector(
+            self._read(module, name, module._parameters if name in module._parameters else module._buffers)
+        )
 
     def _read(self, module: nn.Module, name: str, tensors: Mapping[str, Any]) -> torch.Tensor:
         tensor: torch.Tensor | None = tensors.get(name)
         _require(tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(), f"the memory of {name}")
         assert tensor is not None
-        _require(tensors is module._buffers or tensor.dtype == self.dtype, f"the dtype of {name}")
+        _require(tensor.dtype in views.FLOATS, f"the dtype of {name}")
         self._guard.tensors.append((tensors, name, tensor.data_ptr()))
         return tensor
 
@@ -258,12 +334,18 @@ def _require(known: bool, what: str) -> None:
 
 
 def _require_children(module: nn.Module, names: set[str]) -> None:
-    _require(set(module._modules) == names, f"the children of {type(module).__name__}")
+    found = {name for name, child in module._modules.items() if child is not None}
+    _require(found == names, f"the children of {type(module).__name__}")
 
 
-def require_config(config: Any) -> None:
-    """Refuse settings that change what the modules of known classes compute."""
-    _require(getattr(config, "clip_qkv", None) is None, "clipped heads")
+def window(config: Any, layer: int) -> int | None:
+    """How many tokens a layer of attention sees, its own among them; None for all.
+
+    Raises:
+        Unknown: the layer is of another type.
+    """
     kinds = getattr(config, "layer_types", None)
-    whole = getattr(config, "sliding_window", None) is None if kinds is None else set(kinds) == {"full_attention"}
-    _require(whole, "sliding windows")
+    kind = "full_attention" if kinds is None else kinds[layer]
+    _require(kind in ("full_attention", "sliding_attention"), f"layers of the type {kind}")
+    seen = getattr(config, "sliding_window", None)
+    return seen if kinds is None or kind == "sliding_attention" else None

@@ -4,6 +4,7 @@
 mod arrays;
 mod decoder;
 mod dense;
+mod description;
 mod device;
 mod encode;
 mod error;

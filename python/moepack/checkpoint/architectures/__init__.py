@@ -1,8 +1,7 @@
 """One description of each architecture, one file each. A new file in this package is found by itself.
 
 Read by `checkpoint.description` (which tensors are experts, linear layers, routers), the budget of group sizes (experts
-a token visits), rotations (who reads and writes the residual stream), `runtime.plan` (whether the core can decode) and
-export (the hub's names).
+a token visits), rotations (who reads and writes the residual stream) and export (the hub's names).
 """
 
 from importlib import import_module
@@ -13,7 +12,6 @@ from moepack.checkpoint.architectures.architecture import (
     EMBEDDING,
     ROLES,
     Architecture,
-    Decoder,
     Layout,
     Linears,
     register,
@@ -26,7 +24,6 @@ __all__ = [
     "ROLES",
     "STANDARD",
     "Architecture",
-    "Decoder",
     "Layout",
     "Linears",
     "described",

@@ -1,4 +1,4 @@
-"""What moepack knows about an architecture: one value that compression, rotation, decoding and export read.
+"""What moepack knows about an architecture: one value that compression, rotation and export read.
 
 A description is data. It says how a checkpoint names things and what they do with the residual stream; whoever reads it
 brings the algorithm. Names are regular expressions below the place that the attribute tells, so that a description can
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "EMBEDDING", "ROLES", "Architecture", "Decoder", "Layout", "Linears", "register"]
+__all__ = ["ARCHITECTURES", "EMBEDDING", "ROLES", "Architecture", "Layout", "Linears", "register"]
 
 ROLES = ("attention", "shared", "mlp", "head")
 """What a linear layer outside the experts may be, in the order of the computation."""
@@ -70,23 +70,6 @@ class Linears:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
-    """What the core must know to decode an architecture (`runtime.plan` checks everything else module by module).
-
-    Attributes:
-        classes: how the names of its classes begin, below `transformers.models`.
-        head_norms: whether queries and keys are normed.
-        shared: whether a shared expert with a gate stands beside the others.
-        normalized: whether the weights of a token's experts always sum to one; None where the router says so.
-    """
-
-    classes: str
-    head_norms: bool = False
-    shared: bool = False
-    normalized: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Architecture:
     """One architecture.
 
@@ -109,7 +92,6 @@ class Architecture:
             embeddings (`tie_word_embeddings`) is no tensor of its own.
         looks_up: whether the embedding is a plain look-up of rows (`nn.Embedding`), so that it may be packed.
         rotatable: whether the stream passes only through RMS norms and the layers named here.
-        decoder: how the core decodes it; None where it cannot.
     """
 
     model_type: str
@@ -129,7 +111,6 @@ class Architecture:
     head: str = "lm_head.weight"
     looks_up: bool = True
     rotatable: bool = False
-    decoder: Decoder | None = None
 
     @property
     def layer(self) -> str:

@@ -1,6 +1,6 @@
 """Mixtral (arXiv 2401.04088)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, W123
 
 register(
@@ -10,6 +10,5 @@ register(
         dense={"attention": ATTENTION},
         block="(?:block_sparse_moe|mlp)",
         rotatable=True,
-        decoder=Decoder("mixtral.modeling_mixtral.Mixtral", normalized=True),
     )
 )

@@ -1,6 +1,6 @@
 """OLMoE (arXiv 2409.02060)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, NORMED_ATTENTION
 
 register(
@@ -9,6 +9,5 @@ register(
         layouts=(GATE_UP_DOWN, FUSED),
         dense={"attention": NORMED_ATTENTION},
         rotatable=True,
-        decoder=Decoder("olmoe.modeling_olmoe.Olmoe", head_norms=True),
     )
 )

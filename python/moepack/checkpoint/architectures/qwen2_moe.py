@@ -1,6 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, GATE_UP_DOWN, gated
 
 register(
@@ -9,6 +9,5 @@ register(
         layouts=(GATE_UP_DOWN, FUSED),
         dense={"attention": ATTENTION, "shared": gated(r"mlp\.shared_expert"), "mlp": gated("mlp")},
         shared=("shared_expert.", "shared_expert_gate."),
-        decoder=Decoder("qwen2_moe.modeling_qwen2_moe.Qwen2Moe", shared=True),
     )
 )

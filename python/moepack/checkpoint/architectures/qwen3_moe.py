@@ -1,6 +1,6 @@
 """Qwen3-MoE (arXiv 2505.09388)."""
 
-from moepack.checkpoint.architectures.architecture import Architecture, Decoder, register
+from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, NORMED_ATTENTION, gated
 
 register(
@@ -9,6 +9,5 @@ register(
         layouts=(GATE_UP_DOWN, FUSED),
         dense={"attention": NORMED_ATTENTION, "mlp": gated("mlp")},
         rotatable=True,
-        decoder=Decoder("qwen3_moe.modeling_qwen3_moe.Qwen3Moe", head_norms=True),
     )
 )

@@ -1,248 +1,216 @@
-//! Attention of one token: queries against the keys of all tokens before and its own.
-//!
-//! The tokens are cut into runs of [`RUN`]. A unit of work is a run of a group of heads: it reads the group's keys and
-//! values once for all its heads, and keeps the softmax relative to its own largest score; runs are put together
-//! afterwards.
+//! Attention of heads that share keys and values in groups.
 
-use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::past::{Past, Read};
+use super::norm::Norm;
+use super::past::Past;
 use super::rotary::Turn;
-use super::{Attention, require};
+use super::softmax::{Reading, Rows, Softmax};
+use super::step::Mixing;
+use super::{Linear, add, require};
 use crate::Result;
-use crate::gemm::dense::dot;
-use crate::gemm::layer::exp;
-use crate::simd::{Isa, vectorized};
-use crate::types::{Activations, from_bf16};
+use crate::gemm::layer::matrices::Matrices;
+use crate::gemm::layer::prefetch::Prefetch;
+use crate::gemm::layer::region::Thread;
+use crate::gemm::layer::{Job, Projection, sigmoid};
+use crate::simd::Isa;
+use crate::types::Activations;
 
-/// Tokens of a unit of work.
-const RUN: usize = 256;
-/// Columns of values that are summed up in registers: four of 16.
-const LANES: usize = 64;
-
-/// A token's queries, keys and values, turned to its position.
-pub(super) struct Heads {
-    /// heads x width.
-    queries: Vec<f32>,
-    /// groups x width, as the cache holds them.
-    pub keys: Vec<f32>,
-    /// groups x width, as the cache holds them.
-    pub values: Vec<f32>,
+/// Attention of heads that share keys and values in groups.
+pub struct Attention<'a> {
+    /// Queries: heads * width rows, or twice as many if outputs are gated: of each head the query, then the gate.
+    pub query: Linear<'a>,
+    /// Keys: groups * width rows, where groups divide heads.
+    pub key: Linear<'a>,
+    /// Values: as many rows as keys.
+    pub value: Linear<'a>,
+    /// Applied to the heads' outputs: heads * width columns.
+    pub output: Linear<'a>,
+    /// The norm of queries: of each head, or of all together, as its length says.
+    pub query_norm: Option<Norm<'a>>,
+    /// The norm of keys, in the same way.
+    pub key_norm: Option<Norm<'a>>,
+    /// For each head a score that no token has, and that takes part in the softmax.
+    pub sinks: Option<Activations<'a>>,
+    /// Outputs are multiplied by the sigmoid of a gate.
+    pub gated: bool,
+    /// Values of a head, of which the first are turned.
+    pub width: usize,
+    /// What products of queries and keys count.
+    pub scale: f32,
 }
 
-/// What a run of tokens gives to a group of heads.
-pub(super) struct Part {
-    /// For each head of the group, its largest score and the sum of exp(score - largest).
-    heads: Vec<(f32, f32)>,
-    /// heads x width: the sum of exp(score - largest) times values.
+/// A token's queries, keys and values, turned to its position.
+struct Heads {
+    /// heads x width.
+    queries: Vec<f32>,
+    /// heads x width; empty where nothing is gated.
+    gates: Vec<f32>,
+    /// groups x width, as the cache holds them.
+    keys: Vec<f32>,
+    /// groups x width, as the cache holds them.
     values: Vec<f32>,
 }
 
-/// A layer's attention at a step.
-pub(super) struct Mixing<'a> {
-    keys: Read<'a>,
-    values: Read<'a>,
-    /// Tokens, with the one at hand.
-    tokens: usize,
-    groups: usize,
-    /// Heads that share keys and values.
-    sharing: usize,
-    width: usize,
-    scale: f32,
-    parts: Vec<OnceLock<Part>>,
+/// Attention at a step.
+struct Step<'a> {
+    weights: &'a Attention<'a>,
+    past: Past<'a>,
+    inputs: Matrices<'a>,
+    output: Matrices<'a>,
+    /// The memory that is read first by the two.
+    prefetches: [Prefetch<'a>; 2],
+    heads: OnceLock<Heads>,
+    softmax: Softmax,
+    mixed: OnceLock<Vec<f32>>,
+    isa: Isa,
 }
 
 impl Attention<'_> {
-    pub(super) fn groups(&self) -> usize {
+    fn heads(&self) -> usize {
+        self.output.weights.shape().columns / self.width.max(1)
+    }
+
+    fn groups(&self) -> usize {
         self.key.weights.shape().rows / self.width.max(1)
     }
 
-    /// The token's heads, from its products with the matrices.
-    pub(super) fn heads(&self, isa: Isa, products: [&[f32]; 3], turn: &Turn, past: &Past) -> Heads {
-        let linears = [&self.query, &self.key, &self.value];
-        let mut number = 0;
-        let [mut queries, mut keys, mut values] = products.map(|product| {
-            let mut sums = product.to_vec();
-            linears[number].add_bias(&mut sums);
-            number += 1;
-            sums
-        });
-        for (norm, heads) in [(&self.query_norm, &mut queries), (&self.key_norm, &mut keys)] {
-            if let Some(norm) = norm {
-                norm.apply(isa, heads);
-            }
-            turn.apply(heads);
-        }
-        past.keys.round(&mut keys);
-        past.values.round(&mut values);
-        Heads {
-            queries,
-            keys,
-            values,
-        }
+    pub(super) fn mixing<'a>(&'a self, past: Past<'a>, threads: usize, isa: Isa) -> Box<dyn Mixing + 'a> {
+        let inputs = [&self.query, &self.key, &self.value].map(|linear| &*linear.weights);
+        let inputs: [&dyn Projection; 3] = inputs;
+        let job = || Job::of_offsets(&[0, 1]);
+        let inputs = Matrices::new(&inputs, job(), threads);
+        let output = Matrices::new(&[&*self.output.weights], job(), threads);
+        Box::new(Step {
+            weights: self,
+            softmax: Softmax::new(self.heads(), self.groups(), &past),
+            past,
+            prefetches: [inputs.prefetch(threads), output.prefetch(threads)],
+            inputs,
+            output,
+            heads: OnceLock::new(),
+            mixed: OnceLock::new(),
+            isa,
+        })
     }
 
-    pub(super) fn mixing<'a>(&self, past: &'a Past) -> Mixing<'a> {
-        let (groups, tokens) = (self.groups(), past.length + 1);
-        Mixing {
-            keys: past.keys.read(groups, self.width),
-            values: past.values.read(groups, self.width),
-            tokens,
-            groups,
-            sharing: self.query.weights.shape().rows / self.width / groups,
-            width: self.width,
-            scale: self.scale,
-            parts: (0..groups * tokens.div_ceil(RUN))
-                .map(|_| OnceLock::new())
-                .collect(),
-        }
-    }
-
-    pub(super) fn check(&self, hidden: usize) -> Result<()> {
-        let (rows, few) = (self.query.weights.shape().rows, self.key.weights.shape().rows);
+    pub(super) fn check(&self, hidden: usize, turned: usize) -> Result<()> {
+        let (columns, few) = (self.output.weights.shape().columns, self.key.weights.shape().rows);
         let width = self.width.max(1);
-        let fits = self.width > 0 && few > 0 && few % width == 0 && rows > 0 && rows % few == 0;
-        require(fits, || {
-            format!("{rows} rows of queries and {few} of keys for heads of width {width}")
+        let fits = self.width > 0 && few > 0 && few % width == 0 && columns > 0 && columns % few == 0;
+        require(fits && turned <= width, || {
+            format!("{columns} outputs and {few} rows of keys for heads of width {width}, {turned} turned")
         })?;
-        self.norm.check(hidden, "the norm before attention")?;
+        let rows = if self.gated { 2 * columns } else { columns };
         self.query.check(rows, hidden, "the query projection")?;
         self.key.check(few, hidden, "the key projection")?;
         self.value.check(few, hidden, "the value projection")?;
-        self.output.check(hidden, rows, "the output projection")?;
-        for (norm, rows) in [(&self.query_norm, rows), (&self.key_norm, few)] {
+        self.output.check(hidden, columns, "the output projection")?;
+        for (norm, rows) in [(&self.query_norm, columns), (&self.key_norm, few)] {
             let fits = |len| len == width || len == rows;
             require(norm.is_none_or(|norm| fits(norm.weight.len())), || {
                 format!("a norm of heads is neither {width} nor {rows} long")
             })?;
         }
-        Ok(())
+        let sinks = self.sinks.is_none_or(|sinks| sinks.len() == columns / width);
+        require(sinks, || format!("sinks for {} heads", columns / width))
+    }
+
+    pub(super) fn check_past(&self, past: &Past) -> Result<()> {
+        past.check(self.groups(), [self.width; 2])
     }
 }
 
-impl super::Linear<'_> {
-    pub(super) fn add_bias(&self, sums: &mut [f32]) {
-        if let Some(bias) = self.bias {
-            let mut values = vec![0.0; sums.len()];
-            bias.widen(0, &mut values);
-            sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
-        }
-    }
-}
-
-impl Mixing<'_> {
-    /// Units of work.
-    pub fn units(&self) -> usize {
-        self.parts.len()
-    }
-
-    /// Does a unit.
-    pub fn compute(&self, isa: Isa, unit: usize, heads: &Heads) {
-        let (group, first) = (unit % self.groups, unit / self.groups * RUN);
-        let tokens = first..(first + RUN).min(self.tokens);
-        let part = run(isa, self, heads, group, tokens);
-        self.parts[unit].get_or_init(|| part);
-    }
-
-    /// What the heads have read, heads x width, once all units are done.
-    pub fn outputs(&self) -> Vec<f32> {
-        let mut outputs = vec![0.0; self.groups * self.sharing * self.width];
-        for (head, output) in outputs.chunks_exact_mut(self.width).enumerate() {
-            let (group, number) = (head / self.sharing, head % self.sharing);
-            let parts = self.parts.iter().skip(group).step_by(self.groups);
-            let parts: Vec<&Part> = parts
-                .map(|part| part.get().expect("all units are done"))
-                .collect();
-            let largest = parts.iter().map(|part| part.heads[number].0);
-            let largest = largest.fold(f32::NEG_INFINITY, f32::max);
-            let mut total = 0.0;
-            for part in parts {
-                let (top, sum) = part.heads[number];
-                let factor = exp(top - largest);
-                total += factor * sum;
-                let values = &part.values[number * self.width..][..self.width];
-                output
-                    .iter_mut()
-                    .zip(values)
-                    .for_each(|(out, value)| *out += factor * value);
+impl Step<'_> {
+    /// The token's heads, from its products with the matrices.
+    fn turned(&self, turn: &Turn) -> Heads {
+        let weights = self.weights;
+        let product = |index: usize, linear: &Linear| {
+            let mut sums = self.inputs.values(index).to_vec();
+            linear.add_bias(&mut sums);
+            sums
+        };
+        let (mut queries, gates) = match weights.gated {
+            true => unzipped(&product(0, &weights.query), weights.width),
+            false => (product(0, &weights.query), Vec::new()),
+        };
+        let (mut keys, mut values) = (product(1, &weights.key), product(2, &weights.value));
+        for (norm, heads) in [
+            (&weights.query_norm, &mut queries),
+            (&weights.key_norm, &mut keys),
+        ] {
+            if let Some(norm) = norm {
+                norm.apply(self.isa, heads);
             }
-            output.iter_mut().for_each(|out| *out /= total);
+            turn.apply(heads, weights.width, 0);
         }
+        self.past.keys.round(&mut keys);
+        self.past.values.round(&mut values);
+        Heads {
+            queries,
+            gates,
+            keys,
+            values,
+        }
+    }
+
+    /// What the heads have read, heads x width, gated.
+    fn outputs(&self, gates: &[f32]) -> Vec<f32> {
+        let mut outputs = vec![0.0; self.weights.output.weights.shape().columns];
+        let mut sinks = vec![0.0; self.weights.heads()];
+        if let Some(values) = self.weights.sinks {
+            values.widen(0, &mut sinks);
+        }
+        for (head, output) in outputs.chunks_exact_mut(self.weights.width).enumerate() {
+            self.softmax
+                .read(head, self.weights.sinks.map(|_| sinks[head]), output);
+        }
+        let gated = outputs.iter_mut().zip(gates);
+        gated.for_each(|(output, &gate)| *output *= sigmoid(gate));
         outputs
     }
 }
 
-vectorized! {
-    fn run(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) -> Part = run_loop;
+impl Mixing for Step<'_> {
+    fn prefetch(&self) -> &Prefetch<'_> {
+        &self.prefetches[0]
+    }
+
+    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], turn: &Turn, next: &'s Prefetch<'s>) {
+        self.inputs
+            .multiply(thread, Activations::F32(x), Some(&self.prefetches[1]));
+        let heads = thread.once(&self.heads, || self.turned(turn));
+        let (groups, width) = (self.weights.groups(), self.weights.width);
+        let rows = |past, own| Rows { past, own };
+        let reading = Reading {
+            queries: &heads.queries,
+            keys: &[rows(self.past.keys.read(groups, width), &heads.keys)],
+            values: rows(self.past.values.read(groups, width), &heads.values),
+            scale: self.weights.scale,
+        };
+        thread.phase(self.softmax.units(), |unit| {
+            self.softmax.compute(self.isa, unit, reading);
+        });
+        let mixed = thread.once(&self.mixed, || self.outputs(&heads.gates));
+        self.output.multiply(thread, Activations::F32(mixed), Some(next));
+    }
+
+    fn add(&self, sum: &mut [f32]) {
+        add(Activations::F32(self.output.values(0)), sum);
+        self.weights.output.add_bias(sum);
+    }
+
+    fn finish(mut self: Box<Self>) {
+        let heads = self.heads.into_inner().expect("the region has ended");
+        self.past.push(self.weights.groups(), &heads.keys, &heads.values);
+    }
 }
 
-/// A group's heads over some tokens, of which the last of all is the one at hand.
-#[inline(always)]
-fn run_loop(mixing: &Mixing, heads: &Heads, group: usize, tokens: Range<usize>) -> Part {
-    let (width, sharing) = (mixing.width, mixing.sharing);
-    let queries = &heads.queries[group * sharing * width..][..sharing * width];
-    let own = group * width..(group + 1) * width;
-    let past = tokens.start..tokens.end.min(mixing.tokens - 1);
-    // sharing x tokens.
-    let mut scores = vec![0.0; sharing * tokens.len()];
-    let mut key = vec![0.0; width];
-    for at in 0..tokens.len() {
-        match at < past.len() {
-            true => mixing
-                .keys
-                .values
-                .widen(mixing.keys.at(group, past.start + at), &mut key),
-            false => key.copy_from_slice(&heads.keys[own.clone()]),
-        }
-        let scores = scores[at..].iter_mut().step_by(tokens.len());
-        for (query, score) in queries.chunks_exact(width).zip(scores) {
-            *score = dot(Activations::F32(&key), 0, query) * mixing.scale;
-        }
-    }
-    let mut part = Part {
-        heads: Vec::with_capacity(sharing),
-        values: vec![0.0; sharing * width],
+/// Values that lie in turns, so many of each at a time.
+fn unzipped(values: &[f32], width: usize) -> (Vec<f32>, Vec<f32>) {
+    let every = |first: usize| {
+        let runs = values.chunks_exact(width).skip(first).step_by(2);
+        runs.flatten().copied().collect()
     };
-    for (scores, sums) in scores
-        .chunks_exact_mut(tokens.len())
-        .zip(part.values.chunks_exact_mut(width))
-    {
-        let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        scores.iter_mut().for_each(|score| *score = exp(*score - largest));
-        part.heads.push((largest, scores.iter().sum()));
-        let (before, last) = scores.split_at(past.len());
-        let row = |at| mixing.values.at(group, past.start + at);
-        match mixing.values.values {
-            Activations::F32(values) => add(sums, before, |at| &values[row(at)..], |value| value),
-            Activations::Bf16(values) => add(sums, before, |at| &values[row(at)..], from_bf16),
-        }
-        add(sums, last, |_| &heads.values[own.clone()], |value| value);
-    }
-    part
-}
-
-/// Adds rows, each times its weight, to `sums`, one after the other, and some columns at a time in registers.
-#[inline(always)]
-fn add<'v, T: Copy + 'v>(
-    sums: &mut [f32],
-    weights: &[f32],
-    row: impl Fn(usize) -> &'v [T],
-    wide: impl Fn(T) -> f32,
-) {
-    let whole = sums.len() - sums.len() % LANES;
-    for (number, sums) in sums.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-        let mut lanes = *sums;
-        for (at, &weight) in weights.iter().enumerate() {
-            let row = &row(at)[number * LANES..][..LANES];
-            for lane in 0..LANES {
-                lanes[lane] += weight * wide(row[lane]);
-            }
-        }
-        *sums = lanes;
-    }
-    for (at, &weight) in weights.iter().enumerate() {
-        let pairs = sums[whole..].iter_mut().zip(&row(at)[whole..]);
-        pairs.for_each(|(sum, &value)| *sum += weight * wide(value));
-    }
+    (every(0), every(1))
 }

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use super::router::{Choice, choose};
+use super::router::Choice;
 use super::{Experts, FeedForward, require};
 use crate::Result;
 use crate::gemm::layer::experts::Pass;
@@ -76,7 +76,7 @@ impl<'a> Routed<'a> {
 
     fn choice(&self) -> Choice {
         match &self.weights.router {
-            Some(router) => choose(self.scores.values(0), router.top_k, router.normalized),
+            Some(router) => router.choose(self.scores.values(0)),
             None => Choice::only(1.0),
         }
     }
@@ -115,11 +115,7 @@ impl FeedForward<'_> {
             .map_or(1, |router| router.weights.shape().rows);
         self.experts.check(experts, hidden)?;
         if let Some(router) = &self.router {
-            let shape = router.weights.shape();
-            let fits = shape.experts == 1 && shape.columns == hidden && (1..=experts).contains(&router.top_k);
-            require(fits, || {
-                format!("a router of {shape:?} for {} of {experts} experts", router.top_k)
-            })?;
+            router.check(hidden)?;
         }
         if let Some(shared) = &self.shared {
             shared.experts.check(1, hidden)?;

@@ -1,7 +1,10 @@
 //! A decoding step: one token through all layers of a decoder in one parallel region.
 //!
-//! A layer is attention and experts, each behind a norm and added to what came in:
-//! h = x + attention(norm x), y = h + experts(norm h), as in Llama and its descendants (Mixtral, Qwen-MoE, OLMoE).
+//! A layer is a mixer of tokens and experts, each behind a norm and added to what came in: h = x + mixer(norm x),
+//! y = h + experts(norm h), as in Llama and its descendants. A mixer is attention of heads ([`Attention`]: Mixtral,
+//! Qwen-MoE, OLMoE, GLM-4, gpt-oss), attention to latents ([`Latent`]: DeepSeek) or the gated delta rule ([`Delta`]: most
+//! layers of Qwen3-Next); which norms, biases, gates, windows and routers there are is data.
+//!
 //! Matrices are [`Projection`]s of any format; the engine of [`crate::gemm::layer`] multiplies them. What is beside the
 //! matrices costs little, so that most phases of it are one unit of work and other threads wait: waking them once a
 //! layer, let alone once an operation, costs more.
@@ -11,22 +14,29 @@
 //! here.
 
 mod attention;
+mod delta;
 mod feed_forward;
+mod latent;
 mod norm;
 mod past;
 mod rotary;
 mod router;
+mod softmax;
 mod step;
 #[cfg(test)]
 mod tests;
 
-use crate::gemm::layer::{Layer, Projection};
+use crate::gemm::layer::{Biases, Gate, Layer, Projection};
 use crate::types::Activations;
 use crate::{Error, Result};
 
+pub use self::attention::Attention;
+pub use self::delta::Delta;
+pub use self::latent::Latent;
 pub use self::norm::Norm;
 pub use self::past::{Lane, Past};
-pub use self::rotary::Rotary;
+pub use self::rotary::{Order, Rotary};
+pub use self::router::{Groups, Router};
 
 /// A packed or dense tensor, as [`crate::gemm::layer`] multiplies it.
 pub type Weights<'a> = Box<dyn Projection + 'a>;
@@ -39,26 +49,14 @@ pub struct Linear<'a> {
     pub bias: Option<Activations<'a>>,
 }
 
-/// Attention of heads that share keys and values in groups.
-pub struct Attention<'a> {
-    /// The norm of the input.
-    pub norm: Norm<'a>,
-    /// Queries: heads * width rows.
-    pub query: Linear<'a>,
-    /// Keys: groups * width rows, where groups divide heads.
-    pub key: Linear<'a>,
-    /// Values: as many rows as keys.
-    pub value: Linear<'a>,
-    /// Applied to the heads' outputs: heads * width columns.
-    pub output: Linear<'a>,
-    /// The norm of queries: of each head, or of all together, as its length says.
-    pub query_norm: Option<Norm<'a>>,
-    /// The norm of keys, in the same way.
-    pub key_norm: Option<Norm<'a>>,
-    /// Values of a head.
-    pub width: usize,
-    /// What products of queries and keys count.
-    pub scale: f32,
+/// What mixes tokens in a layer.
+pub enum Mixer<'a> {
+    /// Attention of heads.
+    Attention(Attention<'a>),
+    /// Attention to latents.
+    Latent(Latent<'a>),
+    /// The gated delta rule.
+    Delta(Delta<'a>),
 }
 
 /// Gated experts: gate and up are E x I x H, down is E x H x I.
@@ -69,16 +67,10 @@ pub struct Experts<'a> {
     pub up: Weights<'a>,
     /// Down projections.
     pub down: Weights<'a>,
-}
-
-/// Which experts a token goes through: those of the largest softmax.
-pub struct Router<'a> {
-    /// experts x H.
-    pub weights: Weights<'a>,
-    /// How many a token gets.
-    pub top_k: usize,
-    /// Their weights are made to sum to one.
-    pub normalized: bool,
+    /// What down takes of gate and up.
+    pub act: Gate,
+    /// What is added to the products.
+    pub biases: Option<Biases<'a>>,
 }
 
 /// An expert that every token goes through.
@@ -103,8 +95,10 @@ pub struct FeedForward<'a> {
 
 /// A layer.
 pub struct Block<'a> {
+    /// The norm of its input.
+    pub norm: Norm<'a>,
     /// The first half.
-    pub attention: Attention<'a>,
+    pub mixer: Mixer<'a>,
     /// The second half.
     pub feed_forward: FeedForward<'a>,
 }
@@ -125,6 +119,8 @@ impl Experts<'_> {
             gate: &*self.gate,
             up: &*self.up,
             down: &*self.down,
+            act: self.act,
+            biases: self.biases,
         }
     }
 }
@@ -141,12 +137,14 @@ impl Decoder<'_> {
     /// Sizes fit together, and to a hidden state of `hidden` values.
     fn check(&self, hidden: usize) -> Result<()> {
         self.norm.check(hidden, "the last norm")?;
+        let turned = 2 * self.rotary.frequencies.len();
         for block in &self.blocks {
-            block.attention.check(hidden)?;
-            require(2 * self.rotary.frequencies.len() == block.attention.width, || {
-                let (found, width) = (self.rotary.frequencies.len(), block.attention.width);
-                format!("{found} frequencies for heads of width {width}")
-            })?;
+            block.norm.check(hidden, "the first norm of a layer")?;
+            match &block.mixer {
+                Mixer::Attention(attention) => attention.check(hidden, turned)?,
+                Mixer::Latent(latent) => latent.check(hidden, turned)?,
+                Mixer::Delta(delta) => delta.check(hidden)?,
+            }
             block.feed_forward.check(hidden)?;
         }
         Ok(())
@@ -162,4 +160,17 @@ impl Linear<'_> {
             format!("{name} is {shape:?} instead of {rows} x {columns}, or its bias has another length")
         })
     }
+
+    fn add_bias(&self, sums: &mut [f32]) {
+        if let Some(bias) = self.bias {
+            add(bias, sums);
+        }
+    }
+}
+
+/// Adds a vector to `sums`.
+fn add(vector: Activations, sums: &mut [f32]) {
+    let mut values = vec![0.0; sums.len()];
+    vector.widen(0, &mut values);
+    sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
 }

@@ -1,4 +1,4 @@
-//! Root mean square norms: x / sqrt(mean of x^2 + eps) * weight.
+//! Root mean square norms: x / sqrt(mean of x^2 + eps) * (weight + offset).
 
 use super::require;
 use crate::Result;
@@ -9,10 +9,12 @@ use crate::types::Activations;
 /// A norm.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm<'a> {
-    /// What each value is multiplied by.
+    /// What each value is multiplied by, less the offset.
     pub weight: Activations<'a>,
     /// Added to the mean of squares.
     pub epsilon: f32,
+    /// Added to the weight.
+    pub offset: f32,
 }
 
 impl Norm<'_> {
@@ -20,6 +22,7 @@ impl Norm<'_> {
     pub(super) fn apply(&self, isa: Isa, x: &mut [f32]) {
         let mut weight = vec![0.0; self.weight.len()];
         self.weight.widen(0, &mut weight);
+        weight.iter_mut().for_each(|weight| *weight += self.offset);
         for x in x.chunks_exact_mut(weight.len().max(1)) {
             normalize(isa, x, &weight, self.epsilon);
         }

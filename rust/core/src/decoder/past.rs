@@ -1,4 +1,4 @@
-//! Keys and values of the tokens before, in buffers with room for more.
+//! What layers keep of the tokens before: keys and values in buffers with room for more, or states.
 
 use half::bf16;
 
@@ -6,7 +6,7 @@ use super::require;
 use crate::Result;
 use crate::types::Activations;
 
-/// Keys or values, groups x capacity x width.
+/// Values of a cache.
 pub enum Lane<'a> {
     /// Single precision.
     F32(&'a mut [f32]),
@@ -16,10 +16,12 @@ pub enum Lane<'a> {
 
 /// A layer's cache.
 pub struct Past<'a> {
-    /// Keys.
+    /// Keys, groups x capacity x width; of a delta rule the last inputs of its convolution.
     pub keys: Lane<'a>,
-    /// Values.
+    /// Values in the same way, maybe of another width; of a delta rule its state.
     pub values: Lane<'a>,
+    /// The first token that is seen; states have no tokens.
+    pub first: usize,
     /// Tokens that there are.
     pub length: usize,
 }
@@ -29,11 +31,11 @@ pub struct Past<'a> {
 pub(super) struct Read<'a> {
     pub values: Activations<'a>,
     capacity: usize,
-    width: usize,
+    pub width: usize,
 }
 
 impl Lane<'_> {
-    fn values(&self) -> Activations<'_> {
+    pub(super) fn values(&self) -> Activations<'_> {
         match self {
             Lane::F32(values) => Activations::F32(values),
             Lane::Bf16(values) => Activations::Bf16(values),
@@ -59,19 +61,29 @@ impl Lane<'_> {
         }
     }
 
-    /// Writes a token's values, groups x width, at `place`.
-    fn write(&mut self, place: usize, width: usize, token: &[f32]) {
-        let groups = token.len() / width.max(1);
-        let stride = self.values().len() / groups.max(1);
-        for (group, from) in token.chunks_exact(width.max(1)).enumerate() {
-            let at = group * stride + place * width..group * stride + (place + 1) * width;
-            match self {
-                Lane::F32(values) => values[at].copy_from_slice(from),
-                Lane::Bf16(values) => {
-                    let values = values[at].iter_mut().zip(from);
-                    values.for_each(|(value, from)| *value = bf16::from_f32(*from).to_bits());
-                }
+    /// Writes values from a place on.
+    pub(super) fn put(&mut self, place: usize, from: &[f32]) {
+        match self {
+            Lane::F32(values) => values[place..][..from.len()].copy_from_slice(from),
+            Lane::Bf16(values) => {
+                let values = values[place..][..from.len()].iter_mut().zip(from);
+                values.for_each(|(value, from)| *value = bf16::from_f32(*from).to_bits());
             }
+        }
+    }
+
+    /// Writes the values of the token at `place`, of each group as many.
+    fn push(&mut self, groups: usize, place: usize, token: &[f32]) {
+        let (width, stride) = (token.len() / groups, self.values().len() / groups);
+        for (group, from) in token.chunks_exact(width).enumerate() {
+            self.put(group * stride + place * width, from);
+        }
+    }
+
+    fn reborrow(&mut self) -> Lane<'_> {
+        match self {
+            Lane::F32(values) => Lane::F32(values),
+            Lane::Bf16(values) => Lane::Bf16(values),
         }
     }
 }
@@ -85,22 +97,34 @@ impl Read<'_> {
 }
 
 impl Past<'_> {
-    /// Puts a token's keys and values, groups x width, behind the others.
-    pub(super) fn push(&mut self, width: usize, keys: &[f32], values: &[f32]) {
-        self.keys.write(self.length, width, keys);
-        self.values.write(self.length, width, values);
-        self.length += 1;
+    /// The same cache for a shorter time.
+    pub(super) fn reborrow(&mut self) -> Past<'_> {
+        Past {
+            keys: self.keys.reborrow(),
+            values: self.values.reborrow(),
+            ..*self
+        }
     }
 
-    /// There is room for one token more.
-    pub(super) fn check(&self, groups: usize, width: usize) -> Result<()> {
-        let size = groups * width;
-        for lane in [&self.keys, &self.values] {
-            let len = lane.values().len();
-            require(size > 0 && len % size == 0 && self.length < len / size, || {
-                let length = self.length;
-                format!("{len} values have no room for {groups} x {width} of token {length}")
-            })?;
+    /// Puts a token's keys and values, of each group as many, behind the others.
+    pub(super) fn push(&mut self, groups: usize, keys: &[f32], values: &[f32]) {
+        self.keys.push(groups, self.length, keys);
+        self.values.push(groups, self.length, values);
+    }
+
+    /// There is room for one token more, whose keys and values have so many groups and these widths.
+    pub(super) fn check(&self, groups: usize, widths: [usize; 2]) -> Result<()> {
+        let (first, length) = (self.first, self.length);
+        for (lane, width) in [&self.keys, &self.values].into_iter().zip(widths) {
+            let (len, size) = (lane.values().len(), groups * width);
+            require(
+                size > 0 && len % size == 0 && first <= length && length < len / size,
+                || {
+                    format!(
+                        "{len} values have no room for {groups} x {width} of token {length}, seen from {first} on"
+                    )
+                },
+            )?;
         }
         Ok(())
     }

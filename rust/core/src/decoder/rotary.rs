@@ -1,18 +1,32 @@
-//! Rotary positions: pairs of a head's values, half a head apart, are turned by angles that grow with the position.
+//! Rotary positions: pairs of a head's values are turned by angles that grow with the position.
 
 /// How heads are turned.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
-    /// Half a head's width: the angle of each pair at position 1.
+    /// The angle of each pair at position 1: half as many as values of a head that are turned.
     pub frequencies: &'a [f32],
     /// What turned values are multiplied by.
     pub scale: f32,
+    /// Where pairs lie.
+    pub order: Order,
+}
+
+/// Where the two values of a pair lie among those that are turned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Half of them apart.
+    Halves,
+    /// Side by side.
+    Pairs,
+    /// Side by side before they are turned, half of them apart afterwards.
+    PairsToHalves,
 }
 
 /// The turn at a position.
 pub(super) struct Turn {
     cosines: Vec<f32>,
     sines: Vec<f32>,
+    order: Order,
 }
 
 impl Rotary<'_> {
@@ -24,25 +38,58 @@ impl Rotary<'_> {
         let (sines, cosines) = angles
             .map(|angle| (angle.sin() * self.scale, angle.cos() * self.scale))
             .unzip();
-        Turn { cosines, sines }
+        Turn {
+            cosines,
+            sines,
+            order: self.order,
+        }
     }
 }
 
 impl Turn {
-    /// Turns heads in their place.
-    pub fn apply(&self, heads: &mut [f32]) {
+    /// Turns heads of some width in their place: the values from `start` on, two for each frequency.
+    pub fn apply(&self, heads: &mut [f32], width: usize, start: usize) {
         let half = self.cosines.len();
-        for head in heads.chunks_exact_mut((2 * half).max(1)) {
-            let (first, second) = head.split_at_mut(half);
-            for (pair, (cos, sin)) in first
-                .iter_mut()
-                .zip(second)
-                .zip(self.cosines.iter().zip(&self.sines))
-            {
-                let (a, b) = (*pair.0, *pair.1);
-                *pair.0 = a * cos - b * sin;
-                *pair.1 = b * cos + a * sin;
+        let (apart, side) = ((1, half), (2, 1));
+        let (from, to) = match self.order {
+            Order::Halves => (apart, apart),
+            Order::Pairs => (side, side),
+            Order::PairsToHalves => (side, apart),
+        };
+        let mut turned = vec![0.0; 2 * half];
+        for head in heads.chunks_exact_mut(width.max(1)) {
+            let head = &mut head[start..start + 2 * half];
+            for (pair, (cos, sin)) in self.cosines.iter().zip(&self.sines).enumerate() {
+                let (a, b) = (head[pair * from.0], head[pair * from.0 + from.1]);
+                turned[pair * to.0] = a * cos - b * sin;
+                turned[pair * to.0 + to.1] = b * cos + a * sin;
             }
+            head.copy_from_slice(&turned);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_lie_where_the_order_says() {
+        let frequencies = [std::f32::consts::FRAC_PI_2, 0.0];
+        let turned = |order| {
+            let (rotary, mut head) = (
+                Rotary {
+                    frequencies: &frequencies,
+                    scale: 2.0,
+                    order,
+                },
+                [9.0, 1.0, 2.0, 3.0, 4.0, 8.0],
+            );
+            rotary.at(1).apply(&mut head, 6, 1);
+            head.map(f32::round)
+        };
+        assert_eq!(turned(Order::Halves), [9.0, -6.0, 4.0, 2.0, 8.0, 8.0]);
+        assert_eq!(turned(Order::Pairs), [9.0, -4.0, 2.0, 6.0, 8.0, 8.0]);
+        assert_eq!(turned(Order::PairsToHalves), [9.0, -4.0, 6.0, 2.0, 8.0, 8.0]);
     }
 }

@@ -4,17 +4,14 @@ use std::sync::OnceLock;
 
 use rayon::ThreadPool;
 
-use super::attention::{Heads, Mixing};
 use super::feed_forward::Routed;
 use super::norm::Norm;
 use super::past::Past;
 use super::rotary::Turn;
-use super::{Block, Decoder, require};
+use super::{Block, Decoder, Mixer, require};
 use crate::Result;
-use crate::gemm::layer::matrices::Matrices;
 use crate::gemm::layer::prefetch::Prefetch;
 use crate::gemm::layer::region::{self, Thread, Threads};
-use crate::gemm::layer::{Job, Projection};
 use crate::simd::Isa;
 use crate::types::Activations;
 
@@ -26,19 +23,29 @@ struct Hidden {
     normed: Vec<f32>,
 }
 
+/// A mixer at a step.
+pub(super) trait Mixing: Sync {
+    /// The memory that is read first.
+    fn prefetch(&self) -> &Prefetch<'_>;
+
+    /// Goes through the mixer for `x`, on a thread of a region. What is in `next` is read afterwards.
+    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], turn: &Turn, next: &'s Prefetch<'s>);
+
+    /// Adds the output to `sum`.
+    fn add(&self, sum: &mut [f32]);
+
+    /// Puts the token into the cache.
+    fn finish(self: Box<Self>);
+}
+
 /// A layer at a step.
 struct State<'a> {
     block: &'a Block<'a>,
-    past: &'a Past<'a>,
-    inputs: Matrices<'a>,
-    /// The memory that is read first by the inputs, the output and the router.
-    prefetches: [Prefetch<'a>; 3],
-    heads: OnceLock<Heads>,
-    mixing: Mixing<'a>,
-    mixed: OnceLock<Vec<f32>>,
-    output: Matrices<'a>,
+    mixing: Box<dyn Mixing + 'a>,
     middle: OnceLock<Hidden>,
     routed: Routed<'a>,
+    /// The memory that the experts read first.
+    prefetch: Prefetch<'a>,
     end: OnceLock<Hidden>,
 }
 
@@ -50,9 +57,27 @@ impl Hidden {
     }
 }
 
+impl Mixer<'_> {
+    fn check(&self, past: &Past) -> Result<()> {
+        match self {
+            Mixer::Attention(attention) => attention.check_past(past),
+            Mixer::Latent(latent) => latent.check_past(past),
+            Mixer::Delta(delta) => delta.check_past(past),
+        }
+    }
+
+    fn mixing<'a>(&'a self, past: Past<'a>, threads: usize, isa: Isa) -> Box<dyn Mixing + 'a> {
+        match self {
+            Mixer::Attention(attention) => attention.mixing(past, threads, isa),
+            Mixer::Latent(latent) => latent.mixing(past, threads, isa),
+            Mixer::Delta(delta) => delta.mixing(past, threads, isa),
+        }
+    }
+}
+
 impl Decoder<'_> {
     /// Takes a token through all layers: its hidden state `x` becomes `y`, normed, and each layer's cache gets its keys
-    /// and values. Tokens see all tokens of the caches.
+    /// and values. Tokens see all tokens of the caches from the first on.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): sizes do not match, a cache is full, or the processor lacks the
@@ -77,29 +102,27 @@ impl Decoder<'_> {
             )
         })?;
         for (block, past) in self.blocks.iter().zip(&*past) {
-            past.check(block.attention.groups(), block.attention.width)?;
+            block.mixer.check(past)?;
         }
-        let heads = self.run(x, position, past, y, isa, pool);
-        for ((past, block), heads) in past.iter_mut().zip(&self.blocks).zip(heads) {
-            past.push(block.attention.width, &heads.keys, &heads.values);
-        }
+        self.run(x, position, past, y, isa, pool);
+        past.iter_mut().for_each(|past| past.length += 1);
         Ok(())
     }
 
-    /// Computes a step; the heads of all layers.
+    /// Computes a step whose sizes have been checked.
     fn run(
         &self,
         x: Activations,
         position: usize,
-        past: &[Past],
+        past: &mut [Past],
         y: &mut [f32],
         isa: Isa,
         pool: &ThreadPool,
-    ) -> Vec<Heads> {
+    ) {
         let threads = pool.current_num_threads();
         let layers = self.blocks.iter().zip(past);
         let states: Vec<State> = layers
-            .map(|(block, past)| State::new(block, past, threads, isa))
+            .map(|(block, past)| State::new(block, past.reborrow(), threads, isa))
             .collect();
         let (turn, start) = (self.rotary.at(position), OnceLock::new());
         region::run(pool, Threads::Awake, |thread| {
@@ -119,52 +142,31 @@ impl Decoder<'_> {
         });
         let last = states.last().map_or(&start, |state| &state.end);
         y.copy_from_slice(&last.get().expect("the region has ended").normed);
-        let heads = states.into_iter().map(|state| state.heads.into_inner());
-        heads.map(|heads| heads.expect("the region has ended")).collect()
+        states.into_iter().for_each(|state| state.mixing.finish());
     }
 
     /// The norm that a layer starts with, or that behind the last.
     fn norm_before(&self, layer: usize) -> &Norm<'_> {
-        self.blocks
-            .get(layer)
-            .map_or(&self.norm, |block| &block.attention.norm)
+        self.blocks.get(layer).map_or(&self.norm, |block| &block.norm)
     }
 }
 
 impl<'a> State<'a> {
-    fn new(block: &'a Block<'a>, past: &'a Past<'a>, threads: usize, isa: Isa) -> State<'a> {
-        let attention = &block.attention;
-        let inputs: [&dyn Projection; 3] = [
-            &*attention.query.weights,
-            &*attention.key.weights,
-            &*attention.value.weights,
-        ];
-        let job = || Job::of_offsets(&[0, 1]);
-        let inputs = Matrices::new(&inputs, job(), threads);
-        let output = Matrices::new(&[&*attention.output.weights], job(), threads);
+    fn new(block: &'a Block<'a>, past: Past<'a>, threads: usize, isa: Isa) -> State<'a> {
         let routed = Routed::new(&block.feed_forward, threads, isa);
         State {
             block,
-            past,
-            prefetches: [
-                inputs.prefetch(threads),
-                output.prefetch(threads),
-                routed.prefetch(),
-            ],
-            inputs,
-            heads: OnceLock::new(),
-            mixing: attention.mixing(past),
-            mixed: OnceLock::new(),
-            output,
+            mixing: block.mixer.mixing(past, threads, isa),
             middle: OnceLock::new(),
+            prefetch: routed.prefetch(),
             routed,
             end: OnceLock::new(),
         }
     }
 
     /// The memory that is read first.
-    fn prefetch(&self) -> &Prefetch<'a> {
-        &self.prefetches[0]
+    fn prefetch(&self) -> &Prefetch<'_> {
+        self.mixing.prefetch()
     }
 
     /// Goes through the layer, on a thread of a region; `next` is the norm behind it, and the memory that is read then.
@@ -176,27 +178,11 @@ impl<'a> State<'a> {
         turn: &Turn,
         next: (&Norm, Option<&'s Prefetch<'s>>),
     ) -> &'s Hidden {
-        let (attention, feed_forward) = (&self.block.attention, &self.block.feed_forward);
-        self.inputs.multiply(
-            thread,
-            Activations::F32(&hidden.normed),
-            Some(&self.prefetches[1]),
-        );
-        let heads = thread.once(&self.heads, || {
-            let products = [0, 1, 2].map(|index| self.inputs.values(index));
-            attention.heads(isa, products, turn, self.past)
-        });
-        thread.phase(self.mixing.units(), |unit| self.mixing.compute(isa, unit, heads));
-        let mixed = thread.once(&self.mixed, || self.mixing.outputs());
-        self.output
-            .multiply(thread, Activations::F32(mixed), Some(&self.prefetches[2]));
+        self.mixing.run(thread, &hidden.normed, turn, &self.prefetch);
         let hidden = thread.once(&self.middle, || {
-            let mut sum = self.output.values(0).to_vec();
-            attention.output.add_bias(&mut sum);
-            sum.iter_mut()
-                .zip(&hidden.sum)
-                .for_each(|(sum, before)| *sum += before);
-            Hidden::new(isa, sum, &feed_forward.norm)
+            let mut sum = hidden.sum.clone();
+            self.mixing.add(&mut sum);
+            Hidden::new(isa, sum, &self.block.feed_forward.norm)
         });
         self.routed.run(thread, &hidden.normed, next.1);
         thread.once(&self.end, || {

@@ -1,5 +1,8 @@
+mod naive;
+
 use rayon::ThreadPool;
 
+use self::naive::Naive;
 use super::*;
 use crate::formats::groupwise::{View, encode, tests::spec};
 use crate::gemm::dense::{self, Dense, Kind};
@@ -27,6 +30,11 @@ struct Settings {
     head_norms: Option<[usize; 2]>,
     router: bool,
     shared: bool,
+    sinks: bool,
+    gated: bool,
+    window: Option<usize>,
+    /// Pairs of a head's values that are turned.
+    turned: usize,
     cache: Kind,
 }
 
@@ -36,6 +44,10 @@ const PLAIN: Settings = Settings {
     head_norms: None,
     router: true,
     shared: false,
+    sinks: false,
+    gated: false,
+    window: None,
+    turned: WIDTH / 2,
     cache: Kind::F32,
 };
 
@@ -95,6 +107,8 @@ impl Tensors {
             let [few, many] = [GROUPS * WIDTH, HEADS * WIDTH];
             for (name, rows, columns) in [
                 ("q", many, HIDDEN),
+                ("gates", many, HIDDEN),
+                ("sinks", HEADS, 1),
                 ("k", few, HIDDEN),
                 ("v", few, HIDDEN),
                 ("o", HIDDEN, many),
@@ -135,10 +149,24 @@ impl Tensors {
                 ));
             }
         }
+        let zipped = |named: &[(String, Vec<f32>, Vec<u8>)], layer: usize, end: &str, columns: usize| {
+            let find = |name: String| &named.iter().find(|(found, ..)| *found == name).unwrap().1;
+            let parts =
+                ["q", "gates"].map(|part| find(format!("{layer}.{part}{end}")).chunks_exact(WIDTH * columns));
+            let [queries, gates] = parts;
+            let values: Vec<f32> = queries.zip(gates).flat_map(|(q, g)| [q, g].concat()).collect();
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            (format!("{layer}.zipped{end}"), values, bytes)
+        };
+        for layer in 0..settings.layers {
+            for (end, columns) in [("", HIDDEN), (".bias", 1)] {
+                named.push(zipped(&named, layer, end, columns));
+            }
+        }
         Tensors {
             settings,
             named,
-            frequencies: (0..WIDTH / 2).map(|i| 0.5f32.powi(i as i32)).collect(),
+            frequencies: (0..settings.turned).map(|i| 0.5f32.powi(i as i32)).collect(),
         }
     }
 
@@ -159,6 +187,7 @@ impl Tensors {
         Norm {
             weight: Activations::F32(self.values(name)),
             epsilon: EPSILON,
+            offset: 0.0,
         }
     }
 
@@ -179,35 +208,51 @@ impl Tensors {
             let view = View::parse(&self.find(&name(part)).2).unwrap();
             Box::new(Groupwise::new(view, Mode::Exact, isa).unwrap())
         };
+        let query = match settings.gated {
+            true => self.linear(&name("zipped"), 2 * many, HIDDEN, isa),
+            false => self.linear(&name("q"), many, HIDDEN, isa),
+        };
+        let sinks = settings.sinks.then(|| self.values(&name("sinks")));
         Block {
-            attention: Attention {
-                norm: self.norm(&name("in.norm")),
-                query: self.linear(&name("q"), many, HIDDEN, isa),
+            norm: self.norm(&name("in.norm")),
+            mixer: Mixer::Attention(Attention {
+                query,
                 key: self.linear(&name("k"), few, HIDDEN, isa),
                 value: self.linear(&name("v"), few, HIDDEN, isa),
                 output: self.linear(&name("o"), HIDDEN, many, isa),
                 query_norm: head_norm("q.norm"),
                 key_norm: head_norm("k.norm"),
+                sinks: sinks.map(Activations::F32),
+                gated: settings.gated,
                 width: WIDTH,
                 scale: 0.4,
-            },
+            }),
             feed_forward: FeedForward {
                 norm: self.norm(&name("middle.norm")),
                 router: settings.router.then(|| Router {
                     weights: self.dense(&name("router"), EXPERTS, HIDDEN, isa),
+                    bias: None,
+                    sigmoid: false,
+                    correction: None,
+                    groups: None,
                     top_k: 2,
                     normalized: true,
+                    scale: 1.0,
                 }),
                 experts: Experts {
                     gate: all("gate"),
                     up: all("up"),
                     down: all("down"),
+                    act: Gate::Silu,
+                    biases: None,
                 },
                 shared: settings.shared.then(|| Shared {
                     experts: Experts {
                         gate: self.dense(&name("shared.gate"), INNER, HIDDEN, isa),
                         up: self.dense(&name("shared.up"), INNER, HIDDEN, isa),
                         down: self.dense(&name("shared.down"), HIDDEN, INNER, isa),
+                        act: Gate::Silu,
+                        biases: None,
                     },
                     gate: Some(self.dense(&name("shared_gate"), 1, HIDDEN, isa)),
                 }),
@@ -223,151 +268,17 @@ impl Tensors {
             rotary: Rotary {
                 frequencies: &self.frequencies,
                 scale: 1.25,
+                order: Order::Halves,
             },
             norm: self.norm("norm"),
         }
     }
 }
 
-/// The formulas, one after the other in f64.
-struct Naive<'a> {
-    tensors: &'a Tensors,
-    /// For each layer, keys and values of each token, groups x width.
-    caches: Vec<Vec<[Vec<f64>; 2]>>,
-}
-
-fn wide(values: &[f32]) -> Vec<f64> {
-    values.iter().map(|&value| f64::from(value)).collect()
-}
-
-fn matvec(matrix: &[f32], x: &[f64]) -> Vec<f64> {
-    let row = |row: &[f32]| row.iter().zip(x).map(|(&w, x)| f64::from(w) * x).sum();
-    matrix.chunks_exact(x.len()).map(row).collect()
-}
-
-fn added(mut x: Vec<f64>, y: &[f64], factor: f64) -> Vec<f64> {
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += factor * y);
-    x
-}
-
-impl Naive<'_> {
-    fn linear(&self, name: &str, x: &[f64]) -> Vec<f64> {
-        let y = matvec(self.tensors.values(name), x);
-        let bias = wide(self.tensors.values(&format!("{name}.bias")));
-        added(y, &bias, if self.tensors.settings.bias { 1.0 } else { 0.0 })
-    }
-
-    fn norm(&self, name: &str, x: &[f64]) -> Vec<f64> {
-        let weight = wide(self.tensors.values(name));
-        let runs = x.chunks_exact(weight.len()).flat_map(|x| {
-            let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
-            let factor = 1.0 / (mean + f64::from(EPSILON)).sqrt();
-            x.iter()
-                .zip(&weight)
-                .map(move |(x, weight)| x * factor * weight)
-                .collect::<Vec<_>>()
-        });
-        runs.collect()
-    }
-
-    fn turned(&self, x: &[f64], position: usize) -> Vec<f64> {
-        let half = WIDTH / 2;
-        let mut y = x.to_vec();
-        for (head, out) in x.chunks_exact(WIDTH).zip(y.chunks_exact_mut(WIDTH)) {
-            for pair in 0..half {
-                let angle = position as f64 * f64::from(self.tensors.frequencies[pair]);
-                let (sin, cos) = (1.25 * angle.sin(), 1.25 * angle.cos());
-                out[pair] = head[pair] * cos - head[pair + half] * sin;
-                out[pair + half] = head[pair + half] * cos + head[pair] * sin;
-            }
-        }
-        y
-    }
-
-    fn attention(&mut self, layer: usize, x: &[f64], position: usize) -> Vec<f64> {
-        let name = |name: &str| format!("{layer}.{name}");
-        let x = self.norm(&name("in.norm"), x);
-        let head = |part: &str| {
-            let heads = self.linear(&name(part), &x);
-            match self.tensors.settings.head_norms {
-                Some(_) => self.norm(&name(&format!("{part}.norm")), &heads),
-                None => heads,
-            }
-        };
-        let queries = self.turned(&head("q"), position);
-        let keys = self.turned(&head("k"), position);
-        let values = self.linear(&name("v"), &x);
-        self.caches[layer].push([keys, values]);
-        let mut mixed = Vec::new();
-        for (head, query) in queries.chunks_exact(WIDTH).enumerate() {
-            let group = head / (HEADS / GROUPS) * WIDTH..(head / (HEADS / GROUPS) + 1) * WIDTH;
-            let past = self.caches[layer].iter();
-            let score =
-                |keys: &[f64]| 0.4f32 as f64 * keys.iter().zip(query).map(|(k, q)| k * q).sum::<f64>();
-            let powers: Vec<f64> = past
-                .clone()
-                .map(|[keys, _]| score(&keys[group.clone()]).exp())
-                .collect();
-            let total: f64 = powers.iter().sum();
-            let terms = past
-                .zip(&powers)
-                .map(|([_, values], power)| (&values[group.clone()], power / total));
-            mixed.extend(terms.fold(vec![0.0; WIDTH], |sum, (values, share)| added(sum, values, share)));
-        }
-        self.linear(&name("o"), &mixed)
-    }
-
-    fn expert(&self, parts: [&[f32]; 3], x: &[f64]) -> Vec<f64> {
-        let [gate, up] = [parts[0], parts[1]].map(|matrix| matvec(matrix, x));
-        let hidden: Vec<f64> = gate
-            .iter()
-            .zip(&up)
-            .map(|(g, u)| g / (1.0 + (-g).exp()) * u)
-            .collect();
-        matvec(parts[2], &hidden)
-    }
-
-    fn feed_forward(&self, layer: usize, x: &[f64]) -> Vec<f64> {
-        let name = |name: &str| format!("{layer}.{name}");
-        let x = self.norm(&name("middle.norm"), x);
-        let mut chosen = vec![(0, 1.0)];
-        if self.tensors.settings.router {
-            let logits = matvec(self.tensors.values(&name("router")), &x);
-            let mut order: Vec<usize> = (0..EXPERTS).collect();
-            order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
-            let power = |&expert: &usize| (expert, logits[expert].exp());
-            chosen = order[..2].iter().map(power).collect();
-            let total: f64 = chosen.iter().map(|(_, power)| power).sum();
-            chosen.iter_mut().for_each(|(_, power)| *power /= total);
-        }
-        let mut y = vec![0.0; HIDDEN];
-        for (expert, weight) in chosen {
-            let size = INNER * HIDDEN;
-            let of = |part: &str| &self.tensors.values(&name(part))[expert * size..][..size];
-            y = added(y, &self.expert([of("gate"), of("up"), of("down")], &x), weight);
-        }
-        if self.tensors.settings.shared {
-            let of = |part: &str| self.tensors.values(&name(part));
-            let share = matvec(of("shared_gate"), &x)[0];
-            let parts = [of("shared.gate"), of("shared.up"), of("shared.down")];
-            y = added(y, &self.expert(parts, &x), 1.0 / (1.0 + (-share).exp()));
-        }
-        y
-    }
-
-    fn step(&mut self, x: &[f32], position: usize) -> Vec<f64> {
-        let mut x = wide(x);
-        for layer in 0..self.tensors.settings.layers {
-            x = added(self.attention(layer, &x, position), &x, 1.0);
-            x = added(self.feed_forward(layer, &x), &x, 1.0);
-        }
-        self.norm("norm", &x)
-    }
-}
-
 /// Buffers of keys and values, either kind of number.
 struct Buffers {
     kind: Kind,
+    window: Option<usize>,
     wide: Vec<Vec<f32>>,
     narrow: Vec<Vec<u16>>,
 }
@@ -377,6 +288,7 @@ impl Buffers {
         let (count, size) = (2 * settings.layers, GROUPS * CAPACITY * WIDTH);
         Buffers {
             kind: settings.cache,
+            window: settings.window,
             wide: vec![vec![f32::NAN; size]; count],
             narrow: vec![vec![0x7fc0; size]; count],
         }
@@ -392,7 +304,15 @@ impl Buffers {
         };
         let mut past = Vec::new();
         while let (Some(keys), Some(values)) = (next(), next()) {
-            past.push(Past { keys, values, length });
+            let first = self
+                .window
+                .map_or(0, |window| (length + 1).saturating_sub(window));
+            past.push(Past {
+                keys,
+                values,
+                first,
+                length,
+            });
         }
         past
     }
@@ -447,6 +367,18 @@ fn steps_are_the_formulas() {
         Settings {
             router: false,
             layers: 3,
+            ..PLAIN
+        },
+        Settings {
+            sinks: true,
+            window: Some(3),
+            turned: 2,
+            bias: true,
+            ..PLAIN
+        },
+        Settings {
+            gated: true,
+            head_norms: Some([WIDTH, WIDTH]),
             ..PLAIN
         },
     ] {
@@ -519,6 +451,13 @@ fn neither_threads_nor_sets_change_a_bit() {
     }
 }
 
+fn attention<'d, 'a>(decoder: &'d mut Decoder<'a>, layer: usize) -> &'d mut Attention<'a> {
+    match &mut decoder.blocks[layer].mixer {
+        Mixer::Attention(attention) => attention,
+        _ => unreachable!("the layers are attention"),
+    }
+}
+
 #[test]
 fn a_step_that_does_not_fit_is_refused() {
     let (tensors, pool) = (Tensors::new(PLAIN), pool::current().unwrap());
@@ -534,9 +473,19 @@ fn a_step_that_does_not_fit_is_refused() {
     assert!(attempt(|_| (), HIDDEN + 1, 0, 2).is_err());
     assert!(attempt(|_| (), HIDDEN, 0, 1).is_err());
     assert!(attempt(|_| (), HIDDEN, CAPACITY, 2).is_err());
-    assert!(attempt(|decoder| decoder.rotary.frequencies = &[1.0], HIDDEN, 0, 2).is_err());
-    assert!(attempt(|decoder| decoder.blocks[1].attention.width = 5, HIDDEN, 0, 2).is_err());
-    assert!(attempt(|decoder| decoder.blocks[0].attention.width = 0, HIDDEN, 0, 2).is_err());
+    assert!(attempt(|decoder| decoder.rotary.frequencies = &[1.0; 4], HIDDEN, 0, 2).is_err());
+    assert!(attempt(|decoder| attention(decoder, 1).width = 5, HIDDEN, 0, 2).is_err());
+    assert!(attempt(|decoder| attention(decoder, 0).width = 0, HIDDEN, 0, 2).is_err());
+    assert!(attempt(|decoder| attention(decoder, 0).gated = true, HIDDEN, 0, 2).is_err());
+    assert!(
+        attempt(
+            |decoder| attention(decoder, 0).sinks = Some(Activations::F32(&[1.0])),
+            HIDDEN,
+            0,
+            2
+        )
+        .is_err()
+    );
     assert!(
         attempt(
             |decoder| decoder.blocks[0].feed_forward.router = None,

@@ -21,12 +21,14 @@ __all__ = [
     "Decoder",
     "activations",
     "decode",
+    "decoded",
     "dense_matrix",
     "dense_product",
     "expert_payloads",
     "first_sequence",
     "packed_matrix",
     "rows",
+    "state_arrays",
     "vector",
 ]
 
@@ -44,8 +46,8 @@ def activations(x: Tensor) -> Activations:
 
 
 def vector(tensor: Tensor) -> NDArray[Any]:
-    """View a contiguous tensor of one of `FLOATS`, outside autograd."""
-    return tensor.detach().view(FLOATS[tensor.dtype]).numpy()
+    """View a contiguous tensor of one of `FLOATS` as one row, outside autograd."""
+    return tensor.detach().view(FLOATS[tensor.dtype]).numpy().reshape(-1)
 
 
 def dense_matrix(weight: Tensor) -> DenseMatrix:
@@ -57,6 +59,11 @@ def dense_matrix(weight: Tensor) -> DenseMatrix:
 def packed_matrix(matrix: Matrix, mode: str | None) -> tuple[PackedTensor, str | None] | None:
     """A matrix and the mode of its products; None where the core does not know the format."""
     return (matrix, product_mode(matrix, mode)) if isinstance(matrix, PackedTensor) else None
+
+
+def decoded(matrix: Matrix, dtype: torch.dtype) -> NDArray[Any]:
+    """The values of a packed matrix as one row of one of `FLOATS`."""
+    return np.ascontiguousarray(matrix.dequantize(str(dtype).removeprefix("torch."))).reshape(-1)
 
 
 def rows(matrix: Matrix, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,6 +101,11 @@ def first_sequence(keys: Tensor, values: Tensor) -> tuple[NDArray[Any], NDArray[
     return np.asarray(keys[0].view(kind).numpy()), np.asarray(values[0].view(kind).numpy())
 
 
-def decode(decoder: Decoder, hidden: Tensor, position: int, caches: list[Any], length: int) -> Tensor:
-    """Take a token, hidden [1, H], through all layers, behind `length` tokens in the caches; [1, H] in its dtype."""
-    return torch.from_numpy(decoder.step(activations(hidden), position, caches, length)).to(hidden.dtype)
+def state_arrays(window: Tensor, state: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """View the last inputs of a convolution [1, channels, tokens] and a state [1, heads, keys, values], contiguous."""
+    return np.asarray(window.view(FLOATS[window.dtype]).numpy()), np.asarray(state[0].numpy())
+
+
+def decode(decoder: Decoder, hidden: Tensor, position: int, caches: list[Any]) -> Tensor:
+    """Take a token, hidden [1, H], through all layers, behind the tokens of the caches; [1, H] in its dtype."""
+    return torch.from_numpy(decoder.step(activations(hidden), position, caches)).to(hidden.dtype)

@@ -1,0 +1,322 @@
+//! Attention to latents (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434, section 2.1).
+//!
+//! The cache holds a latent and a turned key of each token, which all heads share. A head's keys and values are products
+//! of the latent: k = K c, v = V c. They are never made: q k = (K^T q) c, and the sum of values is V times the sum of
+//! latents, so that a step reads K and V once and not once a token.
+
+use std::sync::OnceLock;
+
+use super::norm::Norm;
+use super::past::Past;
+use super::rotary::Turn;
+use super::softmax::{Reading, Rows, Softmax, add_rows};
+use super::step::Mixing;
+use super::{Linear, add, require};
+use crate::Result;
+use crate::gemm::dense::dot;
+use crate::gemm::layer::Job;
+use crate::gemm::layer::matrices::Matrices;
+use crate::gemm::layer::prefetch::Prefetch;
+use crate::gemm::layer::region::Thread;
+use crate::simd::{Isa, vectorized};
+use crate::types::{Activations, from_bf16};
+
+/// Attention to latents.
+pub struct Latent<'a> {
+    /// What queries are made of, and its norm; the hidden state without it.
+    pub query_latent: Option<(Linear<'a>, Norm<'a>)>,
+    /// Queries, heads * (plain + turned) rows: of each head values that are not turned, then those that are.
+    pub query: Linear<'a>,
+    /// The latent, then the turned key: rank + turned rows.
+    pub latent: Linear<'a>,
+    /// The norm of the latent, rank values.
+    pub norm: Norm<'a>,
+    /// Of each head K, plain x rank, then V, width x rank.
+    pub expansion: Activations<'a>,
+    /// Applied to the heads' outputs: heads * width columns.
+    pub output: Linear<'a>,
+    /// Heads.
+    pub heads: usize,
+    /// What products of queries and keys count.
+    pub scale: f32,
+}
+
+/// A token's queries, latent and turned key.
+struct Token {
+    /// heads x (plain + turned).
+    queries: Vec<f32>,
+    /// As the cache holds it.
+    latent: Vec<f32>,
+    /// As the cache holds it.
+    key: Vec<f32>,
+}
+
+/// Attention at a step.
+struct Step<'a> {
+    weights: &'a Latent<'a>,
+    past: Past<'a>,
+    /// The latent with the turned key, and queries or what they are made of.
+    inputs: Matrices<'a>,
+    /// Of what they are made of.
+    query_latent: OnceLock<Vec<f32>>,
+    queries: Option<Matrices<'a>>,
+    output: Matrices<'a>,
+    /// The memory that is read first by inputs and output.
+    prefetches: [Prefetch<'a>; 2],
+    token: OnceLock<Token>,
+    /// For each head K^T q.
+    absorbed: Vec<OnceLock<Vec<f32>>>,
+    joined: OnceLock<Vec<f32>>,
+    softmax: Softmax,
+    /// For each head its output.
+    expanded: Vec<OnceLock<Vec<f32>>>,
+    mixed: OnceLock<Vec<f32>>,
+    isa: Isa,
+}
+
+/// Sizes of latent attention.
+#[derive(Clone, Copy)]
+struct Sizes {
+    rank: usize,
+    /// Of a head's query: values that are not turned, and those that are.
+    plain: usize,
+    turned: usize,
+    /// Of a head's output.
+    width: usize,
+}
+
+impl Latent<'_> {
+    fn sizes(&self) -> Sizes {
+        let (heads, rank) = (self.heads.max(1), self.norm.weight.len());
+        let turned = self.latent.weights.shape().rows.saturating_sub(rank);
+        Sizes {
+            rank,
+            plain: (self.query.weights.shape().rows / heads).saturating_sub(turned),
+            turned,
+            width: self.output.weights.shape().columns / heads,
+        }
+    }
+
+    pub(super) fn mixing<'a>(&'a self, past: Past<'a>, threads: usize, isa: Isa) -> Box<dyn Mixing + 'a> {
+        let job = || Job::of_offsets(&[0, 1]);
+        let first = self
+            .query_latent
+            .as_ref()
+            .map_or(&self.query, |(linear, _)| linear);
+        let inputs = Matrices::new(&[&*self.latent.weights, &*first.weights], job(), threads);
+        let second = self.query_latent.as_ref().map(|_| &*self.query.weights);
+        let output = Matrices::new(&[&*self.output.weights], job(), threads);
+        let slots = || (0..self.heads).map(|_| OnceLock::new()).collect();
+        Box::new(Step {
+            weights: self,
+            softmax: Softmax::new(self.heads, 1, &past),
+            past,
+            prefetches: [inputs.prefetch(threads), output.prefetch(threads)],
+            inputs,
+            query_latent: OnceLock::new(),
+            queries: second.map(|weights| Matrices::new(&[weights], job(), threads)),
+            output,
+            token: OnceLock::new(),
+            absorbed: slots(),
+            joined: OnceLock::new(),
+            expanded: slots(),
+            mixed: OnceLock::new(),
+            isa,
+        })
+    }
+
+    pub(super) fn check(&self, hidden: usize, turned: usize) -> Result<()> {
+        let (heads, sizes) = (self.heads, self.sizes());
+        let expansion = heads * (sizes.plain + sizes.width) * sizes.rank;
+        let fits = heads > 0 && sizes.rank > 0 && sizes.width > 0 && sizes.turned == turned;
+        require(fits && self.expansion.len() == expansion, || {
+            let Sizes {
+                rank, turned: found, ..
+            } = sizes;
+            format!(
+                "{heads} heads of latents of {rank} values, {found} of {turned} turned, or their expansion"
+            )
+        })?;
+        let mut columns = hidden;
+        if let Some((linear, norm)) = &self.query_latent {
+            columns = linear.weights.shape().rows;
+            linear.check(columns, hidden, "the first query projection")?;
+            norm.check(columns, "the norm of queries")?;
+        }
+        self.query
+            .check(heads * (sizes.plain + turned), columns, "the query projection")?;
+        self.latent
+            .check(sizes.rank + turned, hidden, "the projection to latents")?;
+        self.output
+            .check(hidden, heads * sizes.width, "the output projection")
+    }
+
+    pub(super) fn check_past(&self, past: &Past) -> Result<()> {
+        let sizes = self.sizes();
+        past.check(1, [sizes.rank, sizes.turned])
+    }
+}
+
+impl Step<'_> {
+    /// The products of the inputs with a bias.
+    fn input(&self, index: usize, linear: &Linear) -> Vec<f32> {
+        let mut sums = self.inputs.values(index).to_vec();
+        linear.add_bias(&mut sums);
+        sums
+    }
+
+    /// The queries' products, without their turn.
+    fn queries<'s>(&'s self, thread: &mut Thread<'_, 's>) -> &'s [f32] {
+        let (Some(queries), Some((linear, norm))) = (&self.queries, &self.weights.query_latent) else {
+            return self.inputs.values(1);
+        };
+        let latent = thread.once(&self.query_latent, || {
+            let mut latent = self.input(1, linear);
+            norm.apply(self.isa, &mut latent);
+            latent
+        });
+        queries.multiply(thread, Activations::F32(latent), Some(&self.prefetches[1]));
+        queries.values(0)
+    }
+
+    fn token(&self, products: &[f32], turn: &Turn) -> Token {
+        let (weights, sizes) = (self.weights, self.weights.sizes());
+        let mut queries = products.to_vec();
+        weights.query.add_bias(&mut queries);
+        turn.apply(&mut queries, sizes.plain + sizes.turned, sizes.plain);
+        let mut latent = self.input(0, &weights.latent);
+        let mut key = latent.split_off(sizes.rank);
+        weights.norm.apply(self.isa, &mut latent);
+        turn.apply(&mut key, sizes.turned, 0);
+        self.past.keys.round(&mut latent);
+        self.past.values.round(&mut key);
+        Token { queries, latent, key }
+    }
+
+    /// K^T q of a head, then the part of its query that is turned.
+    fn absorb(&self, head: usize, token: &Token) -> Vec<f32> {
+        let Sizes {
+            rank,
+            plain,
+            turned,
+            width,
+        } = self.weights.sizes();
+        let query = &token.queries[head * (plain + turned)..][..plain + turned];
+        let mut sums = vec![0.0; rank];
+        let first = head * (plain + width) * rank;
+        weighted(
+            self.isa,
+            self.weights.expansion,
+            first,
+            &query[..plain],
+            &mut sums,
+        );
+        sums.extend(&query[plain..]);
+        sums
+    }
+
+    /// V times the sum of latents that a head has read.
+    fn expand(&self, head: usize) -> Vec<f32> {
+        let Sizes {
+            rank, plain, width, ..
+        } = self.weights.sizes();
+        let (mut latent, mut output) = (vec![0.0; rank], vec![0.0; width]);
+        self.softmax.read(head, None, &mut latent);
+        let first = (head * (plain + width) + plain) * rank;
+        products(self.isa, self.weights.expansion, first, &latent, &mut output);
+        output
+    }
+}
+
+vectorized! {
+    /// The sum of rows from value `first` on, each times its weight.
+    fn weighted(matrix: Activations, first: usize, weights: &[f32], sums: &mut [f32]) = weighted_loop;
+}
+
+#[inline(always)]
+fn weighted_loop(matrix: Activations, first: usize, weights: &[f32], sums: &mut [f32]) {
+    let columns = sums.len();
+    match matrix {
+        Activations::F32(values) => {
+            add_rows(
+                sums,
+                weights,
+                |row| &values[first + row * columns..],
+                |value| value,
+            );
+        }
+        Activations::Bf16(values) => {
+            add_rows(sums, weights, |row| &values[first + row * columns..], from_bf16);
+        }
+    }
+}
+
+vectorized! {
+    /// The products of rows from value `first` on.
+    fn products(matrix: Activations, first: usize, x: &[f32], y: &mut [f32]) = products_loop;
+}
+
+#[inline(always)]
+fn products_loop(matrix: Activations, first: usize, x: &[f32], y: &mut [f32]) {
+    for (row, y) in y.iter_mut().enumerate() {
+        *y = dot(matrix, first + row * x.len(), x);
+    }
+}
+
+/// What several units have made, one after the other.
+fn join(slots: &[OnceLock<Vec<f32>>]) -> Vec<f32> {
+    let made = slots
+        .iter()
+        .flat_map(|slot| slot.get().expect("the units are done"));
+    made.copied().collect()
+}
+
+impl Mixing for Step<'_> {
+    fn prefetch(&self) -> &Prefetch<'_> {
+        &self.prefetches[0]
+    }
+
+    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], turn: &Turn, next: &'s Prefetch<'s>) {
+        self.inputs
+            .multiply(thread, Activations::F32(x), Some(&self.prefetches[1]));
+        let products = self.queries(thread);
+        let token = thread.once(&self.token, || self.token(products, turn));
+        thread.phase(self.absorbed.len(), |head| {
+            self.absorbed[head].get_or_init(|| self.absorb(head, token));
+        });
+        let queries = thread.once(&self.joined, || join(&self.absorbed));
+        let sizes = self.weights.sizes();
+        let latents = Rows {
+            past: self.past.keys.read(1, sizes.rank),
+            own: &token.latent,
+        };
+        let keys = Rows {
+            past: self.past.values.read(1, sizes.turned),
+            own: &token.key,
+        };
+        let reading = Reading {
+            queries,
+            keys: &[latents, keys],
+            values: latents,
+            scale: self.weights.scale,
+        };
+        thread.phase(self.softmax.units(), |unit| {
+            self.softmax.compute(self.isa, unit, reading);
+        });
+        thread.phase(self.expanded.len(), |head| {
+            self.expanded[head].get_or_init(|| self.expand(head));
+        });
+        let mixed = thread.once(&self.mixed, || join(&self.expanded));
+        self.output.multiply(thread, Activations::F32(mixed), Some(next));
+    }
+
+    fn add(&self, sum: &mut [f32]) {
+        add(Activations::F32(self.output.values(0)), sum);
+        self.weights.output.add_bias(sum);
+    }
+
+    fn finish(mut self: Box<Self>) {
+        let token = self.token.into_inner().expect("the region has ended");
+        self.past.push(1, &token.latent, &token.key);
+    }
+}

@@ -1,0 +1,213 @@
+//! The softmax of queries times keys, and the sums of values that it weights, over the tokens of a cache.
+//!
+//! The tokens are cut into runs of [`RUN`], heads that share keys into bundles of [`BUNDLE`]. A unit of work is a run of a
+//! bundle: it reads keys and values once for all its heads, and keeps the softmax relative to its own largest score; runs
+//! are put together afterwards.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use super::past::{Past, Read};
+use crate::gemm::dense::dot;
+use crate::gemm::layer::exp;
+use crate::simd::{Isa, vectorized};
+use crate::types::{Activations, from_bf16};
+
+/// Tokens of a unit of work.
+const RUN: usize = 256;
+/// Most heads of a unit of work.
+const BUNDLE: usize = 8;
+/// Columns of values that are summed up in registers: four of 16.
+const LANES: usize = 64;
+
+/// Rows of the cache and that of the token at hand, of each group as wide.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    pub past: Read<'a>,
+    pub own: &'a [f32],
+}
+
+/// What heads read.
+#[derive(Clone, Copy)]
+pub(super) struct Reading<'a> {
+    /// heads x the width of keys.
+    pub queries: &'a [f32],
+    /// Parts of the keys, which lie one behind the other.
+    pub keys: &'a [Rows<'a>],
+    pub values: Rows<'a>,
+    /// What products of queries and keys count.
+    pub scale: f32,
+}
+
+/// What a run of tokens gives to a bundle of heads.
+struct Part {
+    /// For each head, its largest score and the sum of exp(score - largest).
+    heads: Vec<(f32, f32)>,
+    /// heads x width: the sum of exp(score - largest) times values.
+    values: Vec<f32>,
+}
+
+/// The units of work of a layer's heads at a step.
+pub(super) struct Softmax {
+    /// Tokens that are seen; the last is the one at hand.
+    tokens: Range<usize>,
+    heads: usize,
+    /// Heads of a group.
+    sharing: usize,
+    /// Bundles of a group.
+    bundles: usize,
+    parts: Vec<OnceLock<Part>>,
+}
+
+impl Softmax {
+    pub fn new(heads: usize, groups: usize, past: &Past) -> Softmax {
+        let tokens = past.first..past.length + 1;
+        let sharing = heads / groups;
+        let bundles = sharing.div_ceil(BUNDLE);
+        let units = groups * bundles * tokens.len().div_ceil(RUN);
+        Softmax {
+            tokens,
+            heads,
+            sharing,
+            bundles,
+            parts: (0..units).map(|_| OnceLock::new()).collect(),
+        }
+    }
+
+    /// Units of work.
+    pub fn units(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// Bundles of all groups.
+    fn columns(&self) -> usize {
+        self.heads / self.sharing * self.bundles
+    }
+
+    /// Does a unit.
+    pub fn compute(&self, isa: Isa, unit: usize, reading: Reading) {
+        let (bundle, run) = (unit % self.columns(), unit / self.columns());
+        let (group, number) = (bundle / self.bundles, bundle % self.bundles);
+        let first = group * self.sharing + number * BUNDLE;
+        let heads = first..(first + BUNDLE).min((group + 1) * self.sharing);
+        let start = self.tokens.start + run * RUN;
+        let tokens = start..(start + RUN).min(self.tokens.end);
+        let part = part(isa, reading, group, heads, tokens, self.tokens.end - 1);
+        self.parts[unit].get_or_init(|| part);
+    }
+
+    /// What a head has read, once all units are done; a sink takes part in the softmax and has no values.
+    pub fn read(&self, head: usize, sink: Option<f32>, output: &mut [f32]) {
+        let (group, within) = (head / self.sharing, head % self.sharing);
+        let (column, number) = (group * self.bundles + within / BUNDLE, within % BUNDLE);
+        let parts = self.parts.iter().skip(column).step_by(self.columns());
+        let parts: Vec<&Part> = parts
+            .map(|part| part.get().expect("all units are done"))
+            .collect();
+        let largest = parts.iter().map(|part| part.heads[number].0).chain(sink);
+        let largest = largest.fold(f32::NEG_INFINITY, f32::max);
+        let mut total = sink.map_or(0.0, |sink| exp(sink - largest));
+        output.fill(0.0);
+        for part in parts {
+            let (top, sum) = part.heads[number];
+            let factor = exp(top - largest);
+            total += factor * sum;
+            let values = &part.values[number * output.len()..][..output.len()];
+            output
+                .iter_mut()
+                .zip(values)
+                .for_each(|(out, value)| *out += factor * value);
+        }
+        output.iter_mut().for_each(|out| *out /= total);
+    }
+}
+
+vectorized! {
+    fn part(reading: Reading, group: usize, heads: Range<usize>, tokens: Range<usize>, last: usize) -> Part
+        = part_loop;
+}
+
+/// Heads over some tokens, where token `last` is the one at hand.
+#[inline(always)]
+fn part_loop(reading: Reading, group: usize, heads: Range<usize>, tokens: Range<usize>, last: usize) -> Part {
+    let width = reading.keys.iter().map(|keys| keys.past.width).sum();
+    let queries = &reading.queries[heads.start * width..heads.end * width];
+    // heads x tokens.
+    let mut scores = vec![0.0; heads.len() * tokens.len()];
+    let mut key = vec![0.0; width];
+    for at in 0..tokens.len() {
+        let mut start = 0;
+        for keys in reading.keys {
+            let part = &mut key[start..start + keys.past.width];
+            keys.widen(group, tokens.start + at, last, part);
+            start += keys.past.width;
+        }
+        let scores = scores[at..].iter_mut().step_by(tokens.len());
+        for (query, score) in queries.chunks_exact(width).zip(scores) {
+            *score = dot(Activations::F32(&key), 0, query) * reading.scale;
+        }
+    }
+    let values = reading.values.past.width;
+    let mut part = Part {
+        heads: Vec::with_capacity(heads.len()),
+        values: vec![0.0; heads.len() * values],
+    };
+    let before = tokens.start..tokens.end.min(last);
+    for (scores, sums) in scores
+        .chunks_exact_mut(tokens.len())
+        .zip(part.values.chunks_exact_mut(values))
+    {
+        let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        scores.iter_mut().for_each(|score| *score = exp(*score - largest));
+        part.heads.push((largest, scores.iter().sum()));
+        let (weights, own) = scores.split_at(before.len());
+        let row = |at| reading.values.past.at(group, before.start + at);
+        match reading.values.past.values {
+            Activations::F32(values) => add_rows(sums, weights, |at| &values[row(at)..], |value| value),
+            Activations::Bf16(values) => add_rows(sums, weights, |at| &values[row(at)..], from_bf16),
+        }
+        add_rows(
+            sums,
+            own,
+            |_| &reading.values.own[group * values..],
+            |value| value,
+        );
+    }
+    part
+}
+
+impl Rows<'_> {
+    /// A token's row of a group, where token `last` is the one at hand.
+    #[inline(always)]
+    fn widen(&self, group: usize, token: usize, last: usize, out: &mut [f32]) {
+        match token < last {
+            true => self.past.values.widen(self.past.at(group, token), out),
+            false => out.copy_from_slice(&self.own[group * out.len()..][..out.len()]),
+        }
+    }
+}
+
+/// Adds rows, each times its weight, to `sums`, one after the other, and some columns at a time in registers.
+#[inline(always)]
+pub(super) fn add_rows<'v, T: Copy + 'v>(
+    sums: &mut [f32],
+    weights: &[f32],
+    row: impl Fn(usize) -> &'v [T],
+    wide: impl Fn(T) -> f32,
+) {
+    let whole = sums.len() - sums.len() % LANES;
+    for (number, sums) in sums.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        let mut lanes = *sums;
+        for (at, &weight) in weights.iter().enumerate() {
+            let row = &row(at)[number * LANES..][..LANES];
+            for lane in 0..LANES {
+                lanes[lane] += weight * wide(row[lane]);
+            }
+        }
+        *sums = lanes;
+    }
+    for (at, &weight) in weights.iter().enumerate() {
+        let pairs = sums[whole..].iter_mut().zip(&row(at)[whole..]);
+        pairs.for_each(|(sum, &value)| *sum += weight * wide(value));
+    }
+}
