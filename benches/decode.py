@@ -8,6 +8,11 @@ peer is the same checkpoint in bf16 under every implementation of experts that t
 of them is what the packed model is held against. All decode greedily from the same prompt with transformers'
 `generate`, take turns round by round so that a drift of the machine's speed meets all of them, with the same number of
 threads; medians over the rounds are printed, after one round to warm up.
+
+    python benches/decode.py --steps deepseek_v3 gpt_oss qwen3_next --no-large
+
+makes up a small model of each architecture, packs it to four bits (experts and linear layers), and compares its steps
+in the core with those of transformers over the same packed layers.
 """
 
 from __future__ import annotations
@@ -24,19 +29,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import machine
 import moepack
 from moepack.methods import Method, Qmoe, create
 from moepack.pipeline import compress
+from moepack.runtime.decoder import MODES, set_decoding
 from moepack.runtime.threads import set_threads
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 PROMPT = 16
 #: The made-up model: 6 layers of 8 experts of 3 x 1024 x 3584 weights are 1.06 GB in bf16 and 60 MB packed.
 LARGE = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_local_experts": 8}
+
+#: Sizes of made-up models, by whatever name an architecture has for them: 80 to 160 million weights.
+SIZES = {
+    "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 6,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1024,
+    "num_local_experts": 16, "num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4,
+    "shared_expert_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+#: What an architecture has beside them, or instead.
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 16, "q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32, "v_head_dim": 64, "n_group": 4, "topk_group": 2,
+    },
+    "qwen3_next": {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 64,
+                   "linear_value_head_dim": 64},
+}  # fmt: skip
 
 
 def build_large(directory: Path) -> Path:
@@ -124,6 +148,40 @@ def compare(model: Path, options: argparse.Namespace, calibration: str | None, w
     return speeds
 
 
+def build_small(architecture: str, directory: Path) -> Path:
+    """Write a made-up model of an architecture, of Gaussian numbers."""
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(architecture, **SIZES | OWN.get(architecture, {}), dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def compare_steps(architecture: str, options: argparse.Namespace, work: Path) -> dict[str, float]:
+    """Tokens a second of a made-up model with its steps in the core and in transformers; prints the table."""
+    source, packed = build_small(architecture, work / architecture), work / f"{architecture}-packed"
+    compress(source, packed, method=create("finequant", bits=4, dense_bits=4))
+    model = moepack.load(packed, dtype=torch.bfloat16)
+    prompt = torch.arange(PROMPT)[None] * 31 % (model.config.vocab_size - 3) + 3
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for turn in range(options.rounds + 1):
+        for mode in MODES if turn % 2 else reversed(MODES):
+            set_decoding(mode)
+            seconds = decode(model, prompt, options.tokens)
+            if turn:
+                times[mode].append(seconds)
+    set_decoding(None)
+    speeds = {mode: 1 / statistics.median(values) for mode, values in times.items()}
+    assert model.model.forward.steps, "the core has taken no step"
+    print(f"\n{architecture}, made up\n")
+    for mode, speed in speeds.items():
+        print(f"  {mode:28} {speed:8.1f} tokens/s   {speed / speeds['transformers']:5.2f} x transformers", flush=True)
+    return speeds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path)
@@ -131,6 +189,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--steps", nargs="+", default=[], help="architectures to make up a model of")
     parser.add_argument("--no-large", dest="large", action="store_false", help="leave the made-up model out")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
@@ -142,6 +201,8 @@ def main() -> None:
         work = Path(directory)
         for model in options.models:
             figures[model.name] = compare(model, options, options.calibration, work)
+        for architecture in options.steps:
+            figures[f"steps of {architecture}"] = compare_steps(architecture, options, work)
         if options.large:
             figures["large"] = compare(build_large(work / "large"), options, None, work)
     if options.out:
