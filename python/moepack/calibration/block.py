@@ -100,6 +100,8 @@ class BlockRun:
         with compressed or nullcontext():
             for first, last in self.stack.batches(len(stream.hidden)):
                 for name, outputs in self._outputs[number].items():
+                    if not len(outputs.tokens):
+                        continue
                     recorders[name].outputs = outputs.samples(first, last).flatten(0, 1).to(self.settings.device)
                 output = self.stack.run(self.index, module, stream, first, last, keep)
                 if recorder is not None and layer is not None:

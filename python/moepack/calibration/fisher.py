@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moepack.calibration.samples import Samples
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
+from moepack.checkpoint.experts import form_of
 from moepack.integrations.loading import open_model
 from moepack.memory import available_bytes
 
@@ -94,13 +95,12 @@ def _owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, list[str]]
 
     Gate and up projections that share a parameter have its mean.
     """
-    dense = {f"{linear.name}.weight": [linear.source] for layer in model.dense for linear in layer.linears}
-    for name, _ in whole.named_parameters(remove_duplicate=True):
-        if name in dense:
-            yield name, dense[name]
-        for layer in model.layers:
-            if name.startswith(f"{layer.name}."):
-                path = name.removeprefix(f"{layer.name}.")
-                parts = [part for part in layer.projections if part.name.removesuffix("_proj") in path]
-                if parts and whole.get_parameter(name).dim() > 1:
-                    yield name, [part.packed_name for part in parts]
+    owners = {f"{linear.name}.weight": [linear.source] for layer in model.dense for linear in layer.linears}
+    for layer in model.layers:
+        form = form_of(whole.get_submodule(layer.name))
+        places = {} if form is None else form.places
+        for part in layer.projections:
+            if part.name in places:
+                owners.setdefault(f"{layer.name}.{places[part.name].parameter}", []).append(part.packed_name)
+    parameters = dict(whole.named_parameters())
+    yield from ((name, packed) for name, packed in owners.items() if name in parameters)
