@@ -1,11 +1,11 @@
 """Run `compress` again and again, each time killed at a later moment, and continue it. A script of its own.
 
-    python crash_worker.py MODEL WORK_DIRECTORY [METHOD [EVERY]]
+    python crash_worker.py MODEL WORK_DIRECTORY [METHOD [KILLS]]
 
 Forks before any thread exists; the child counts everything that reaches the disk (writes, flushes, renames, removals)
 and kills itself with SIGKILL in the middle of the k-th, after half of its bytes where it is a write. Then a second
-child continues, and the result must equal an uninterrupted run byte for byte. Of all moments every EVERY-th is tried.
-Prints how many kills there were.
+child continues, and the result must equal an uninterrupted run byte for byte. All moments are tried, or KILLS of them,
+spread over the run. Prints how many kills there were.
 
 Methods that run the model read WORK_DIRECTORY/text.txt.
 """
@@ -45,8 +45,8 @@ def forked(work: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def arm(moment: int) -> None:
-    """Make this process kill itself at the given moment."""
+def arm(moment: int = 0) -> list[int]:
+    """Make this process kill itself at the given moment, if there is one; return how many are left until then."""
     left = [moment]
 
     def die_when_due() -> bool:
@@ -71,27 +71,33 @@ def arm(moment: int) -> None:
 
     os.fsync, os.rename, os.unlink, os.mkdir = map(guard, (os.fsync, os.rename, os.unlink, os.mkdir))
     atomic.write_all = shard.write_all = torn_write
+    return left
 
 
-def main(model: Path, work: Path, name: str = "ternary", every: int = 1) -> None:
+def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> None:
     def compress(out: Path) -> None:
         seen = {"calibration": str(work / "text.txt"), "samples": 4, "sequence_length": 32}
         settings = {"codequant": seen, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}.get(name, {})
         moepack.pipeline.job.compress(model, out, method=moepack.methods.create(name, **settings), threads=1)
 
-    assert forked(lambda: compress(work / "reference")) == 0
-    reference = contents(work / "reference")
+    def counted() -> None:
+        left = arm()
+        compress(work / "reference")
+        (work / "moments").write_text(str(-left[0]))
+
+    assert forked(counted) == 0
+    reference, last = contents(work / "reference"), int((work / "moments").read_text())
     out, partial = work / "out", work / "out.partial"
     kills = 0
-    while True:
-        moment = 1 + kills * every
+    while not wanted or kills < wanted:
+        moment = 1 + (last * (2 * kills + 1) // (2 * wanted) if wanted else kills)
 
         def killed(moment: int = moment) -> None:
             arm(moment)
             compress(out)
 
         status = forked(killed)
-        if status == 0:
+        if status == 0 and not wanted:
             break
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (moment, status)
         kills += 1
