@@ -8,7 +8,7 @@ DEMO := build/demo
 SAMPLE := --prompt "She opened the door and saw" --temperature 0.7 --seed 3 --max-new-tokens 60
 RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name '*.rs' -o -name '*.toml' -o -name '*.bin' \) -print)
 
-.PHONY: help setup demo test test-rust test-python lint format fuzz fuzz-smoke wheel docs bench clean
+.PHONY: help setup demo test test-rust test-python lint format fuzz wheel docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -64,9 +64,6 @@ FUZZ_SECONDS ?= 60
 
 fuzz: ## Fuzz each target for FUZZ_SECONDS under AddressSanitizer; installs a nightly compiler and cargo-fuzz
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
-
-fuzz-smoke: ## Run the fuzz targets on their seeds and a few thousand blind mutations, by the stable compiler
-	rust/fuzz/smoke.sh
 
 wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/, for every Linux since glibc 2.17
 	$(BIN)/python -m pip install --quiet ziglang

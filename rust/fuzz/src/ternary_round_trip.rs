@@ -1,16 +1,20 @@
 //! Arbitrary codes survive encoding and decoding, by both codes, with nothing longer than it may be.
 
-#![no_main]
-
-use libfuzzer_sys::fuzz_target;
-use moepack_core::pool;
 use moepack_core::formats::ternary::{self, Code, TernaryView};
 use moepack_core::types::Shape;
 
-fuzz_target!(|data: &[u8]| {
-    let Some((&[columns, sparsity], data)) = data.split_first_chunk() else { return };
+/// Packs codes whose number of columns and share of zeros the first two bytes say.
+pub fn run(data: &[u8]) {
+    let Some((&[columns, sparsity], data)) = data.split_first_chunk() else {
+        return;
+    };
     let columns = usize::from(columns) + 1;
-    let shape = Shape { experts: 1, rows: data.len() / columns, columns, ndim: 2 };
+    let shape = Shape {
+        experts: 1,
+        rows: data.len() / columns,
+        columns,
+        ndim: 2,
+    };
     // The sparser the bytes are asked to be, the more of their values stand for zero.
     let code = |&byte: &u8| match byte {
         0 => 0,
@@ -21,16 +25,16 @@ fuzz_target!(|data: &[u8]| {
     for code in Code::ALL {
         round_trip(&codes, shape, code);
     }
-});
+}
 
 fn round_trip(codes: &[i8], shape: Shape, code: Code) {
-    let pool = pool::current().expect("the pool starts");
+    let pool = crate::pool();
     let levels = vec![(-1.5, 0.25); shape.rows];
-    let blob = ternary::encode(codes, &levels, shape, code, &pool).expect("valid codes are encoded");
+    let blob = ternary::encode(codes, &levels, shape, code, pool).expect("valid codes are encoded");
     let view = TernaryView::parse(&blob).expect("encoded tensors parse");
-    view.verify(&pool).expect("encoded tensors are valid");
+    view.verify(pool).expect("encoded tensors are valid");
     let mut decoded = vec![0; codes.len()];
-    ternary::decode_codes(&view, &mut decoded, &pool).expect("encoded tensors decode");
+    ternary::decode_codes(&view, &mut decoded, pool).expect("encoded tensors decode");
     assert!(decoded == codes);
     if code == Code::Fsv8 {
         assert!(view.payload_bytes() <= shape.rows * shape.columns.div_ceil(4));

@@ -1,48 +1,51 @@
 //! Arbitrary bytes as a coded tensor: all instruction sets decode the same, products do not leave it, and codes that are
 //! encoded again come back.
 
-#![no_main]
-
-use libfuzzer_sys::fuzz_target;
+use moepack_core::Error;
 use moepack_core::formats::coded::{self, Coded, CodedView};
 use moepack_core::gemm::coded::{Coded as Weights, MODES};
 use moepack_core::gemm::matmul;
 use moepack_core::simd::Isa;
-use moepack_core::{Error, pool};
 
 /// Larger tensors only cost time.
-const MAX_SIZE: usize = 1 << 18;
+const MAX_SIZE: usize = 1 << 16;
 
-fuzz_target!(|data: &[u8]| {
+/// Decodes, verifies and multiplies on all instruction sets; encodes again what verifies.
+pub fn run(data: &[u8]) {
     let _ = read(data);
-});
+}
 
 fn read(data: &[u8]) -> Result<(), Error> {
-    let (pool, coded) = (pool::current()?, Coded::parse(data)?);
+    let (pool, coded) = (crate::pool(), Coded::parse(data)?);
     let (view, shape) = (coded.view(data)?, coded.layout().shape());
-    let weights = shape.weights().unwrap_or(usize::MAX);
-    if [weights, shape.experts, shape.rows, shape.columns].iter().any(|&size| size > MAX_SIZE) {
+    if !crate::is_small(shape, MAX_SIZE) {
         return Ok(());
     }
     let codes = decode(&view, Isa::Scalar)?;
-    let verified = view.verify(Isa::Scalar, &pool);
+    let verified = view.verify(Isa::Scalar, pool);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-        assert!(decode(&view, isa)? == codes && view.verify(isa, &pool).is_ok() == verified.is_ok());
-        for (mode, tokens) in MODES.into_iter().flat_map(|mode| [1, 19].map(|tokens| (mode, tokens))) {
+        assert!(decode(&view, isa)? == codes && view.verify(isa, pool).is_ok() == verified.is_ok());
+        for (mode, tokens) in MODES
+            .into_iter()
+            .flat_map(|mode| [1, 19].map(|tokens| (mode, tokens)))
+        {
             if shape.experts > 0 {
-                let (x, mut y) = (vec![1.0f32; tokens * shape.columns], vec![0.0; tokens * shape.rows]);
+                let (x, mut y) = (
+                    vec![1.0f32; tokens * shape.columns],
+                    vec![0.0; tokens * shape.rows],
+                );
                 let weights = Weights::new(view, mode, isa)?;
-                matmul(&weights, shape.experts - 1, &x[..], tokens, &mut y, &pool)?;
+                matmul(&weights, shape.experts - 1, &x[..], tokens, &mut y, pool)?;
             }
         }
     }
     verified?;
     let rows = Some(coded.layout().stream_rows());
-    let again = coded::encode_with_low_bits(&codes, &[1.0], shape, rows, coded::MAX_LOW_BITS, &pool);
+    let again = coded::encode_with_low_bits(&codes, &[1.0], shape, rows, coded::MAX_LOW_BITS, pool);
     if let Ok(again) = again {
         let coded = Coded::parse(&again).expect("encoded tensors parse");
         let view = coded.view(&again)?;
-        view.verify(Isa::Scalar, &pool).expect("encoded tensors are valid");
+        view.verify(Isa::Scalar, pool).expect("encoded tensors are valid");
         assert!(decode(&view, Isa::Scalar)? == codes);
     }
     Ok(())
@@ -50,7 +53,7 @@ fn read(data: &[u8]) -> Result<(), Error> {
 
 fn decode(view: &CodedView, isa: Isa) -> Result<Vec<i32>, Error> {
     let mut codes = vec![0; view.layout().shape().weights().unwrap_or(0)];
-    view.decode_rows(isa, &mut codes, &*pool::current()?, |_, row, out: &mut [i32]| {
+    view.decode_rows(isa, &mut codes, crate::pool(), |_, row, out: &mut [i32]| {
         out.copy_from_slice(row);
         Ok(())
     })?;

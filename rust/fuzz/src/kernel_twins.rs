@@ -1,49 +1,57 @@
 //! Arbitrary bytes as a tensor that verifies: the kernels of every instruction set multiply as the scalar ones do, which
 //! multiply as its numbers do.
 
-#![no_main]
-
-use libfuzzer_sys::fuzz_target;
-use moepack_core::gemm::matmul_grouped;
+use moepack_core::Error;
 use moepack_core::simd::Isa;
-use moepack_core::tensor::{self, Compute, Floats, Tensor};
-use moepack_core::types::Mode;
-use moepack_core::{Error, pool};
+use moepack_core::tensor::{self, Compute, Floats};
+use moepack_core::types::{Mode, Shape};
 
 /// Larger tensors only cost time.
-const MAX_SIZE: usize = 1 << 16;
+const MAX_SIZE: usize = 1 << 14;
 
 /// Larger numbers overflow sums, where orders of summation differ by more than rounding.
 const MAX_VALUE: f32 = 1e6;
 
-fuzz_target!(|data: &[u8]| {
+/// Multiplies by what verifies, in all modes and on all instruction sets.
+pub fn run(data: &[u8]) {
     let _ = read(data);
-});
+}
 
-fn read(data: &[u8]) -> Result<(), Error> {
-    let (pool, tensor) = (pool::current()?, tensor::open(data)?);
+/// What [`run`] does.
+///
+/// # Errors
+/// The bytes are no tensor, or do not verify.
+pub fn read(data: &[u8]) -> Result<(), Error> {
+    let (pool, tensor) = (crate::pool(), tensor::open(data)?);
     let shape = tensor.shape();
-    let weights = shape.weights().unwrap_or(usize::MAX);
-    if weights > MAX_SIZE || shape.columns > MAX_SIZE || shape.all_rows().is_none_or(|rows| rows > MAX_SIZE) {
+    if !crate::is_small(shape, MAX_SIZE) {
         return Ok(());
     }
-    tensor.verify(data, &pool)?;
-    let mut values = vec![0.0; weights];
-    tensor.dequantize(data, Floats::F32(&mut values), &pool)?;
+    tensor.verify(data, pool)?;
+    let mut values = vec![0.0; shape.weights().unwrap_or(0)];
+    tensor.dequantize(data, Floats::F32(&mut values), pool)?;
     if shape.experts == 0 || values.iter().any(|value| value.abs() > MAX_VALUE) {
         return Ok(());
     }
     let last = &values[(shape.experts - 1) * shape.rows * shape.columns..];
     for tokens in [1, 5, 19] {
         let x: Vec<f32> = (0..tokens * shape.columns).map(activation).collect();
-        let (exact, sums) = reference(last, &x, shape.rows, shape.columns);
+        let (exact, sums) = reference(last, &x, tokens, shape);
         for &mode in tensor.modes() {
-            let scalar = product(&*tensor, data, &x, mode, Isa::Scalar)?;
+            let product = |isa| {
+                let compute = Compute {
+                    mode,
+                    activation_bits: None,
+                    isa,
+                };
+                crate::product(&*tensor, data, &x, tokens, compute)
+            };
+            let scalar = product(Isa::Scalar)?;
             if mode == Mode::Exact {
                 check(&scalar, &exact, &sums, 1e-4);
             }
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-                check(&product(&*tensor, data, &x, mode, isa)?, &scalar, &sums, tolerance(mode));
+                check(&product(isa)?, &scalar, &sums, tolerance(mode));
             }
         }
     }
@@ -64,13 +72,16 @@ fn tolerance(mode: Mode) -> f32 {
 }
 
 /// The products of an expert in f64, and the sums of the magnitudes of what is added.
-fn reference(values: &[f32], x: &[f32], rows: usize, columns: usize) -> (Vec<f32>, Vec<f32>) {
-    let tokens = if columns == 0 { 0 } else { x.len() / columns };
+fn reference(values: &[f32], x: &[f32], tokens: usize, shape: Shape) -> (Vec<f32>, Vec<f32>) {
+    let Shape { rows, columns, .. } = shape;
     let mut found = (Vec::new(), Vec::new());
     for token in 0..tokens {
         for row in 0..rows {
             let weights = &values[row * columns..][..columns];
-            let terms = weights.iter().zip(&x[token * columns..]).map(|(&w, &x)| f64::from(w) * f64::from(x));
+            let terms = weights
+                .iter()
+                .zip(&x[token * columns..])
+                .map(|(&w, &x)| f64::from(w) * f64::from(x));
             found.0.push(terms.clone().sum::<f64>() as f32);
             found.1.push(terms.map(f64::abs).sum::<f64>() as f32);
         }
@@ -78,18 +89,11 @@ fn reference(values: &[f32], x: &[f32], rows: usize, columns: usize) -> (Vec<f32
     found
 }
 
-fn product(tensor: &dyn Tensor, data: &[u8], x: &[f32], mode: Mode, isa: Isa) -> Result<Vec<f32>, Error> {
-    let (shape, pool) = (tensor.shape(), pool::current()?);
-    let tokens = if shape.columns == 0 { 0 } else { x.len() / shape.columns };
-    let (mut y, mut offsets) = (vec![0.0; tokens * shape.rows], vec![0; shape.experts]);
-    offsets.push(tokens);
-    let projection = tensor.projection(data, Compute { mode, activation_bits: None, isa })?;
-    matmul_grouped(&*projection, x, &offsets, &mut y, &pool)?;
-    Ok(y)
-}
-
 fn check(found: &[f32], expected: &[f32], sums: &[f32], tolerance: f32) {
     for ((found, expected), sum) in found.iter().zip(expected).zip(sums) {
-        assert!((found - expected).abs() <= tolerance * sum + 1e-6, "{found} instead of {expected}, of {sum}");
+        assert!(
+            (found - expected).abs() <= tolerance * sum + 1e-6,
+            "{found} instead of {expected}, of {sum}"
+        );
     }
 }
