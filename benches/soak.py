@@ -3,7 +3,7 @@
     python benches/soak.py [--minutes 10] [--model DIR ...]
 
 A round compresses each model with every method, verifies the result, loads it, writes some tokens with it, and exports
-it. Prints a line a round and a JSON object at the end; the exit code is 1 if something failed or grew.
+it. Prints a line a model and a JSON object at the end; the exit code is 1 if something failed or grew.
 
 The first rounds fill caches (imports, torch's and the allocator's); growth is counted from the round after a quarter of
 the time on.
@@ -37,7 +37,7 @@ GROWTH = 32 << 20
 def methods(text: Path) -> dict[str, moepack.methods.Method]:
     """Every method, with little calibration."""
     seen = {"calibration": str(text), "samples": 4, "sequence_length": 64}
-    settings = {"codequant": {**seen, "steps": 2}, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}
+    settings = {"codequant": {**seen, "steps": 2}, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}
     return {name: create(name, **settings.get(name, {})) for name in METHODS}
 
 
@@ -72,9 +72,10 @@ def soak(models: list[Path], minutes: float) -> dict[str, object]:
                 with tempfile.TemporaryDirectory() as work:
                     use(model, Path(work), method)
                     uses += 1
+            found = state()
+            passed = (time.monotonic() - start) / 60
+            print(f"{model.name}, {uses} uses, {passed:.1f} minutes: {found}", file=sys.stderr, flush=True)
         rounds += 1
-        found = state()
-        print(f"round {rounds}, {(time.monotonic() - start) / 60:.1f} minutes: {found}", file=sys.stderr, flush=True)
         if settled is None and time.monotonic() - start > 15 * minutes:
             settled = found
     growth = {name: found[name] - settled[name] for name in found}
