@@ -82,7 +82,8 @@ def commands(model: Path, packed: Path, work: Path) -> dict[str, list[str]]:
 def measure(model: Path, work: Path) -> dict[str, dict[str, object]]:
     """Interrupt every command at every moment."""
     packed = work / "packed"
-    assert os.waitstatus_to_exitcode(os.waitpid(forked(["compress", str(model), str(packed)]), 0)[1]) == 0
+    compress = ["compress", str(model), str(packed), "--method", "ternary"]
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(compress), 0)[1]) == 0
     found = {}
     for name, arguments in commands(model, packed, work).items():
         ends = []
