@@ -48,7 +48,7 @@ def main() -> None:
         case = {"name": name, "shape": shape, "bits": bits, "values": made.weights().ravel().tolist()}
         thresholds = [value if np.isfinite(value) else "infinity" for value in made.thresholds.tolist()]
         cases.append({**case, "thresholds": thresholds})
-    (HERE / "cases.json").write_text(json.dumps(cases, indent=1) + "\n")
+    (HERE / "cases.json").write_text("[\n" + ",\n".join(map(json.dumps, cases)) + "\n]\n")
 
 
 if __name__ == "__main__":
