@@ -1,23 +1,27 @@
 """FloE: the sparse product beside dense ones, and what it costs in loss.
 
     python benches/floe.py product [--threads 1] [--out build/floe-product.json]
-    python benches/floe.py quality MODEL --calibration TEXT --text TEXT [--chars 20000] [--out build/floe-quality.json]
+    python benches/floe.py rules MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
+    python benches/floe.py packed MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
+    python benches/floe.py table [--out build/floe.json]
 
 `product` takes one token through one expert of Mixtral (14,336 channels, 4,096 columns) whose weights lie in memory and
 not in a cache: the up projection has 2 bits, records 4, 8 or 16. Thresholds are quantiles of the outputs for the very
 tokens. Beside it stand the same layer with nothing skipped, and gate, up and down as ordinary tensors of the same bits.
 The fastest call counts, by the processor's time of one thread, otherwise by the clock.
 
-`quality` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5;
+`rules` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5;
 the first sparse layer stays whole): the up projection's output, the gate's after SiLU, their product, or that times
 the router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each
-layer; all weights are bf16, so this is what the rule alone costs. Behind these, packed models: by `floe` and in 2 and
-3 bits, with the bytes of experts that a token moves.
+layer; all weights are bf16, so this is what the rule alone costs. `packed` measures packed models: by `floe`, with and
+without coarse copies, and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse
+copies) and those that a token moves. Figures are added to those in the file; `table` prints it as it stands in docs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import tempfile
 import time
@@ -176,6 +180,8 @@ def curves(options: argparse.Namespace) -> dict[str, Any]:
     """Loss by rule and share of channels that are skipped."""
     model, tokenizer = open_model(options.model, dtype=torch.float32), open_tokenizer(options.model)
 
+    _core.set_threads(options.threads)
+
     def loss(text: Path) -> float:
         return evaluate(model, text, options.chars, tokenizer=tokenizer).loss
 
@@ -200,56 +206,104 @@ def curves(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def packed(options: argparse.Namespace, whole: float, method: str, **settings: Any) -> dict[str, float]:
-    """The loss of a packed model, and bytes of experts that a token moves, as a share of those in bf16."""
+def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[str, float]:
+    """The loss of a packed model, and bits of an expert weight that stay in memory and that a token moves."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "packed"
         moepack.compress(options.model, out, method=moepack.methods.create(method, **settings))
         model = moepack.load(out, dtype="float32")
         loss = evaluate(model, options.text, options.chars, tokenizer=open_tokenizer(options.model)).loss
-        modules = {name: module for name, module in model.named_modules() if hasattr(module, "computed")}
-        moved = before = 0.0
+        sparse = {name: module for name, module in model.named_modules() if hasattr(module, "computed")}
+        resident = moved = weights = 0.0
         for record in PackedDirectory.open(out).manifest.packed().values():
-            sparse = record.projection == "channels"
-            share = modules[record.module].computed / modules[record.module].asked if sparse else 1.0
-            moved, before = moved + share * record.nbytes, before + record.source_bytes
-        return {"increase": loss - whole, "moved": moved / before}
+            module = sparse.get(record.module)
+            if record.projection == "channels" and module is not None:
+                moved += 8 * record.nbytes * module.computed / module.asked
+                continue
+            resident += 8 * record.nbytes * (module is not None)
+            moved += 8 * record.nbytes * (module is None)
+            weights += math.prod(record.shape) * (3 if module is not None and len(module.projections) == 2 else 1)
+        return {"loss": loss, "resident": resident / weights, "moved": moved / weights}
 
 
-def quality(options: argparse.Namespace) -> dict[str, Any]:
-    """The curves of a model, and packed models beside them."""
-    found = curves(options)
-    text = {"calibration": str(options.calibration), "samples": 32}
+def packed(options: argparse.Namespace) -> dict[str, Any]:
+    """Packed models beside each other; the loss of the original is that of `whole`."""
+    whole = evaluate(
+        open_model(options.model, dtype=torch.float32), options.text, options.chars,
+        tokenizer=open_tokenizer(options.model),
+    ).loss  # fmt: skip
+    text = {"calibration": str(options.calibration), "samples": options.samples}
+    coarse = {**text, "coarse_bits": 2.0}
     rows: dict[str, tuple[str, dict[str, Any]]] = {
-        "floe 80 %, int8": ("floe", text),
-        "floe 80 %, int4": ("floe", {**text, "bits": 4}),
-        "floe 80 %, bf16, hqq": ("floe", {**text, "bits": 16, "solver": "hqq"}),
+        "the paper's form, 80 %, int8": ("floe", {**text, "dense_layers": 0}),
+        "coarse 2 bits, 80 %, int8": ("floe", coarse),
+        "coarse 2 bits, 100 %": ("floe", {**coarse, "sparsity": 1.0}),
         "int2, offsets": ("finequant", {"bits": 2, "symmetric": False}),
         "int3, offsets": ("finequant", {"bits": 3, "symmetric": False}),
+        "the paper's form, 80 %, int8, first layer whole": ("floe", text),
+        "coarse 2 bits, 90 %, int8": ("floe", {**coarse, "sparsity": 0.9}),
+        "coarse 2 bits, 70 %, int8": ("floe", {**coarse, "sparsity": 0.7}),
+        "coarse 2 bits, 80 %, int4": ("floe", {**coarse, "bits": 4}),
+        "coarse 1.25 bits, 80 %, int8": ("floe", {**coarse, "coarse_bits": 1.25}),
+        "coarse 2 bits, 60 %, int8": ("floe", {**coarse, "sparsity": 0.6}),
+        "coarse 2 bits, 50 %, int8": ("floe", {**coarse, "sparsity": 0.5}),
     }
+    found: dict[str, Any] = {}
     for name, (method, settings) in rows.items():
-        found[name] = packed(options, found["whole"], method, **settings)
-        print(f"{name:>22}: +{found[name]['increase']:.4f} nats, {found[name]['moved']:.3f} of the bytes", flush=True)
+        figures = measured(options, method, **settings)
+        found[name] = {"increase": figures.pop("loss") - whole, **figures}
+        row = found[name]
+        print(f"{name:>48}: +{row['increase']:.4f}, {row['resident']:.2f} + {row['moved']:.2f} bits", flush=True)
+        add(options, found)
     return found
+
+
+def add(options: argparse.Namespace, figures: Any) -> None:
+    """Put figures beside those in the file: by command, and by model where there is one."""
+    if options.out is None:
+        return
+    known = json.loads(options.out.read_text())["figures"] if options.out.exists() else {}
+    model = getattr(options, "model", None)
+    own = figures if model is None else {**known.get(options.command, {}), model.name: figures}
+    machine.save(options.out, options.threads, {**known, options.command: own})
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print what the file holds as the tables of docs/methods/floe.md."""
+    known = json.loads(options.out.read_text())["figures"]
+    for model, found in known.get("rules", {}).items():
+        for rule in RULES:
+            print(f"| {model} | {rule} | " + " | ".join(f"{value:.3f}" for value in found[rule].values()) + " |")
+    models = known.get("packed", {})
+    for name in dict.fromkeys(name for found in models.values() for name in found):
+        cells = (
+            f"{row['increase']:.3f} ({row['resident']:.2f} + {row['moved']:.2f})" if (row := found.get(name)) else ""
+            for found in models.values()
+        )
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
     """Measure what is asked for, and save it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    timed = commands.add_parser("product")
-    judged = commands.add_parser("quality")
-    for each in (timed, judged):
-        each.add_argument("--threads", type=int, default=1 if each is timed else 2)
-        each.add_argument("--out", type=Path)
-    judged.add_argument("model", type=Path)
-    judged.add_argument("--calibration", type=Path, required=True)
-    judged.add_argument("--text", type=Path, required=True)
-    judged.add_argument("--chars", type=int, default=20_000)
+    works: dict[str, Callable[[argparse.Namespace], Any]] = {
+        "product": product, "rules": curves, "packed": packed, "table": table,
+    }  # fmt: skip
+    for name in works:
+        command = commands.add_parser(name)
+        command.add_argument("--threads", type=int, default=1)
+        command.add_argument("--out", type=Path, default=Path("build/floe.json"))
+        if name in ("rules", "packed"):
+            command.add_argument("model", type=Path)
+            command.add_argument("--calibration", type=Path, required=True)
+            command.add_argument("--text", type=Path, required=True)
+            command.add_argument("--chars", type=int, default=12_000)
+            command.add_argument("--samples", type=int, default=16)
     options = parser.parse_args()
-    figures = product(options) if options.command == "product" else quality(options)
-    if options.out is not None:
-        machine.save(options.out, options.threads, figures)
+    figures = works[options.command](options)
+    if figures is not None:
+        add(options, figures)
 
 
 if __name__ == "__main__":

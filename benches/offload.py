@@ -1,9 +1,17 @@
 """Decoding with less memory than the experts take: streamed within a budget, beside files that the system maps.
 
-    python benches/offload.py [--share 0.33] [--tokens 48] [--directory DIR]
+    python benches/offload.py [--model experts|channels] [--share 0.33] [--tokens 48] [--directory DIR]
 
-The model is the made-up one of benches/llama.py, 64 experts a layer, of which each token takes 8 at random: the worst
-case of any cache. Each side runs in a process of its own whose memory, page cache included, is limited by a control
+`experts`: the model is the made-up one of benches/llama.py, 64 experts a layer, of which each token takes 8 at random:
+the worst case of any cache.
+
+`channels`: the model has Mixtral's proportions at half its width (8 experts of 3 x 7168 x 2048, 2 a token, at random)
+and is packed as by `floe`: random up projections of 2 bits, random int8 records, of which a token wants a fifth. How
+much tokens agree on channels decides what a cache can do, so rows of up projections have scales of a log-normal
+distribution (`SKEW`; figures of trained models beside it), largest first, as `floe` stores them. Single channels
+stream beside whole experts of the same directory in the same memory, and beside mapped files.
+
+Each side runs in a process of its own whose memory, page cache included, is limited by a control
 group to the budget and what the process itself takes; where no group can be made, the mapped side has all memory and
 the figures say so. The page cache forgets the model's files before each run.
 """
@@ -15,8 +23,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +38,16 @@ import machine
 
 PROCESS = 480 << 20
 """Bytes for Python, torch and activations beside the weights."""
+
+MIXTRAL = {"HIDDEN": 2048, "INNER": 7168, "EXPERTS": 8, "TOP_K": 2, "LAYERS": 4}
+"""What the model of `channels` has in place of the shapes of benches/llama.py."""
+
+SKIPPED = 0.8
+"""The share of channels that a token skips."""
+
+SKEW = 0.3
+"""Standard deviation of the logarithm of the scales of channels: the tenth that is wanted most is wanted by 42 % of
+tokens and the tenth wanted least by 2 %; on WikiText, those of mixtral-25m (80 % skipped) by 54 % and by 7 %."""
 
 
 @contextmanager
@@ -63,6 +82,7 @@ def run(side: str, directory: Path, memory: int, options: argparse.Namespace) ->
                 (limited / "cgroup.procs").write_text(str(os.getpid()))
 
         command = [sys.executable, __file__, "--side", side, "--directory", str(options.directory)]
+        command += ["--model", options.model]
         command += ["--memory", str(memory), "--tokens", str(options.tokens), "--threads", str(options.threads)]
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=enter)
     return {**json.loads(found.stdout.splitlines()[-1]), "limited": limited is not None}
@@ -84,17 +104,82 @@ def choose_at_random(model: Any, random: np.random.Generator) -> None:
             module.register_forward_pre_hook(chosen)
 
 
+def made_up() -> Any:
+    """A method that packs random up projections and records, whose thresholds skip `SKIPPED` of random inputs."""
+    from statistics import NormalDist
+
+    from moepack import _core
+    from moepack.checkpoint import MoeLayer
+    from moepack.methods import Method, PackedTensor, Shape, Solution, Stage, Weights
+    from moepack.methods.floe.channels import CHANNELS, by_channels
+
+    class MadeUp(Method):
+        name = "floe"
+        settings: Mapping[str, Any] = {"random": True}
+
+        def arranged(self, layer: MoeLayer) -> MoeLayer:
+            return by_channels(layer)
+
+        def bound(self, shape: Shape, role: str = "experts") -> int:
+            return 1 << 20 | shape[0] * shape[1] * (shape[2] + 64) * 2
+
+        def solve(self, stage: Stage) -> dict[str, Solution]:
+            return {name: Solution({}, details={"records": name == CHANNELS}) for name in stage.tensors}
+
+        def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+            random, (experts, rows, columns) = np.random.default_rng(len(weights.name)), weights.shape
+            groups = (experts, rows, columns // 64)
+            if solution.details["records"]:
+                codes, low = random.integers(0, 256, weights.shape, np.uint8), np.full(groups, 2.0**-12, np.float32)
+                thresholds = np.full(experts, self.threshold(columns // 2), np.float32)
+                return PackedTensor("channels", _core.encode_channels((codes, low), thresholds, bits=8), {"bits": 8})
+            scales = np.repeat(self.scales(rows)[None, :, None], columns // 64, 2).repeat(experts, 0)
+            codes = random.integers(0, 4, weights.shape, np.uint8)
+            blob = _core.encode_groupwise(codes, scales, -1.5 * scales, bits=2, group_size=64, ndim=3)
+            return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
+
+        def scales(self, rows: int) -> Any:
+            """Of the rows of an up projection, largest first, in powers of two's sixteenths, which are short floats."""
+            normal = np.array([NormalDist(0, SKEW).inv_cdf((rows - i - 0.5) / rows) for i in range(rows)])
+            return (np.round(16 * np.exp(normal)) / 16 / 4096).clip(1 / 65536).astype(np.float32)
+
+        def threshold(self, columns: int) -> float:
+            """What the share `SKIPPED` of outputs for inputs of mean square 1 is below."""
+            deviations = self.scales(llama.INNER) * np.sqrt(1.25 * columns)
+            low, high = 0.0, 10 * float(deviations.max())
+            for _ in range(50):
+                middle = (low + high) / 2
+                below = np.mean([2 * NormalDist().cdf(middle / own) - 1 for own in deviations.tolist()])
+                low, high = (middle, high) if below < SKIPPED else (low, middle)
+            return high
+
+    return MadeUp()
+
+
+def build_channels(directory: Path) -> Path:
+    """The packed model of `channels`, if it is not there yet."""
+    if not (directory / "packed").exists():
+        from moepack.pipeline import compress
+
+        with tempfile.TemporaryDirectory(dir=directory) as model:
+            llama.source(Path(model))
+            compress(model, directory / "packed", method=made_up())
+    return directory / "packed"
+
+
 def measure(options: argparse.Namespace) -> None:
     """A side's process."""
     from moepack.memory import process_memory
-    from moepack.runtime.streaming import statistics_of
+    from moepack.runtime.streaming import StreamingStore, statistics_of
 
     streamed = {"host_memory": options.memory} if options.side == "streamed" else {}
     side = llama.Packed(options.directory / "packed", options.threads, **streamed)
+    if options.side == "whole experts":
+        StreamingStore(options.memory).take(side.model)
     random = np.random.default_rng(0)
     choose_at_random(side.model, random)
     side.read(random.integers(0, llama.VOCABULARY, llama.SHORT).tolist())
-    side.decode(16)
+    side.decode(min(16, options.tokens))
     before = statistics_of(side.model)
     start = time.perf_counter()
     side.decode(options.tokens)
@@ -117,28 +202,37 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     """Build, measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("experts", "channels"), default="experts")
     parser.add_argument("--share", type=float, default=1 / 3, help="of the packed model's bytes that fit into memory")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", type=Path, default=Path("build/llama"))
+    parser.add_argument("--directory", type=Path, help="default build/llama or build/channels")
     parser.add_argument("--out", type=Path, default=Path("build/offload.json"))
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.model == "channels":
+        vars(llama).update(MIXTRAL)
     if options.side:
         return measure(options)
+    options.directory = options.directory or Path("build", {"experts": "llama"}.get(options.model, options.model))
     options.directory.mkdir(parents=True, exist_ok=True)
-    directory = llama.build(options.directory, [])["moepack codebook4"]
+    if options.model == "channels":
+        directory = build_channels(options.directory)
+    else:
+        directory = llama.build(options.directory, [])["moepack codebook4"]
     total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     figures: dict[str, Any] = {"model_bytes": total, "memory": int(options.share * total)}
-    for side in ("streamed", "mapped"):
+    sides = ("streamed", *(("whole experts",) if options.model == "channels" else ()), "mapped")
+    for side in sides:
         rounds = [run(side, directory, figures["memory"], options) for _ in range(options.rounds)]
         rounds.sort(key=lambda found: found["tokens_per_second"])
         figures[side] = rounds[len(rounds) // 2]
         print(side, json.dumps(figures[side]), flush=True)
-    ratio = figures["streamed"]["tokens_per_second"] / figures["mapped"]["tokens_per_second"]
-    print(f"streamed / mapped: {ratio:.2f}")
+    for side in sides[1:]:
+        ratio = figures["streamed"]["tokens_per_second"] / figures[side]["tokens_per_second"]
+        print(f"streamed / {side}: {ratio:.2f}")
     machine.save(options.out, options.threads, figures)
     return None
 

@@ -24,7 +24,7 @@ from moepack.methods.floe import Floe
 from moepack.methods.floe.channels import by_channels
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.pipeline import compress
-from moepack.runtime.experts import SparseExperts
+from moepack.runtime.experts import RefinedExperts, SparseExperts
 from moepack.runtime.streaming import statistics_of
 from oracle import channels as oracle
 
@@ -84,6 +84,8 @@ def test_a_directory_holds_what_the_settings_say(mixtral: Path, text: Path, tmp_
         gate, _, down = layer.projections
         experts = range(layer.experts)
         wanted = torch.stack([torch.cat([gate.expert(e), down.expert(e).T], 1) for e in experts]).float()
+        if (order := chosen._decisions[layer.name].order) is not None:
+            wanted = wanted.take_along_dim(order[..., None], 1)
         found = torch.from_numpy(records.dequantize())
         error = float((found - wanted).square().sum() / wanted.square().sum())
         assert error <= {4: 0.02, 8: 1e-4, 16: 1e-5}[bits]
@@ -130,6 +132,40 @@ def test_a_model_computes_the_equations(directory: Path) -> None:
         expected, computed = oracle.layer(up, records, thresholds, x, index, weights)
         torch.testing.assert_close(module(x, index, weights), expected.float(), rtol=1e-4, atol=1e-5)
         assert abs(module.computed - computed) <= 1 and module.asked == 9 * up.shape[1]
+
+
+def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Path, text: Path, tmp_path: Path) -> None:
+    report = compress(mixtral, tmp_path / "out", method=method(text, sparsity=0.7, coarse_bits=3.0))
+    assert moepack.verify(tmp_path / "out").ok and report.expert_weights
+    model = moepack.load(tmp_path / "out", dtype="float32", mode="exact")
+    for module in sparse_modules(model):
+        assert isinstance(module, RefinedExperts)
+        gate, up, down, records = (torch.from_numpy(module.matrix(name).dequantize()) for name in module.projections)
+        fine, columns = records.double().chunk(2, 2)
+        thresholds = module.matrix("channels").parameters("thresholds")
+        assert len(set(thresholds.tolist())) == 1 and 0 < thresholds[0] < np.inf
+        x, index = torch.randn(5, up.shape[2]), torch.tensor([[0, 1], [2, 1], [3, 0], [9, 2], [1, 3]])
+        weights, expected, computed = torch.rand(5, 2), torch.zeros(5, up.shape[2]).double(), 0
+        for token, slot in (index < 9).nonzero().tolist():
+            expert, share, y = index[token, slot], weights[token, slot], x[token].double()
+            ups = up[expert].double() @ y
+            inner = torch.nn.functional.silu(gate[expert].double() @ y) * ups
+            chosen = inner.abs() * share >= thresholds[0]
+            refined = torch.nn.functional.silu(fine[expert] @ y) * ups
+            part = down[expert].double() @ (inner * ~chosen) + columns[expert].T @ (refined * chosen)
+            expected[token], computed = expected[token] + share * part, computed + int(chosen.sum())
+        torch.testing.assert_close(module(x, index, weights), expected.float(), rtol=1e-4, atol=1e-5)
+        assert abs(module.computed - computed) <= 1 and module.asked == 9 * up.shape[1]
+    assert 0.05 < sum(module.computed / module.asked for module in sparse_modules(model)) / 2 < 0.6
+    export(tmp_path / "out", tmp_path / "plain")
+    opened, (gate, _, down) = (
+        PackedDirectory.open(tmp_path / "out"),
+        describe(Checkpoint.open(tmp_path / "plain")).layers[1].projections,
+    )
+    records = opened.blob(gate.packed_name.replace("gate_proj", "channels")).dequantize()
+    assert torch.equal(gate.expert(2).float(), torch.from_numpy(records[2]).chunk(2, 1)[0].bfloat16().float())
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--matrices"]).output
+    assert "int8 channels" in shown and "coded" in shown
 
 
 def test_it_generates_streams_exports_and_is_shown(directory: Path, mixtral: Path, tmp_path: Path) -> None:
@@ -221,8 +257,9 @@ def test_models_without_gates_and_wrong_settings_are_refused(switch: Path, text:
         {"group_size": 7},
         {"solver": "x"},
         {"dense_layers": -1},
+        {"coarse_bits": 9.0},
     ):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
+        with pytest.raises(ValueError, match=next(iter(wrong)).replace("coarse_bits", "bits_per_weight")):
             create("floe", calibration=str(text), **wrong)
 
 

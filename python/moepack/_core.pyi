@@ -40,6 +40,7 @@ __all__ = [
     "refine_codebooks",
     "round_priced",
     "set_threads",
+    "sparse_channels",
     "sparse_experts",
     "ternary_table",
     "threads",
@@ -544,6 +545,29 @@ def gated_experts(
     Raises:
         TypeError: a projection is no packed tensor.
         ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
+    """
+
+def sparse_channels(
+    channels: PackedTensor,
+    x: _Vector,
+    experts: NDArray[np.int64],
+    weights: _Floats,
+    ups: _Floats,
+    isa: str | None = None,
+) -> tuple[_Floats, int]:
+    """Compute a layer of experts of which each token takes the channels whose output of the up projection is given.
+
+    Args:
+        channels, x, experts, weights, isa: as for `sparse_experts`.
+        ups: u, [tokens, top_k, hidden]; zero where a channel is skipped.
+
+    Returns:
+        For each token the sum over its experts and their channels c with u_c not zero of
+        weight * silu(gate_c x) * u_c * down_c, float32 [tokens, columns]; and how many channels that were.
+
+    Raises:
+        CorruptionError: `channels` is of another format.
+        ValueError: sizes do not match, or the processor lacks the set.
     """
 
 def sparse_experts(

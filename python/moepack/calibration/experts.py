@@ -162,6 +162,9 @@ class ExpertsRun(LayerRun):
                     x if feeding is None else self._activations(x, feeding, group, position, self.streams[0].compressed)
                 )
 
+        def weights_of(position: int) -> Iterator[Tensor]:
+            return (share for _, share in self._counted.pieces(group[position], self._cap))
+
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
             for position in range(len(group)):
@@ -175,7 +178,7 @@ class ExpertsRun(LayerRun):
             return expert_moments(tokens, columns, device)
 
         assert self.tokens is not None
-        inputs = Inputs(self.tokens[group.start : group.stop], pieces, hessians, moments)
+        inputs = Inputs(self.tokens[group.start : group.stop], pieces, hessians, moments, weights_of)
         return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
 
     def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:

@@ -96,12 +96,14 @@ class Inputs:
         hessians: computes [G, C, C] float32 on the device, the sum of x^T x over those tokens.
         moments: computes the moments of the same tokens, weighted by their effect (all alike for linear layers), with
             the drift from the original model (zero where it does not run beside).
+        weights: the router's weights of the same tokens, [n], in the same pieces; nothing for linear layers.
     """
 
     tokens: Tensor
     pieces: Callable[[int], Iterator[Tensor]]
     hessians: Callable[[], Tensor]
     moments: Callable[[], Moments]
+    weights: Callable[[int], Iterator[Tensor]] = lambda _: iter(())
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def compress_command(
     sparsity: settings.Sparsity = None,
     up_bits: settings.UpBits = None,
     dense_layers: settings.DenseLayers = None,
+    coarse_bits: settings.CoarseBits = None,
 ) -> None:
     """Compress MODEL into the packed directory OUT, after printing a plan of the job.
 

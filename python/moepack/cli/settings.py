@@ -44,6 +44,7 @@ METHODS_OF = {
     "sparsity": ("floe",),
     "up_bits": ("floe",),
     "dense_layers": ("floe",),
+    "coarse_bits": ("floe",),
     "alpha": ("finequant",),
     "search": ("finequant",),
     "scales": ("finequant",),
@@ -175,6 +176,9 @@ Sparsity = Annotated[
 ]
 UpBits = Annotated[int | None, _option("up_bits", "Bits of up projections, which decide: 2 (default), 3, 4 or 8.")]
 DenseLayers = Annotated[int | None, _option("dense_layers", "First layers that skip nothing; default 1.", min=0)]
+CoarseBits = Annotated[
+    float | None, _option("coarse_bits", "Bits a weight of copies that compute what is skipped; default none.")
+]
 Rank = Annotated[
     str | None, _option("rank", "Policies of the corrections, such as dense:512+kurtosis:16; default budget:5.")
 ]

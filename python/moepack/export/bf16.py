@@ -77,7 +77,7 @@ def _joined(layer: Experts, values: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def _projection(source: PackedDirectory, layer: Experts, projection: str) -> torch.Tensor:
     """The values of a projection, `[E, R, C]` bfloat16."""
-    if projection in layer.packed:
+    if projection in layer.packed and (CHANNELS not in layer.packed or projection == "up_proj"):
         return _values(source, layer.packed[projection])
     gate, down = _values(source, layer.packed[CHANNELS]).chunk(2, dim=2)
     return gate if projection == "gate_proj" else down.transpose(1, 2)

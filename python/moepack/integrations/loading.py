@@ -21,7 +21,7 @@ from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
-from moepack.runtime.streaming import StreamingStore
+from moepack.runtime.streaming import stream
 from moepack.runtime.threads import set_threads
 from moepack.units import byte_count
 
@@ -127,7 +127,7 @@ def open_model(
     if resident:
         ResidentStore().take(model, Path(directory).glob("*.safetensors"))
     if memory is not None:
-        StreamingStore(memory).take(model)
+        stream(model, memory)
     return model.eval()
 
 

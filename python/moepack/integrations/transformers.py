@@ -42,6 +42,7 @@ from moepack.runtime.experts import (
     PackedOwnExperts,
     PackedPlainExperts,
     PackedSwitchExperts,
+    RefinedExperts,
     SparseExperts,
 )
 from moepack.runtime.linear import PackedLinear
@@ -328,8 +329,9 @@ def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
         expected, act_fn = _switch_layout(original)
         _require_shapes(path, shapes, expected)
         return PackedSwitchExperts(expected, act_fn)
-    if form is not None and form.kind == "gated" and set(shapes) == set(SparseExperts.projections):
-        return _sparse(original, path, shapes, form.shapes["up_proj"])
+    for twin in (SparseExperts, RefinedExperts):
+        if form is not None and form.kind == "gated" and set(shapes) == set(twin.projections):
+            return _sparse(twin, original, path, shapes, form.shapes)
     if form is None or set(shapes) != set(form.shapes):
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
     _require_shapes(path, shapes, form.shapes)
@@ -349,13 +351,17 @@ _TWINS: Mapping[str, type[PackedExperts]] = {
 }
 
 
-def _sparse(original: Any, path: str, shapes: Shapes, inner: tuple[int, int, int]) -> SparseExperts:
+def _sparse(
+    twin: type[SparseExperts], original: Any, path: str, shapes: Shapes, stock: Mapping[str, tuple[int, int, int]]
+) -> SparseExperts:
     """The packed twin of gated experts whose gate and down projection are kept by channels."""
     if not is_silu(original.act_fn):
         raise UnsupportedModelError(f"'{path}' has another activation than SiLU, which packed channels need")
-    expected = {"up_proj": inner, "channels": (*inner[:2], 2 * inner[2])}
+    experts, rows, columns = stock["up_proj"]
+    every = {**stock, "channels": (experts, rows, 2 * columns)}
+    expected = {name: every[name] for name in twin.projections}
     _require_shapes(path, shapes, expected)
-    return SparseExperts(expected, original.act_fn)
+    return twin(expected, original.act_fn)
 
 
 def _require_shapes(path: str, shapes: Shapes, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,10 +1,10 @@
 """Expert modules that compute from packed bytes: they stand where transformers has its own experts modules.
 
 `PackedExperts` replaces the standard layout (`gate_up_proj`, `down_proj`, called with top-k indices and weights),
-`SparseExperts` does so where tokens compute some channels only, `PackedPlainExperts` replaces the layout without a
-gate, and `PackedOwnExperts` what computes anything else between and behind the products: it leaves that to the code of
-the module that it replaces. `PackedIdentityExperts`, `PackedEveryExperts` and `PackedSwitchExperts` are called in other
-ways.
+`SparseExperts` and `RefinedExperts` do so where some channels matter more than others, `PackedPlainExperts` replaces
+the layout without a gate, and `PackedOwnExperts` what computes anything else between and behind the products: it leaves
+that to the code of the module that it replaces. `PackedIdentityExperts`, `PackedEveryExperts` and
+`PackedSwitchExperts` are called in other ways.
 
 Invariants, beside those of `PackedModule`:
 - Products accumulate in float32, and so does the sum over a token's experts, in an order that depends on the routing
@@ -24,6 +24,7 @@ from moepack.runtime.ops import experts as traced_experts
 from moepack.runtime.ops import grouped as traced_grouped
 from moepack.runtime.own import OwnCode
 from moepack.runtime.packed import PackedModule, Shape
+from moepack.runtime.store import Matrices
 
 __all__ = [
     "PackedEveryExperts",
@@ -33,6 +34,7 @@ __all__ = [
     "PackedOwnExperts",
     "PackedPlainExperts",
     "PackedSwitchExperts",
+    "RefinedExperts",
     "SparseExperts",
 ]
 
@@ -262,24 +264,59 @@ class SparseExperts(PackedExperts):
             set to 0. Calls in several threads at a time may lose some.
     """
 
-    projections = ("up_proj", "channels")
+    projections: tuple[str, ...] = ("up_proj", "channels")
 
     def __init__(self, shapes: Mapping[str, Shape], act_fn: Activation) -> None:
         super().__init__(shapes, act_fn)
         self.computed = self.asked = 0
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        backend, outputs = backend_for(hidden_states.device), torch.zeros_like(hidden_states, dtype=torch.float32)
+        outputs = torch.zeros_like(hidden_states, dtype=torch.float32)
         for matrices, chosen in self.store.portions(self, index, hidden_states.device):
-            portion, computed = backend.sparse_experts(matrices, hidden_states, chosen, weights, self.mode)
-            outputs.add_(portion)
-            self.computed += computed
+            for portion, computed in self._portions(matrices, hidden_states, chosen, weights):
+                outputs.add_(portion)
+                self.computed += computed
         self.asked += int((index < self.num_experts).sum()) * self.shapes["up_proj"][1]
         return outputs
 
     def _portion(self, *arguments: Any) -> torch.Tensor:
         """Refuse the backward pass: which channels are computed depends on the activations."""
         raise RuntimeError("no gradient passes through experts of which some channels are computed")
+
+    def _portions(
+        self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        """Outputs to be added up, each with the number of channels that were computed."""
+        backend = backend_for(x.device)
+        if not self.store.by_channels:
+            yield backend.sparse_experts(matrices, x, index, weights, self.mode)
+            return
+        ups = backend.wanted_channels(matrices, x, index, self.mode)
+        for part in self.store.channels(self, index, ups):
+            yield backend.sparse_channels(matrices[-1], x, index, weights, part)
+
+
+class RefinedExperts(SparseExperts):
+    """Sparse experts whose skipped channels are computed from coarse copies, which decide, too.
+
+    A channel's part of the output is known about from coarse gate and up projections; where it is large, gate row and
+    down column come from the record, and elsewhere from the coarse copies.
+
+    Args:
+        shapes: (E, R, C) of coarse `gate_proj`, `up_proj` (E, I, H) and `down_proj` (E, H, I), and of `channels`.
+        act_fn: SiLU.
+    """
+
+    projections = ("gate_proj", "up_proj", "down_proj", "channels")
+
+    def _portions(
+        self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        backend = backend_for(x.device)
+        coarse, ups = backend.coarse_experts(matrices, x, index, weights, self.mode)
+        yield coarse, 0
+        for part in self.store.channels(self, index, ups):
+            yield backend.sparse_channels(matrices[-1], x, index, weights, part)
 
 
 class PackedSwitchExperts(_Experts):

@@ -75,7 +75,13 @@ class Layer(Protocol):
 
 
 class ExpertStore(ABC):
-    """Keeps the packed bytes of layers."""
+    """Keeps the packed bytes of layers.
+
+    Attributes:
+        by_channels: whether records of channels are there only while `channels` says so.
+    """
+
+    by_channels = False
 
     @abstractmethod
     def put(
@@ -130,6 +136,20 @@ class ExpertStore(ABC):
             LoadError: as in `fetch`.
         """
         yield self.fetch(layer, experts, device), experts
+
+    def channels(self, layer: Layer, experts: Tensor, ups: Tensor) -> Iterator[Tensor]:
+        """Give the channels that a call wants in portions that can be in memory at a time, one by default.
+
+        Args:
+            layer: whose experts.
+            experts: their numbers, [T, k]; a number that is no expert's has no channels.
+            ups: [T, k, I], zero where a channel is skipped.
+
+        Yields:
+            `ups` with zeros in place of the other portions' channels. A portion's records are there until the next one
+            is asked for, or the iterator is closed.
+        """
+        yield ups
 
     @abstractmethod
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:

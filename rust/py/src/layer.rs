@@ -2,9 +2,9 @@
 
 use moepack_core::formats::channels::View;
 use moepack_core::gemm::layer::{Layer, Routing};
-use moepack_core::gemm::sparse;
+use moepack_core::gemm::sparse::{self, Ups};
 use moepack_core::pool;
-use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2};
+use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2, PyReadonlyArray3};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -110,7 +110,44 @@ pub fn sparse_experts<'py>(
         let forward = || {
             let up = up.projection(data, mode, isa)?;
             let layer = sparse::Layer {
-                up: &*up,
+                ups: Ups::Of(&*up),
+                channels: View::parse(records)?,
+            };
+            layer.forward(x, routing, y, isa, &*pool::current()?)
+        };
+        computed = detached(py, forward)?;
+        Ok(())
+    })?;
+    Ok((y, computed))
+}
+
+/// A layer of experts of which each token computes some channels, by outputs of the up projection that the caller has: for
+/// each token the sum over its experts and their channels c with u_c not zero of weight * silu(gate_c x) * u_c * down_c.
+///
+/// Args:
+///     channels, x, experts, weights, isa: as for `sparse_experts`.
+///     ups: u, float32 [tokens, top_k, hidden], C-contiguous; zero where a channel is skipped.
+///
+/// Returns and raises: as `sparse_experts`.
+#[pyfunction]
+#[pyo3(signature = (channels, x, experts, weights, ups, isa=None))]
+pub fn sparse_channels<'py>(
+    py: Python<'py>,
+    channels: &PackedTensor,
+    x: Activations<'py>,
+    experts: PyReadonlyArray2<'py, i64>,
+    weights: PyReadonlyArray2<'py, f32>,
+    ups: PyReadonlyArray3<'py, f32>,
+    isa: Option<&str>,
+) -> PyResult<(Bound<'py, PyArray2<f32>>, u64)> {
+    let (isa, routing) = (chosen_isa(isa)?, routing(&experts, &weights)?);
+    let records = channels.array().bind(py).try_readonly()?;
+    let (records, ups) = (values(&records, "data")?, values(&ups, "ups")?);
+    let (columns, mut computed) = (x.shape()[1], 0);
+    let y = products(py, &x, columns, columns, |x, y| {
+        let forward = || {
+            let layer = sparse::Layer {
+                ups: Ups::Given(ups),
                 channels: View::parse(records)?,
             };
             layer.forward(x, routing, y, isa, &*pool::current()?)

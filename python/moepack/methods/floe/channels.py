@@ -21,10 +21,12 @@ class Channels(Projection):
     Attributes:
         gate: [E, I, H].
         down: [E, H, I].
+        twice: whether the projections are packed by themselves, too.
     """
 
     gate: Projection
     down: Projection
+    twice: bool = False
 
     def expert(self, index: int) -> torch.Tensor:
         """The records of one expert, [I, 2 H]."""
@@ -32,14 +34,15 @@ class Channels(Projection):
 
     @cached_property
     def nbytes(self) -> int:
-        """Size in bytes of both projections as the checkpoint stores them."""
-        return self.gate.nbytes + self.down.nbytes
+        """Size in bytes of both projections as the checkpoint stores them; none of what is counted elsewhere."""
+        return 0 if self.twice else self.gate.nbytes + self.down.nbytes
 
 
-def by_channels(layer: MoeLayer) -> MoeLayer:
-    """Return a layer with the up projection and records in place of its three projections.
+def by_channels(layer: MoeLayer, coarse: bool = False) -> MoeLayer:
+    """Return a layer with the up projection and records in place of its three projections, or beside coarse ones.
 
     The records have the name of the stock down projection, in another shape: a reader that does not know them fails.
+    Beside coarse projections they have a name of their own.
 
     Raises:
         UnsupportedModelError: its experts have no gate.
@@ -50,5 +53,7 @@ def by_channels(layer: MoeLayer) -> MoeLayer:
     gate, up, down = found["gate_proj"], found[UP], found["down_proj"]
     experts, rows, columns = gate.shape
     shape, parts = (experts, rows, 2 * columns), (*gate.parts, *down.parts)
-    records = Channels(CHANNELS, shape, down.packed_name, parts, gate.checkpoint, gate, down)
-    return MoeLayer(layer.name, (up, records), layer.router, layer.shared)
+    name = f"{down.packed_name.removesuffix(down.name)}{CHANNELS}" if coarse else down.packed_name
+    records = Channels(CHANNELS, shape, name, parts, gate.checkpoint, gate, down, coarse)
+    first = (gate, up, down) if coarse else (up,)
+    return MoeLayer(layer.name, (*first, records), layer.router, layer.shared)

@@ -2,12 +2,16 @@
 
 A channel is skipped where the up projection's output is smaller than the expert's threshold (FloE, equations 5, 6 and
 11). Records of gate row and down column keep bf16, or 8 or 4 bits; up projections are group-wise integers.
+
+With coarse copies of all projections, as coded integers (`moepack.methods.rate`), nothing is skipped: the copies decide
+and compute, and records refine the channels that matter most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +29,7 @@ from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.floe.channels import CHANNELS, UP, by_channels
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
+from moepack.methods.rate import Rate
 from moepack.methods.roles import as_number
 from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
 from moepack.solvers.groupwise import BITS, quantize_groupwise
@@ -36,6 +41,8 @@ __all__ = ["Floe"]
 SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic()}
 RECORD_GROUP = 64
 """Columns of a record that share a scale, by the format."""
+UP_STEP = 0.25
+"""The step of coarse up projections over that of the others, two bits more: records have no finer ones."""
 DENSE_BITS = 8
 """Bits of up projections that skip nothing: they are read whole, as the records of their layer are."""
 
@@ -51,7 +58,9 @@ class Floe(Method):
         up_bits: of up projections, 2, 3, 4 or 8.
         group_size: columns of an up projection that share a scale and an offset.
         solver: of up projections, "lsq" (least squares) or "hqq" (the paper's).
-        dense_layers: so many sparse layers, the first ones, skip nothing.
+        dense_layers: so many sparse layers, the first ones, skip nothing; by default 1, and 0 with coarse copies.
+        coarse_bits: bits a weight of coarse copies; None is the paper's form, without them. `up_bits`, `group_size` and
+            `solver` are not used with them.
         samples: calibration windows, at most.
         sequence_length: tokens a window.
         device: where the model runs.
@@ -63,7 +72,8 @@ class Floe(Method):
     up_bits: int = 2
     group_size: int = 64
     solver: str = "lsq"
-    dense_layers: int = 1
+    dense_layers: int | None = None
+    coarse_bits: float | None = None
     samples: int = 64
     sequence_length: int = 512
     device: str = "cpu"
@@ -71,6 +81,7 @@ class Floe(Method):
     _decisions: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
     _dense: set[str] = field(default_factory=set, init=False, repr=False)
     _layers: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    _coarse: Rate | None = field(default=None, init=False, repr=False)
     _calibration_sha256: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +96,10 @@ class Floe(Method):
             raise ValueError(f"group_size must be 16, 32, 64, 128 or 256, not {self.group_size}")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver must be lsq or hqq, not {self.solver}")
+        if self.coarse_bits is not None:
+            self._coarse = Rate(self.coarse_bits, roles="none")
+        if self.dense_layers is None:
+            self.dense_layers = int(self._coarse is None)
         if self.dense_layers < 0 or self.samples < 1 or self.sequence_length < 1:
             raise ValueError("dense_layers must not be negative, samples and sequence_length must be positive")
 
@@ -93,6 +108,7 @@ class Floe(Method):
         """Every setting that changes the bytes, and the calibration set, once it is read."""
         names = ("sparsity", "bits", "up_bits", "group_size", "solver", "dense_layers", "samples", "sequence_length")
         found = {name: getattr(self, name) for name in names}
+        found |= {} if self.coarse_bits is None else {"coarse_bits": self.coarse_bits}
         return found | ({"calibration_sha256": self._calibration_sha256} if self._calibration_sha256 else {})
 
     @property
@@ -102,17 +118,21 @@ class Floe(Method):
 
     def arranged(self, layer: MoeLayer) -> MoeLayer:
         """Put gate and down projection together, channel by channel; see `Method.arranged`."""
-        found = by_channels(layer)
+        found = by_channels(layer, coarse=self._coarse is not None)
         self._layers |= {projection.packed_name: layer.name for projection in found.projections}
         return found
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size of records or of an up projection, whichever is larger."""
-        up = packed_bytes(shape, DENSE_BITS, self.group_size, symmetric=False)
-        return max(up, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self.bits))
+        """Return the size of records or of another projection, whichever is larger."""
+        other = packed_bytes(shape, DENSE_BITS, self.group_size, symmetric=False)
+        if self._coarse is not None:
+            other = self._coarse.bound(shape, role)
+        return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self.bits))
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size, which shape and settings fix, but for the first layers' up projections."""
+        """Return the size, which shape and settings fix, but for coarse copies and the first layers' up projections."""
+        if self._coarse is not None and self._is_coarse(weights.name):
+            return self._coarse.expected(weights)
         if weights.name.endswith(f".{UP}"):
             return Expected(packed_bytes(weights.shape, self.up_bits, self.group_size, symmetric=False), exact=False)
         return Expected(_core.packed_bytes("channels", weights.shape, bits=self.bits), exact=True)
@@ -123,26 +143,67 @@ class Floe(Method):
         self._calibration_sha256 = samples.fingerprint()
         for layer in model.layers:
             self.arranged(layer)
+        if self._coarse is not None:
+            self._coarse.prepare(checkpoint, model)
+            ups = (found.packed_name for layer in model.layers for found in layer.projections if found.name == UP)
+            for name in ups:
+                self._coarse.widen(name, UP_STEP)
+        assert self.dense_layers is not None
         names = [layer.name for layer in model.layers]
         shares = {name: 0.0 if at < self.dense_layers else self.sparsity for at, name in enumerate(names)}
         self._dense = {name for name, share in shares.items() if share <= 0}
         running = CalibrationSettings(routing="compressed", device=torch.device(self.device))
 
-        def quantized(layer: str, up: Tensor) -> Tensor:
-            return self._up(up, layer).values()
+        routed = self._coarse is not None
+        self._decisions = decide(checkpoint, model, samples, running, self._quantized, shares, routed)
 
-        self._decisions = decide(checkpoint, model, samples, running, quantized, shares)
+    def _quantized(self, name: str, matrix: Tensor) -> Tensor:
+        """What a deciding matrix of the packed tensor `name` becomes."""
+        if self._coarse is None:
+            return self._up(matrix, self._layers[name]).values()
+        codes, step = self._coarse.rounded(name, matrix)
+        return codes.float() * step
 
     def decided(self, name: str) -> Any:
-        """The thresholds of a layer."""
+        """The thresholds of a layer, or the step of a coarse copy."""
+        if self._is_coarse(name):
+            assert self._coarse is not None
+            return self._coarse.decided(name)
         layer = self._layers.get(name, "")
-        return self._decisions[layer].details() if layer in self._decisions else None
+        if layer not in self._decisions:
+            return None
+        order = self._order(layer)
+        return self._decisions[layer].details() | (
+            {} if order is None else {"order": sha256(order.numpy().tobytes()).hexdigest()}
+        )
+
+    def _order(self, layer: str) -> Tensor | None:
+        """The channels [E, I] of a layer as they are stored; None as they come."""
+        return self._decisions[layer].order if layer in self._decisions else None
+
+    def _ordered(self, layer: str, weights: Weights, name: str) -> Weights:
+        """A projection with its channels as they are stored."""
+        if (order := self._order(layer)) is None:
+            return weights
+        axis = int(name == "down_proj")
+
+        def expert(number: int) -> Tensor:
+            return weights.expert(number).index_select(axis, order[number])
+
+        return replace(weights, expert=expert)
+
+    def _is_coarse(self, name: str) -> bool:
+        """Whether the packed tensor `name` is a coarse copy."""
+        return self._coarse is not None and not name.endswith(f".{CHANNELS}")
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize an up projection, or the records of gate and down."""
         ((name, weights),) = stage.tensors.items()
         if weights.name not in self._layers:
             raise InvalidTensorError("floe packs all experts of a model, or none", tensor=weights.name)
+        weights = self._ordered(stage.layer, weights, name)
+        if self._coarse is not None and name != CHANNELS:
+            return self._coarse.solve(replace(stage, tensors={name: weights}))
         experts, rows, columns = weights.shape
         solved: list[dict[str, Tensor]] = [{} for _ in range(experts)]
         work = self._solve_records if name == CHANNELS else self._solve_up
@@ -180,6 +241,8 @@ class Floe(Method):
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack what was found, records with their thresholds."""
+        if self._coarse is not None and self._is_coarse(weights.name):
+            return self._coarse.pack(weights, solution)
         parts = {name: np.ascontiguousarray(part.numpy()) for name, part in solution.parts.items()}
         layer = self._layers[weights.name]
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from moepack import _core
 from moepack.calibration import CalibrationRequest, CalibrationSettings
@@ -182,22 +183,31 @@ class Rate(Method):
         """Solve a stage on what it reads, or round one tensor where nothing is known of that."""
         assert self._step is not None, "prepare comes first"
         if stage.inputs is None:
-            return self._rounded(stage, self._step)
+            return self._rounded(stage)
         solver: LayerSolver | None = stage.plan
         if solver is None:  # linear layers, whose stages are not seen in advance
             solver = self._layer_solver()
             solver.plan(stage)
         return solver.solve(stage)
 
-    def _rounded(self, stage: Stage, found: Step) -> dict[str, Solution]:
+    def rounded(self, name: str, matrix: Tensor) -> tuple[Tensor, float]:
+        """Round a matrix of the tensor `name` without a text: its integers [R, C] and their step.
+
+        Raises:
+            ValueError: a weight is NaN or infinite.
+        """
+        assert self._step is not None, "prepare comes first"
+        step = self._step_of(name)
+        return round_priced(matrix, step, self._step.lengths, WORTH, width=self._widths[name]), step
+
+    def _rounded(self, stage: Stage) -> dict[str, Solution]:
         """Round one tensor, expert by expert; holds its integers, a byte a weight where 127 is the largest."""
         ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
-        step, width = self._step_of(weights.name), self._widths[weights.name]
-        whole = torch.empty(weights.shape, dtype=torch.int8)
+        whole, step = torch.empty(weights.shape, dtype=torch.int8), self._step_of(weights.name)
         for expert in range(experts):
             try:
-                codes = round_priced(weights.expert(expert), step, found.lengths, WORTH, width=width)
+                codes, _ = self.rounded(weights.name, weights.expert(expert))
             except ValueError as cause:
                 raise InvalidTensorError(str(cause), tensor=weights.sources[expert]) from cause
             if codes.dtype.itemsize > whole.dtype.itemsize:

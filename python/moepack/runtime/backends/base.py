@@ -147,6 +147,38 @@ class Backend(ABC):
         """
         raise DeviceError("experts of which some channels are computed run on the CPU")
 
+    def wanted_channels(self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, mode: str | None) -> Tensor:
+        """Decide which channels of each token's experts are computed; arguments and errors as of `sparse_experts`.
+
+        Returns:
+            [T, k, I] float32, the outputs of the up projection; zero where a channel is skipped.
+        """
+        raise DeviceError("experts of which some channels are computed run on the CPU")
+
+    def coarse_experts(
+        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Decide which channels are refined, and compute the others; see `RefinedExperts`.
+
+        Args:
+            matrices: coarse gate, up and down projections, and records.
+            x, index, weights, mode: as of `sparse_experts`.
+
+        Returns:
+            [T, H] float32, the outputs without the channels that are refined, and what `sparse_channels` takes for
+            those.
+
+        Raises:
+            DeviceError: the device has no such products.
+        """
+        raise DeviceError("experts of which some channels are computed run on the CPU")
+
+    def sparse_channels(
+        self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor
+    ) -> tuple[Tensor, int]:
+        """Sum the outputs of each token's experts as `sparse_experts`, by what `wanted_channels` gave for `ups`."""
+        raise DeviceError("experts of which some channels are computed run on the CPU")
+
 
 def is_silu(activation: Activation) -> bool:
     """Whether an activation is SiLU, of which transformers has a class of its own beside torch's."""

@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 from moepack.arrays import as_bytes
 from moepack.runtime.streaming.source import PAGE, READ, Source
 
-__all__ = ["Region"]
+__all__ = ["Piece", "Region"]
+
+Piece = tuple[Source, memoryview, int]
+"""A read: whose `read`, and its arguments."""
 
 _NORESERVE = 0x4000
 """Linux's MAP_NORESERVE, which Python does not name: the range may be larger than the memory."""
@@ -44,6 +47,7 @@ class Region:
 
     def __init__(self, source: Source, place: int, data: NDArray[np.uint8], payloads: NDArray[np.int64]) -> None:
         self._source, phase = source, place % PAGE
+        self._phase = phase
         self._place = place - phase
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, -(-(phase + len(data)) // PAGE) * PAGE, flags=flags)
@@ -56,15 +60,23 @@ class Region:
         self.shared = len(self._memory) - sum(self.sizes)
         self.data = as_bytes(own)
 
-    def reads(self, expert: int) -> Iterator[tuple[Source, memoryview, int]]:
-        """The reads that bring an expert: whose `read`, and its arguments."""
-        run, memory = self._runs[expert], memoryview(self._memory)
-        for start in range(run.start, run.stop, READ):
-            yield self._source, memory[start : min(start + READ, run.stop)], self._place + start
+    def start(self, expert: int) -> int:
+        """Where in `data` the first byte lies of those of an expert that come and go."""
+        return self._runs[expert].start - self._phase
 
-    def drop(self, expert: int) -> None:
-        """Give an expert's memory back."""
-        run = self._runs[expert]
+    def piece(self, expert: int, start: int, stop: int) -> Piece:
+        """The read of some of the bytes of an expert that come and go, counted from the first of them, whole pages."""
+        run = self._runs[expert][start:stop]
+        return self._source, memoryview(self._memory)[run.start : run.stop], self._place + run.start
+
+    def reads(self, expert: int) -> Iterator[Piece]:
+        """The reads that bring an expert."""
+        for start in range(0, self.sizes[expert], READ):
+            yield self.piece(expert, start, start + READ)
+
+    def drop(self, expert: int, start: int = 0, stop: int | None = None) -> None:
+        """Give memory of an expert back, by default all of it."""
+        run = self._runs[expert][start:stop]
         if run:
             self._memory.madvise(mmap.MADV_DONTNEED, run.start, len(run))
 

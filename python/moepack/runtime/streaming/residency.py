@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Condition
 
-from moepack.runtime.streaming.region import Region
-from moepack.runtime.streaming.source import Source
+from moepack.runtime.streaming.region import Piece, Region
 
 __all__ = ["Expert", "Residency", "Statistics"]
 
@@ -33,12 +32,13 @@ class Statistics:
     """What streaming did so far.
 
     Attributes:
-        hits: experts that were in memory when they were needed, counted at each layer of each call.
-        misses: experts that were not.
+        hits: experts, or blocks of records, that were in memory when they were needed, counted at each layer of each
+            call.
+        misses: those that were not.
         bytes_read: bytes that came from the drive.
         reads: how many reads brought them.
-        waited: seconds that computing threads waited for experts.
-        resident: bytes of experts in memory now.
+        waited: seconds that computing threads waited for them.
+        resident: their bytes in memory now.
         most: the most that they ever were.
     """
 
@@ -71,7 +71,7 @@ class Expert:
     def __post_init__(self) -> None:
         self.nbytes = sum(region.sizes[self.number] for region in self.regions)
 
-    def reads(self) -> Iterator[tuple[Source, memoryview, int]]:
+    def reads(self) -> Iterator[Piece]:
         """The reads that bring it, as those of `Region`."""
         for region in self.regions:
             yield from region.reads(self.number)

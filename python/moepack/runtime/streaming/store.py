@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moepack.arrays import AnyTensor
@@ -31,7 +33,7 @@ from moepack.runtime.streaming.residency import Expert, Residency, Statistics
 from moepack.runtime.streaming.source import Source
 from moepack.units import size
 
-__all__ = ["StreamingStore", "statistics_of"]
+__all__ = ["READERS", "StreamingStore", "expert_layers", "statistics_of"]
 
 READERS = 16
 """Threads that read: drives reach their rate with 8 to 16 reads at a time."""
@@ -51,15 +53,16 @@ class StreamingStore(ExpertStore):
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._layers: WeakKeyDictionary[Any, tuple[Matrices, list[Expert]]] = WeakKeyDictionary()
+        self._layers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._sources: dict[Path, tuple[Source, Header]] = {}
         self._ahead = ThreadPoolExecutor(AHEAD, thread_name_prefix="moepack-ahead")
-        self._residency: Residency
+        self._residency: Any
 
     @property
     def statistics(self) -> Statistics:
         """What streaming did so far."""
-        return self._residency.statistics
+        found: Statistics = self._residency.statistics
+        return found
 
     def take(self, model: Any) -> None:
         """Take over the experts of a model whose packed bytes are mapped, on the CPU.
@@ -72,11 +75,10 @@ class StreamingStore(ExpertStore):
             LoadError: the weights that every token needs and one expert are larger than the memory, a file cannot be
                 read, or the model has no packed experts.
         """
-        modules = [module for module in model.modules() if isinstance(module, PackedModule)]
-        layers = [module for module in modules if module.shapes[module.projections[0]][0] > 1]
+        layers = expert_layers(model)
         if not layers:
             raise LoadError("the model has no packed experts that could stay on disk")
-        taken = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
+        taken = {id(layer._buffers.get(name)) for layer in layers for name in self._streamed(layer)}
         always = sum(tensor.nbytes for tensor in model.parameters())
         always += sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in taken)
         for layer in layers:
@@ -84,22 +86,30 @@ class StreamingStore(ExpertStore):
             always += sum(region.shared for region in regions)
         for source, _ in self._sources.values():
             source.forget()
-        self._residency = self._checked_residency(always, described(model.config.model_type).top_k(vars(model.config)))
+        self._residency = self._begin(always, described(model.config.model_type).top_k(vars(model.config)))
+
+    def _streamed(self, layer: PackedModule) -> tuple[str, ...]:
+        """The projections whose codes stay on disk."""
+        return layer.projections
 
     def _take_layer(self, layer: PackedModule) -> list[Region]:
-        """Move a layer into regions."""
-        mapped = layer.store.fetch(layer, None, _CPU)
+        """Move the streamed projections of a layer into regions."""
+        mapped = [expert_payloads(matrix) for matrix in layer.store.fetch(layer, None, _CPU)]
         regions = [self._region(layer, *each) for each in zip(layer.projections, mapped, strict=True)]
-        for name, region in zip(layer.projections, regions, strict=True):
-            layer._buffers.pop(name)
-            layer.readers[name] = region.data.data_ptr(), matrix_over(region.data, **layer.places[name])
+        matrices = tuple(self._adopt(layer, *each) for each in zip(layer.projections, regions, strict=True))
         experts = [Expert(regions, number) for number in range(len(regions[0].sizes))]
-        self._layers[layer] = tuple(layer.readers[name][1] for name in layer.projections), experts
-        layer.store = self
+        self._layers[layer] = matrices, experts
         return regions
 
-    def _region(self, layer: PackedModule, projection: str, matrix: Matrix) -> Region:
-        """The region of a projection."""
+    def _adopt(self, layer: PackedModule, projection: str, region: Region) -> Matrix:
+        """Let a region's bytes be those of a projection."""
+        layer._buffers.pop(projection)
+        matrix = matrix_over(region.data, **layer.places[projection])
+        layer.readers[projection], layer.store = (region.data.data_ptr(), matrix), self
+        return matrix
+
+    def _region(self, layer: PackedModule, projection: str, payloads: NDArray[np.int64]) -> Region:
+        """The region of a projection, with the places [N, 2] of what comes and goes."""
         place, buffer = layer.places[projection], layer.get_buffer(projection)
         if place.get("file") is None:
             raise LoadError(f"the bytes of {projection} do not come from a file that experts could be read from")
@@ -110,10 +120,10 @@ class StreamingStore(ExpertStore):
         info = header.tensors.get(tensor)
         if info is None or info.nbytes != buffer.nbytes:
             raise CorruptionError("is not what it was when it was opened", **place)
-        return Region(source, info.offset, buffer.numpy(), expert_payloads(matrix))
+        return Region(source, info.offset, buffer.numpy(), payloads)
 
-    def _checked_residency(self, always: int, top_k: int) -> Residency:
-        """The experts' part of the memory, if it is enough."""
+    def _begin(self, always: int, top_k: int) -> Any:
+        """What keeps within the memory that is left, if it is enough."""
         sizes = [max(expert.nbytes for expert in experts) for _, experts in self._layers.values()]
         least, budget, demand = always + max(sizes), self._memory - always, top_k * sum(sizes)
         if self._memory < least:
@@ -142,8 +152,7 @@ class StreamingStore(ExpertStore):
 
     def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
         """Read the chosen experts, in portions where they are larger than the memory; see `ExpertStore.portions`."""
-        if device != _CPU:
-            raise LoadError(f"experts that stay on disk are multiplied on the CPU, not on '{device}'")
+        self._refuse_elsewhere(device)
         matrices, own = self._layers[layer]
         numbers = [number for number in sorted(set(experts.flatten().tolist())) if 0 <= number < len(own)]
         parts = _cut(own, numbers, self._residency.budget)
@@ -154,7 +163,11 @@ class StreamingStore(ExpertStore):
                 chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
                 yield matrices, torch.where(chosen, experts, len(own))
 
-    def _held(self, parts: Sequence[list[Expert]]) -> Iterator[list[Expert]]:
+    def _refuse_elsewhere(self, device: torch.device) -> None:
+        if device != _CPU:
+            raise LoadError(f"experts that stay on disk are multiplied on the CPU, not on '{device}'")
+
+    def _held(self, parts: Sequence[Any]) -> Iterator[Any]:
         """Hold one part after the other, and read the next one meanwhile."""
         ahead: Future[None] | None = None
         try:
@@ -170,6 +183,12 @@ class StreamingStore(ExpertStore):
         finally:
             if ahead is not None and ahead.exception() is None:
                 self._residency.release(parts[number + 1])
+
+
+def expert_layers(model: Any) -> list[PackedModule]:
+    """The layers of packed experts of a model."""
+    modules = (module for module in model.modules() if isinstance(module, PackedModule))
+    return [module for module in modules if module.shapes[module.projections[0]][0] > 1]
 
 
 def statistics_of(model: Any) -> Statistics | None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from moepack._core import PackedTensor, gated_experts, sparse_experts
+from moepack._core import PackedTensor, gated_experts, sparse_channels, sparse_experts
 from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
@@ -102,6 +102,49 @@ class CpuBackend(Backend):
         choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
         y, computed = sparse_experts(up, channels, activations(x), *choice, product_mode(up, mode))
         return torch.from_numpy(y), computed
+
+    def wanted_channels(self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, mode: str | None) -> Tensor:
+        """See `Backend.wanted_channels`."""
+        up, channels = cast(Sequence[PackedTensor], matrices)
+        positions, offsets = sort_by_expert(index.reshape(-1).numpy(), up.shape[0])
+        products = _product(up, x[torch.from_numpy(positions // index.shape[1])], offsets, mode)
+        thresholds = torch.from_numpy(channels.parameters("thresholds"))[index.reshape(-1)[positions].long()]
+        products.masked_fill_(products.abs() < thresholds[:, None], 0)
+        return _placed(products, positions, index)
+
+    def coarse_experts(
+        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.coarse_experts`."""
+        gate, up, down, channels = cast(Sequence[PackedTensor], matrices)
+        positions, offsets = sort_by_expert(index.reshape(-1).numpy(), up.shape[0])
+        pairs = torch.from_numpy(positions)
+        rows = x[pairs // index.shape[1]]
+        ups = _product(up, rows, offsets, mode)
+        inner = functional.silu(_product(gate, rows, offsets, mode)).mul_(ups)
+        thresholds = torch.from_numpy(channels.parameters("thresholds"))[index.reshape(-1)[pairs].long()]
+        sizes = inner.abs().mul_(weights.reshape(-1)[pairs].float().abs()[:, None])
+        below = sizes < thresholds[:, None]
+        outputs = _product(down, inner.masked_fill_(~below, 0), offsets, mode)
+        ups.masked_fill_(below, 0)
+        return _weighted_sum(outputs, positions, weights.float()), _placed(ups, positions, index)
+
+    def sparse_channels(
+        self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor
+    ) -> tuple[Tensor, int]:
+        """See `Backend.sparse_channels`."""
+        choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
+        y, computed = sparse_channels(cast(PackedTensor, records), activations(x), *choice, ups.numpy())
+        return torch.from_numpy(y), computed
+
+
+def _placed(values: Tensor, positions: NDArray[np.int64], index: Tensor) -> Tensor:
+    """Put rows [N, I] where their pairs stand in an index [T, k]: [T, k, I], zero elsewhere."""
+    if len(positions) == index.numel() and (positions[1:] > positions[:-1]).all():
+        return values.view(*index.shape, -1)
+    placed = values.new_zeros((index.numel(), values.shape[1]))
+    placed[torch.from_numpy(positions)] = values
+    return placed.view(*index.shape, -1)
 
 
 def sort_by_expert(index: NDArray[np.int64], experts: int) -> Routing:

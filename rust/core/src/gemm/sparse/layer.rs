@@ -27,11 +27,20 @@ const BLOCK_BYTES: usize = 64 << 20;
 /// Columns that a unit of the last phase adds up.
 const BAND: usize = 1024;
 
-/// The projections of a layer: up is E x I x H, the records of gate and down are E x I x 2 H.
+/// What decides which channels are computed.
+#[derive(Clone, Copy)]
+pub enum Ups<'a> {
+    /// Up projections, E x I x H: channels are skipped whose output u is below their expert's threshold.
+    Of(&'a dyn Projection),
+    /// Outputs u, tokens x top_k x I: channels are skipped where u is zero, for they add nothing.
+    Given(&'a [f32]),
+}
+
+/// The projections of a layer: the records of gate and down are E x I x 2 H.
 #[derive(Clone, Copy)]
 pub struct Layer<'a> {
-    /// Up projections, which decide.
-    pub up: &'a dyn Projection,
+    /// Up projections, or their outputs.
+    pub ups: Ups<'a>,
     /// Gate rows, down columns and thresholds.
     pub channels: View<'a>,
 }
@@ -52,26 +61,20 @@ impl Layer<'_> {
         pool: &ThreadPool,
     ) -> Result<u64> {
         let (x, isa) = (x.into(), isa.require()?);
-        self.check()?;
-        let Shape { columns, .. } = self.up.shape();
+        let columns = self.channels.layout().half();
+        self.check(&routing)?;
         routing.check(columns, &x, y)?;
         if x.len() == 0 {
             return Ok(0);
         }
-        let pass = Pass::new(
-            *self,
-            &routing,
-            x.len() / columns,
-            pool.current_num_threads(),
-            isa,
-        );
+        let tokens = x.len() / columns;
+        let pass = Pass::new(*self, &routing, tokens, pool.current_num_threads(), isa);
         let bands = columns.div_ceil(BAND);
-        let y = Output::new(y, columns, pass.tokens.len() * bands);
-        let threads = Threads::of(cut::alone(&[self.up], &pass.job), pass.tokens.len());
-        region::run(pool, threads, |thread| {
+        let y = Output::new(y, columns, tokens * bands);
+        region::run(pool, Threads::of(pass.alone(), tokens), |thread| {
             pass.ups(thread, x);
             pass.channels(thread);
-            thread.phase(pass.tokens.len() * bands, |unit| {
+            thread.phase(tokens * bands, |unit| {
                 let (token, first) = (unit / bands, unit % bands * BAND);
                 let band = first..(first + BAND).min(columns);
                 // SAFETY: each unit has a token and columns of its own.
@@ -81,14 +84,47 @@ impl Layer<'_> {
         Ok(pass.computed.into_inner())
     }
 
-    /// Says whether the two fit together.
-    fn check(&self) -> Result<()> {
-        let (up, records) = (self.up.shape(), self.channels.layout().shape());
-        match (up.experts, up.rows, 2 * up.columns) == (records.experts, records.rows, records.columns) {
+    /// Says whether the two fit together, and to a routing.
+    fn check(&self, routing: &Routing) -> Result<()> {
+        let records = self.channels.layout().shape();
+        let (fits, what) = match self.ups {
+            Ups::Of(up) => {
+                let up = up.shape();
+                let fits =
+                    (up.experts, up.rows, 2 * up.columns) == (records.experts, records.rows, records.columns);
+                (fits, format!("{up:?}"))
+            }
+            Ups::Given(values) => {
+                let fits = routing.experts.len().checked_mul(records.rows) == Some(values.len());
+                (fits, format!("{} outputs", values.len()))
+            }
+        };
+        match fits {
             true => Ok(()),
             false => Err(Error::InvalidArgument(format!(
-                "up and channels do not fit: {up:?}, {records:?}"
+                "up and channels do not fit: {what}, {records:?}"
             ))),
+        }
+    }
+}
+
+/// The up projection of a call.
+struct Up<'a> {
+    projection: &'a dyn Projection,
+    products: Box<dyn Products + 'a>,
+    cut: Cut,
+    /// Places x channels.
+    outputs: Output<'a>,
+}
+
+impl<'a> Up<'a> {
+    fn new(projection: &'a dyn Projection, job: &Arc<Job>, threads: usize) -> Up<'a> {
+        let cut = Cut::new(&[projection], job, threads);
+        Up {
+            products: projection.products(job),
+            outputs: Output::owned(job.list.len(), projection.shape().rows, cut.units(job)),
+            projection,
+            cut,
         }
     }
 }
@@ -96,13 +132,13 @@ impl Layer<'_> {
 /// A layer and the tokens of a call, to be computed once.
 struct Pass<'a> {
     layer: Layer<'a>,
-    up: Box<dyn Products + 'a>,
+    /// Where outputs of it are not given.
+    up: Option<Up<'a>>,
     job: Arc<Job>,
-    cut: Cut,
     /// The tokens in f32, filled up to whole groups.
     tokens: Slots<Vec<f32>>,
-    /// Outputs of the up projection, places x channels.
-    ups: Output<'a>,
+    /// For each place, its pair of the routing.
+    pairs: Vec<usize>,
     /// Channels of a block, and blocks of an expert.
     step: usize,
     blocks: usize,
@@ -116,63 +152,85 @@ struct Pass<'a> {
 
 impl<'a> Pass<'a> {
     fn new(layer: Layer<'a>, routing: &Routing, tokens: usize, threads: usize, isa: Isa) -> Pass<'a> {
-        let Shape {
-            experts,
-            rows,
-            columns,
-            ..
-        } = layer.up.shape();
+        let (Shape { experts, rows, .. }, half) =
+            (layer.channels.layout().shape(), layer.channels.layout().half());
         let Sorted { job, places } = Sorted::new(routing, tokens, experts);
-        let job = Arc::new(job);
-        let cut = Cut::new(&[layer.up], &job, threads);
-        let part = columns.next_multiple_of(GROUP);
+        let (job, part) = (Arc::new(job), half.next_multiple_of(GROUP));
         let most = (BLOCK_BYTES / (4 * part * job.list.len()).max(1)).clamp(1, BLOCKS);
         let step = rows.div_ceil(most).max(LEAST_CHANNELS);
         let blocks = rows.div_ceil(step);
-        let pairs = places.into_iter().zip(routing.weights).collect::<Vec<_>>();
-        let terms = pairs.chunks(routing.top_k.max(1));
-        let placed = |pairs: &[(Option<usize>, &f32)]| {
-            pairs
+        let mut pairs = vec![0; job.list.len()];
+        let placed = places.iter().enumerate();
+        placed.for_each(|(pair, place)| place.iter().for_each(|&place| pairs[place] = pair));
+        let weighted = places.into_iter().zip(routing.weights).collect::<Vec<_>>();
+        let terms = weighted.chunks(routing.top_k.max(1)).map(|terms| {
+            let there = terms
                 .iter()
-                .filter_map(|(place, weight)| Some(((*place)?, **weight)))
-                .collect()
-        };
+                .filter_map(|(place, weight)| Some(((*place)?, **weight)));
+            there.collect()
+        });
         Pass {
-            up: layer.up.products(&job),
+            up: match layer.ups {
+                Ups::Of(up) => Some(Up::new(up, &job, threads)),
+                Ups::Given(_) => None,
+            },
             tokens: Slots::new(tokens),
-            ups: Output::owned(job.list.len(), rows, cut.units(&job)),
+            pairs,
             parts: Output::owned(job.list.len(), blocks * part, job.tasks.len() * blocks),
-            terms: terms.map(placed).collect(),
+            terms: terms.collect(),
             computed: AtomicU64::new(0),
             layer,
             job,
-            cut,
             step,
             blocks,
             isa,
         }
     }
 
+    /// Whether the up projection is too small to wake threads for.
+    fn alone(&self) -> bool {
+        let up = self.up.as_ref();
+        up.is_some_and(|up| cut::alone(&[up.projection], &self.job))
+    }
+
     /// The phases of the up projection.
     fn ups(&self, thread: &mut Thread, x: Activations) {
-        let columns = self.layer.up.shape().columns;
-        for stage in 0..2 {
-            let units = self.up.stages()[stage];
+        let columns = self.layer.channels.layout().half();
+        let stages = self.up.as_ref().map_or([0; 2], |up| up.products.stages());
+        for (stage, units) in stages.into_iter().enumerate() {
             let tokens = if stage == 0 { self.tokens.len() } else { 0 };
             thread.phase(units + tokens, |unit| match unit.checked_sub(units) {
-                None => self.up.prepare(stage, unit, x),
+                None => self.up.iter().for_each(|up| up.products.prepare(stage, unit, x)),
                 Some(token) => self.tokens.fill(token, || filled_up(x, token * columns, columns)),
             });
         }
-        let (mut up, mut values) = (self.up.worker(), Vec::new());
-        thread.phase(self.cut.units(&self.job), |unit| {
-            let (task, rows) = self.cut.at(unit);
+        let Some(Up {
+            products,
+            cut,
+            outputs,
+            ..
+        }) = &self.up
+        else {
+            return;
+        };
+        let (mut up, mut values) = (products.worker(), Vec::new());
+        thread.phase(cut.units(&self.job), |unit| {
+            let (task, rows) = cut.at(unit);
             let places = self.job.tasks[task].places.clone();
             values.resize(places.len() * rows.len(), 0.0);
             up.multiply(task, rows.clone(), &mut values);
             // SAFETY: a place is of one task, and the units of a task have rows of their own.
-            unsafe { self.ups.fill(unit, places, rows, &values) }
+            unsafe { outputs.fill(unit, places, rows, &values) }
         });
+    }
+
+    /// The outputs of the up projection of a place.
+    fn outputs(&self, place: usize) -> &[f32] {
+        let rows = self.layer.channels.layout().shape().rows;
+        match (self.layer.ups, &self.up) {
+            (Ups::Given(values), _) => &values[self.pairs[place] * rows..][..rows],
+            (_, up) => &up.as_ref().map_or(&[][..], |up| up.outputs.values())[place * rows..][..rows],
+        }
     }
 
     /// The phase of the channels.
@@ -182,7 +240,7 @@ impl<'a> Pass<'a> {
         thread.phase(self.job.tasks.len() * self.blocks, |unit| {
             let (task, block) = (unit / self.blocks, unit % self.blocks);
             let places = self.job.tasks[task].places.clone();
-            let rows = self.layer.up.shape().rows;
+            let rows = self.layer.channels.layout().shape().rows;
             self.wanted(
                 task,
                 block * self.step..((block + 1) * self.step).min(rows),
@@ -202,30 +260,30 @@ impl<'a> Pass<'a> {
 
     /// Columns of a part: those of an output, filled up.
     fn part(&self) -> usize {
-        self.layer.up.shape().columns.next_multiple_of(GROUP)
+        self.layer.channels.layout().half().next_multiple_of(GROUP)
     }
 
-    /// The pairs of a channel and a place whose output of the up projection is not below the threshold, by channels: what is
-    /// no number passes, so that it reaches the output.
+    /// The pairs of a channel and a place that are not skipped, by channels: what is no number passes, so that it reaches
+    /// the output.
     fn wanted(&self, task: usize, channels: Range<usize>, list: &mut Vec<(usize, usize)>) {
-        let (task, rows) = (&self.job.tasks[task], self.layer.up.shape().rows);
-        let (ups, threshold) = (self.ups.values(), self.layer.channels.threshold(task.expert));
+        let task = &self.job.tasks[task];
+        let threshold = self.layer.channels.threshold(task.expert);
+        let passes = |up: f32| match self.layer.ups {
+            Ups::Of(_) => up.abs() >= threshold || up.is_nan(),
+            Ups::Given(_) => up != 0.0,
+        };
         list.clear();
         for channel in channels {
-            let passes = |place: &usize| {
-                let up = ups[place * rows + channel];
-                up.abs() >= threshold || up.is_nan()
-            };
-            let above = task.places.clone().filter(passes);
+            let places = task.places.clone();
+            let above = places.filter(|&place| passes(self.outputs(place)[channel]));
             list.extend(above.map(|place| (channel, place)));
         }
     }
 
     /// Adds the channels of a list to the sums of the task's places.
     fn block(&self, task: usize, list: &[(usize, usize)], sums: &mut [f32]) {
-        let (task, rows, part) = (&self.job.tasks[task], self.layer.up.shape().rows, self.part());
-        let (channels, ups) = (&self.layer.channels, self.ups.values());
-        let width = channels.layout().width();
+        let (task, channels, part) = (&self.job.tasks[task], &self.layer.channels, self.part());
+        let (width, rows) = (channels.layout().width(), channels.layout().shape().rows);
         let record = |channel: usize| task.expert * rows + channel;
         for (number, &(channel, place)) in list.iter().enumerate() {
             let [gate, down] = channels.halves(record(channel));
@@ -233,7 +291,7 @@ impl<'a> Pass<'a> {
                 channels.halves(record(list.get(number + 1).map_or(channel, |pair| pair.0)));
             let x = self.tokens.get(self.job.list[place]);
             let mut value = [rows::dot(self.isa, width, gate, next_gate, x)];
-            gated(self.isa, &mut value, &ups[place * rows + channel..][..1]);
+            gated(self.isa, &mut value, &self.outputs(place)[channel..][..1]);
             let sums = &mut sums[(place - task.places.start) * part..][..part];
             rows::add(self.isa, width, down, next_down, value[0], sums);
         }

@@ -113,11 +113,9 @@ fn groups<'a, const N: usize>(half: Half<'a>, next: Half<'a>) -> impl Iterator<I
 #[inline(always)]
 fn nibbles(group: &[u8; GROUP / 2], number: usize) -> [f32; LANES] {
     let (bytes, shift) = (&group[number % 2 * LANES..][..LANES], number / 2 * 4);
-    let mut values = [0.0; LANES];
-    for lane in 0..LANES {
-        values[lane] = (i32::from(bytes[lane] >> shift & 15) - 8) as f32;
-    }
-    values
+    // In bytes as long as possible: a register holds four times as many of them.
+    let codes: [i8; LANES] = std::array::from_fn(|lane| (bytes[lane] >> shift & 15) as i8 - 8);
+    codes.map(f32::from)
 }
 
 #[inline(always)]

@@ -72,7 +72,7 @@ impl Setting {
             .unwrap();
         let up = self.up(isa);
         let layer = Layer {
-            up: &up,
+            ups: Ups::Of(&up),
             channels: View::parse(&self.channels).unwrap(),
         };
         let routing = Routing {
@@ -181,6 +181,38 @@ fn thresholds_of_zero_and_infinity_compute_everything_and_nothing() {
 }
 
 #[test]
+fn given_outputs_are_computed_where_they_are_not_zero() {
+    let pool = pool::current().unwrap();
+    for (rows, columns, tokens) in [(1, 1, 1), (200, 100, 1), (150, 130, 7)] {
+        let setting = Setting::new(Width::Int8, rows, columns, tokens, 2.0);
+        let passing = |(pair, &expert): (usize, &i64)| {
+            let known = usize::try_from(expert).unwrap().min(2);
+            let skipped = |up: f32| up.abs() < setting.thresholds[known] || expert > 2;
+            let ups = setting.ups(pair / TOP_K, known).into_iter();
+            ups.map(move |up| if skipped(up) { 0.0 } else { up })
+                .collect::<Vec<f32>>()
+        };
+        let given: Vec<f32> = setting.experts.iter().enumerate().flat_map(passing).collect();
+        let forward = |ups: &[f32]| {
+            let layer = Layer {
+                ups: Ups::Given(ups),
+                channels: View::parse(&setting.channels).unwrap(),
+            };
+            let routing = Routing {
+                experts: &setting.experts,
+                weights: &setting.weights,
+                top_k: TOP_K,
+            };
+            let mut y = vec![f32::NAN; setting.x.len()];
+            let computed = layer.forward(&setting.x[..], routing, &mut y, Isa::Scalar, &pool)?;
+            crate::Result::Ok((y, computed))
+        };
+        assert_eq!(forward(&given).unwrap(), setting.run(Isa::Scalar, 1));
+        assert!(forward(&given[1..]).is_err());
+    }
+}
+
+#[test]
 fn what_is_no_number_reaches_the_output() {
     let mut setting = Setting::new(Width::Bf16, 20, 64, 1, 1e30);
     setting.experts = vec![1, 2];
@@ -195,7 +227,7 @@ fn sizes_that_do_not_match_are_refused() {
     let (up, pool) = (setting.up(Isa::Scalar), pool::current().unwrap());
     let forward = |channels: &[u8], experts: &[i64], x: &[f32]| {
         let layer = Layer {
-            up: &up,
+            ups: Ups::Of(&up),
             channels: View::parse(channels).unwrap(),
         };
         let routing = Routing {

@@ -1,0 +1,192 @@
+"""Which blocks of records are in memory, within a budget of bytes: the cache where channels stream one by one.
+
+A block is 16 KiB of a tensor's address range, in whole pages, and neighbours that are missing are read together. Larger
+ones would be read with fewer requests, and mostly for nothing: of channels that a token wants with a probability of a
+fifth, eight neighbours are wanted with one of five sixths. A token asks for thousands of blocks, so what is known of
+them lies in arrays over all blocks of a model, and a thread of the pool takes a list of reads.
+
+When room is needed, blocks go that nobody holds and whose uses count least, where a use counts half after `HALF_LIFE`
+calls (LRFU: Lee and others, 2001): so blocks that most tokens want stay even where those of one token do not fit.
+
+Invariants:
+- The bytes of resident blocks, those that are being read included, never exceed the budget.
+- A thread waits for room only while it holds nothing, so that waiting ends.
+- A block that could not be read is not resident, and everyone who waits for it tries to read it.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from threading import Condition
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moepack.runtime.streaming.region import Piece, Region
+from moepack.runtime.streaming.residency import Statistics
+from moepack.runtime.streaming.source import READ
+
+__all__ = ["BLOCK", "Blocks", "Numbers"]
+
+BLOCK = 16 << 10
+"""Bytes of a block; the last one of a tensor may have fewer."""
+
+HALF_LIFE = 256
+"""Calls after which a use counts half."""
+
+BATCH = 64
+"""One part in so many of the budget goes at least when room is needed: choosing looks at all blocks."""
+
+_ABSENT, _COMING, _THERE = 0, 1, 2
+_GROWTH = 2 ** (1 / HALF_LIFE)
+
+Numbers = NDArray[np.int64]
+"""Numbers of blocks over all tensors, ascending, each once."""
+
+
+class Blocks:
+    """Blocks in memory.
+
+    Args:
+        budget: the most bytes that they may take.
+        regions: the tensors, each with the blocks of its first run.
+        readers: threads that read.
+
+    Attributes:
+        budget: the most blocks.
+        first: the number of each tensor's first block, and behind the last one how many there are.
+    """
+
+    def __init__(self, budget: int, regions: Sequence[Region], readers: int) -> None:
+        self.budget, self._regions = budget // BLOCK, regions
+        counts = [-(-region.sizes[0] // BLOCK) for region in regions]
+        self.first: Numbers = np.array([0, *counts], np.int64).cumsum()
+        self._state = np.zeros(self.first[-1], np.uint8)
+        self._holders = np.zeros(self.first[-1], np.int32)
+        self._uses = np.zeros(self.first[-1])
+        self._use = 1.0
+        self._pool, self._readers = ThreadPoolExecutor(readers, thread_name_prefix="moepack-read"), readers
+        self._changed = Condition()
+        self._held = self._resident = 0
+        self._statistics = Statistics()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What happened so far; hits and misses are blocks."""
+        with self._changed:
+            return replace(self._statistics, resident=self._resident * BLOCK)
+
+    def hold(self, blocks: Numbers) -> None:
+        """Have blocks in memory, at most as many as the budget, until `release`.
+
+        Raises:
+            CorruptionError, LoadError: one cannot be read; none is held.
+        """
+        start = time.perf_counter()
+        missing = self._claim(blocks)
+        try:
+            self._read(missing)
+            while len(missing := self._missed(blocks)):
+                self._read(missing)
+        except BaseException:
+            self.release(blocks)
+            raise
+        with self._changed:
+            self._statistics.waited += time.perf_counter() - start
+
+    def release(self, blocks: Numbers) -> None:
+        """Let blocks that were held go when room is needed."""
+        with self._changed:
+            self._holders[blocks] -= 1
+            self._held -= self._unheld(blocks)
+            self._changed.notify_all()
+
+    def _unheld(self, blocks: Numbers) -> int:
+        return int((self._holders[blocks] == 0).sum())
+
+    def _claim(self, blocks: Numbers) -> Numbers:
+        """Hold blocks and make room for those that are missing, which are returned: the caller reads them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held + self._unheld(blocks) <= self.budget)
+            self._held += self._unheld(blocks)
+            self._holders[blocks] += 1
+            self._use *= _GROWTH
+            if self._use > 1e100:
+                self._uses, self._use = self._uses / self._use, 1.0
+            self._uses[blocks] += self._use
+            missing = self._absent(blocks)
+            self._statistics.hits += len(blocks) - len(missing)
+            self._statistics.misses += len(missing)
+            return missing
+
+    def _missed(self, blocks: Numbers) -> Numbers:
+        """Wait until nobody reads any of the blocks; returns those that another thread could not read, to be read."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._state[blocks] == _COMING).any())
+            return self._absent(blocks)
+
+    def _absent(self, blocks: Numbers) -> Numbers:
+        """Those blocks that are not in memory, with room made for them: from here on they are coming."""
+        missing: Numbers = blocks[self._state[blocks] == _ABSENT]
+        if (excess := self._resident + len(missing) - self.budget) > 0:
+            free = np.flatnonzero((self._state == _THERE) & (self._holders == 0))
+            count = min(max(excess, self.budget // BATCH), len(free))
+            self._drop(np.sort(free[np.argpartition(self._uses[free], count - 1)[:count]]))
+        self._state[missing] = _COMING
+        self._resident += len(missing)
+        self._statistics.most = max(self._statistics.most, self._resident * BLOCK)
+        return missing
+
+    def _drop(self, blocks: Numbers) -> None:
+        """Give the memory of blocks back."""
+        for region, start, stop in self._runs(blocks, len(self._state)):
+            region.drop(0, start, stop)
+        self._state[blocks] = _ABSENT
+        self._resident -= len(blocks)
+
+    def _runs(self, blocks: Numbers, most: int) -> Iterator[tuple[Region, int, int]]:
+        """Neighbours among blocks, at most so many together: their tensor, and from and to which byte of its run."""
+        owners = np.searchsorted(self.first, blocks, side="right") - 1
+        starts = np.flatnonzero((np.diff(blocks, prepend=-2) != 1) | (np.diff(owners, prepend=-1) != 0))
+        stops = np.append(starts[1:], len(blocks))
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=False):  # of no blocks there is one stop
+            owner = int(owners[start])
+            for first in range(start, stop, most):
+                own = int(blocks[first] - self.first[owner])
+                count = min(most, stop - first)
+                yield self._regions[owner], own * BLOCK, (own + count) * BLOCK
+
+    def _read(self, missing: Numbers) -> None:
+        """Read blocks that are coming, all at a time."""
+        pieces = [region.piece(0, *run) for region, *run in self._runs(missing, READ // BLOCK)]
+        reads: list[Future[None]] = []
+        done = False
+        try:
+            for number in range(min(self._readers, len(pieces))):
+                reads.append(self._pool.submit(_read_all, pieces[number :: self._readers]))
+            wait(reads)
+            done = all(read.exception() is None for read in reads)
+        finally:
+            for read in reads:
+                read.cancel()
+            wait(reads)
+            self._settle(missing, pieces, done)
+        for read in reads:
+            read.result()
+
+    def _settle(self, missing: Numbers, pieces: Sequence[Piece], done: bool) -> None:
+        """Say to everyone who waits for blocks how their reads ended."""
+        with self._changed:
+            if done:
+                self._state[missing] = _THERE
+                self._statistics.reads += len(pieces)
+                self._statistics.bytes_read += sum(len(memory) for _, memory, _ in pieces)
+            else:
+                self._drop(missing)
+            self._changed.notify_all()
+
+
+def _read_all(pieces: Sequence[Piece]) -> None:
+    for source, memory, place in pieces:
+        source.read(memory, place)
