@@ -34,6 +34,7 @@ COMMANDS = {
     "export": "export",
     "doctor": "doctor",
     "models": "models",
+    "trace": "trace",
 }
 """Commands in the order of the help, and their modules here."""
 

@@ -1,0 +1,53 @@
+"""`moepack trace`: which experts a text asks for, and what caches of them would hit."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moepack.cli.usage import wrong_usage
+
+__all__ = ["trace_command"]
+
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
+"""Of all experts, how many the caches hold."""
+
+
+def trace_command(
+    source: Annotated[Path, typer.Argument(help="Packed directory, or a trace that --out has written.")],
+    text: Annotated[
+        Path | None, typer.Option(help="Text file (UTF-8) that the model reads.", exists=True, dir_okay=False)
+    ] = None,
+    chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 20_000,
+    out: Annotated[Path | None, typer.Option(help="Keep the trace in this file (npz).")] = None,
+) -> None:
+    """Print how often caches of experts hit, by their size and policy, beside the best that any could do."""
+    from moepack.cli.evaluate import quiet_transformers
+    from moepack.evaluation import evaluate
+    from moepack.integrations.loading import load, open_tokenizer
+    from moepack.runtime.streaming.trace import POLICIES, Trace, hit_rate, recorded
+
+    quiet_transformers()
+    with wrong_usage():
+        if source.is_file():
+            trace = Trace.open(source)
+        elif text is None:
+            raise ValueError("--text is needed to record what a model asks for")
+        else:
+            model = load(source)
+            with recorded(model) as found:
+                evaluate(model, text, chars, tokenizer=open_tokenizer(source))
+            trace = found()
+    if out is not None:
+        trace.save(out)
+    tokens, layers, chosen = trace.chosen.shape
+    console = Console(highlight=False)
+    console.print(f"{tokens} tokens, {layers} layers of {trace.experts} experts, {chosen} a token")
+    table = Table("experts in memory", *POLICIES, box=None)
+    for share in SHARES:
+        capacity = max(1, int(share * trace.size))
+        rates = (f"{hit_rate(trace, policy, capacity):.1%}" for policy in POLICIES)
+        table.add_row(f"{capacity} ({share:.1%})", *rates)
+    console.print(table)
