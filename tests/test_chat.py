@@ -13,9 +13,11 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
+import moepack
 from moepack.cli import app
 from moepack.cli import chat as module
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.conversation import Conversation
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
 from tiny_models import TEMPLATE
@@ -31,7 +33,7 @@ def source(packed, tmp_path_factory):
 
 @pytest.fixture
 def chat(source):
-    return module.Chat(open_model(source), open_tokenizer(source), Sampling(max_new_tokens=6), "be kind")
+    return Conversation(open_model(source), open_tokenizer(source), Sampling(max_new_tokens=6), "be kind")
 
 
 @pytest.fixture
@@ -43,33 +45,40 @@ def talk():
     transformers.logging.set_verbosity(verbosity)
 
 
-def test_a_conversation_remembers_what_was_said(chat, capsys):
-    chat.answer("hello")
-    chat.answer("and?")
+def test_a_conversation_remembers_what_was_said(chat):
+    pieces = []
+    chat.answer("hello", pieces.append)
+    chat.answer("and?", pieces.append)
     first, second = (message["content"] for message in chat.messages if message["role"] == "assistant")
-    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    assert "".join(pieces) == first + second
     prompt = f"s:be kind\nu:hello\na:{first}\nu:and?\na:"
     assert second == generate(chat.model, chat.tokenizer, prompt, chat.sampling).text
 
 
-def test_an_answer_that_is_stopped_counts_as_it_is(chat, capsys, monkeypatch):
-    def interrupted(*arguments, on_text, **options):
-        on_text("half an")
+def test_an_answer_that_is_stopped_counts_as_it_is(chat):
+    def stop(piece):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moepack.runtime.generation.generate", interrupted)
-    chat.answer("hello")
-    assert chat.messages[-1] == {"role": "assistant", "content": "half an"}
-    assert "(stopped)" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        chat.answer("hello", stop)
+    whole = generate(chat.model, chat.tokenizer, "s:be kind\nu:hello\na:", chat.sampling).text
+    assert chat.messages[-1]["role"] == "assistant"
+    assert whole.startswith(chat.messages[-1]["content"]) and chat.messages[-1]["content"] != whole
 
 
-def test_the_oldest_turns_give_way(chat, capsys, monkeypatch):
+def test_what_the_template_refuses_was_not_said(chat):
+    chat.tokenizer.chat_template = "{{ raise_exception('no system prompts') }}"
+    with pytest.raises(ValueError, match="no system prompts"):
+        chat.answer("hello", print)
+    assert chat.messages == []
+
+
+def test_the_oldest_turns_give_way(chat, monkeypatch):
     monkeypatch.setattr(chat.model.config, "max_position_embeddings", 60)
-    for _ in range(3):
-        chat.answer("x" * 20)
-    assert len(chat.messages) < 6
-    assert chat.messages[0]["role"] == "user"
-    assert "oldest messages are left out" in capsys.readouterr().err
+    chat.answer("x" * 20, print)
+    with pytest.warns(moepack.MoepackWarning, match="oldest messages are left out"):
+        chat.answer("x" * 20, print)
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
 
 
 def test_a_script_talks_in_lines_and_quotes(talk, source):

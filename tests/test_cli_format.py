@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import moepack
 import packed_support as support
-from moepack.cli import COMMANDS, main
+from moepack.cli import COMMANDS, app, main
 from moepack.format import MANIFEST, PackedDirectory
 from moepack.units import size, speed
 
@@ -165,6 +166,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     for command in COMMANDS:
         assert command in text
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[:2] == (0, f"moepack {moepack.__version__}\n")
+
+
+def test_shells_complete_commands() -> None:
+    asked = {"_MOEPACK_COMPLETE": "complete_bash", "COMP_WORDS": "moepack ser", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], prog_name="moepack", env=asked).stdout.split() == ["serve"]
 
 
 @pytest.mark.parametrize(

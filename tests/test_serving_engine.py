@@ -12,7 +12,7 @@ from moepack.runtime.generation import generate
 from moepack.runtime.prefix import new_cache
 from moepack.runtime.prompts import prompt_ids
 from moepack.runtime.sampling import Sampling
-from moepack.serving.engine import CHUNK, Engine, QueueFullError
+from moepack.serving.engine import CHUNK, ClosedError, Engine, QueueFullError
 from moepack.serving.pace import AGAIN, Pace
 from moepack.serving.step import Part, Stepper
 from runtime_support import ARCHITECTURES, SWITCH, tiny_model
@@ -183,8 +183,17 @@ def test_closing_ends_every_answer(model, tokenizer):
     collectors = [ask(engine, "The sea", max_new_tokens=2000) for _ in range(3)]
     engine.close()
     assert {collector.pieces[-1].error for collector in collectors} == {"the server shuts down"}
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(ClosedError, match="shuts down"):
         ask(engine, "x")
+
+
+def test_closing_with_patience_lets_answers_end(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=1).start()
+    answered, waiting = ask(engine, "The sea", max_new_tokens=30), ask(engine, "x")
+    while not answered.pieces:
+        time.sleep(0.005)
+    engine.close(patience=60)
+    assert (answered.finish, answered.pieces[-1].tokens, waiting.finish) == ("length", 30, "error")
 
 
 def test_a_failing_model_fails_its_answers_and_goes_on(engine, monkeypatch):

@@ -6,16 +6,18 @@ lines are read as they come, so that a script can talk, too.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moepack.cli.device import Device, HostMemory, places
 from moepack.cli.options import MinP, RepetitionPenalty, Stop, System, TopK, TopP
 from moepack.cli.usage import wrong_usage
+
+if TYPE_CHECKING:
+    from moepack.runtime.conversation import Conversation
 
 __all__ = ["chat_command"]
 
@@ -51,6 +53,7 @@ def chat_command(
     """Talk to a model; one without a chat template continues what you write."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.integrations.loading import open_model, open_tokenizer
+    from moepack.runtime.conversation import Conversation
     from moepack.runtime.prompts import has_template
     from moepack.runtime.sampling import Sampling
 
@@ -63,79 +66,12 @@ def chat_command(
         sampling = Sampling.of_model(model, temperature=temperature, **drawn, **limits)
         if system is not None and not has_template(tokenizer):
             raise ValueError("--system needs a model with a chat template")
-        chat = Chat(model, tokenizer, sampling, system)
-    _say(HELP if chat.has_template else f"The model has no chat template: it continues what you write.\n{HELP}")
+    _say(HELP if has_template(tokenizer) else f"The model has no chat template: it continues what you write.\n{HELP}")
+    chat = Conversation(model, tokenizer, sampling, system)
     _talk(chat, _reader(history))
 
 
-@dataclass
-class Chat:
-    """A conversation: what was said, and what the model keeps of it.
-
-    Attributes:
-        messages: after the system prompt, in turns.
-        note: takes remarks for the user.
-    """
-
-    model: Any
-    tokenizer: Any
-    sampling: Any
-    system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
-    note: Callable[[str], None] = lambda text: _say(text)
-
-    def __post_init__(self) -> None:
-        from moepack.runtime.generation import Memory
-        from moepack.runtime.prompts import has_template
-
-        self.has_template = has_template(self.tokenizer)
-        self._memory = None if self.model.config.is_encoder_decoder else Memory()
-
-    def answer(self, text: str) -> None:
-        """Write an answer to standard output; Ctrl-C ends it, and what has been written counts as the answer."""
-        from moepack.runtime.generation import generate
-
-        pieces: list[str] = []
-        if self.has_template:
-            self.messages.append({"role": "user", "content": text})
-            self._forget()
-
-        def write(piece: str) -> None:
-            pieces.append(piece)
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-
-        try:
-            prompt = self._all() if self.has_template else text
-            generate(self.model, self.tokenizer, prompt, self.sampling, on_text=write, memory=self._memory)
-        except KeyboardInterrupt:
-            self.note("\n(stopped)")
-        except ValueError as error:
-            self.messages = self.messages[:-1]
-            self.note(str(error))
-            return
-        sys.stdout.write("\n")
-        if self.has_template:
-            self.messages.append({"role": "assistant", "content": "".join(pieces)})
-
-    def _all(self) -> list[dict[str, str]]:
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*first, *self.messages]
-
-    def _forget(self) -> None:
-        """Leave out the oldest turns where all of them and an answer are more than the model was made for."""
-        from moepack.runtime.prompts import positions, prompt_ids
-
-        limit, before = positions(self.model), len(self.messages)
-        while limit is not None and len(self.messages) > 2:
-            if len(prompt_ids(self.tokenizer, self._all())) + self.sampling.max_new_tokens <= limit:
-                break
-            del self.messages[:2]
-        if len(self.messages) < before:
-            self.note("(the oldest messages are left out: the model was not made for so many)")
-
-
-def _talk(chat: Chat, read: Callable[[str], str]) -> None:
+def _talk(chat: "Conversation", read: Callable[[str], str]) -> None:
     """Answer until the user ends it."""
     while True:
         try:
@@ -155,7 +91,23 @@ def _talk(chat: Chat, read: Callable[[str], str]) -> None:
             case "/help":
                 _say(HELP)
             case _:
-                chat.answer(text)
+                _answer(chat, text)
+
+
+def _answer(chat: "Conversation", text: str) -> None:
+    """Write an answer to standard output until its end or Ctrl-C."""
+
+    def write(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    try:
+        chat.answer(text, write)
+    except KeyboardInterrupt:
+        _say("\n(stopped)")
+    except ValueError as error:
+        _say(str(error))
+    sys.stdout.write("\n")
 
 
 def _input(read: Callable[[str], str]) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,9 +13,10 @@ from moepack.cli.usage import wrong_usage
 from moepack.units import size
 
 if TYPE_CHECKING:
+    from moepack.runtime.generation import GenerationReport
     from moepack.runtime.streaming import Statistics
 
-__all__ = ["conversation", "generate_command"]
+__all__ = ["generate_command"]
 
 
 def generate_command(
@@ -53,10 +54,9 @@ def generate_command(
     """Continue a prompt: the text goes to standard output as it is made, the speed to standard error at the end."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.integrations.loading import open_model, open_tokenizer
-    from moepack.memory import process_memory
+    from moepack.runtime.conversation import conversation
     from moepack.runtime.generation import generate
     from moepack.runtime.sampling import Sampling, given
-    from moepack.runtime.streaming import statistics_of
 
     quiet_transformers()
     with wrong_usage():
@@ -73,6 +73,14 @@ def generate_command(
         asked = conversation(system, text) if chat else text
         report = generate(model, tokenizer, asked, sampling, on_text=_write)
     _write("\n")
+    _tell(report, model)
+
+
+def _tell(report: "GenerationReport", model: Any) -> None:
+    """How fast it went, and in how much memory, on standard error."""
+    from moepack.memory import process_memory
+    from moepack.runtime.streaming import statistics_of
+
     memory, console = process_memory(), Console(stderr=True, highlight=False)
     console.print(
         f"{report.tokens} tokens, {report.tokens_per_second:.1f} tokens/s; "
@@ -83,12 +91,6 @@ def generate_command(
     )
     if (streamed := statistics_of(model)) is not None:
         console.print(_streaming(streamed), soft_wrap=True)
-
-
-def conversation(system: str | None, question: str) -> list[dict[str, str]]:
-    """Return the messages of a chat that begins with a question."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": question}]
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

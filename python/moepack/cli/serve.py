@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,14 +12,9 @@ from moepack.cli.usage import wrong_usage
 from moepack.errors import LoadError
 from moepack.units import byte_count
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
 __all__ = ["serve_command"]
 
 LOCAL = ("127.0.0.1", "localhost")
-PATIENCE = 5
-"""Seconds that answers in the making get once the server is asked to stop."""
 
 
 def serve_command(
@@ -54,6 +49,7 @@ def serve_command(
     from moepack.cli.evaluate import quiet_transformers
     from moepack.integrations.loading import open_model, open_tokenizer
     from moepack.serving.engine import Engine
+    from moepack.serving.listening import listen
     from moepack.serving.server import Settings, create_app
 
     quiet_transformers()
@@ -66,11 +62,4 @@ def serve_command(
     if host not in LOCAL and api_key is None:
         print("warning: everybody who reaches this address can use the model: there is no --api-key", file=sys.stderr)
     print(f"'{settings.name}': {slots} answers at a time, {engine.context} tokens each", file=sys.stderr)
-    _serve(create_app(engine, settings), host, port)
-
-
-def _serve(app: "FastAPI", host: str, port: int) -> None:
-    """Answer until Ctrl-C or SIGTERM; then let answers end, and close the engine."""
-    import uvicorn
-
-    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=PATIENCE)
+    listen(create_app(engine, settings), engine, host, port)

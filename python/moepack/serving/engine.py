@@ -9,7 +9,9 @@ Invariants: only the engine's thread touches the model, the slots and the caches
 says how it ended; sequences that failed, came late or were cancelled give back their slot before the next step.
 """
 
+import math
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from moepack.runtime.text import end_tokens
 from moepack.serving.sequence import Piece, Sequence
 from moepack.serving.step import Part, Stepper
 
-__all__ = ["Engine", "QueueFullError"]
+__all__ = ["ClosedError", "Engine", "QueueFullError"]
 
 CHUNK = 512
 """Tokens of prompts in a step: more read faster, and let those who are answered already wait longer."""
@@ -34,6 +36,10 @@ WORTH = 16
 
 class QueueFullError(Exception):
     """There is no room for another request."""
+
+
+class ClosedError(Exception):
+    """No more requests are taken."""
 
 
 class Engine:
@@ -65,7 +71,7 @@ class Engine:
         self._active: list[Sequence] = []
         self._kept: deque[Prefix] = deque()
         self._changed = threading.Condition()
-        self._closed = False
+        self._closing = math.inf  # when answers must have ended
         self._thread = threading.Thread(target=self._run, name="moepack-engine", daemon=True)
 
     def start(self) -> "Engine":
@@ -83,11 +89,11 @@ class Engine:
 
         Raises:
             QueueFullError: too many wait already.
-            RuntimeError: the engine is closed.
+            ClosedError: the engine is closed.
         """
         with self._changed:
-            if self._closed:
-                raise RuntimeError("the engine is closed")
+            if self._closing < math.inf:
+                raise ClosedError("the server shuts down")
             if len(self._waiting) >= self.queue:
                 raise QueueFullError(f"{self.queue} requests wait already")
             sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self._ends, self.seconds)
@@ -106,17 +112,18 @@ class Engine:
         """Return how many sequences are answered, wait, and are kept."""
         return {"active": len(self._active), "waiting": len(self._waiting), "kept": len(self._kept)}
 
-    def close(self) -> None:
-        """End all sequences with an error, and the thread; again is a no-op."""
+    def close(self, patience: float = 0.0) -> None:
+        """Take no more; let answers go on for so many seconds, then end them, and the thread; again is a no-op."""
         with self._changed:
-            self._closed = True
+            self._closing = min(self._closing, time.monotonic() + patience)
+            unheard = list(self._waiting)
+            self._waiting.clear()
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
-        for sequence in (*self._active, *self._waiting):
+        for sequence in (*unheard, *self._active):
             sequence.finish("error", error="the server shuts down")
         self._active, self._kept = [], deque()
-        self._waiting.clear()
 
     def _run(self) -> None:
         with torch.inference_mode():
@@ -128,7 +135,9 @@ class Engine:
     def _admit(self) -> bool:
         """Give free slots to those who wait longest; wait while there is nobody. Whether the engine goes on."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._active)
+            self._changed.wait_for(lambda: self._closing < math.inf or self._waiting or self._active)
+            if self._closing < math.inf:
+                return bool(self._active) and time.monotonic() < self._closing
             free = self.slots - len(self._active)
             admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         for sequence in admitted:
@@ -137,7 +146,7 @@ class Engine:
         self._active += admitted
         while self._kept and len(self._kept) + len(self._active) > self.slots:
             self._kept.popleft()
-        return not self._closed
+        return True
 
     def _cache(self, sequence: Sequence) -> Any:
         """A cache for a sequence: of one that began alike, if it is worth it."""

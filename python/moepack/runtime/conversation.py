@@ -1,0 +1,79 @@
+"""A chat with a model: what was said, and what the model keeps of it.
+
+Invariant: messages are whole turns; an answer that was interrupted counts as far as it came.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from moepack.errors import MoepackWarning
+from moepack.runtime.generation import Memory, generate
+from moepack.runtime.prompts import has_template, positions, prompt_ids
+from moepack.runtime.sampling import Sampling
+
+__all__ = ["Conversation", "conversation"]
+
+
+def conversation(system: str | None, question: str) -> list[dict[str, str]]:
+    """Return the messages of a chat that begins with a question."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": question}]
+
+
+class Conversation:
+    """A chat; a model without a chat template continues each text by itself.
+
+    Attributes:
+        messages: what was said, in turns, after the system prompt.
+
+    Args:
+        model: a loaded model.
+        tokenizer: its tokenizer.
+        sampling: how answers are made.
+        system: what the assistant should know or be.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, system: str | None = None) -> None:
+        self.model, self.tokenizer, self.sampling, self.system = model, tokenizer, sampling, system
+        self.messages: list[dict[str, str]] = []
+        self._memory = None if model.config.is_encoder_decoder else Memory()
+
+    def answer(self, text: str, on_text: Callable[[str], None]) -> None:
+        """Answer, in pieces.
+
+        Raises:
+            ValueError: the text has no tokens, or the chat template refuses it; it then was not said.
+            KeyboardInterrupt: the user has interrupted the answer.
+
+        Warns:
+            MoepackWarning: the oldest turns were left out, because the model was not made for so many tokens.
+        """
+        pieces: list[str] = []
+
+        def hand_out(piece: str) -> None:
+            pieces.append(piece)
+            on_text(piece)
+
+        said = self._fitting([*self.messages, {"role": "user", "content": text}])
+        prompt = self._all(said) if has_template(self.tokenizer) else text
+        try:
+            generate(self.model, self.tokenizer, prompt, self.sampling, on_text=hand_out, memory=self._memory)
+        finally:
+            if pieces:
+                self.messages = [*said, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _all(self, said: list[dict[str, str]]) -> list[dict[str, str]]:
+        return said if self.system is None else [{"role": "system", "content": self.system}, *said]
+
+    def _fitting(self, said: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The last turns that leave room for an answer."""
+        limit, first = positions(self.model), 0
+        if limit is None or not has_template(self.tokenizer):
+            return said
+        room = limit - self.sampling.max_new_tokens
+        while first < len(said) - 1 and len(prompt_ids(self.tokenizer, self._all(said[first:]))) > room:
+            first += 2
+        if first:
+            warnings.warn("the oldest messages are left out: they are too many", MoepackWarning, stacklevel=3)
+        return said[first:]

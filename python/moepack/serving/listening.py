@@ -1,0 +1,42 @@
+"""Listens for an application until Ctrl-C or SIGTERM, and then lets answers end."""
+
+import asyncio
+import socket
+from contextlib import suppress
+
+import uvicorn
+from fastapi import FastAPI
+
+from moepack.serving.engine import Engine
+
+__all__ = ["listen"]
+
+PATIENCE = 5.0
+"""Seconds that answers in the making get once the server is asked to stop."""
+
+
+class _Server(uvicorn.Server):
+    """Closes the engine before connections, so that every answer has an end."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End answers, then connections."""
+        await asyncio.to_thread(self._engine.close, PATIENCE)
+        await super().shutdown(sockets)
+
+
+def listen(app: FastAPI, engine: Engine, host: str, port: int) -> None:
+    """Answer requests until the process is asked to stop.
+
+    Args:
+        app: what `create_app` made of the engine.
+        engine: is closed at the end.
+        host: address to listen at.
+        port: to listen at; 0 takes a free one.
+    """
+    config = uvicorn.Config(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1)
+    with suppress(KeyboardInterrupt):
+        _Server(config, engine).run()
