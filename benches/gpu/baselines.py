@@ -1,6 +1,9 @@
 """What packed weights are compared with on a GPU: bfloat16 through torch, torch's int4, kernels of other projects."""
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ def linear(rows: int, columns: int) -> dict[str, tuple[int, Callable[[], Product
     found: dict[str, tuple[int, Callable[[], Product]]] = {"bf16": (2 * weights, lambda: _bf16(rows, columns))}
     if columns % 1024 == 0 and rows % 8 == 0:
         found["torch int4"] = (weights // 2, lambda: _torch_int4(rows, columns))
+    if find_spec("humming"):
+        for bits in (3, 4):
+            found[f"humming int{bits}"] = (weights * bits // 8, partial(_humming, rows, columns, bits))
     return found
 
 
@@ -30,6 +36,17 @@ def _torch_int4(rows: int, columns: int) -> Product:
     packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
     scales = torch.rand(columns // GROUP, rows, 2, device="cuda", dtype=torch.bfloat16)
     return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales)
+
+
+def _humming(rows: int, columns: int, bits: int) -> Product:
+    """Symmetric integers by humming-kernels, which needs nvcc to compile."""
+    make = import_module("humming.layer").HummingLayer
+    configuration = {"dtype": f"int{bits}", "group_size": GROUP}
+    layer = make(shape_n=rows, shape_k=columns, weight_config=configuration, torch_dtype=torch.bfloat16).cuda()
+    layer.load_from_unquantized(torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16))
+    layer.transform()
+    product: Product = layer
+    return product
 
 
 def experts(count: int, outer: int, inner: int) -> tuple[Tensor, Tensor]:

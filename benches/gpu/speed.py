@@ -3,7 +3,7 @@
 Weights rotate among copies of 600 MB in all and more, so that none is in the cache; everything of one line runs in one
 process, one after the other. "decoded" is the path of prompts: weights to bfloat16, then cuBLAS.
 
-    PYTHONPATH=python python benches/gpu/speed.py [--families groupwise] [--only NAME] [--results FILE]
+    PYTHONPATH=python python benches/gpu/speed.py [--families groupwise] [--only NAME] [--shapes NAME] [--results FILE]
 """
 
 import argparse
@@ -91,6 +91,8 @@ class Baselines:
             for name, (nbytes, make) in baselines.linear(rows, columns).items():
                 try:
                     products = [make() for _ in range(rotated(nbytes))]
+                    for product in products:
+                        product(x)
                     found[name] = microseconds([lambda product=product: product(x) for product in products])
                 except (RuntimeError, ValueError, TypeError, AssertionError) as error:
                     print(f"{name} of {rows} x {columns}, {tokens} tokens: {str(error)[:200]}")
@@ -206,6 +208,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             took, nbytes = time_experts(make, LAYERS["Qwen3-30B-A3B"])
             yield line(name, "8 of Qwen3-30B-A3B", 1, took, nbytes, known.experts(LAYERS["Qwen3-30B-A3B"]))
         for what, shape in LINEAR.items() if options.linear else ():
+            if not any(part in what for part in options.shapes):
+                continue
             for tokens, took, nbytes, decoded in time_linear(make, *shape):
                 yield line(name, what, tokens, took, nbytes, known.linear(*shape, tokens) | decoded)
         for what, layer in LAYERS.items() if options.layers else ():
@@ -226,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
+    parser.add_argument("--shapes", nargs="*", default=[""], help="parts of the names of linear layers")
     parser.add_argument("--no-linear", dest="linear", action="store_false")
     parser.add_argument("--no-experts", dest="experts", action="store_false", help="without 8 experts in one launch")
     parser.add_argument("--no-layers", dest="layers", action="store_false")
