@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md, of the results of speed.py and models.py.
+"""The tables of docs/gpu.md, of the results of speed.py, models.py and floe.py.
 
 python benches/gpu/tables.py
 """
@@ -56,10 +56,38 @@ def models() -> None:
         )
 
 
+def peers() -> None:
+    """Print how many times as fast as humming-kernels with the same bits matrices are."""
+    lines = json.loads((RESULTS / "gpu-peers-h100.json").read_text())["lines"]
+    tokens = sorted({line["tokens"] for line in lines})
+    row("matrices 4096 x 14336 and 14336 x 4096", *(f"{count} token{'s' * (count > 1)}" for count in tokens))
+    print("|" + "---|" * (1 + len(tokens)))
+    for name in ("int3", "int4"):
+        found = {(line["what"], line["tokens"]): line for line in lines if line["specification"].startswith(name)}
+        ratios = [[found[shape, count]["ratios"][f"humming {name}"] for shape in MATRICES] for count in tokens]
+        row(name, *(", ".join(f"{ratio:.2f}" for ratio in cell) for cell in ratios))
+    print()
+
+
+def channels() -> None:
+    """Print the microseconds of an expert of which channels are skipped."""
+    lines = json.loads((RESULTS / "gpu-floe-h100.json").read_text())["lines"]
+    shares = sorted({line["sparsity"] for line in lines})
+    row("records, channels skipped", *(f"{share:.0%}" for share in shares))
+    print("|" + "---|" * (1 + len(shares)))
+    for kind in dict.fromkeys((line["records"], line["place"]) for line in lines):
+        found = {line["sparsity"]: line["us"] for line in lines if (line["records"], line["place"]) == kind}
+        place = kind[1].replace("gpu", "GPU")
+        row(f"{kind[0]}, in memory of the {place}", *(f"{found[share]:.0f}" for share in shares))
+    print()
+
+
 def main() -> None:
     """Print all tables."""
     speeds("matrices " + " and ".join(("4096 x 14336", "14336 x 4096")), MATRICES, (1, 16, 32), "bf16")
     speeds("layers " + ", ".join(LAYERS), LAYERS, (1, 16, 64), "bf16 grouped_mm")
+    peers()
+    channels()
     models()
 
 

@@ -2,11 +2,13 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 import moepack
+from moepack import GroupwiseTensor, _core
 from moepack.runtime.backends.cpu import CpuBackend
 from moepack.runtime.backends.gpu import backend, prompt
 from moepack.runtime.backends.gpu.backend import GpuBackend
@@ -124,6 +126,31 @@ def test_rows_sorted_by_expert(kernels, monkeypatch, decoded):
     found = GpuBackend().grouped(gpu, x, offsets, None)
     torch.testing.assert_close(found, CpuBackend().grouped(cpu, x, offsets, None), rtol=0.03, atol=0.03)
     assert not found[9:].any() and not GpuBackend().grouped(gpu, x[:0], offsets * 0, None).numel()
+
+
+def test_layers_of_channels_are_cut_into_calls_that_kernels_take(monkeypatch):
+    shape, random = (3, 40, 64), np.random.default_rng(0)
+    up = GroupwiseTensor.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), 2, 64)
+    values = torch.from_numpy(random.standard_normal((3, 40, 128), np.float32) / 8).bfloat16().view(torch.uint16)
+    records = _core.encode_channels(values.numpy(), np.full(3, 6, np.float32), bits=16)
+    packed = [CpuBackend().open(torch.from_numpy(np.array(data))) for data in (up.data, records)]
+    made = [DeviceMatrix(torch.empty(0), tensor.shape, tensor.kind, tensor.format, {}, {}) for tensor in packed]
+    calls = []
+
+    class Sparse:
+        def sparse(self, up, channels, x, index, weights, out):
+            calls.append(len(x))
+            out.copy_(CpuBackend().sparse_experts(packed, x, for_the_cpu(index, 3), weights, "exact")[0])
+
+    monkeypatch.setattr(backend.channels, "KERNELS", Sparse())
+    monkeypatch.setattr(backend, "_current", lambda needed, x: nullcontext())
+    for tokens, choices, sizes in ((1, 2, [1]), (130, 2, [64, 64, 2]), (9, 100, [5, 4])):
+        x, index, weights = routed(tokens, choices, 3, 64)
+        expected, _ = CpuBackend().sparse_experts(packed, x, for_the_cpu(index, 3), weights, "exact")
+        found = GpuBackend().experts(made, x, index, weights, functional.silu, None)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert calls == sizes
+        calls.clear()
 
 
 def test_two_projections_and_families_that_differ_are_decoded(kernels):

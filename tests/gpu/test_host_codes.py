@@ -71,3 +71,22 @@ def test_codes_into_codebooks_come_in_the_order_of_the_activations(tmp_path, bit
     else:
         columns = 32 * step + 4 * t + place + 16 * (byte % 2)
     np.testing.assert_array_equal(printed[:2048].reshape(16, 128), codes[0][:, columns.reshape(-1)])
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_records_of_channels_decode_to_their_values(tmp_path, bits):
+    random = np.random.default_rng(bits)
+    shape, groups = (1, 9, 2 * 200), 4
+    values = torch.randn(shape).bfloat16().view(torch.uint16).numpy()
+    if bits < 16:
+        scales = torch.rand(1, 9, 2 * groups).bfloat16().float().numpy()
+        values = random.integers(0, 1 << bits, shape, dtype=np.uint8), scales
+    data = _core.encode_channels(values, np.zeros(1, np.float32), bits=bits)
+    start, size = _core.PackedTensor(data).sections()["records"]
+    (tmp_path / "records").write_bytes(data[start : start + size].tobytes())
+    program = build(tmp_path, "channels", f"-DBITS={bits}")
+    arguments = [tmp_path / "records", str(groups * 8 * bits), str(groups), str(size // 9)]
+    printed = subprocess.run([program, *arguments], stdout=subprocess.PIPE, check=True).stdout
+    found = np.frombuffer(printed, np.float32).reshape(9, 2, groups * 64)
+    np.testing.assert_array_equal(found[:, :, :200].reshape(9, 400), _core.PackedTensor(data).dequantize()[0])
+    assert not found[:, :, 200:].any()

@@ -261,7 +261,8 @@ class SparseExperts(PackedExperts):
 
     Attributes:
         computed, asked: channels that were computed and that the tokens' experts have, over all calls since they were
-            set to 0. Calls in several threads at a time may lose some.
+            set to 0. Calls in several threads at a time may lose some. A GPU counts in the matrix of the records
+            (`ChannelKernels`), for nothing may wait for it.
     """
 
     projections: tuple[str, ...] = ("up_proj", "channels")
@@ -276,7 +277,8 @@ class SparseExperts(PackedExperts):
             for portion, computed in self._portions(matrices, hidden_states, chosen, weights):
                 outputs.add_(portion)
                 self.computed += computed
-        self.asked += int((index < self.num_experts).sum()) * self.shapes["up_proj"][1]
+        if index.is_cpu:
+            self.asked += int((index < self.num_experts).sum()) * self.shapes["up_proj"][1]
         return outputs
 
     def _portion(self, *arguments: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from moepack.arrays import as_bytes
 from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
-from moepack.runtime.backends.gpu import coded, prompt
+from moepack.runtime.backends.gpu import channels, coded, prompt
 from moepack.runtime.backends.gpu.device import allocate, require
 from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
@@ -35,6 +35,9 @@ TOKENS = 64
 
 PAIRS = 512
 """Most pairs of a token and an expert: a block lists those of its expert in shared memory."""
+
+CHANNELS = "channels"
+"""The kind of tensors that hold gate and down projection channel by channel."""
 
 _FEWER = {"ternary": 8}
 """Most tokens of a linear layer that kernels take, for formats where decoding all weights is faster from there on."""
@@ -95,6 +98,8 @@ class GpuBackend(Backend):
         mode: str | None,
     ) -> Tensor:
         """See `Backend.experts`."""
+        if len(matrices) == 2 and cast(DeviceMatrix, matrices[1]).kind == CHANNELS:
+            return self.sparse_experts(matrices, x, index, weights, mode)[0]
         projections = cast(Sequence[DeviceMatrix], matrices)
         x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
         rows = projections[-1].shape[1]
@@ -109,6 +114,23 @@ class GpuBackend(Backend):
             kernels_of(gate.kind).gated(gate, up, x, index, hidden)
             kernels_of(down.kind).combine(down, hidden, index, weights, out)
         return out
+
+    def sparse_experts(
+        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
+    ) -> tuple[Tensor, int]:
+        """See `Backend.sparse_experts`; channels are counted by the kernels, so the number here is 0."""
+        up, records = cast(Sequence[DeviceMatrix], matrices)
+        x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        if not (index.numel() and all(up.shape)):
+            return out.zero_(), 0
+        if index.shape[1] > PAIRS:
+            raise ValueError(f"a token has at most {PAIRS} experts here, not {index.shape[1]}")
+        with _current([up, index, weights], x):
+            few = min(TOKENS, PAIRS // index.shape[1])
+            for part in zip(*(tensor.split(few) for tensor in (x, index, weights, out)), strict=True):
+                channels.KERNELS.sparse(up, records, *part)
+        return out, 0
 
 
 def upload(

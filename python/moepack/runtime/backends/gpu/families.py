@@ -14,8 +14,10 @@ FAMILIES = {
     "ternary": "ternary",
     "codebook": "codebook",
     "coded": "coded",
+    "channels": "channels",
 }
-"""The module of each kind of packed tensor. `coded-groupwise` becomes `groupwise` when it is uploaded."""
+"""The module of each kind of packed tensor; `channels` are no matrix. `coded-groupwise` becomes `groupwise` when it is
+uploaded."""
 
 
 @cache

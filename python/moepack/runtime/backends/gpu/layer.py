@@ -25,6 +25,7 @@ __all__ = [
     "LayerKernels",
     "Struct",
     "device_of",
+    "padded",
 ]
 
 THREADS = 256
@@ -175,6 +176,10 @@ class LayerKernels(ABC):
         """See `Kernels.combine`; where the sum is split over blocks, its parts take memory of torch's allocator."""
         self._sum(down, hidden, index, weights, out)
 
+    def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
+        """Write the products of each token and each of its experts; arguments as those of `Kernels.gated`."""
+        self._by_slot("project", [matrix], x, index, out)
+
     def by_slot(self, matrices: list[DeviceMatrix], slots: int, tokens: int) -> Division:
         """How to cut a launch that writes a row for each slot; more rows of a tile share its activations."""
         _, _, columns = matrices[0].shape
@@ -194,7 +199,7 @@ class LayerKernels(ABC):
     def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
         """Launch a kernel that writes a row for each slot."""
         first = matrices[0]
-        x = _padded(self.activations(first, x))
+        x = padded(self.activations(first, x))
         problem = _problem(first, x, index, None, out, len(x), self.by_slot(matrices, index.numel(), len(x)))
         cells = self._lay_out("lay_out_tokens", first, problem)
         before = [self.launched(matrix, problem, index.shape[1]) for matrix in matrices]
@@ -214,7 +219,7 @@ class LayerKernels(ABC):
         parts = out
         if division.splits > 1:
             parts = torch.empty((division.splits, *out.shape), dtype=torch.float32, device=out.device)
-        x = _padded(self.activations(matrix, x))
+        x = padded(self.activations(matrix, x))
         problem = _problem(matrix, x, index, weights, parts, len(out), division)
         cells = self._lay_out("lay_out_hidden", matrix, problem)
         struct, before = self.launched(matrix, problem, 1)
@@ -280,7 +285,7 @@ def _device(index: int) -> Device:
     return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, most, warpgroups)
 
 
-def _padded(x: Tensor) -> Tensor:
+def padded(x: Tensor) -> Tensor:
     """Activations whose rows begin at multiples of 16 bytes."""
     more = -x.shape[1] % 8
     return functional.pad(x, (0, more)) if more else x

@@ -1,0 +1,143 @@
+"""Experts of which some channels are computed, on a GPU: launches of `cuda/channels.cu`.
+
+The up projection may be of any family that writes a row for each pair of a token and an expert. Which channels pass is
+found on the device; the host learns nothing and waits for nothing.
+
+Records lie in the memory of the GPU or in pinned memory of the host, from where the kernels then read the chosen ones
+over the bus.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack.errors import LoadError
+from moepack.runtime.backends.gpu.families import kernels_of
+from moepack.runtime.backends.gpu.layer import TYPES, LayerKernels, device_of, padded
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.program import Argument, Program
+
+__all__ = ["KERNELS", "ChannelKernels", "gather"]
+
+GROUP = 64
+
+_RECORDS = np.dtype(
+    [("data", np.uint64), ("thresholds", np.uint64), ("bytes", np.int64)]
+    + [(name, np.int32) for name in ("half_bytes", "groups", "channels", "resident")]
+)
+_SPARSE = np.dtype(
+    [("records", _RECORDS), ("x", np.uint64), ("type", np.int32), ("width", np.int32)]
+    + [(name, np.uint64) for name in ("index", "weights", "ups", "tokens", "list", "counts", "offsets")]
+    + [(name, np.uint64) for name in ("parts", "out", "computed")]
+    + [(name, np.int32) for name in ("slots", "top_k", "experts", "columns", "blocks", "unused")]
+)
+
+_RESIDENT = 2
+"""Blocks of `compute` on a multiprocessor at a time."""
+
+_TRANSFER_BLOCKS = 16
+"""Blocks that fill the bus (PCIe 5: 24 and more are no faster), and leave the others to products."""
+
+
+class ChannelKernels:
+    """Kernels of `channels`, which are no matrix: of what other families have there is `dequantize` alone.
+
+    The table `computed` of a tensor, int64 [2]: channels that were computed, and that the tokens' experts have, over
+    all calls and replays.
+    """
+
+    def prepare(self, matrix: DeviceMatrix) -> None:
+        """See `Kernels.prepare`."""
+        matrix.tables["computed"] = torch.zeros(2, dtype=torch.int64, device=torch.cuda.current_device())
+        _program(matrix.details["bits"]).load()
+
+    def sparse(
+        self,
+        up: DeviceMatrix,
+        channels: DeviceMatrix,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Sum the outputs of each token's experts; launches as those of `Kernels`.
+
+        Args:
+            up: [E, I, H].
+            channels: [E, I, 2 H].
+            x: [T, H], bfloat16, float16 or float32.
+            index: [T, k] int64, at most 512 in all; a number that is no expert's is skipped.
+            weights: [T, k] float32.
+            out: [T, H] float32.
+
+        Raises:
+            LoadError: the family of `up` cannot.
+        """
+        kernels = kernels_of(up.kind)
+        if not isinstance(kernels, LayerKernels):
+            raise LoadError(f"an up projection of the kind '{up.kind}' cannot choose channels on a GPU")
+        slots, (experts, rows, columns) = index.numel(), up.shape
+        ups, listed = (torch.empty((slots, rows), dtype=t, device=x.device) for t in (torch.float32, torch.int32))
+        kernels.project(up, x, index, ups)
+        numbers = torch.empty(2 * slots + 1, dtype=torch.int32, device=x.device)
+        counts, offsets = numbers.split((slots, slots + 1))
+        blocks = _RESIDENT * device_of(x).processors
+        rows_of = len(index), blocks + slots
+        tokens, parts = torch.empty((sum(rows_of), -(-columns // GROUP) * GROUP), device=x.device).split(rows_of)
+        x, computed = padded(x), channels.tables["computed"]
+        tensors = (index, weights, ups, tokens, listed, counts, offsets, parts, out, computed)
+        values = (
+            _records(channels), x.data_ptr(), TYPES[x.dtype], x.shape[1], *(tensor.data_ptr() for tensor in tensors),
+            slots, index.shape[1], experts, columns, blocks, 0,
+        )  # fmt: skip
+        arguments: list[Argument] = [np.array([values], _SPARSE)]
+        program = _program(channels.details["bits"])
+        program.launch("choose", slots, 1024, arguments, early=True)
+        program.launch("compute", blocks, 512, arguments, early=True)
+        program.launch("add", (-(-columns // 128), len(index)), 1024, arguments, early=True)
+
+    def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
+        """See `Kernels.dequantize`."""
+        count, rows, columns = out.shape
+        if not out.numel():
+            return
+        arguments: list[Argument] = [
+            np.array([_records(matrix)], _RECORDS), np.int64(first * rows), np.int64(count * rows), columns // 2,
+            int(out.dtype is torch.float32), out,
+        ]  # fmt: skip
+        grid = min(-(-out.numel() // 2048), 16 * device_of(out).processors)
+        _program(matrix.details["bits"]).launch("dequantize", grid, 256, arguments)
+
+
+KERNELS = ChannelKernels()
+
+
+def gather(records: Tensor, chosen: Tensor, count: Tensor, out: Tensor, blocks: int = _TRANSFER_BLOCKS) -> None:
+    """Copy chosen records from pinned memory of the host to a GPU, on torch's current stream.
+
+    Args:
+        records: [N, bytes] uint8, pinned; bytes is a multiple of 16.
+        chosen: int32 on the GPU, numbers of records.
+        count: one int32 on the GPU: how many of them.
+        out: uint8 on the GPU, room for so many; they come side by side.
+        blocks: that copy.
+    """
+    arguments: list[Argument] = [records, chosen, count, np.int64(records.shape[1]), out]
+    _program(16).launch("gather", blocks, 512, arguments)
+
+
+def _records(matrix: DeviceMatrix) -> tuple[int, ...]:
+    """The kernels' `Records`."""
+    experts, channels, columns = matrix.shape
+    size = matrix.sections["records"][1] // max(experts * channels, 1)
+    groups = -(-columns // 2 // GROUP)
+    half = groups * GROUP * matrix.details["bits"] // 8
+    places = matrix.pointer("records"), matrix.pointer("thresholds")
+    return *places, size, half, groups, channels, int(matrix.data.is_cuda)
+
+
+@cache
+def _program(bits: int) -> Program:
+    return Program("channels.cu", BITS=bits)
