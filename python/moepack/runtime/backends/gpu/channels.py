@@ -38,7 +38,7 @@ _RESIDENT = 2
 """Blocks of `compute` on a multiprocessor at a time."""
 
 _TRANSFER_BLOCKS = 16
-"""Blocks that fill the bus (PCIe 5: 24 and more are no faster), and leave the others to products."""
+"""Blocks that fill the bus (PCIe 5: 32 and 64 are no faster), and leave multiprocessors to products."""
 
 
 class ChannelKernels:
