@@ -128,7 +128,7 @@ class GpuBackend(Backend):
             raise ValueError(f"a token has at most {PAIRS} experts here, not {index.shape[1]}")
         with _current([up, index, weights], x):
             few = min(TOKENS, PAIRS // index.shape[1])
-            for part in zip(*(tensor.split(few) for tensor in (x, index, weights, out)), strict=True):
+            for part in zip(*(torch.split(tensor, few) for tensor in (x, index, weights, out)), strict=True):
                 channels.KERNELS.sparse(up, records, *part)
         return out, 0
 

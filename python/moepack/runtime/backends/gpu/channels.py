@@ -82,10 +82,10 @@ class ChannelKernels:
         ups, listed = (torch.empty((slots, rows), dtype=t, device=x.device) for t in (torch.float32, torch.int32))
         kernels.project(up, x, index, ups)
         numbers = torch.empty(2 * slots + 1, dtype=torch.int32, device=x.device)
-        counts, offsets = numbers.split((slots, slots + 1))
+        counts, offsets = torch.split(numbers, [slots, slots + 1])
         blocks = _RESIDENT * device_of(x).processors
-        rows_of = len(index), blocks + slots
-        tokens, parts = torch.empty((sum(rows_of), -(-columns // GROUP) * GROUP), device=x.device).split(rows_of)
+        width = -(-columns // GROUP) * GROUP
+        tokens, parts = (torch.empty((count, width), device=x.device) for count in (len(index), blocks + slots))
         x, computed = padded(x), channels.tables["computed"]
         tensors = (index, weights, ups, tokens, listed, counts, offsets, parts, out, computed)
         values = (
