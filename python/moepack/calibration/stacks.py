@@ -81,7 +81,7 @@ class Stack:
 
     def _refuse_memories(self, found: list[StandIn], changed: list[StandIn]) -> None:
         """Refuse arguments that follow from the hidden states of earlier blocks."""
-        if not same(*([stand_in.arguments for stand_in in each] for each in (found, changed))):
+        if not same([stand_in.arguments for stand_in in found], [stand_in.arguments for stand_in in changed]):
             raise UnsupportedModelError(
                 f"blocks of '{self.name}' read more than the block before them gives, which methods that run the "
                 "model cannot follow; finequant and rate pack it without calibration"
