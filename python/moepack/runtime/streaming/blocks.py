@@ -1,9 +1,10 @@
 """Which blocks of records are in memory, within a budget of bytes: the cache where channels stream one by one.
 
-A block is 16 KiB of a tensor's address range, in whole pages, and neighbours that are missing are read together. Larger
-ones would be read with fewer requests, and mostly for nothing: of channels that a token wants with a probability of a
-fifth, eight neighbours are wanted with one of five sixths. A token asks for thousands of blocks, so what is known of
-them lies in arrays over all blocks of a model, and a thread of the pool takes a list of reads.
+A block is 16 KiB of a tensor's address range, in whole pages. Missing neighbours are read together, with a block
+between two of them that nobody asked for, because another read would take longer. Larger blocks would be read mostly in vain:
+of channels that a token wants with a probability of a fifth, eight neighbours are wanted with one of five sixths. A
+token asks for thousands of blocks, so what is known of them lies in arrays over all blocks of a model, and a thread of
+the pool takes a list of reads.
 
 When room is needed, blocks go that nobody holds and whose uses count least, where a use counts half after `HALF_LIFE`
 calls (LRFU: Lee and others, 2001): so blocks that most tokens want stay even where those of one token do not fit.
@@ -84,9 +85,12 @@ class Blocks:
             CorruptionError, LoadError: one cannot be read; none is held.
         """
         start = time.perf_counter()
-        missing = self._claim(blocks)
+        missing, between = self._claim(blocks)
         try:
-            self._read(missing)
+            try:
+                self._read(np.union1d(missing, between))
+            finally:
+                self.release(between)
             while len(missing := self._missed(blocks)):
                 self._read(missing)
         except BaseException:
@@ -105,20 +109,33 @@ class Blocks:
     def _unheld(self, blocks: Numbers) -> int:
         return int((self._holders[blocks] == 0).sum())
 
-    def _claim(self, blocks: Numbers) -> Numbers:
-        """Hold blocks and make room for those that are missing, which are returned: the caller reads them."""
+    def _claim(self, blocks: Numbers) -> tuple[Numbers, Numbers]:
+        """Hold blocks, and blocks between those that are missing, for which there is room: the caller reads both."""
         with self._changed:
             self._changed.wait_for(lambda: self._held + self._unheld(blocks) <= self.budget)
-            self._held += self._unheld(blocks)
-            self._holders[blocks] += 1
+            self._hold(blocks)
             self._use *= _GROWTH
             if self._use > 1e100:
                 self._uses, self._use = self._uses / self._use, 1.0
             self._uses[blocks] += self._use
             missing = self._absent(blocks)
+            between = self._between(missing)[: self.budget - self._held]
+            self._hold(between)
+            self._absent(between)
             self._statistics.hits += len(blocks) - len(missing)
             self._statistics.misses += len(missing)
-            return missing
+            return missing, between
+
+    def _hold(self, blocks: Numbers) -> None:
+        self._held += self._unheld(blocks)
+        self._holders[blocks] += 1
+
+    def _between(self, missing: Numbers) -> Numbers:
+        """Blocks of the same tensor that are not in memory, each between two that are read."""
+        found = missing[:-1][np.diff(missing) == 2] + 1
+        owners = np.searchsorted(self.first, np.stack([found - 1, found + 1]), side="right")
+        between: Numbers = found[(self._state[found] == _ABSENT) & (owners[0] == owners[1])]
+        return between
 
     def _missed(self, blocks: Numbers) -> Numbers:
         """Wait until nobody reads any of the blocks; returns those that another thread could not read, to be read."""
