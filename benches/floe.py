@@ -3,6 +3,7 @@
     python benches/floe.py product [--threads 1] [--out build/floe-product.json]
     python benches/floe.py rules MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py packed MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
+    python benches/floe.py recall MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py table [--out build/floe.json]
 
 `product` takes one token through one expert of Mixtral (14,336 channels, 4,096 columns) whose weights lie in memory and
@@ -15,7 +16,10 @@ the first sparse layer stays whole): the up projection's output, the gate's afte
 the router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each
 layer; all weights are bf16, so this is what the rule alone costs. `packed` measures packed models: by `floe`, with and
 without coarse copies, and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse
-copies) and those that a token moves. Figures are added to those in the file; `table` prints it as it stands in docs.
+copies) and those that a token moves. `recall` tells how much of what a layer
+asks for could be guessed from what enters the experts of the layer before: its experts by its router, or by the linear
+map that fits its router's logits on the calibration text best; its channels by its up projection, where the experts are
+known. Figures are added to those in the file; `table` prints it as it stands in docs.
 """
 
 from __future__ import annotations
@@ -206,6 +210,78 @@ def curves(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+class Seen:
+    """What enters the experts of a layer, and what its router chooses, over a text.
+
+    Attributes:
+        module: the experts.
+        router: the weights [E, H] of the layer's router.
+    """
+
+    def __init__(self, block: Any) -> None:
+        self.module, self.router = block.experts, block.gate.weight.float()
+        self._inputs: list[torch.Tensor] = []
+        self._chosen: list[torch.Tensor] = []
+        self.module.register_forward_pre_hook(self._note)
+
+    def _note(self, module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        self._inputs.append(given[0].detach().float())
+        self._chosen.append(given[1].detach())
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs [T, H] and choices [T, k] since the last call."""
+        found = torch.cat(self._inputs), torch.cat(self._chosen)
+        self._inputs.clear(), self._chosen.clear()
+        return found
+
+
+def recalled(logits: torch.Tensor, chosen: torch.Tensor) -> float:
+    """The share of the chosen experts [T, k] that are among as many likeliest by logits [T, E]."""
+    guess = logits.topk(chosen.shape[1], dim=1).indices
+    return float((chosen[:, :, None] == guess[:, None, :]).any(2).float().mean())
+
+
+def channels_recalled(layer: Seen, x: torch.Tensor, before: torch.Tensor, chosen: torch.Tensor) -> float:
+    """The share of the fifth of channels with the largest up outputs for x that have the largest for what came before.
+
+    As many are guessed as there are, so precision is the same.
+    """
+    shares = []
+    for expert in chosen.unique().tolist():
+        tokens = (chosen == expert).any(1)
+        up = layer.module.gate_up_proj[expert].float().chunk(2)[1]
+        count = round((1 - 0.8) * len(up))
+        true, guess = ((inputs[tokens] @ up.T).abs().topk(count, dim=1).indices for inputs in (x, before))
+        wanted = torch.zeros(len(true), len(up), dtype=torch.bool).scatter_(1, true, True)
+        shares.append(wanted.gather(1, guess).float().mean(1))
+    return float(torch.cat(shares).mean())
+
+
+@torch.no_grad()
+def recall(options: argparse.Namespace) -> dict[str, list[float]]:
+    """What can be guessed of each layer but the first, on the text; maps are fitted on the calibration text."""
+    model, tokenizer = open_model(options.model, dtype=torch.float32), open_tokenizer(options.model)
+    blocks = [block for block in model.modules() if hasattr(block, "experts") and hasattr(block, "gate")]
+    layers = [Seen(block) for block in blocks]
+    evaluate(model, options.calibration, options.chars, tokenizer=tokenizer)
+    learned = [layer.take() for layer in layers]
+    evaluate(model, options.text, options.chars, tokenizer=tokenizer)
+    unseen = [layer.take() for layer in layers]
+    found: dict[str, list[float]] = {"router": [], "fitted": [], "channels": []}
+    for at in range(1, len(layers)):
+        router = layers[at].router
+        before, (x, chosen) = unseen[at - 1][0], unseen[at]
+        gram = learned[at - 1][0].T @ learned[at - 1][0]
+        damped = gram + 1e-3 * gram.diag().mean() * torch.eye(len(gram))
+        fit = torch.linalg.solve(damped, learned[at - 1][0].T @ (learned[at][0] @ router.T))
+        found["router"].append(recalled(before @ router.T, chosen))
+        found["fitted"].append(recalled(before @ fit, chosen))
+        found["channels"].append(channels_recalled(layers[at], x, before, chosen))
+    for name, values in found.items():
+        print(f"{name:>9}" + "".join(f"{value:>7.2f}" for value in values), flush=True)
+    return found
+
+
 def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[str, float]:
     """The loss of a packed model, and bits of an expert weight that stay in memory and that a token moves."""
     with tempfile.TemporaryDirectory() as folder:
@@ -288,13 +364,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     works: dict[str, Callable[[argparse.Namespace], Any]] = {
-        "product": product, "rules": curves, "packed": packed, "table": table,
+        "product": product, "rules": curves, "packed": packed, "recall": recall, "table": table,
     }  # fmt: skip
     for name in works:
         command = commands.add_parser(name)
         command.add_argument("--threads", type=int, default=1)
         command.add_argument("--out", type=Path, default=Path("build/floe.json"))
-        if name in ("rules", "packed"):
+        if name in ("rules", "packed", "recall"):
             command.add_argument("model", type=Path)
             command.add_argument("--calibration", type=Path, required=True)
             command.add_argument("--text", type=Path, required=True)

@@ -116,6 +116,14 @@ def test_a_truncated_file_and_a_failing_drive_are_named(file, monkeypatch):
         found.read(memoryview(memory), 0)
 
 
+def test_short_reads_are_continued(file, monkeypatch):
+    found, real = Source(file), os.preadv
+    monkeypatch.setattr(source.os, "preadv", lambda fd, into, place: real(fd, [into[0][:PAGE]], place))
+    memory = np.frombuffer(region.mmap.mmap(-1, 5 * PAGE), np.uint8)
+    found.read(memoryview(memory), 3 * PAGE)
+    assert memory.tobytes() == file.read_bytes()[3 * PAGE : 8 * PAGE]
+
+
 def test_a_file_that_is_replaced_stays_open(file):
     expected, found = file.read_bytes(), Source(file)
     file.with_suffix(".new").write_bytes(bytes(len(expected)))

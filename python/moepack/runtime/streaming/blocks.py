@@ -1,10 +1,10 @@
-"""Which blocks of records are in memory, within a budget of bytes: the cache where channels stream one by one.
+"""Which record blocks are in memory, within a budget of bytes: the cache where channels stream one by one.
 
-A block is 16 KiB of a tensor's address range, in whole pages. Missing neighbours are read together, with a block
-between two of them that nobody asked for, because another read would take longer. Larger blocks would be read mostly in vain:
-of channels that a token wants with a probability of a fifth, eight neighbours are wanted with one of five sixths. A
-token asks for thousands of blocks, so what is known of them lies in arrays over all blocks of a model, and a thread of
-the pool takes a list of reads.
+A record block, or block here, is 16 KiB of a tensor's address range, in whole pages. Missing neighbours are read
+together, with a block between two of them that nobody asked for, because another read would take longer. Larger blocks
+would be read mostly in vain: of channels that a token wants with a probability of a fifth, eight neighbours are wanted
+with one of five sixths. A token asks for thousands of blocks, so what is known of them lies in arrays over all blocks
+of a model, and a thread of the pool takes a list of reads.
 
 When room is needed, blocks go that nobody holds and whose uses count least, where a use counts half after `HALF_LIFE`
 calls (LRFU: Lee and others, 2001): so blocks that most tokens want stay even where those of one token do not fit.
