@@ -196,6 +196,15 @@ def test_closing_with_patience_lets_answers_end(model, tokenizer):
     assert (answered.finish, answered.pieces[-1].tokens, waiting.finish) == ("length", 30, "error")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_an_engine_that_fails(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_leave", lambda: 1 / 0)
+    left = [ask(engine, "The sea") for _ in range(20)]
+    engine.start()
+    assert {collector.text() or collector.pieces[-1].error for collector in left} == {"the server shuts down"}
+    assert not engine.is_open
+
+
 def test_a_failing_model_fails_its_answers_and_goes_on(engine, monkeypatch):
     engine.start()
     with monkeypatch.context() as patch:

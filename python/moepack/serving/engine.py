@@ -92,7 +92,7 @@ class Engine:
             ClosedError: the engine is closed.
         """
         with self._changed:
-            if self._closing < math.inf:
+            if not self.is_open:
                 raise ClosedError("the server shuts down")
             if len(self._waiting) >= self.queue:
                 raise QueueFullError(f"{self.queue} requests wait already")
@@ -112,31 +112,44 @@ class Engine:
         """Return how many sequences are answered, wait, and are kept."""
         return {"active": len(self._active), "waiting": len(self._waiting), "kept": len(self._kept)}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are taken."""
+        return self._closing == math.inf
+
     def close(self, patience: float = 0.0) -> None:
         """Take no more; let answers go on for so many seconds, then end them, and the thread; again is a no-op."""
         with self._changed:
             self._closing = min(self._closing, time.monotonic() + patience)
-            unheard = list(self._waiting)
-            self._waiting.clear()
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
-        for sequence in (*unheard, *self._active):
-            sequence.finish("error", error="the server shuts down")
-        self._active, self._kept = [], deque()
+        self._end()
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while self._admit():
-                self._leave()
-                if self._active:
-                    self._step()
+        try:
+            with torch.inference_mode():
+                while self._admit():
+                    self._leave()
+                    if self._active:
+                        self._step()
+        finally:  # whatever ended it: nobody is left waiting
+            self._end()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closing = min(self._closing, time.monotonic())
+            left = [*self._active, *self._waiting]
+            self._active, self._kept = [], deque()
+            self._waiting.clear()
+        for sequence in left:
+            sequence.finish("error", error="the server shuts down")
 
     def _admit(self) -> bool:
         """Give free slots to those who wait longest; wait while there is nobody. Whether the engine goes on."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing < math.inf or self._waiting or self._active)
-            if self._closing < math.inf:
+            self._changed.wait_for(lambda: not self.is_open or self._waiting or self._active)
+            if not self.is_open:
                 return bool(self._active) and time.monotonic() < self._closing
             free = self.slots - len(self._active)
             admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]

@@ -44,6 +44,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
+        if not engine.is_open:
+            raise Refusal(503, "the server shuts down", "closed", "server_error")
         return {"status": "ok", **engine.counts()}
 
     @app.get("/v1/models")
