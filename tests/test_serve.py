@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from typer.testing import CliRunner
 
+from moepack.cli import app
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
@@ -252,6 +254,22 @@ def test_a_directory_that_is_swapped_is_noticed(source, tmp_path):
             assert (status, content["error"]["code"]) == (503, "model_changed")
             if not directory.exists():
                 shutil.copytree(source, directory)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--max-body", "much", "'much' is no size"), ("--slots", "0", "--slots"), ("--mode", "fast", "'fast'")],
+)
+def test_wrong_usage(source, monkeypatch, option, value, said):
+    monkeypatch.setattr("moepack.cli.evaluate.quiet_transformers", lambda: None)
+    result = CliRunner().invoke(app, ["serve", str(source), option, value])
+    assert result.exit_code == 2 and said in result.stderr, result.stderr
+
+
+def test_what_is_not_installed_is_named(source, monkeypatch):
+    monkeypatch.setattr("moepack.cli.serve.find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["serve", str(source)])
+    assert str(result.exception) == "serving needs FastAPI and uvicorn: pip install 'moepack[serve]'"
 
 
 def test_the_command_answers_curl_and_ends_cleanly(source):

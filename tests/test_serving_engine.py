@@ -124,6 +124,13 @@ def test_many_at_a_time_read_what_each_would_alone(engine, model, tokenizer):
     assert [collector.pieces[-1].tokens for collector in collectors] == [12] * 4
 
 
+def test_whoever_is_alone_has_the_core_s_decoding_step(engine, model):
+    before = model.model.forward.steps
+    collector = ask(engine, "The sea", max_new_tokens=6)
+    engine.start()
+    assert collector.text() and model.model.forward.steps == before + 5
+
+
 def test_random_numbers_are_each_sequence_s_own(engine):
     settings = {"max_new_tokens": 12, "temperature": 1.0}
     collectors = [ask(engine, "The sea", seed=seed, **settings) for seed in (1, 1, 2)]

@@ -56,7 +56,8 @@ def serve_command(
     with wrong_usage():
         path = resolve_model(directory)
         hosts = LOCAL if host in LOCAL else ()
-        settings = Settings(name or directory.name, path, api_key, max_new_tokens, byte_count(max_body), hosts)
+        called = name or (directory.resolve().name if directory.exists() else str(directory))
+        settings = Settings(called, path, api_key, max_new_tokens, byte_count(max_body), hosts)
         model = open_model(path, dtype, threads, mode, resident, **places(device, host_memory))
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
     if host not in LOCAL and api_key is None:

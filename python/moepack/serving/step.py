@@ -59,8 +59,9 @@ class _Batch:
 class Stepper:
     """Lets a model read the next tokens of sequences.
 
-    A part that is alone takes the model's own way, which for a single token may be the core's decoding step, if the
-    model then caches what its attention function sees; newer classes of DeepSeek cache less, and compute the rest anew.
+    A part that is alone takes the model's own way, which for a single token may be the core's decoding step. That way
+    may cache something else than what the attention function sees: newer classes of DeepSeek cache less, and compute
+    the rest anew. Such models have one way only: sequences go together, unless the core decodes them.
 
     Attributes:
         together: the model takes tokens of several sequences in one pass.
@@ -75,7 +76,9 @@ class Stepper:
         self.together = _goes_together(model)
         self.pace = Pace()
         with torch.inference_mode():
-            self._alone = not self.together or _is_cached_alike(model)
+            alike = self.together and _is_cached_alike(model)
+            self.together &= alike or not _is_core_s(model)
+            self._alone = alike or not self.together
 
     def forward(self, parts: Sequence[Part]) -> torch.Tensor:
         """Return the logits behind each part, `[parts, vocabulary]`; there is at least one, and their caches grow."""
@@ -109,6 +112,14 @@ def _is_cached_alike(model: Any) -> bool:
         read(model, Part([0], 0, cache))
         forms.append([(layer.keys.shape, layer.values.shape) for layer in cache.layers])
     return forms[0] == forms[1]
+
+
+def _is_core_s(model: Any) -> bool:
+    """Whether the core takes a single token behind another."""
+    cache = new_cache(model)
+    for position in range(2):
+        _alone(model, Part([0], position, cache))
+    return getattr(getattr(model, model.base_model_prefix).forward, "steps", 0) > 0
 
 
 def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
