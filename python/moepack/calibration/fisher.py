@@ -22,9 +22,10 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.checkpoint.experts import form_of
 from moepack.integrations.loading import open_model
-from moepack.memory import available_bytes
+from moepack.memory import PeakMemory, available_bytes
+from moepack.progress import Progress, Silent
 
-__all__ = ["fisher"]
+__all__ = ["LENGTH", "fisher", "fits", "owners"]
 
 WINDOWS, LENGTH = 32, 256
 """Windows of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
@@ -33,7 +34,13 @@ ROOM = 1.3
 """Memory that a model needs to run so, over that of its weights in float32."""
 
 
-def fisher(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> dict[str, Tensor] | None:
+def fisher(
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    samples: Samples,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> dict[str, Tensor] | None:
     """Measure the mean of F over the weights of each tensor that can be packed, by the packed tensor's name; of the
     embedding and the head, whose rows are tokens, row by row.
 
@@ -41,19 +48,30 @@ def fisher(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: to
         What was measured, a scalar or [R] float64, in nats a token over squared weights; None for models that read two
         texts, and where the model does not fit into the memory that is free.
     """
-    weights = sum(info.nbytes // info.dtype.itemsize for info in map(checkpoint.info, checkpoint.names()))
-    free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if samples.targets is not None or (free is not None and free < ROOM * 4 * weights):
+    if not fits(checkpoint, samples, device):
         return None
     whole = open_model(checkpoint.path, torch.float32).to(device)
     tokens = {linear.source for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head")}
-    gradients = _Squares(whole, dict(_owners(model, whole)), tokens)
+    gradients = _Squares(whole, dict(owners(model, whole)), tokens)
     windows = samples.inputs[torch.linspace(0, len(samples.inputs) - 1, min(WINDOWS, len(samples.inputs))).long()]
-    generator = torch.Generator().manual_seed(0)
-    with torch.enable_grad():
-        for window in windows[:, :LENGTH]:
-            torch.autograd.backward(_predict(whole, window[None].to(device), generator))
+    generator, progress, peak = torch.Generator().manual_seed(0), progress or Silent(), PeakMemory()
+    progress.start(windows[:, :LENGTH].numel(), 0, "tokens")
+    progress.stage("what errors count")
+    try:
+        with torch.enable_grad():
+            for window in windows[:, :LENGTH]:
+                torch.autograd.backward(_predict(whole, window[None].to(device), generator))
+                progress.advance(len(window), peak.sample())
+    finally:
+        progress.finish()
     return gradients.means(windows[:, :LENGTH].numel())
+
+
+def fits(checkpoint: Checkpoint, samples: Samples, device: torch.device) -> bool:
+    """Whether the model reads one text, and fits in float32 into the memory that is free."""
+    weights = sum(info.nbytes // info.dtype.itemsize for info in map(checkpoint.info, checkpoint.names()))
+    free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return samples.targets is None and (free is None or free >= ROOM * 4 * weights)
 
 
 def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tensor:
@@ -90,7 +108,7 @@ class _Squares:
         return {name: self._sums[name] / (weights * tokens) for name, weights in self._weights.items()}
 
 
-def _owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """The parameters that hold weights to be packed, and the packed tensors that come from each.
 
     Gate and up projections that share a parameter have its mean.

@@ -100,23 +100,25 @@ def run(
 ) -> "CompressReport | None":
     """Print the plan and do the work; None where the plan was all that was asked for."""
     from moepack.checkpoint.resolve import resolve_model
+    from moepack.cli.evaluate import quiet_transformers
     from moepack.methods import create
     from moepack.pipeline import compress
     from moepack.pipeline.estimate import estimate
     from moepack.progress import terminal_progress
 
+    quiet_transformers()
     console = Console(stderr=True)
+    progress = terminal_progress(console, quiet)
     with wrong_usage():
         settings.refuse_foreign(method, given)
         chosen = create(method, **given)
         try:
             directory = resolve_model(model)
-            plan = estimate(directory, out, chosen, threads)
+            plan = estimate(directory, out, chosen, threads, progress)
             if dry_run or not quiet:
                 print_plan(plan, Console())
             if dry_run:
                 return None
-            progress = terminal_progress(console, quiet)
             return compress(directory, out, method=chosen, threads=threads, resume=resume, progress=progress)
         except KeyboardInterrupt:
             raise interrupted(console, out) from None

@@ -23,6 +23,7 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.stage import Shape, Weights
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.checkpoint.rewritten import Rewriting
+from moepack.progress import Progress, Silent
 
 __all__ = ["Expected", "LayerPlan", "Method", "PackedTensor", "Shape", "Solution", "Stage", "Weights"]
 
@@ -89,6 +90,9 @@ class Method(ABC):
 
     packs_empty: ClassVar[bool] = False
     """Whether it packs tensors without values, such as experts of no width."""
+
+    progress: Progress = Silent()
+    """Where `prepare` shows how far it has come; set by who calls it."""
 
     @property
     @abstractmethod

@@ -149,6 +149,7 @@ def _looked_at(
     """
     if any(method.looks_ahead for method in assignment.methods):
         progress.prepare(f"{assignment.method.name} looks at the whole model first")
+    assignment.method.progress = progress
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:

@@ -4,7 +4,8 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives a job's progress. Calls come from one thread: `prepare`, `start`, then any of the others, and `finish`.
+    """Receives a job's progress. Calls come from one thread: `prepare`, `start`, then any of the others, and `finish`;
+    a job that measures first starts twice.
 
     `finish` is called however the job ends, so a display can give the terminal back.
     """

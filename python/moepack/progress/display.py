@@ -73,6 +73,7 @@ class Bar:
     def finish(self) -> None:
         """Remove the bar."""
         self._progress.stop()
+        self._progress.remove_task(self._task)
 
 
 class Lines:
