@@ -18,7 +18,7 @@ from moepack.comparison.fitting import Wanted, fitted
 from moepack.evaluation import evaluate
 from moepack.export import export
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.methods import Method
+from moepack.methods import Auto, Method
 from moepack.pipeline import compress
 from moepack.pipeline.estimate import estimate
 
@@ -35,6 +35,7 @@ class Point:
         rise: by text, the loss over that of the original, nats a token.
         expected_rise, expected_seconds, expected_memory: what the plan said, None where it did not.
         seconds, memory: of compressing; bytes of the process's own memory.
+        errors: by role, what `auto` counts errors of its tensors with (`moepack.methods.auto.packer`), or None.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Point:
     expected_memory: int
     seconds: float
     memory: int
+    errors: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The figures as JSON values."""
@@ -96,9 +98,11 @@ class Comparison:
             losses = self._losses(self._opened(packed, method))
             size = weight_bytes(packed)
         rise = {text: loss - self.original[text] for text, loss in losses.items()}
+        errors = dict(method.packer.errors) if isinstance(method, Auto) else None
         return Point(
-            name, wanted, size, rise, plan.loss, plan.seconds, plan.memory, round(done.seconds, 2), done.peak_memory
-        )
+            name, wanted, size, rise, plan.loss, plan.seconds, plan.memory, round(done.seconds, 2), done.peak_memory,
+            errors,
+        )  # fmt: skip
 
     def _opened(self, packed: Path, method: Method) -> Any:
         """The packed model; on another device than the CPU its weights as they are decoded, which has the same loss

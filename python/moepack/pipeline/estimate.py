@@ -1,9 +1,9 @@
 """What `compress` is going to do, in numbers, before any of the work: sizes, memory, disk, time.
 
 Sizes are what methods expect (`Method.expected`): exact where shapes and settings fix them, otherwise from one expert
-of a layer in the middle. Times follow from speeds that were measured once, and memory from what is held at a time: both
-may be wrong by a factor of two, which is enough to know whether to wait or to look for a larger machine. Nothing is
-written.
+of a layer in the middle. Times follow from speeds that were measured once, on processors without other work, and memory
+from what is held at a time: both may be wrong by a factor of two on another machine, which is enough to know whether to
+wait or to look for a larger one. Nothing is written.
 """
 
 import math
@@ -30,6 +30,7 @@ from moepack.memory import available_bytes
 from moepack.methods import Method, Weights
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
+from moepack.progress import Progress, Silent
 from moepack.runtime.speeds import kept_speeds, token_seconds
 
 __all__ = ["Estimate", "Part", "estimate"]
@@ -39,6 +40,14 @@ SECONDS = {"auto": 90, "ternary": 15, "rate": 60, "finequant": 90, "milo": 600, 
 
 TOKEN_SECONDS = 3e-10
 """Seconds of one thread for each weight that is packed and each token of the calibration set that visits it."""
+
+SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
+"""Seconds of solving on a text by `auto` and `rate`, of one thread of a Xeon (Sapphire Rapids): to begin a layer of
+experts or a linear layer; for each column, and each weight, in each pass; and to factorise a Hessian, for its columns
+cubed (benches/expected.py)."""
+
+DENSE_PASSES, EXPERT_PASSES = 5.0, 2.6
+"""Passes over a linear layer and over experts, in the mean."""
 
 PROCESS = 450 << 20
 """Bytes of a process that has imported torch."""
@@ -139,7 +148,11 @@ class Estimate:
 
 
 def estimate(
-    model: str | PathLike[str], out: str | PathLike[str], method: Method, threads: int | None = None
+    model: str | PathLike[str],
+    out: str | PathLike[str],
+    method: Method,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> Estimate:
     """Estimate what `compress` with the same arguments needs and makes.
 
@@ -148,6 +161,7 @@ def estimate(
         out: directory to be made; it must not exist.
         method: the method with its settings.
         threads: threads to use; None means torch's setting.
+        progress: where the method shows what it measures.
 
     Raises:
         CheckpointError, UnsupportedModelError, InvalidTensorError: as for `compress`.
@@ -167,6 +181,7 @@ def estimate(
     if method.budget is not None and disk > free:
         raise DiskError(f"needs up to {disk:,} bytes, {free:,} are free", file=target.parent)
     if method.plans:
+        method.progress = progress or Silent()
         method.prepare(checkpoint, found)
     parts = _parts(plan, method)
     kept = sum(path.stat().st_size for path in plan.copies)
@@ -193,7 +208,7 @@ def estimate(
         disk=disk,
         free_disk=free,
         threads=workers,
-        seconds=_seconds(parts, share, method, workers),
+        seconds=_seconds(plan, parts, share, method, workers),
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
         tokens_per_second=_tokens_per_second(parts, share, method, bool(checkpoint.config.get("tie_word_embeddings"))),
     )
@@ -249,6 +264,8 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
 
 def _tokens_per_second(parts: Iterable[Part], share: float, method: Method, tied: bool) -> float | None:
     """What products of packed weights take; the rows of an embedding are looked up, but for one that is a head, too."""
+    if seconds := getattr(method, "token_seconds", None):
+        return float(1 / seconds)
     kind, speeds = method.kernel, kept_speeds()
     if kind is None or speeds is None:
         return None
@@ -264,10 +281,28 @@ def _tokens(method: Method) -> int:
     return 0 if method.request is None else method.request.samples * method.request.length
 
 
-def _seconds(parts: Iterable[Part], share: float, method: Method, workers: int) -> float | None:
+def _solving(plan: Plan, method: Method, workers: int) -> float:
+    """Seconds of solving uniform integers on a text: fixed ones, and those that threads share."""
+    if method.request is None or method.name not in ("auto", "rate"):
+        return 0.0
+    fixed, shared = 0.0, 0.0
+    for shard in plan.shards:
+        tensors = [] if shard.layer is None else list(layer_tensors(shard.layer).values())
+        solved = [weights for weights in tensors if weights.role not in (EMBEDDING, "head")]
+        sparse = any(weights.role == "experts" for weights in solved)
+        fixed += SOLVER["each"] * (1 if sparse else len(solved))
+        passes = EXPERT_PASSES if sparse else DENSE_PASSES
+        for experts, rows, columns in (weights.shape for weights in solved):
+            groups = math.ceil(experts / method.request.settings.group)
+            fixed += passes * SOLVER["column"] * columns * groups
+            shared += passes * SOLVER["weight"] * experts * rows * columns + 2 * SOLVER["cube"] * experts * columns**3
+    return fixed + shared / min(workers, MAX_WORKERS)
+
+
+def _seconds(plan: Plan, parts: Iterable[Part], share: float, method: Method, workers: int) -> float | None:
     """The time, if a `share` of the calibration set's tokens visits an expert."""
     if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
         return None
     seen = sum(part.weights * _tokens(method) * (share if part.role == "experts" else 1) for part in parts)
     work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
-    return work / min(workers, MAX_WORKERS)
+    return work / min(workers, MAX_WORKERS) + _solving(plan, method, workers)

@@ -7,7 +7,7 @@ Weights a second of a matrix that the last cores' caches do not hold alone; `moe
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def measure_speeds() -> dict[str, float]:
     return found
 
 
-def token_seconds(kind: str, bits: float, weights: float, speeds: dict[str, float]) -> float:
+def token_seconds(kind: str, bits: float, weights: float, speeds: Mapping[str, float]) -> float:
     """Time of so many weights of a format, between or beyond the widths that were measured."""
     widths = sorted(int(name.removeprefix(kind)) for name in speeds if name.startswith(kind))
     inverse = np.interp(bits, widths, [1 / speeds[f"{kind}{width}"] for width in widths])

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.auto.importance import Importance
+from moepack.methods.auto.importance import Importance, expected_rise, role_of, solved_rise
 from moepack.methods.auto.packer import Packer
-from moepack.methods.base import Expected, PackedTensor, Solution, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
 from moepack.methods.rate import Rate
 from moepack.methods.rate.layer import LayerSolver
+from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step
 from moepack.solvers.priced import WORTH, largest_at, low_bits_of, round_priced
 from moepack.solvers.uniform import UniformSettings
 
-__all__ = ["Coded"]
+__all__ = ["Coded", "coded_within"]
+
+MARGIN, DENSE_MARGIN = 0.001, 0.003
+"""Part of the packed bytes that is kept back, without low bits and with: what the last layer takes beyond its share."""
 
 CORRECTION = 1.25
 """Most that a layer's bits are changed by, either way, for what the layers before it took."""
 
 FINEST, ROUNDS = 8.0, 3
-"""Steps that the root mean square of a tensor may be, some five bits a weight, twice as many for each low bit: beyond,
-integers become exceptions. How often the importance of what is finer is lowered."""
+"""Steps that the root mean square of a tensor, or of a row with a scale of its own, may be, some five bits a weight,
+twice as many for each low bit: beyond, integers become exceptions. How often what is finer is made coarser."""
 
-COMPENSATED = 0.35
-"""What error compensation leaves of the loss that rounding alone would cost (docs/methods/auto.md)."""
+AHEAD = 0.5
+"""Bits a weight by which low bits, which GPUs do not read, come earlier than where all tensors have the same bits: what
+counts most is held back by tables of 64 integers first."""
+
+CHUNK = 4096
+"""Rows that are looked at together."""
 
 
 @dataclass
@@ -41,13 +51,16 @@ class Coded(Packer):
 
     Attributes:
         coder: the method of one price, decided.
-        loss: that is expected.
+        largest: the largest magnitude of an integer with a length of its own.
+        errors, loss: as of every packer.
         given: bits that each tensor was given, by name. taken: those of tensors that are packed.
         weights: how many each tensor has.
         rows: factors of the rows of some tensors: their steps are in proportion to one over them.
     """
 
     coder: Rate
+    largest: int
+    errors: Mapping[str, float]
     loss: float
     given: Mapping[str, float]
     weights: Mapping[str, int]
@@ -55,22 +68,40 @@ class Coded(Packer):
     taken: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def decided(cls, coder: Rate, checkpoint: Checkpoint, model: MoeModel, importance: Importance) -> Coded:
-        """Find the step that meets the bits of a coder; raises as `Rate.prepare`."""
-        used, largest = dict(importance.values), largest_at(coder.bits_per_weight)
+    def within(
+        cls,
+        coder: Rate,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        importance: Importance,
+        room: int,
+        shapes: Mapping[str, Shape],
+    ) -> Coded:
+        """Find the step with which tensors, given by name and shape, take so many bytes.
+
+        Raises:
+            InvalidTensorError, ValueError: as of `Rate.prepare`.
+        """
+        coder = coded_within(coder, room, shapes)
+        used, rows, largest = dict(importance.values), dict(importance.rows), largest_at(coder.bits_per_weight + AHEAD)
+        matrices = {each.source: each for dense in model.dense for each in dense.linears if each.source in rows}
         for _ in range(ROUNDS):
-            sample = take_sample(checkpoint, model, coder.dense_roles, used, importance.rows, largest)
-            step = coder.decide(sample)
-            if not (finer := _too_fine(sample, step)):
+            sample = take_sample(checkpoint, model, coder.dense_roles, used, rows, largest, shapes)
+            step, finest = coder.decide(sample), FINEST * 2 ** low_bits_of(largest)
+            held = {name: _held(each.matrix(), rows[name], finest * step.size * sample.widths[name])
+                    for name, each in matrices.items() if name in sample.widths}  # fmt: skip
+            finer = _too_fine(sample, step, finest)
+            if not finer.keys() - held and all(torch.equal(each, rows[name]) for name, each in held.items()):
                 break
-            used |= {name: used[name] / excess**2 for name, excess in finer.items()}
-        solved = {name for name in sample.rows if coder.calibration is not None and name not in importance.rows}
-        errors = (
-            error * importance.values[name] * sample.widths[name] ** 2 * (COMPENSATED if name in solved else 1.0)
-            for name, error in _errors(sample, step)
-        )
+            used |= {name: used[name] / excess**2 for name, excess in finer.items() if name not in held}
+            rows |= held
+        roles, errors = role_of(model), defaultdict[str, float](float)
+        for name, error in _errors(sample, step):
+            coarser = float((importance.rows[name] / rows[name]).square().mean()) if name in rows else 1.0
+            errors[roles[name]] += 0.5 * error * importance.values[name] * sample.widths[name] ** 2 * coarser
+        loss = expected_rise(errors) if coder.calibration is None else solved_rise(errors, coder.bits_per_weight)
         weights = {name: math.prod(shape) for name, shape in sample.shapes.items()}
-        return cls(coder, importance.loss(errors), step.bits, weights, importance.rows)
+        return cls(coder, largest, errors, loss, step.bits, weights, rows)
 
     def expected(self, weights: Weights) -> Expected:
         """The bits that a tensor was given."""
@@ -89,7 +120,7 @@ class Coded(Packer):
         left, due, _ = self._open()
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
         bits = {name: bits * factor for name, bits in self.given.items()}
-        return LayerSolver(bits, UniformSettings(largest=largest_at(self.coder.bits_per_weight)))
+        return LayerSolver(bits, UniformSettings(largest=self.largest))
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Linear layers that read the same input are solved one by one: their errors count differently."""
@@ -137,9 +168,24 @@ class Coded(Packer):
         return self.coder.pack(weights, solution)
 
 
-def _too_fine(sample: Sample, step: Step) -> dict[str, float]:
-    """Tensors whose steps are too fine for tables of 64 integers and low bits beside them, and how many times."""
-    finest = FINEST * 2 ** low_bits_of(sample.profile.largest)
+def coded_within(coder: Rate, room: int, shapes: Mapping[str, Shape]) -> Rate:
+    """A coder of so many bytes for tensors, by name and shape."""
+    bits = 8 * room / max(sum(map(math.prod, shapes.values())), 1)
+    bits *= 1 - (DENSE_MARGIN if low_bits_of(largest_at(bits + AHEAD)) else MARGIN)
+    return replace(coder, bits_per_weight=min(max(bits, LEAST_BITS), MOST_BITS))
+
+
+def _held(matrix: Tensor, rows: Tensor, widest: float) -> Tensor:
+    """Factors of rows [R] that leave no row of a matrix [R, C] with a root mean square above `widest`, by at most a
+    quarter of an octave less than that needs."""
+    starts = range(0, len(matrix), CHUNK)
+    spreads = rows * torch.cat([matrix[at : at + CHUNK].float().square().mean(1).sqrt() for at in starts])
+    octaves = torch.log2(spreads / widest).mul(4).ceil().div(4).clamp(min=0).nan_to_num(0.0)
+    return rows * 2.0**-octaves
+
+
+def _too_fine(sample: Sample, step: Step, finest: float) -> dict[str, float]:
+    """Tensors whose root mean square is more than so many steps, and how many times that."""
     spreads = {name: float(sample.values(name).square().mean()) ** 0.5 / step.size for name in sample.rows}
     return {name: spread / finest for name, spread in spreads.items() if spread > 1.02 * finest}
 

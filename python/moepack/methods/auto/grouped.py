@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moepack.allocation import Candidate, allocate
+from moepack.allocation import Candidate
 from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import ROLES
-from moepack.methods.auto.importance import Importance
+from moepack.methods.auto.importance import Importance, expected_rise, role_of
 from moepack.methods.auto.packer import Packer
-from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
+from moepack.methods.base import Expected, PackedTensor, Solution, Weights
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.planning import proposals
-from moepack.methods.finequant.sizes import packed_bytes
 from moepack.solvers.groupwise import BITS
 
 __all__ = ["Grouped"]
@@ -40,36 +39,35 @@ class Grouped(Packer):
 
     Attributes:
         choices: by the packed tensor's name.
-        loss: that is expected.
+        errors, loss: as of every packer.
     """
 
     choices: Mapping[str, Choice]
+    errors: Mapping[str, float]
     loss: float
 
     @staticmethod
-    def least_bits(shapes: Collection[Shape]) -> float:
-        """The fewest bits a weight that all tensors together can take."""
-        least = sum(packed_bytes(shape, min(BITS), max(SIZES)) for shape in shapes)
-        return 8 * least / max(sum(map(math.prod, shapes)), 1)
-
-    @classmethod
-    def chosen(cls, checkpoint: Checkpoint, model: MoeModel, importance: Importance, room: int) -> Grouped:
-        """Choose within so many bytes.
+    def candidates(
+        checkpoint: Checkpoint, model: MoeModel, importance: Importance
+    ) -> Iterator[tuple[str, Candidate[Choice]]]:
+        """Every width and group size of each tensor but the embedding, which has no products in this format.
 
         Raises:
             InvalidTensorError: a sampled weight is NaN or infinite.
         """
-        found: dict[str, list[Candidate[Choice]]] = {}
         for bits in BITS:
             widths = {"experts": bits, **dict.fromkeys(ROLES, bits)}
             for one in proposals(checkpoint, model, widths, importance=importance.values, sizes=SIZES):
-                found.setdefault(one.name, []).extend(
-                    Candidate(each.format, (bits, each.specification), each.nbytes, each.loss)
-                    for each in one.candidates
-                )
-        picked = dict(zip(found, allocate(list(found.values()), room), strict=True))
-        losses = (choice.candidate.loss for choice in picked.values())
-        return cls({name: choice.candidate.specification for name, choice in picked.items()}, importance.loss(losses))
+                for each in one.candidates:
+                    yield one.name, Candidate(each.format, (bits, each.specification), each.nbytes, each.loss)
+
+    @classmethod
+    def of(cls, model: MoeModel, taken: Mapping[str, Candidate[Choice]]) -> Grouped:
+        """The candidates that were taken, by the packed tensor's name."""
+        roles, errors = role_of(model), defaultdict[str, float](float)
+        for name, one in taken.items():
+            errors[roles[name]] += 0.5 * one.loss
+        return cls({name: one.specification for name, one in taken.items()}, errors, expected_rise(errors))
 
     @property
     def identity(self) -> str:

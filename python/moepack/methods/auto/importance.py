@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.fisher import fisher
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.dense import EMBEDDING
 from moepack.errors import InvalidTensorError
+from moepack.progress import Progress
 
-__all__ = ["Importance", "find_importance"]
+__all__ = ["Importance", "expected_rise", "find_importance", "role_of", "solved_rise"]
 
 LOST = {"experts": 1.5, "attention": 2.0, "shared": 0.4, "mlp": 1.0, "head": 3.0, "embedding": 4.5}
 """Nats, times two, that a model would lose by noise as strong as all tensors of a role, were the loss a parabola: what
@@ -22,6 +24,13 @@ texts gave (docs/methods/auto.md), alike for models of unlike shapes. It tells i
 STEEPER, BEND, MOST = 1.2, 4.7, 10.0
 """The loss is a parabola near the original only: 1.2 times as steep on unseen texts, and growing by a factor of e for
 each 0.21 nats that the parabola says (docs/methods/auto.md); more than 10 nats is noise."""
+
+COMPENSATED = 0.5
+"""What error compensation leaves of what rounding alone would cost: 0.38 to 0.7, model by model."""
+
+LOW_RATE, FALL = 1.7, 2.0
+"""How many times more than that a model loses at 0.9 bits a weight, where most integers are zero and compensation is of
+less help, and by how much that falls with each bit, as a power of e."""
 
 ROWS = 256
 """Rows of a matrix, about, that tell its mean square."""
@@ -43,13 +52,23 @@ class Importance:
     values: dict[str, float]
     rows: dict[str, Tensor]
 
-    def loss(self, errors: Iterable[float]) -> float:
-        """Nats a token that a model loses by squared errors, times importance, of its tensors."""
-        small = 0.5 * sum(errors)
-        return min(STEEPER * small * math.exp(min(BEND * small, 10.0)), MOST)
+
+def expected_rise(errors: Mapping[str, float]) -> float:
+    """Nats a token that a model loses, by what errors of each role would cost were the loss a parabola."""
+    small = sum(errors.values())
+    return min(STEEPER * small * math.exp(min(BEND * small, 10.0)), MOST)
 
 
-def find_importance(checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None) -> Importance:
+def solved_rise(errors: Mapping[str, float], bits: float) -> float:
+    """Nats a token that a model of so many bits a weight loses whose tensors were solved on a text, all but those that
+    hold tokens; errors as for `expected_rise`."""
+    small = sum(error * (1.0 if role in (EMBEDDING, "head") else COMPENSATED) for role, error in errors.items())
+    return min(STEEPER * small * (1 + LOW_RATE * math.exp(-FALL * (bits - 0.9))), MOST)
+
+
+def find_importance(
+    checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None, progress: Progress | None = None
+) -> Importance:
     """Measure what errors count, on the calibration set where there is one and the model fits into memory.
 
     Raises:
@@ -57,13 +76,19 @@ def find_importance(checkpoint: Checkpoint, model: MoeModel, request: Calibratio
     """
     found = None
     if request is not None:
-        found = fisher(checkpoint, model, request.load(checkpoint), request.settings.device)
+        found = fisher(checkpoint, model, request.load(checkpoint), request.settings.device, progress)
     prior = _prior(model)
     if found is None:
         return Importance(prior, {})
     rows = {name: _relative(each) for name, each in found.items() if each.dim()}
     means = {name: float(each.mean()) for name, each in found.items()}
     return Importance(prior | {name: _rounded(mean) for name, mean in means.items() if mean > 0}, rows)
+
+
+def role_of(model: MoeModel) -> dict[str, str]:
+    """The role of every tensor that can be packed, by its name."""
+    found = {part.packed_name: "experts" for layer in model.layers for part in layer.projections}
+    return found | {linear.source: linear.role for dense in model.dense for linear in dense.linears}
 
 
 def _relative(rows: Tensor) -> Tensor:

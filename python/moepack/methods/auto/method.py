@@ -5,8 +5,8 @@ price of a bit. What an error of each tensor counts is measured on the calibrati
 step of each tensor and the bits of each layer follow; within a layer, the text's Hessians share them out. What a layer
 took more or less than it was given is taken from, or given to, those behind it.
 
-With `prefer="speed"` formats of fixed width, whose products are several times as fast, are chosen tensor by tensor from
-candidates instead (`grouped`).
+With `prefer="speed"` each tensor is stored so, or in a format of fixed width, whose products are several times as fast:
+what loss and time together are least with (`mixed`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.auto.coded import Coded
-from moepack.methods.auto.grouped import Grouped
 from moepack.methods.auto.importance import find_importance
+from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.packer import Packer
 from moepack.methods.auto.target import Target
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Weights
@@ -30,14 +30,12 @@ from moepack.methods.files import kept_bytes
 from moepack.methods.rate import Rate
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
+from moepack.runtime.speeds import kept_speeds, measure_speeds
 from moepack.units import size as in_words
 
 __all__ = ["Auto"]
 
 PREFER = ("quality", "speed")
-
-MARGIN = 0.001
-"""Part of the packed bytes that is kept back: what the last layer takes beyond its share."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Auto(Method):
         bits_per_weight: the same over all weights of the checkpoint. ratio: the same over the checkpoint's bytes. With
             none of the three, half of the free memory or 4 bits a weight, whichever is smaller.
         calibration: text file, JSON lines, directory or data set of the hub; None does without.
-        prefer: "quality", or "speed" for formats whose products are fast.
+        prefer: "quality", or "speed", which weighs the time of products on this machine, too.
         samples: calibration windows, at most.
         sequence_length: tokens a window.
         group: experts solved together.
@@ -91,7 +89,7 @@ class Auto(Method):
         found: dict[str, Any] = {"prefer": self.prefer}
         if self._goal is not None:
             found["size"] = self._goal.nbytes
-        if isinstance(self._packer, Grouped):
+        if isinstance(self._packer, Mixed):
             found["choices"] = self._packer.identity
         elif self.calibration is not None:
             found |= {key: getattr(self, key) for key in ("samples", "sequence_length", "group", "seed")}
@@ -99,8 +97,8 @@ class Auto(Method):
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """All of them; formats of fixed width have no rows to look up."""
-        return frozenset((EMBEDDING, *ROLES) if self.prefer == "quality" else ROLES)
+        """All of them."""
+        return frozenset((EMBEDDING, *ROLES))
 
     @property
     def looks_ahead(self) -> bool:
@@ -124,8 +122,13 @@ class Auto(Method):
 
     @property
     def kernel(self) -> str:
-        """Products of coded integers, or of integers in groups."""
-        return "coded" if self.prefer == "quality" else "int"
+        """Products of coded integers, where tensors are nothing else."""
+        return "coded"
+
+    @property
+    def token_seconds(self) -> float | None:
+        """What products of packed weights take for a token, where that was weighed."""
+        return self._packer.seconds if isinstance(self._packer, Mixed) else None
 
     @property
     def expected_loss(self) -> float | None:
@@ -145,12 +148,10 @@ class Auto(Method):
         linears = (linear for dense in model.dense for linear in dense.only(self.dense_roles).linears)
         shapes |= {linear.source: (1, *linear.shape) for linear in linears}
         goal = _Goal(checkpoint.path, nbytes, reason, nbytes - kept_bytes(checkpoint, model, shapes), shapes)
-        least = LEAST_BITS if self.prefer == "quality" else Grouped.least_bits(shapes.values())
-        if goal.bits < least:
-            smallest = nbytes - goal.room + math.ceil(least * goal.weights / 8)
+        if goal.bits < LEAST_BITS:
+            smallest = nbytes - goal.room + math.ceil(LEAST_BITS * goal.weights / 8)
             raise ValueError(
-                f"{in_words(nbytes)} were asked for; the least that --prefer {self.prefer} can make of this model is "
-                f"{in_words(smallest)}"
+                f"{in_words(nbytes)} were asked for; the least that can be made of this model is {in_words(smallest)}"
             )
         self._goal, self._packer = goal, None
 
@@ -165,12 +166,12 @@ class Auto(Method):
         self.aim(checkpoint, model)
         if self._packer is not None:
             return
-        goal, importance = self._known, find_importance(checkpoint, model, self._coder.request)
+        goal, importance = self._known, find_importance(checkpoint, model, self._coder.request, self.progress)
         if self.prefer == "speed":
-            self._packer = Grouped.chosen(checkpoint, model, importance, goal.room)
+            coder, speeds = replace(self._coder, calibration=None), kept_speeds() or measure_speeds()
+            self._packer = Mixed.chosen(coder, checkpoint, model, importance, goal.room, goal.shapes, speeds)
         else:
-            bits = min(goal.bits * (1 - MARGIN), MOST_BITS)
-            self._packer = Coded.decided(replace(self._coder, bits_per_weight=bits), checkpoint, model, importance)
+            self._packer = Coded.within(self._coder, checkpoint, model, importance, goal.room, goal.shapes)
 
     @property
     def _known(self) -> _Goal:

@@ -18,8 +18,10 @@ class Packer(ABC):
 
     Attributes:
         loss: nats a token that are expected to be lost.
+        errors: by role, nats a token that rounding its tensors to nearest would cost, were the loss a parabola.
     """
 
+    errors: Mapping[str, float]
     loss: float
 
     @abstractmethod

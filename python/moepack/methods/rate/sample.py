@@ -5,7 +5,7 @@ model's sample at `MOST` weights about, and one stream at least.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,6 +73,7 @@ def take_sample(
     importance: Mapping[str, float] | None = None,
     rows: Mapping[str, Tensor] | None = None,
     largest: int = LARGEST,
+    only: Collection[str] | None = None,
 ) -> Sample:
     """Look at every tensor that will be packed.
 
@@ -86,11 +87,16 @@ def take_sample(
             visit an expert, or 1 for a linear layer.
         rows: by the tensor's name, [R] factors of its rows: what is rounded is the product.
         largest: the largest magnitude of an integer with a length of its own.
+        only: names of the tensors that are looked at; None for all.
 
     Raises:
         InvalidTensorError: a weight of the sample is NaN or infinite.
     """
-    sources = [_scaled(source, (rows or {}).get(source.name)) for source in _sources(checkpoint, model, roles)]
+    sources = [
+        _scaled(source, (rows or {}).get(source.name))
+        for source in _sources(checkpoint, model, roles)
+        if only is None or source.name in only
+    ]
     known = importance or {}
     widths = {source.name: known.get(source.name, source.importance) ** -0.5 for source in sources}
     taken: dict[str, Tensor] = {}

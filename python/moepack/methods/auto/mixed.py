@@ -1,0 +1,216 @@
+"""Formats chosen tensor by tensor where speed is preferred: coded integers are small, fixed widths are fast.
+
+A tensor may be integers of a fixed width in groups, or coded integers, some rates of which stand for all. Within the
+bytes those candidates are taken whose expected loss, times the square of the time of a token, is the least: a hundredth
+less time is worth two hundredths more loss. Times are those of products on this machine (`moepack.runtime.speeds`);
+the rows of an embedding that is no head are looked up, and cost none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.allocation import Candidate, allocate
+from moepack.allocation.importance import visits
+from moepack.calibration import Stage
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.architectures import described
+from moepack.checkpoint.dense import EMBEDDING
+from moepack.methods.auto.coded import Coded, coded_within
+from moepack.methods.auto.grouped import Grouped
+from moepack.methods.auto.importance import Importance, expected_rise
+from moepack.methods.auto.packer import Packer
+from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
+from moepack.methods.rate import Rate
+from moepack.methods.rate.sample import Sample, take_sample
+from moepack.methods.rate.step import Step, find_step, free_bits
+from moepack.runtime.speeds import token_seconds
+from moepack.solvers.priced import BLOCK_ROWS, WORTH, largest_at, round_priced
+
+__all__ = ["Mixed"]
+
+RUNGS = tuple(2.0 ** (number / 2) for number in range(-4, 7))
+"""Steps of coded integers that are proposed, over the one at which all tensors coded would meet the size: from about
+two bits a weight more to three less."""
+
+SEEN = 1 << 17
+"""Weights of a tensor, about, on which rates of coded integers are measured."""
+
+TIME_WORTH = 2.0
+"""Hundredths of the loss that a hundredth of the time is worth: less would leave most tensors coded, whose loss is a
+fifth of that of fixed widths in as many bytes, and whose products take four to five times as long."""
+
+TURNS = 12
+"""Turns in which the price of time is found: it settles within five on all models that were tried."""
+
+CODED = "coded"
+
+Candidates = dict[str, list[Candidate[Any]]]
+"""By the tensor's name, the ways to store it: first coded integers, whose format is `CODED`, then fixed widths."""
+
+
+@dataclass(frozen=True)
+class Mixed(Packer):
+    """Fixed widths for some tensors, coded integers for the others.
+
+    Attributes:
+        grouped: packs tensors of fixed width.
+        coded: packs the others; None where there are none.
+        errors, loss: as of every packer.
+        seconds: that products of packed weights take for a token on this machine.
+    """
+
+    grouped: Grouped
+    coded: Coded | None
+    errors: Mapping[str, float]
+    loss: float
+    seconds: float
+
+    @classmethod
+    def chosen(
+        cls,
+        coder: Rate,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        importance: Importance,
+        room: int,
+        shapes: Mapping[str, Shape],
+        speeds: Mapping[str, float],
+    ) -> Mixed:
+        """Choose within so many bytes.
+
+        Args:
+            coder: coded integers without a text.
+            checkpoint, model: what is packed.
+            importance: of its tensors.
+            room: bytes.
+            shapes: of the tensors, by name.
+            speeds: weights a second by format.
+
+        Raises:
+            InvalidTensorError: a sampled weight is NaN or infinite.
+        """
+        whole = coded_within(coder, room, shapes)
+        largest = largest_at(whole.bits_per_weight)
+        sample = take_sample(checkpoint, model, coder.dense_roles, importance.values, importance.rows, largest, shapes)
+        found: Candidates = {name: [] for name in sample.shapes}
+        for name, one in _rates(sample, find_step(sample, whole.bits_per_weight)):
+            found[name].append(one)
+        for name, one in Grouped.candidates(checkpoint, model, importance):
+            found[name].append(one)
+        visited = _visits(checkpoint, model)
+        times = {
+            name: [_seconds(one, sample.shapes[name], visited[name], speeds) for one in own]
+            for name, own in found.items()
+        }
+        picked = _balanced(found, times, room)
+        taken = {name: found[name][number] for name, number in picked.items()}
+        grouped = Grouped.of(model, {name: one for name, one in taken.items() if one.format != CODED})
+        left = room - sum(taken[name].nbytes for name in grouped.choices)
+        rest = {name: shape for name, shape in shapes.items() if name not in grouped.choices}
+        coded = Coded.within(coder, checkpoint, model, importance, left, rest) if rest else None
+        errors = Counter(grouped.errors)
+        errors.update(coded.errors if coded else {})
+        return cls(
+            grouped, coded, errors, expected_rise(errors), sum(times[name][number] for name, number in picked.items())
+        )
+
+    @property
+    def identity(self) -> str:
+        """What the bytes follow from beside the size: some digits of a digest of all choices."""
+        return self.grouped.identity
+
+    def _of(self, name: str) -> Packer:
+        if self.coded is None or name in self.grouped.choices:
+            return self.grouped
+        return self.coded
+
+    def expected(self, weights: Weights) -> Expected:
+        """What the choice takes."""
+        return self._of(weights.name).expected(weights)
+
+    def decision(self, name: str) -> Any:
+        """Bits and group size, or the step."""
+        return self._of(name).decision(name)
+
+    def solve(self, stage: Stage) -> Mapping[str, Solution]:
+        """Round a tensor."""
+        (weights,) = stage.tensors.values()
+        return self._of(weights.name).solve(stage)
+
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack a tensor in its format."""
+        return self._of(weights.name).pack(weights, solution)
+
+    def book(self, name: str, nbytes: int) -> None:
+        """Coded tensors make up for what others of them took."""
+        self._of(name).book(name, nbytes)
+
+
+def _rates(sample: Sample, step: Step) -> Iterator[tuple[str, Candidate[Any]]]:
+    """Each tensor as coded integers of every rung, measured on some of its row blocks."""
+    seen = {name: _blocks(sample.values(name)) for name in sample.rows}
+    for rung in RUNGS:
+        size = step.size * rung
+        lengths = sample.profile.lengths(size, WORTH)
+        for name, values in seen.items():
+            factor = math.prod(sample.shapes[name]) / max(values.numel(), 1)
+            symbols = round_priced(values, size, lengths, WORTH)
+            bits = factor * lengths.total(values, symbols) + free_bits(sample.shapes[name])
+            error = factor * float((symbols * size - values).square().sum(dtype=torch.float64))
+            yield name, Candidate(CODED, size, math.ceil(bits / 8), error)
+
+
+def _blocks(values: Tensor) -> Tensor:
+    """Whole row blocks of a matrix [R, C] at even distances."""
+    rows, columns = values.shape
+    count = max(SEEN // max(BLOCK_ROWS * columns, 1), 1)
+    first = torch.arange(0, rows, BLOCK_ROWS * max(rows // (BLOCK_ROWS * count), 1))
+    places = (first[:, None] + torch.arange(BLOCK_ROWS)).flatten()
+    return values[places[places < rows]]
+
+
+def _visits(checkpoint: Checkpoint, model: MoeModel) -> dict[str, float]:
+    """How often a token is multiplied by each weight of a tensor, by the tensor's name."""
+    chosen, tied = described(model.architecture).top_k(checkpoint.config), checkpoint.config.get("tie_word_embeddings")
+    found = {part.packed_name: visits(chosen, layer.experts) for layer in model.layers for part in layer.projections}
+    linears = (linear for dense in model.dense for linear in dense.linears)
+    return found | {linear.source: float(linear.role != EMBEDDING or bool(tied)) for linear in linears}
+
+
+def _seconds(one: Candidate[Any], shape: Shape, visited: float, speeds: Mapping[str, float]) -> float:
+    """The time of a tensor's products for a token."""
+    weights = math.prod(shape)
+    if one.format == CODED:
+        return token_seconds("coded", 8 * one.nbytes / max(weights, 1), weights * visited, speeds)
+    return token_seconds("int", one.specification[0], weights * visited, speeds)
+
+
+def _balanced(found: Candidates, times: Mapping[str, list[float]], room: int) -> dict[str, int]:
+    """Which candidate of each tensor is taken: those with the least product of loss and time, within some bytes."""
+    best: dict[str, int] = {}
+    least, price = math.inf, 0.0
+    for _ in range(TURNS):
+        weighed = [
+            [
+                Candidate(one.format, number, one.nbytes, one.loss + price * time)
+                for number, (one, time) in enumerate(zip(own, times[name], strict=True))
+            ]
+            for name, own in found.items()
+        ]
+        picked = [choice.candidate.specification for choice in allocate(weighed, room)]
+        loss = sum(own[number].loss for own, number in zip(found.values(), picked, strict=True))
+        time = sum(own[number] for own, number in zip(times.values(), picked, strict=True))
+        if loss * time**TIME_WORTH < least:
+            best, least = dict(zip(found, picked, strict=True)), loss * time**TIME_WORTH
+        if not time or TIME_WORTH * loss / time == price:
+            break
+        price = TIME_WORTH * loss / time
+    return best
