@@ -14,7 +14,8 @@ from moepack.runtime.backends.cpu import views
 from moepack.runtime.cache import GrowingWindow, Tokens
 from moepack.runtime.decoder import set_decoding
 from moepack.runtime.families import FAMILIES, decoder_of
-from moepack.runtime.plan import Plan
+from moepack.runtime.plan import Plan, Unknown
+from moepack.runtime.plan import window as window_of
 from runtime_support import write_packed
 
 PROMPT, TOKENS = 5, 12
@@ -43,7 +44,7 @@ def default_decoding() -> Any:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function from a variant and whether linear layers are packed, too, to a packed directory."""
+    """A function from a variant, and whether linear layers are packed as well, to a packed directory."""
     made: dict[tuple[str, bool], Path] = {}
 
     def make(variant: str, dense: bool) -> Path:
@@ -83,8 +84,10 @@ def test_every_family_is_tried() -> None:
     assert tried == set(FAMILIES) - {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}  # test_decoder.py
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("variant", VARIANTS)
+CASES = [(variant, False) for variant in VARIANTS] + [(name, True) for name in ("deepseek_v2", "gpt_oss", "qwen3_next")]
+
+
+@pytest.mark.parametrize(("variant", "dense"), CASES)
 def test_steps_are_those_of_transformers(packed: Any, variant: str, dense: bool) -> None:
     model = moepack.load(packed(variant, dense), dtype="float32", mode="exact")
     expected, expected_cache = run(model, "transformers")
@@ -140,7 +143,7 @@ def test_instruction_sets_and_threads_compute_alike(packed: Any, variant: str) -
                 plan.decoder.step(views.activations(x), n, [(*pair, 0, n) for pair in buffers], isa=isa)
                 for n in range(3)
             ]
-            outputs.append(torch.tensor(steps))
+            outputs.append(torch.stack(list(map(torch.from_numpy, steps))))
     finally:
         _core.set_threads(threads)
     for output in outputs:
@@ -176,8 +179,7 @@ def test_windows_slide_in_place(packed: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert_near(results[1], results[0])
 
 
-def test_weights_that_are_made_wide_for_the_plan_follow_changes(packed: Any) -> None:
-    """The expansion of latents is read in place where it is dense."""
+def test_what_is_written_into_the_expansion_of_latents_is_read(packed: Any) -> None:
     model = moepack.load(packed("deepseek_v2", False), dtype="float32")
     run(model, "native")
     with torch.no_grad():
@@ -187,9 +189,6 @@ def test_weights_that_are_made_wide_for_the_plan_follow_changes(packed: Any) -> 
 
 @pytest.mark.parametrize(("kinds", "window"), [(["full_attention"] * 2, None), (["sliding_attention"] * 2, WINDOW)])
 def test_layers_say_what_they_see(kinds: list[str], window: int | None) -> None:
-    from moepack.runtime.plan import Unknown
-    from moepack.runtime.plan import window as window_of
-
     config = tiny_config("gpt_oss")
     config.layer_types, config.sliding_window = kinds, WINDOW
     assert window_of(config, 1) == window

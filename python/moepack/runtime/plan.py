@@ -296,7 +296,9 @@ class Plan:
         matrix = module.matrix(projection)
         view = views.packed_matrix(matrix, module.mode)
         _require(view is not None, f"the format {matrix.format}")
-        self._guard.tensors.append((module._buffers, projection, module._buffers[projection].data_ptr()))  # type: ignore[union-attr]
+        buffer = module._buffers[projection]
+        assert buffer is not None
+        self._guard.tensors.append((module._buffers, projection, buffer.data_ptr()))
         self._guard.modules.append((module, module.mode))
         return view
 

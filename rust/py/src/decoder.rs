@@ -45,15 +45,17 @@ impl Cache<'_> {
     }
 }
 
-/// A decoder of packed and dense tensors, without embedding and head, that takes one token at a time through all layers.
+/// A decoder of packed and dense tensors, without embedding and head, that takes one token at a time through all
+/// layers.
 ///
 /// A layer is h = x + mixer(norm x), y = h + experts(norm h). Tensors are kept, not copied; vectors are float32, or
-/// bfloat16 as its bits in uint16; a matrix is a pair of a packed tensor or `DenseMatrix` and its products' mode or None.
+/// bfloat16 as its bits in uint16; a matrix is a pair of a packed tensor or `DenseMatrix` and its products' mode or
+/// None.
 ///
 /// Args:
 ///     layers: for each layer a mapping (`moepack.runtime.plan` writes them).
-///     rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`, what
-///         turned values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
+///     rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
+///         what turned values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
 ///     norm: of the output: weight, epsilon, and what is added to the weight.
 ///
 /// Raises:

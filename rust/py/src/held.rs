@@ -1,5 +1,5 @@
-//! A decoder of the core over Python's arrays, kept for as long as they are: views and projections are made once a model
-//! and not once a token.
+//! A decoder of the core over Python's arrays, kept for as long as they are: views and projections are made once a
+//! model and not once a token.
 
 use std::sync::Arc;
 
@@ -82,11 +82,11 @@ impl<D> Held<D> {
         build: impl for<'a> FnOnce(Python<'a>, &'a D) -> PyResult<Decoder<'a>>,
     ) -> PyResult<Held<D>> {
         let decoder = build(py, description)?;
-        // SAFETY: only the lifetime changes. `build` knows nothing of it, so that the decoder borrows from the description
-        // and from what its objects hold alone. The description is shared and never changed, does not move, and is kept
-        // here, where it is dropped after the decoder; its references keep tensors and arrays, which do not move either: a
-        // tensor is a frozen class in Python's heap, and NumPy does not move the values of an array that others refer to.
-        // `Held` gives the decoder away by reference only, with the lifetime of that reference.
+        // SAFETY: only the lifetime changes. `build` knows nothing of it, so that the decoder borrows from the
+        // description and from what its objects hold alone. The description is shared and never changed, does not move,
+        // and is kept here, where it is dropped after the decoder; its references keep tensors and arrays, which do not
+        // move either: a tensor is a frozen class in Python's heap, and NumPy does not move the values of an array that
+        // others refer to. `Held` gives the decoder away by reference only, with the lifetime of that reference.
         let decoder = unsafe { std::mem::transmute::<Decoder<'_>, Decoder<'static>>(decoder) };
         Ok(Held {
             decoder,

@@ -1,9 +1,9 @@
-//! The gated delta rule behind a short convolution (arXiv 2412.06464), as the layers of Qwen3-Next and Qwen3.5 that are no
-//! attention compute it.
+//! The gated delta rule behind a short convolution (arXiv 2412.06464), as the layers of Qwen3-Next and Qwen3.5 that are
+//! no attention compute it.
 //!
-//! Each head of values keeps a state S, keys x values, instead of all tokens. A token's S becomes d S + k (b (v - k d S)),
-//! a row vector's product with the matrix, and its output is q S, where d = exp(-exp(a) softplus(s + bias)) and
-//! b = sigmoid(t) are a decay and a rate of the token. Queries, keys and values have passed a convolution over the last tokens.
+//! Each head of values keeps a state S, keys x values, instead of all tokens. With rows q, k and v of a token, S
+//! becomes d S + k^T b (v - k d S), and the output is q S. The decay d = exp(-exp(a) softplus(s + bias)) and the rate b
+//! = sigmoid(t) are the token's, too. Queries, keys and values have passed a convolution over the last tokens.
 
 use std::sync::{Mutex, OnceLock};
 
@@ -31,9 +31,9 @@ pub struct Delta<'a> {
     pub inputs: Vec<Weights<'a>>,
     /// Weights of the convolution, channels x tokens, where channels are queries, keys, values.
     pub convolution: Activations<'a>,
-    /// a of each head of values.
+    /// The factor a of the decay, of each head of values.
     pub decay: Activations<'a>,
-    /// Added to s of each head of values.
+    /// Added to the token's part s of the decay, of each head of values.
     pub decay_bias: Activations<'a>,
     /// The norm of a head's output.
     pub norm: Norm<'a>,

@@ -1,8 +1,8 @@
 //! Attention to latents (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434, section 2.1).
 //!
-//! The cache holds a latent and a turned key of each token, which all heads share. A head's keys and values are products
-//! of the latent: k = K c, v = V c. They are never made: q k = (K^T q) c, and the sum of values is V times the sum of
-//! latents, so that a step reads K and V once and not once a token.
+//! The cache holds a latent and a turned key of each token, which all heads share. A head's keys and values are
+//! products of the latent: k = K c, v = V c. They are never made: q k = (K^T q) c, and the sum of values is V times the
+//! sum of latents, so that a step reads K and V once and not once a token.
 
 use std::sync::OnceLock;
 

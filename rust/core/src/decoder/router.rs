@@ -1,7 +1,8 @@
 //! Which experts a token goes through, and how much each counts.
 //!
 //! An expert's score is the softmax or the sigmoid of its logit. Those of the largest scores are chosen; where experts
-//! come in groups, of the best groups alone (DeepSeek-V2, arXiv 2405.04434, section 2.1.3; V3, arXiv 2412.19437, 2.1.2).
+//! come in groups, of the best groups alone (DeepSeek-V2, arXiv 2405.04434, section 2.1.3; V3, arXiv 2412.19437,
+//! 2.1.2).
 
 use super::{Weights, add, require};
 use crate::Result;

@@ -1,8 +1,8 @@
 //! The softmax of queries times keys, and the sums of values that it weights, over the tokens of a cache.
 //!
-//! The tokens are cut into runs of [`RUN`], heads that share keys into bundles of [`BUNDLE`]. A unit of work is a run of a
-//! bundle: it reads keys and values once for all its heads, and keeps the softmax relative to its own largest score; runs
-//! are put together afterwards.
+//! The tokens are cut into runs of [`RUN`], heads that share keys into bundles of [`BUNDLE`]. A unit of work is a run
+//! of a bundle: it reads keys and values once for all its heads, and keeps the softmax relative to its own largest
+//! score; runs are put together afterwards.
 
 use std::ops::Range;
 use std::sync::OnceLock;

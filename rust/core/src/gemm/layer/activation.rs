@@ -48,8 +48,8 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// `gate` becomes `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`: the same bits on every set. The processor runs
-/// `isa`.
+/// `gate` becomes `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`: the same bits on every set. The processor
+/// runs `isa`.
 pub fn gated(isa: Isa, gate: &mut [f32], up: &[f32]) {
     match isa {
         Isa::Scalar => gated_loop(gate, up),

@@ -223,8 +223,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Computes the experts' outputs, or where they are summed at once all that this needs, on a thread of a region: `x` is
-    /// T x H. What is in `next` is read afterwards.
+    /// Computes the experts' outputs, or where they are summed at once all that this needs, on a thread of a region:
+    /// `x` is T x H. What is in `next` is read afterwards.
     pub fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: Activations, next: Option<&'s Prefetch<'s>>) {
         thread.prefetch(Some(&self.prefetches[0]));
         for stage in 0..2 {
