@@ -84,8 +84,8 @@ class Names:
         for pattern, names in found.items():
             for name in sorted(names, key=_natural):
                 rule.add_tensor(first, name, pattern, partial(self._checkpoint.tensor, name))
-        made = rule.convert(first, model=model, config=model.config)[parameter]
-        tensor: torch.Tensor = made[0] if isinstance(made, list) else made
+        made = rule.convert(first, model=model, config=model.config).get(parameter)
+        tensor: torch.Tensor | None = made[0] if isinstance(made, list) else made
         return tensor
 
     def below(self, path: str) -> Iterator[tuple[str, str]]:
