@@ -81,8 +81,8 @@ the products, computed by transformers' own code), *every*, *identity* or *produ
 (`moepack.checkpoint.experts` says what these are).
 
 Sources that come quantized are decoded a matrix at a time. Compressing made-up checkpoints of two layers of 50 * 10^6
-weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and 590 MB
-from mxfp4; 1 GiB + 4 times the largest layer, 1,476 MB, is promised (`python benches/sources.py --experts 8`,
+weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
+590 MB from mxfp4; 1 GiB + 4 times the largest layer, 1,476 MB, is promised (`python benches/sources.py --experts 8`,
 benches/results/sources-zen3.json).
 
 | architecture | verdict | experts | calibrated | reason |
