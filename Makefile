@@ -62,7 +62,7 @@ format: setup ## Rewrite the sources in the project's format
 
 FUZZ_SECONDS ?= 60
 
-fuzz: ## Fuzz each target for FUZZ_SECONDS under AddressSanitizer; installs a nightly compiler and cargo-fuzz
+fuzz: ## Fuzz each target for FUZZ_SECONDS under AddressSanitizer; installs a nightly compiler
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
 wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/, for every Linux since glibc 2.17

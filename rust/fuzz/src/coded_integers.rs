@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a coded tensor: all instruction sets decode the same, products do not leave it, and codes that are
-//! encoded again come back.
+//! Arbitrary bytes as a coded tensor: all instruction sets decode the same, products do not leave it, and codes that
+//! are encoded again come back.
 
 use moepack_core::Error;
 use moepack_core::formats::coded::{self, Coded, CodedView};

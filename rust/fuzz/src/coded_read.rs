@@ -1,4 +1,5 @@
-//! Arbitrary bytes as an entropy-coded group-wise tensor: its products are those of the plain tensor that it stands for.
+//! Arbitrary bytes as an entropy-coded group-wise tensor: its products are those of the plain tensor that it stands
+//! for.
 
 use moepack_core::Error;
 use moepack_core::formats::coded_groupwise::Coded;

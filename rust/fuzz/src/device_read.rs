@@ -1,5 +1,5 @@
-//! Arbitrary bytes as the layout for GPUs of a coded tensor: what is read back is read safely, and what verifies makes a
-//! layout that comes back.
+//! Arbitrary bytes as the layout for GPUs of a coded tensor: what is read back is read safely, and what verifies
+//! makes a layout that comes back.
 
 use moepack_core::Error;
 use moepack_core::formats::coded::{Coded, device};

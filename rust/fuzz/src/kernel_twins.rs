@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a tensor that verifies: the kernels of every instruction set multiply as the scalar ones do, which
-//! multiply as its numbers do.
+//! Arbitrary bytes as a tensor that verifies: the kernels of every instruction set multiply as the scalar ones do,
+//! which multiply as its numbers do.
 
 use moepack_core::Error;
 use moepack_core::simd::Isa;

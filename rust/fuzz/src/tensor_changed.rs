@@ -1,5 +1,5 @@
-//! A tensor whose bytes change after it was opened, as in a mapped file that somebody writes to: readers return, or stop
-//! by a panic, and never leave the bytes.
+//! A tensor whose bytes change after it was opened, as in a mapped file that somebody writes to: readers return, or
+//! stop by a panic, and never leave the bytes.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

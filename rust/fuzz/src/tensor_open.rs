@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a packed tensor of whatever format they name: what opening checks, alone, so that it runs often. No
-//! kernel is linked in, whose edges coverage would count after each run.
+//! Arbitrary bytes as a packed tensor of whatever format they name: what opening checks, alone, so that it runs
+//! often. No kernel is linked in, whose edges coverage would count after each run.
 
 use moepack_core::formats::{channels, codebook, coded, coded_groupwise, compensated, groupwise, ternary};
 use moepack_core::types::Shape;

@@ -1,4 +1,5 @@
-//! Arbitrary bytes as a packed tensor of whatever format they name: everything that reads them returns, whatever they are.
+//! Arbitrary bytes as a packed tensor of whatever format they name: everything that reads them returns, whatever they
+//! are.
 
 use moepack_core::Error;
 use moepack_core::simd::Isa;

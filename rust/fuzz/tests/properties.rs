@@ -1,5 +1,5 @@
-//! Tensors of every format and of any shape: what is packed verifies, decodes, and is multiplied alike by the kernels of all
-//! instruction sets, which is what the targets hold of bytes that verify.
+//! Tensors of every format and of any shape: what is packed verifies, decodes, and is multiplied alike by the kernels
+//! of all instruction sets, which is what the targets hold of bytes that verify.
 
 use moepack_core::Result;
 use moepack_core::formats::groupwise::{self, ParameterType, Spec, View};
