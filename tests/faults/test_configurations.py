@@ -9,6 +9,7 @@ from fault_support import assert_refused_by_every_method, faulty, refused
 
 import moepack
 from moepack import CheckpointError, LoadError, UnsupportedModelError
+from moepack.integrations import transformers
 from moepack.integrations.loading import open_model
 
 ABSURD = {
@@ -69,3 +70,10 @@ def test_a_config_of_a_sound_model_is_taken_whatever_else_it_says(mixtral: Path,
     report = moepack.compress(faulty(mixtral, tmp_path, unused), tmp_path / "out", method="ternary")
     assert json.loads((report.path / "config.json").read_text())["note"] == {"size": -1}
     shutil.rmtree(report.path)
+
+
+def test_tied_weights_count_once(switch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder-decoder has its embedding in four places; a packed one has little else outside of packed modules."""
+    out = moepack.compress(switch, tmp_path / "out", method="rate", bits_per_weight=4.0).path
+    monkeypatch.setattr(transformers, "SMALL", 0)
+    assert moepack.load(out).config.model_type == "switch_transformers"

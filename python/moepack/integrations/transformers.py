@@ -266,7 +266,8 @@ def _refuse_oversized(model: Any, directory: Any) -> None:
         LoadError: the parameters that are not packed are more than twice the values that the directory holds for them.
     """
     stored = sum(math.prod(record.shape) for record in directory.manifest.tensors.values() if not record.packed)
-    wanted = sum(parameter.numel() for parameter in model.parameters())
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    wanted = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in tied)
     if wanted > 2 * stored + SMALL:
         message = f"makes a model of {wanted} values outside the packed modules, the files hold {stored}"
         raise LoadError(message, file=directory.path / "config.json")
