@@ -350,6 +350,9 @@ def table(options: argparse.Namespace) -> None:
     for model, found in known.get("rules", {}).items():
         for rule in RULES:
             print(f"| {model} | {rule} | " + " | ".join(f"{value:.3f}" for value in found[rule].values()) + " |")
+    for model, found in known.get("recall", {}).items():
+        for name, values in found.items():
+            print(f"| {model} | {name} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
     models = known.get("packed", {})
     for name in dict.fromkeys(name for found in models.values() for name in found):
         cells = (

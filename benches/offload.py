@@ -8,7 +8,7 @@ the worst case of any cache.
 `channels`: the model has Mixtral's proportions at half its width (8 experts of 3 x 7168 x 2048, 2 a token, at random)
 and is packed as by `floe`: random up projections of 2 bits, random int8 records, of which a token wants a fifth. How
 much tokens agree on channels decides what a cache can do, so rows of up projections have scales of a log-normal
-distribution (`SKEW`; figures of trained models beside it), largest first, as `floe` stores them. Single channels
+distribution (`SKEW`), largest first, as `floe` stores them. Single channels
 stream beside whole experts of the same directory in the same memory, and beside mapped files.
 
 Each side runs in a process of its own whose memory, page cache included, is limited by a control
@@ -47,7 +47,7 @@ SKIPPED = 0.8
 
 SKEW = 0.3
 """Standard deviation of the logarithm of the scales of channels: the tenth that is wanted most is wanted by 42 % of
-tokens and the tenth wanted least by 2 %; on WikiText, those of mixtral-25m (80 % skipped) by 54 % and by 7 %."""
+tokens, and the tenth that is wanted least by 2 %."""
 
 
 @contextmanager
