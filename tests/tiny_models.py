@@ -124,5 +124,10 @@ def build(architecture: str, directory: Path, seed: int = 0, **save: Any) -> Pat
     start = {"decoder_start_token_id": 0} if architecture == "switch_transformers" else {"bos_token_id": 2}
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=1, **start)
     model.save_pretrained(directory, **save)
-    _tokenizer().save_pretrained(directory)
+    write_tokenizer(directory)
     return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of single bytes into a checkpoint."""
+    _tokenizer().save_pretrained(directory)

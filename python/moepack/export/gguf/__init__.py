@@ -1,0 +1,140 @@
+"""A GGUF file that llama.cpp runs: its names and hyperparameters, the tokenizer, packed tensors in its blocks.
+
+Architectures are those of `models.MODELS`. What llama.cpp would compute or read otherwise is refused with the reason,
+before anything is written.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moepack.errors import LoadError, UnsupportedModelError
+from moepack.export.directory import dense_entries
+from moepack.export.gguf.blocks import blocks, open_tensor, q4_0_blocks, q8_0_blocks
+from moepack.export.gguf.models import Model, model_of
+from moepack.export.gguf.vocabulary import Vocabulary
+from moepack.format.atomic import disk_errors
+from moepack.format.directory import PackedDirectory
+from moepack.format.shard import Entry
+from moepack.groupwise import GroupwiseTensor
+
+__all__ = ["export_gguf", "q4_0_blocks", "q8_0_blocks"]
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file: its name, shape, kind of values, and its bytes when they are asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    data: Callable[[], NDArray[np.uint8]]
+
+    def announce(self, gguf: Any, writer: Any) -> None:
+        """Tell the writer of it."""
+        kind = gguf.GGMLQuantizationType[self.kind]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*self.shape[:-1], self.shape[-1] // block * size)
+        writer.add_tensor_info(self.name, shape, np.dtype(np.uint8), math.prod(shape), kind)
+
+
+def export_gguf(directory: Path, out: Path) -> int:
+    """Write one GGUF file; arguments and errors as for `export`.
+
+    Raises:
+        LoadError: the package `gguf` is not installed (`pip install moepack[export]`).
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise LoadError("the package gguf is needed: pip install 'moepack[export]'") from error
+    source = PackedDirectory.open(directory)
+    packed = {name: open_tensor(source, name) for name in source.manifest.packed()}
+    model = model_of(source.config)
+    vocabulary = Vocabulary(source.path, source.config["vocab_size"])
+    tensors = [*_packed(gguf, model, source, packed), *_dense(gguf, model, source)]
+    if _HEAD not in {tensor.name for tensor in tensors}:
+        tensors += [_Tensor(_HEAD, t.shape, t.kind, t.data) for t in tensors if t.name == _EMBEDDING]
+    partial = out.with_name(f".{out.name}.moepack-tmp")
+    try:
+        with disk_errors(out):
+            writer = gguf.GGUFWriter(partial, model.name)
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            model.write(gguf, writer, source.config)
+            vocabulary.write(gguf, writer)
+            _write(gguf, writer, tensors)
+            os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return out.stat().st_size
+
+
+def _write(gguf: Any, writer: Any, tensors: list[_Tensor]) -> None:
+    """Announce all tensors, then write them one by one."""
+    for tensor in tensors:
+        tensor.announce(gguf, writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        writer.write_tensor_data(tensor.data())
+    writer.close()
+
+
+def _packed(gguf: Any, model: Model, source: PackedDirectory, tensors: dict[str, GroupwiseTensor]) -> Iterator[_Tensor]:
+    """Packed tensors, in blocks; what llama.cpp wants as vectors of numbers, in float32."""
+    rename = model.names(gguf, source.config)
+    for name, tensor in tensors.items():
+        record = source.manifest.tensors[name]
+        assert record.module is not None and record.projection is not None
+        renamed = model.expert_name(record.module, record.projection) if record.experts else rename(name)
+        if _is_vector(renamed):
+            yield _vector(renamed, lambda tensor=tensor: tensor.dequantize(), tensor.shape)  # type: ignore[misc]
+            continue
+        order = model.order(renamed, tensor.shape[-2], source.config)
+        kind = {4: "Q4_0", 8: "Q8_0"}[tensor.bits]
+        yield _Tensor(renamed, tensor.shape, kind, lambda tensor=tensor, order=order: blocks(tensor, order))  # type: ignore[misc]
+
+
+def _dense(gguf: Any, model: Model, source: PackedDirectory) -> Iterator[_Tensor]:
+    """Tensors that were never packed, bit for bit, vectors and routers in float32."""
+    rename = model.names(gguf, source.config)
+    for entry in (entry for entries in dense_entries(source) for entry in entries):
+        if entry.dtype not in _DTYPES:
+            raise UnsupportedModelError(f"llama.cpp has no plain tensors of {entry.dtype}", tensor=entry.name)
+        renamed = rename(entry.name)
+        if len(entry.shape) == 1 or _is_vector(renamed) or "ffn_gate_inp" in renamed:
+            yield _vector(renamed, lambda entry=entry: _values(entry), entry.shape)  # type: ignore[misc]
+            continue
+        order = model.order(renamed, entry.shape[0], source.config)
+        yield _Tensor(renamed, entry.shape, entry.dtype, lambda entry=entry, order=order: _bytes(entry, order))  # type: ignore[misc]
+
+
+def _is_vector(name: str) -> bool:
+    """Whether llama.cpp has a vector where transformers has a matrix of one row."""
+    return name.endswith(".ffn_gate_inp_shexp.weight")
+
+
+def _vector(name: str, values: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> _Tensor:
+    """A tensor in float32."""
+    shape = shape[-1:] if _is_vector(name) else shape
+    return _Tensor(name, shape, "F32", lambda: values().float().contiguous().view(-1).numpy().view(np.uint8))
+
+
+def _values(entry: Entry) -> torch.Tensor:
+    return torch.frombuffer(bytearray(entry.data()), dtype=_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _bytes(entry: Entry, order: NDArray[np.int64] | None) -> NDArray[np.uint8]:
+    data = np.frombuffer(entry.data(), np.uint8)
+    return data if order is None else data.reshape(len(order), -1)[order].reshape(-1)

@@ -1,0 +1,65 @@
+"""Symmetric group-wise integers in llama.cpp's blocks: four bits as Q4_0, eight bits as Q8_0.
+
+Both hold 32 columns a block with one f16 scale, `d * (q - 8)` and `d * q`; a group of 64 becomes two blocks with the
+same scale, so every value stays what it was. Refused are other bits, offsets, groups of 16, rows that 32 does not
+divide, and bfloat16 scales that f16 cannot hold.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moepack.errors import UnsupportedModelError
+from moepack.format.directory import PackedDirectory
+from moepack.groupwise import GroupwiseTensor
+
+__all__ = ["blocks", "open_tensor", "q4_0_blocks", "q8_0_blocks"]
+
+BLOCK = 32
+
+
+def open_tensor(source: PackedDirectory, name: str) -> GroupwiseTensor:
+    """Open a packed tensor that GGUF's blocks can hold; `UnsupportedModelError` says why another one cannot."""
+    record = source.manifest.tensors[name]
+    if record.kind != GroupwiseTensor.kind:
+        message = f"only group-wise integers can be written so, not '{record.kind}'; `--to bf16` writes anything"
+        raise UnsupportedModelError(message, file=source.path, tensor=name)
+    tensor = GroupwiseTensor(source.tensor(name), file=source.path / record.file, tensor=name)
+    columns, width = tensor.shape[-1], tensor.group_size
+    reason = None
+    if tensor.bits not in (4, 8):
+        reason = f"it has {tensor.bits} bits; Q4_0 and Q8_0 have 4 and 8"
+    elif not tensor.symmetric:
+        reason = "it has offsets"
+    elif columns % BLOCK or (width % BLOCK and width != columns):
+        reason = f"groups of {width} of {columns} columns are no blocks of {BLOCK}"
+    elif not bool((tensor.scales.half().float() == tensor.scales).all()):
+        reason = "a scale is beyond float16"
+    if reason:
+        raise UnsupportedModelError(f"GGUF cannot hold it: {reason}", file=source.path, tensor=name)
+    return tensor
+
+
+def blocks(tensor: GroupwiseTensor, order: NDArray[np.int64] | None = None) -> NDArray[np.uint8]:
+    """All blocks of a tensor, flat, its rows in an order of their own if there is one."""
+    codes = tensor.decode().reshape(-1, tensor.shape[-1] // BLOCK, BLOCK).numpy()
+    repeat = tensor.group_size // BLOCK
+    scales = tensor.scales.repeat_interleave(repeat, dim=-1).reshape(len(codes), -1)[:, : codes.shape[1]]
+    make = q4_0_blocks if tensor.bits == 4 else q8_0_blocks
+    made = make(codes, scales.to(torch.float16).numpy())
+    return (made if order is None else made[order]).reshape(-1)
+
+
+def q4_0_blocks(codes: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """Blocks `[N, B, 18]` of codes `[N, B, 32]` and scales `[N, B]`: the scale, then columns i and i + 16 in byte i."""
+    nibbles = codes[..., :16] | codes[..., 16:] << 4
+    return np.concatenate([_bytes(scales), nibbles], axis=-1)
+
+
+def q8_0_blocks(codes: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """Blocks `[N, B, 34]` of codes `[N, B, 32]` and scales `[N, B]`: the scale, then signed bytes."""
+    return np.concatenate([_bytes(scales), codes ^ 0x80], axis=-1)
+
+
+def _bytes(scales: NDArray[np.float16]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(scales).view(np.uint8).reshape(*scales.shape, 2)

@@ -1,0 +1,228 @@
+"""GGUF files: what gguf's reader finds in them, that llama.cpp agrees where it is installed, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, normalizers, processors
+
+import moepack
+from moepack import UnsupportedModelError
+from moepack.export import export
+from moepack.export.gguf.models import model_of
+from moepack.export.gguf.pieces import scores
+from moepack.export.gguf.vocabulary import Vocabulary
+from moepack.format import PackedDirectory
+from moepack.methods.finequant import FineQuant
+from tiny_models import write_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 96, "head_dim": 32, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "num_key_value_heads": 4},
+}
+NAMES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe"}
+
+Make = Callable[..., Path]
+
+
+def write_pieces(directory: Path) -> None:
+    """Write a tokenizer of pieces: control tokens, all bytes, letters, and some joint pieces."""
+    pieces = ["<unk>", "</s>", "<s>", *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *"Taehlnst"]
+    merges = [("h", "e"), ("t", "he"), ("\u2581", "the"), ("a", "s")]
+    vocabulary = {piece: number for number, piece in enumerate([*pieces, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.add_special_tokens(["<unk>", "</s>", "<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", bos_token="<s>"
+    )
+    fast.save_pretrained(directory)
+
+
+def add_merges(directory: Path) -> None:
+    """Write a tokenizer of single bytes and two merges."""
+    write_tokenizer(directory)
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] |= {"th": 285, "the": 286}
+    content["model"]["merges"] = [["t", "h"], ["th", "e"]]
+    file.write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Packed directories of tiny models, with what is to be set otherwise."""
+
+    def make(architecture: str, **settings: Any) -> Path:
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model(architecture, **SIZES | OWN[architecture] | settings)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape) * scale)
+        folder = tmp_path_factory.mktemp(architecture)
+        model.save_pretrained(folder / "source")
+        add_merges(folder / "source")
+        method = FineQuant(bits=4, group_size=32, dense_bits=8)
+        moepack.compress(folder / "source", folder / "packed", method=method)
+        return folder / "packed"
+
+    return make
+
+
+@pytest.fixture(scope="module", params=OWN)
+def exported(request: Any, packed: Make) -> tuple[str, Path, Path]:
+    directory = packed(request.param)
+    export(directory, directory.with_name("model.gguf"), "gguf")
+    return request.param, directory, directory.with_name("model.gguf")
+
+
+def test_every_tensor_has_llama_cpps_name_and_its_values(exported: tuple[str, Path, Path]) -> None:
+    architecture, directory, file = exported
+    reader = gguf.GGUFReader(file)
+    assert reader.fields["general.architecture"].contents() == NAMES[architecture]
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    known = gguf.MODEL_TENSORS[next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == NAMES[architecture])]
+    patterns = {gguf.TENSOR_NAMES[kind] for kind in known}
+    for name in tensors:
+        stem = name.rsplit(".", 1)[0]
+        assert stem in patterns or stem.replace(stem.split(".")[1], "{bid}", 1) in patterns, name
+    source = PackedDirectory.open(directory)
+    for projection in ("gate", "up", "down"):
+        (name,) = [n for n, r in source.manifest.packed().items() if r.experts and ".1." in n and projection in n]
+        tensor = tensors[f"blk.1.ffn_{projection}_exps.weight"]
+        assert tensor.tensor_type.name == "Q4_0"
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(values, source.blob(name).dequantize())
+    queries = gguf.dequantize(tensors["blk.0.attn_q.weight"].data, tensors["blk.0.attn_q.weight"].tensor_type)
+    expected = source.blob("model.layers.0.self_attn.q_proj.weight").dequantize()[0]
+    if architecture == "mixtral":  # llama.cpp turns neighbouring features
+        expected = expected.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+    assert np.array_equal(queries, expected)
+    assert tensors["output_norm.weight"].tensor_type.name == "F32" and "output.weight" in tensors
+
+
+def test_the_tokenizer_is_in_the_file(exported: tuple[str, Path, Path]) -> None:
+    _, directory, file = exported
+    fields = gguf.GGUFReader(file).fields
+    content = json.loads((directory / "tokenizer.json").read_text())
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == SIZES["vocab_size"]
+    assert all(tokens[number] == token for token, number in content["model"]["vocab"].items())
+    assert fields["tokenizer.ggml.model"].contents() == "gpt2" and fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+
+
+def answers_of_llama_cpp(file: Path, texts: Sequence[str]) -> Iterator[tuple[str, int, dict[int, float]]]:
+    """Texts with how many tokens llama.cpp makes of each, and the logarithms of the probabilities of 100 next ones.
+
+    Where the likeliest is the end, llama.cpp tells none.
+    """
+    llama = pytest.importorskip("xllamacpp", reason="llama.cpp (xllamacpp) is not installed")
+    settings = llama.CommonParams()
+    settings.model.path = str(file)
+    settings.n_ctx, settings.n_parallel, settings.warmup, settings.fit_params = 256, 1, False, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    server = llama.Server(settings)
+    for text in texts:
+        asked = {"prompt": text, "n_predict": 1, "n_probs": 100, "temperature": 0.0, "cache_prompt": False}
+        answer = server.handle_completions(asked)
+        answer = answer if isinstance(answer, dict) else json.loads(answer)
+        if told := answer["choices"][0]["logprobs"]:
+            top = told["content"][0]["top_logprobs"]
+            yield text, answer["usage"]["prompt_tokens"], {entry["id"]: entry["logprob"] for entry in top}
+
+
+def assert_llama_cpp_agrees(directory: Path, file: Path) -> None:
+    """Up to a mean difference of 0.05 in logarithms of probabilities: it rounds activations to 8 bits."""
+    texts = "There, then: the sea was calm, and she'd 12 ships. \u00e9t\u00e9", "The end\n\n of the  tale?"
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(directory), moepack.load(directory, torch.float32)
+    moepack.set_compute_mode("exact", model)
+    answers = [*answers_of_llama_cpp(file, texts)]
+    assert answers
+    for text, tokens, found in answers:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            expected = model(input_ids=ids).logits[0, -1].log_softmax(-1)
+        assert (tokens, len(found)) == (ids.shape[1], 100)
+        assert sum(abs(found[token] - expected[token].item()) for token in found) / len(found) < 0.05
+
+
+def test_llama_cpp_agrees(exported: tuple[str, Path, Path]) -> None:
+    assert_llama_cpp_agrees(*exported[1:])
+
+
+def test_pieces_of_sentences(exported: tuple[str, Path, Path], tmp_path: Path) -> None:
+    """A tokenizer as Mixtral's: spaces are characters, bytes fall back, a space comes before the text."""
+    if exported[0] != "mixtral":
+        pytest.skip("one architecture is enough")
+    directory = tmp_path / "packed"
+    shutil.copytree(exported[1], directory)
+    write_pieces(directory)
+    export(directory, tmp_path / "model.gguf", "gguf")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "llama"
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    assert kinds.count(gguf.TokenType.BYTE) == 256 and kinds.count(gguf.TokenType.UNKNOWN) == 1
+    assert_llama_cpp_agrees(directory, tmp_path / "model.gguf")
+
+
+def test_merges_that_are_no_order_of_pieces_have_no_scores() -> None:
+    tokens, merges = ["a", "b", "c", "ab", "bc", "abc"], [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
+    assert scores(tokens, merges) == [-3.0, -3.0, -3.0, 0.0, -1.0, -2.0]
+    assert scores(tokens, merges[:3]) is None  # llama.cpp would join a and bc too
+    assert scores(tokens, [*merges[:2], merges[2], ("b", "c"), merges[3]]) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "reason"),
+    [
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob=False"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=True"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads=4"),
+        ("mixtral", {"sliding_window": 64}, "sliding_window"),
+        ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "'yarn'"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    architecture: str, settings: dict[str, Any], reason: str
+) -> None:
+    config = transformers.AutoConfig.for_model(architecture, **SIZES | OWN[architecture]).to_dict()
+    model_of(config)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        model_of(config | settings)
+
+
+def test_other_architectures_and_tokenizers_are_refused(exported: tuple[str, Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="'jetmoe' is not written"):
+        model_of({"model_type": "jetmoe"})
+    with pytest.raises(UnsupportedModelError, match="needs a tokenizer"):
+        Vocabulary(tmp_path, 300)
+    content = json.loads((exported[1] / "tokenizer.json").read_text())
+    for change, reason in (
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "rule that splits"),
+        ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
+        ({"model": {**content["model"], "type": "Unigram"}}, "Unigram"),
+        ({"model": {**content["model"], "merges": []}}, "no merges"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
+        with pytest.raises(UnsupportedModelError, match=reason):
+            Vocabulary(tmp_path, 300)
