@@ -133,7 +133,8 @@ def test_generation_is_that_of_transformers(packed: Any, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["deepseek_v2", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_instruction_sets_and_threads_compute_alike(packed: Any, variant: str) -> None:
     model = decoder_of(moepack.load(packed(variant, False), dtype="float32", mode="exact"))
-    plan, threads, outputs = Plan(model), _core.threads(), []
+    plan, threads = Plan(model), _core.threads()
+    outputs: list[torch.Tensor] = []
     try:
         for isa, count in [*((isa, 2) for isa in _core.available_isas()), ("scalar", 1)]:
             _core.set_threads(count)
@@ -152,7 +153,7 @@ def test_instruction_sets_and_threads_compute_alike(packed: Any, variant: str) -
     assert torch.equal(outputs[scalar], outputs[-1])
 
 
-def empty(expected: Any) -> tuple[Any, Any]:
+def empty(expected: Any) -> Any:
     """Room for four tokens, or states of none."""
     if isinstance(expected, Tokens):
         return tuple(torch.zeros(expected.form.heads, 4, width).numpy() for width in expected.form.widths)

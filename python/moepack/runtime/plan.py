@@ -197,8 +197,8 @@ class Plan:
         _require_children(rule, {"conv1d", "norm", "out_proj", *parts})
         for part in parts:
             _require(getattr(rule, part).bias is None, "biases of a delta rule")
-        window = rule.conv_dim, rule.conv_kernel_size
-        self.caches.append(States((1, *window), (1, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim), self.dtype))
+        inputs = 1, rule.conv_dim, rule.conv_kernel_size
+        self.caches.append(States(inputs, (1, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim), self.dtype))
         return {
             "inputs": [self._matrix(getattr(rule, part)) for part in parts],
             "convolution": self._vector(rule.conv1d, "weight"),
@@ -229,7 +229,8 @@ class Plan:
         _require(self._family.has(router, self._family.router), type(router).__name__)
         _require_children(router, set())
         _require(set(router._parameters) <= {"weight", "bias"}, "parameters of the router")
-        groups, method = None, getattr(router, "topk_method", "group_limited_greedy")
+        groups: tuple[int, int, int] | None = None
+        method = getattr(router, "topk_method", "group_limited_greedy")
         _require(method in ("greedy", "group_limited_greedy"), f"the router's method {method}")
         if method != "greedy" and (getattr(router, "num_group", None) or 1) > 1:
             groups = int(router.num_group), int(router.topk_group), self._family.summed
@@ -282,7 +283,7 @@ class Plan:
             "order": "pairs to halves" if interleaved else self._family.order,
         }
 
-    def _linear(self, module: nn.Module) -> tuple[Any, Any]:
+    def _linear(self, module: Any) -> tuple[Any, Any]:
         return self._matrix(module), None if module.bias is None else self._vector(module, "bias")
 
     def _matrix(self, module: nn.Module) -> Any:
@@ -307,7 +308,7 @@ class Plan:
         _require(weight.dtype == self.dtype, "the dtype of a matrix")
         return views.dense_matrix(weight), None
 
-    def _values(self, module: nn.Module) -> Any:
+    def _values(self, module: Any) -> Any:
         """The values of a linear layer without a bias, row by row."""
         _require(module.bias is None, "a bias")
         if type(module) is not PackedLinear:

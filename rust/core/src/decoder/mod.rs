@@ -1,9 +1,9 @@
 //! A decoding step: one token through all layers of a decoder in one parallel region.
 //!
-//! A layer is a mixer of tokens and experts, each behind a norm and added to what came in: h = x + mixer(norm x), y = h
-//! + experts(norm h), as in Llama and its descendants. A mixer is attention of heads ([`Attention`]: Mixtral, Qwen-MoE,
-//! OLMoE, GLM-4, gpt-oss), attention to latents ([`Latent`]: DeepSeek) or the gated delta rule ([`Delta`]: most layers
-//! of Qwen3-Next); which norms, biases, gates, windows and routers there are is data.
+//! A layer is a mixer of tokens and experts, each behind a norm and added to what came in, as in Llama and its
+//! descendants: `h = x + mixer(norm x)`, `y = h + experts(norm h)`. A mixer is attention of heads ([`Attention`]: Mixtral,
+//! Qwen-MoE, OLMoE, GLM-4, gpt-oss), attention to latents ([`Latent`]: DeepSeek) or the gated delta rule ([`Delta`]: most
+//! layers of Qwen3-Next); which norms, biases, gates, windows and routers there are is data.
 //!
 //! Matrices are [`Projection`]s of any format; the engine of [`crate::gemm::layer`] multiplies them. What is beside the
 //! matrices costs little, so that most phases of it are one unit of work and other threads wait: waking them once a

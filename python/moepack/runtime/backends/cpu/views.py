@@ -61,7 +61,7 @@ def packed_matrix(matrix: Matrix, mode: str | None) -> tuple[PackedTensor, str |
     return (matrix, product_mode(matrix, mode)) if isinstance(matrix, PackedTensor) else None
 
 
-def decoded(matrix: Matrix, dtype: torch.dtype) -> NDArray[Any]:
+def decoded(matrix: Any, dtype: torch.dtype) -> NDArray[Any]:
     """The values of a packed matrix as one row of one of `FLOATS`."""
     return np.ascontiguousarray(matrix.dequantize(str(dtype).removeprefix("torch."))).reshape(-1)
 

@@ -141,7 +141,8 @@ mod tests {
                 let g = f64::from(gate).min(7.0);
                 let u = f64::from(up).clamp(-7.0, 7.0);
                 let expected = g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0);
-                assert!((f64::from(found) - expected).abs() <= 1e-6 * expected.abs().max(1e-3));
+                // Rounding alpha * g alone is worth 5e-7 of the result where it matters.
+                assert!((f64::from(found) - expected).abs() <= 2e-6 * expected.abs().max(1e-3));
             }
         }
     }

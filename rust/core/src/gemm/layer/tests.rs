@@ -205,7 +205,7 @@ fn biases_are_added_to_products() {
     };
     let mut found = vec![f32::NAN; x.len()];
     layer.forward(&x[..], routing, &mut found, isa, &pool).unwrap();
-    let product = |matrix: &Groupwise, expert: usize, x: &[f32]| {
+    let product = |matrix: &dyn Projection, expert: usize, x: &[f32]| {
         let mut y = vec![0.0; matrix.shape().rows];
         matmul(matrix, expert, x, 1, &mut y, &pool).unwrap();
         y
