@@ -55,6 +55,7 @@ def fisher(
     gradients = _Squares(whole, dict(owners(model, whole)), tokens)
     windows = samples.inputs[torch.linspace(0, len(samples.inputs) - 1, min(WINDOWS, len(samples.inputs))).long()]
     generator, progress, peak = torch.Generator().manual_seed(0), progress or Silent(), PeakMemory()
+    progress.prepare("reading some of the text, for what an error of each tensor costs")
     progress.start(windows[:, :LENGTH].numel(), 0, "tokens")
     progress.stage("what errors count")
     try:

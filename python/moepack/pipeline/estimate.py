@@ -44,9 +44,9 @@ TOKEN_SECONDS = 3e-10
 SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
 """Seconds of solving on a text by `auto` and `rate`, of one thread of a Xeon (Sapphire Rapids): to begin a layer of
 experts or a linear layer; for each column, and each weight, in each pass; and to factorise a Hessian, for its columns
-cubed (benches/expected.py)."""
+cubed."""
 
-DENSE_PASSES, EXPERT_PASSES = 5.0, 2.6
+DENSE_PASSES, EXPERT_PASSES = 3.7, 2.5
 """Passes over a linear layer and over experts, in the mean."""
 
 PROCESS = 450 << 20

@@ -40,7 +40,7 @@ LADDER = 2.0 ** (torch.arange(-12, 13, dtype=torch.float64) / 4)
 LOWEST, HIGHEST, EXACT = -40.0, 8.0, 0.004
 """Octaves around the mean loss of a weight that becomes zero in which the price is searched; to which it is found."""
 
-PASSES, TOLERANCE = 6, 0.001
+PASSES, TOLERANCE = 4, 0.001
 """Passes over a group at most; two at least, for lengths follow from codes. A layer this near to its bits is done."""
 
 
