@@ -127,9 +127,8 @@ def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeyp
         plans[name] = estimate(TINY_MOE, tmp_path / "out", method)
         formats = {type(method.decided(name)) for name in method._known.shapes}
         assert formats == ({list, float} if name == "fast" else {float})  # widths, steps
-    quality = estimate(TINY_MOE, tmp_path / "out", Auto(bits_per_weight=4.0))
-    assert plans["fast"].tokens_per_second > 2 * plans["alike"].tokens_per_second
-    assert plans["alike"].loss == pytest.approx(quality.loss, rel=0.05) and plans["fast"].loss > quality.loss
+    fast, alike = plans["fast"], plans["alike"]
+    assert fast.tokens_per_second > 1.3 * alike.tokens_per_second and fast.loss > alike.loss
 
 
 def test_rows_are_held_where_tables_list_their_integers() -> None:
