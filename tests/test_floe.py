@@ -24,6 +24,7 @@ from moepack.methods.floe import Floe
 from moepack.methods.floe.channels import by_channels
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.pipeline import compress
+from moepack.runtime.backends.cpu import CpuBackend
 from moepack.runtime.experts import RefinedExperts, SparseExperts
 from moepack.runtime.streaming import statistics_of
 from oracle import channels as oracle
@@ -156,6 +157,9 @@ def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Pa
             expected[token], computed = expected[token] + share * part, computed + int(chosen.sum())
         torch.testing.assert_close(module(x, index, weights), expected.float(), rtol=1e-4, atol=1e-5)
         assert abs(module.computed - computed) <= 1 and module.asked == 9 * up.shape[1]
+        matrices = [module.matrix(name) for name in module.projections]
+        traced = CpuBackend().experts(matrices, x, index, weights, module.act_fn, module.mode)
+        assert torch.equal(traced, module(x, index, weights))
     assert 0.05 < sum(module.computed / module.asked for module in sparse_modules(model)) / 2 < 0.6
     export(tmp_path / "out", tmp_path / "plain")
     opened, (gate, _, down) = (

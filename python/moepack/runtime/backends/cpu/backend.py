@@ -78,8 +78,11 @@ class CpuBackend(Backend):
         mode: str | None,
     ) -> Tensor:
         """See `Backend.experts`."""
-        if len(matrices) == 2 and getattr(matrices[1], "kind", "") == CHANNELS:
-            return self.sparse_experts(matrices, x, index, weights, mode)[0]
+        if getattr(matrices[-1], "kind", "") == CHANNELS:
+            if len(matrices) == 2:
+                return self.sparse_experts(matrices, x, index, weights, mode)[0]
+            outputs, ups = self.coarse_experts(matrices, x, index, weights, mode)
+            return outputs.add_(self.sparse_channels(matrices[-1], x, index, weights, ups)[0])
         weights = weights.float().contiguous()
         if len(matrices) == 3 and is_silu(activation) and all(isinstance(matrix, PackedTensor) for matrix in matrices):
             gate, up, down = cast(Sequence[PackedTensor], matrices)
