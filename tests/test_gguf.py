@@ -222,6 +222,7 @@ def test_other_architectures_and_tokenizers_are_refused(exported: tuple[str, Pat
         ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
         ({"model": {**content["model"], "type": "Unigram"}}, "Unigram"),
         ({"model": {**content["model"], "merges": []}}, "no merges"),
+        ({"model": {**content["model"], "ignore_merges": True}}, "ignore_merges"),
     ):
         (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
         with pytest.raises(UnsupportedModelError, match=reason):

@@ -47,6 +47,9 @@ class Vocabulary:
             raise self._refused(f"the model {self._model['type']}")
         if not self._model["merges"]:
             raise self._refused("no merges, and llama.cpp needs some")
+        for setting in ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"):
+            if self._model.get(setting):
+                raise self._refused(f"{setting} {self._model[setting]!r}")
         self._pieces = are_pieces(self._content)
         self._split = "default" if self._pieces else self._rule(self._content.get("pre_tokenizer") or {})
 
@@ -55,11 +58,11 @@ class Vocabulary:
         tokens, types = self._tokens(gguf.TokenType)
         merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in self._model["merges"]]
         if self._pieces:
-            found = scores(tokens, merges)
-            if found is None:
+            order = scores(tokens, merges)
+            if order is None:
                 raise self._refused("merges that are no order of pieces")
             writer.add_tokenizer_model("llama")
-            writer.add_token_scores(found)
+            writer.add_token_scores(order)
             writer.add_add_space_prefix(begins_with_space(self._content))
         else:
             writer.add_tokenizer_model("gpt2")
@@ -75,8 +78,10 @@ class Vocabulary:
                 getattr(writer, f"add_{name}_token_id")(numbers[token])
         writer.add_add_bos_token(self._adds("bos_token"))
         writer.add_add_eos_token(self._adds("eos_token"))
-        if isinstance(template := self._config.get("chat_template"), str):
-            writer.add_chat_template(template)
+        template = self._file.with_name("chat_template.jinja")
+        found = template.read_text("utf-8") if template.is_file() else self._config.get("chat_template")
+        if isinstance(found, str):
+            writer.add_chat_template(found)
 
     def _tokens(self, kinds: Any) -> tuple[list[str], list[int]]:
         """All tokens by their numbers, and what kind each is."""
