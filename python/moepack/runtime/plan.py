@@ -191,7 +191,7 @@ class Plan:
     def _delta(self, rule: Any) -> dict[str, Any]:
         _require(self._family.has(rule, "GatedDeltaNet"), type(rule).__name__)
         _require(rule.activation == "silu" and rule.conv1d.bias is None, "the convolution")
-        parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        parts: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         if "in_proj_qkvz" in rule._modules:
             parts = ("in_proj_qkvz", "in_proj_ba")
         _require_children(rule, {"conv1d", "norm", "out_proj", *parts})
