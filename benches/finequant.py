@@ -112,7 +112,7 @@ class Budgeted(FineQuant):
 
     measured: list[Any]
 
-    def prepare(self, checkpoint: Checkpoint, model: Any) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: Any, progress: Any = None) -> None:
         """Allocate only."""
         self._sizes = plan_sizes(self.measured, self.bits_per_weight, self.symmetric)
 

@@ -18,6 +18,7 @@ import moepack
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.methods.floe import Floe
 from moepack.methods.floe.thresholds import Decision
+from moepack.progress import Progress
 from moepack.runtime.experts import SparseExperts
 from moepack.runtime.streaming import ChannelStore, StreamingStore, statistics_of
 from moepack.runtime.streaming.blocks import BLOCK, Blocks
@@ -146,7 +147,7 @@ class Skipping(Floe):
 
     threshold = 1.0
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         shares = (0.7,) * 6
         decision = Decision((self.threshold,) * 6, (), (), shares, shares)
         self._decisions = {layer.name: decision for layer in model.layers if self.arranged(layer)}

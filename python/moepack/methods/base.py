@@ -23,7 +23,7 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.stage import Shape, Weights
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.checkpoint.rewritten import Rewriting
-from moepack.progress import Progress, Silent
+from moepack.progress import Progress
 
 __all__ = ["Expected", "LayerPlan", "Method", "PackedTensor", "Shape", "Solution", "Stage", "Weights"]
 
@@ -90,9 +90,6 @@ class Method(ABC):
 
     packs_empty: ClassVar[bool] = False
     """Whether it packs tensors without values, such as experts of no width."""
-
-    progress: Progress = Silent()
-    """Where `prepare` shows how far it has come; set by who calls it."""
 
     @property
     @abstractmethod
@@ -175,9 +172,16 @@ class Method(ABC):
         """Whether sizes are known only after `prepare`, whose second call for a checkpoint costs nothing."""
         return False
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods prepare nothing
+    def prepare(  # noqa: B027 - most methods prepare nothing
+        self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None
+    ) -> None:
         """Decide what concerns the whole model. Called once a job, resumed or not, before the first stage; must come
         to the same result each time.
+
+        Args:
+            checkpoint: what is compressed.
+            model: its description.
+            progress: is told how far the work has come, where it takes long.
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.

@@ -30,7 +30,7 @@ from moepack.memory import available_bytes
 from moepack.methods import Method, Weights
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
-from moepack.progress import Progress, Silent
+from moepack.progress import Progress
 from moepack.runtime.speeds import kept_speeds, token_seconds
 
 __all__ = ["Estimate", "Part", "estimate"]
@@ -181,8 +181,7 @@ def estimate(
     if method.budget is not None and disk > free:
         raise DiskError(f"needs up to {disk:,} bytes, {free:,} are free", file=target.parent)
     if method.plans:
-        method.progress = progress or Silent()
-        method.prepare(checkpoint, found)
+        method.prepare(checkpoint, found, progress)
     parts = _parts(plan, method)
     kept = sum(path.stat().st_size for path in plan.copies)
     kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)

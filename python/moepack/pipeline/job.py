@@ -149,14 +149,13 @@ def _looked_at(
     """
     if any(method.looks_ahead for method in assignment.methods):
         progress.prepare(f"{assignment.method.name} looks at the whole model first")
-    assignment.method.progress = progress
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
         checkpoint, model = changed, describe(changed)
     with naming_files(checkpoint):
         for method in assignment.methods:
-            method.prepare(checkpoint, model)
+            method.prepare(checkpoint, model, progress)
     return checkpoint, model, keep
 
 

@@ -30,6 +30,7 @@ from moepack.methods.files import kept_bytes
 from moepack.methods.rate import Rate
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
+from moepack.progress import Progress, Silent
 from moepack.runtime.speeds import kept_speeds, measure_speeds
 from moepack.units import size as in_words
 
@@ -155,7 +156,7 @@ class Auto(Method):
             )
         self._goal, self._packer = goal, None
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Share out the bytes.
 
         Raises:
@@ -166,7 +167,7 @@ class Auto(Method):
         self.aim(checkpoint, model)
         if self._packer is not None:
             return
-        goal, importance = self._known, find_importance(checkpoint, model, self._coder.request, self.progress)
+        goal, importance = self._known, find_importance(checkpoint, model, self._coder.request, progress or Silent())
         if self.prefer == "speed":
             coder, speeds = replace(self._coder, calibration=None), kept_speeds() or measure_speeds()
             self._packer = Mixed.chosen(coder, checkpoint, model, importance, goal.room, goal.shapes, speeds)

@@ -29,6 +29,7 @@ from moepack.methods.finequant.sizes import (
 )
 from moepack.methods.parallel import for_experts
 from moepack.methods.roles import as_number, dense_text, parse_dense_bits
+from moepack.progress import Progress
 from moepack.solvers.groupwise import BITS, GROUP_SIZES, group_values, quantize_groupwise
 
 __all__ = ["FineQuant"]
@@ -156,7 +157,7 @@ class FineQuant(Method):
     def _fixed(self) -> GroupSize:
         return self.group_size if isinstance(self.group_size, int) else None
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Allocate the budget, if there is one.
 
         Raises:

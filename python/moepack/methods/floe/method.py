@@ -31,6 +31,7 @@ from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
 from moepack.methods.rate import Rate
 from moepack.methods.roles import as_number
+from moepack.progress import Progress
 from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
 from moepack.solvers.groupwise import BITS, quantize_groupwise
 from moepack.solvers.hqq import HalfQuadratic
@@ -137,7 +138,7 @@ class Floe(Method):
             return Expected(packed_bytes(weights.shape, self.up_bits, self.group_size, symmetric=False), exact=False)
         return Expected(_core.packed_bytes("channels", weights.shape, bits=self.bits), exact=True)
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Find the thresholds; runs the model over the calibration set, again when a job is resumed."""
         samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
         self._calibration_sha256 = samples.fingerprint()

@@ -23,6 +23,7 @@ from moepack.methods.milo.ranks import parse_ranks
 from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, residual_spectrum
 from moepack.methods.parallel import for_experts
 from moepack.methods.roles import as_number
+from moepack.progress import Progress
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine, round_to_nearest
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
@@ -145,7 +146,7 @@ class Milo(Method):
         policies = {term.policy for term in self._terms}
         return self.memory_budget is not None or bool(policies & {"budget", "kurtosis", "frequency"})
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Decide the ranks.
 
         Raises:

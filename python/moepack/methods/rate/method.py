@@ -25,6 +25,7 @@ from moepack.methods.coverage import coverage_notes
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step, free_bits
+from moepack.progress import Progress
 from moepack.solvers.priced import WORTH, largest_at, low_bits_of, round_priced
 from moepack.solvers.uniform import UniformSettings
 
@@ -126,7 +127,7 @@ class Rate(Method):
         """Return the bits that were asked for: tensors of narrow weights will take fewer, others more."""
         return Expected(math.prod(weights.shape) * self.bits_per_weight / 8, exact=False)
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Find the step.
 
         Raises:
