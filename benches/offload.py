@@ -139,7 +139,7 @@ def made_up() -> Any:
             return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
 
         def scales(self, rows: int) -> Any:
-            """Of the rows of an up projection, largest first, in powers of two's sixteenths, which are short floats."""
+            """Scales of an up projection's rows, largest first, in sixteenths, which are short floats."""
             normal = np.array([NormalDist(0, SKEW).inv_cdf((rows - i - 0.5) / rows) for i in range(rows)])
             return (np.round(16 * np.exp(normal)) / 16 / 4096).clip(1 / 65536).astype(np.float32)
 

@@ -108,7 +108,7 @@ def _option(setting: str, text: str, *declarations: str, **more: Any) -> Any:
 Size = Annotated[str | None, _option("size", "Size of all files of weights: 9GB, 7.5GiB, 5e9.")]
 Ratio = Annotated[float | None, _option("ratio", "The size as a part of the checkpoint's: 0.25.")]
 Prefer = Annotated[
-    str | None, _option("prefer", "quality (default), or speed: formats of fixed width, whose products are faster.")
+    str | None, _option("prefer", "quality (default), or speed: formats whose products are fast here, at some loss.")
 ]
 Code = Annotated[str | None, _option("code", "fsv8 (default) or dict16.")]
 Calibration = Annotated[

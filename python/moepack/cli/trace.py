@@ -12,7 +12,7 @@ from moepack.cli.usage import wrong_usage
 __all__ = ["trace_command"]
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
-"""Of all experts, how many the caches hold."""
+"""Sizes of the caches, as shares of all experts."""
 
 
 def trace_command(

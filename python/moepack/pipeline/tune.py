@@ -72,7 +72,7 @@ def tune(
     for file, record in source.manifest.files.items():
         check_size(source.path / file, record.size)
     checkpoint = open_checkpoint(original)
-    # Of a checkpoint that was changed before it was packed, what it was changed by follows.
+    # Behind a plus follows what the checkpoint was changed by before it was packed.
     if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
         message = f"{original}: is not what {packed} was made of, or was changed since"
         warnings.warn(message, MoepackWarning, stacklevel=2)

@@ -6,7 +6,7 @@ from typing import Any
 __all__ = ["Messages", "Prompt", "has_template", "positions", "prompt_ids"]
 
 Messages = Sequence[Mapping[str, Any]]
-"""Of a chat: each has a `role` (system, user, assistant) and a `content`."""
+"""Messages of a chat: each has a `role` (system, user, assistant) and a `content`."""
 
 Prompt = str | Messages
 

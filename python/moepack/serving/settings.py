@@ -8,7 +8,7 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a server.
+    """Settings of a server.
 
     Attributes:
         name: of the model, as clients call it.

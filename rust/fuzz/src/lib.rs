@@ -48,7 +48,7 @@ pub fn is_small(shape: Shape, limit: usize) -> bool {
 /// The products of a tensor's last expert with tokens of `x`: tokens x rows.
 ///
 /// # Errors
-/// Those of the projection. There must be an expert.
+/// What the projection refuses. There must be an expert.
 pub fn product(
     tensor: &dyn Tensor,
     data: &[u8],

@@ -95,7 +95,7 @@ struct ExpertsOf {
     down: Matrix,
     /// alpha and limit of a clamped gate.
     clamped: Option<(f32, f32)>,
-    /// Of gate and up in turns, and of down.
+    /// Biases of gate and up in turns, and of down.
     biases: Option<(Vector, Vector)>,
 }
 

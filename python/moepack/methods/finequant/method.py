@@ -39,7 +39,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ROW, ADAPTIVE, MEAN, BUDGET = "row", "adaptive", "adaptive-mean", "budget"
 
 ALPHA = {ADAPTIVE: 0.35, MEAN: 0.87}
-"""Of the adaptive rules, where none is given."""
+"""Defaults of alpha for the adaptive rules."""
 
 
 @dataclass

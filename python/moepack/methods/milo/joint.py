@@ -105,7 +105,7 @@ class _Alternation:
         self.active = torch.arange(len(weights), device=weights.device)
         self.traces: list[list[float]] = [[] for _ in range(len(weights))]
         self.windows = [deque[float](maxlen=settings.window) for _ in range(len(weights))]
-        # Of the active matrices: the weights, and in turn their compensation and what the codes leave of them.
+        # For the active matrices: the weights, and in turn their compensation and what the codes leave of them.
         self.part, self.rest = weights, torch.zeros_like(weights)
         self.start: AffineCodes | None = None
         self.space: Tensor | None = None

@@ -218,7 +218,7 @@ class Milo(Method):
         return matrix
 
     def _residual_ranks(self, matrices: torch.Tensor, found: Compensated) -> list[int | None]:
-        """Of plain quantization (table 2), where it is cheap."""
+        """Ranks of what plain quantization leaves (table 2), where they are cheap to find."""
         side = min(matrices.shape[1:])
         if side > FULL_SIDE // 4 or not side:
             return [None] * len(matrices)

@@ -144,7 +144,7 @@ class Blocks:
             return self._absent(blocks)
 
     def _absent(self, blocks: Numbers) -> Numbers:
-        """Those blocks that are not in memory, with room made for them: from here on they are coming."""
+        """Find blocks that are not in memory and make room for them: from here on they are coming."""
         missing: Numbers = blocks[self._state[blocks] == _ABSENT]
         if (excess := self._resident + len(missing) - self.budget) > 0:
             free = np.flatnonzero((self._state == _THERE) & (self._holders == 0))

@@ -62,13 +62,13 @@ struct Sizes {
 
 /// A token's way into the state.
 struct Token {
-    /// Of each head of keys.
+    /// Queries of each head of keys.
     queries: Vec<f32>,
-    /// In the same way.
+    /// Keys of each head of keys.
     keys: Vec<f32>,
-    /// Of each head of values.
+    /// Values of each head of values.
     values: Vec<f32>,
-    /// In the same way.
+    /// Gates of each head of values.
     gates: Vec<f32>,
     /// For each head of values how much of the state stays, and how much of what it lacks is added.
     rates: Vec<[f32; 2]>,

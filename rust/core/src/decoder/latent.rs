@@ -31,23 +31,23 @@ pub struct Latent<'a> {
     pub latent: Linear<'a>,
     /// The norm of the latent, rank values.
     pub norm: Norm<'a>,
-    /// Of each head K, plain x rank, then V, width x rank.
+    /// What expands the latent: for each head K, plain x rank, then V, width x rank.
     pub expansion: Activations<'a>,
     /// Applied to the heads' outputs: heads * width columns.
     pub output: Linear<'a>,
     /// Heads.
     pub heads: usize,
-    /// What products of queries and keys count.
+    /// The factor of products of queries and keys.
     pub scale: f32,
 }
 
 /// A token's queries, latent and turned key.
 struct Token {
-    /// heads x (plain + turned).
+    /// Queries, heads x (plain + turned).
     queries: Vec<f32>,
-    /// As the cache holds it.
+    /// The latent as the cache holds it.
     latent: Vec<f32>,
-    /// As the cache holds it.
+    /// The turned key as the cache holds it.
     key: Vec<f32>,
 }
 
@@ -57,7 +57,7 @@ struct Step<'a> {
     past: Past<'a>,
     /// The latent with the turned key, and queries or what they are made of.
     inputs: Matrices<'a>,
-    /// Of what they are made of.
+    /// What queries are made of, normalised.
     query_latent: OnceLock<Vec<f32>>,
     queries: Option<Matrices<'a>>,
     output: Matrices<'a>,
@@ -78,10 +78,11 @@ struct Step<'a> {
 #[derive(Clone, Copy)]
 struct Sizes {
     rank: usize,
-    /// Of a head's query: values that are not turned, and those that are.
+    /// Values of a head's query that are not turned.
     plain: usize,
+    /// Values of a head's query that are turned.
     turned: usize,
-    /// Of a head's output.
+    /// Values of a head's output.
     width: usize,
 }
 

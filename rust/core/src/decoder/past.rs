@@ -97,7 +97,7 @@ impl Read<'_> {
 }
 
 impl Past<'_> {
-    /// The same cache for a shorter time.
+    /// Borrows the cache for a shorter time.
     pub(super) fn reborrow(&mut self) -> Past<'_> {
         Past {
             keys: self.keys.reborrow(),

@@ -53,7 +53,7 @@ impl Steps {
     }
 }
 
-/// Whose registers a tile is for.
+/// Kinds of registers that a tile is laid out for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// Words of four neighbouring activations, [padded columns / 4, lines]: a vector's broadcasts.

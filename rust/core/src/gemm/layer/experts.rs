@@ -35,9 +35,9 @@ pub struct Layer<'a> {
 /// Biases of all experts of a layer.
 #[derive(Debug, Clone, Copy)]
 pub struct Biases<'a> {
-    /// Of gate and up in turns, E x 2 I.
+    /// Biases of gate and up in turns, E x 2 I.
     pub gate_up: Activations<'a>,
-    /// Of down, E x H.
+    /// Biases of down, E x H.
     pub down: Activations<'a>,
 }
 
