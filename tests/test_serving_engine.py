@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import MixtralForCausalLM
 
+from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
 from moepack.runtime.prefix import new_cache
@@ -244,3 +245,8 @@ def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(engine, mo
     long, short = ask(engine, text, max_new_tokens=2), ask(engine, "x", max_new_tokens=6)
     engine.start()
     assert short.text() and long.text() == generate(model, engine.tokenizer, text, Sampling(max_new_tokens=2)).text
+
+
+def test_an_encoder_decoder_is_refused(tokenizer):
+    with pytest.raises(LoadError, match="only decoders are served"):
+        Engine(tiny_model(SWITCH), tokenizer)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from moepack.errors import LoadError
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import positions
 from moepack.runtime.sampling import Sampling
@@ -55,12 +56,17 @@ class Engine:
         queue: the most sequences that wait for a slot.
         context: the most tokens of a sequence; None takes what the model was made for.
         seconds: the most time of an answer, waiting included.
+
+    Raises:
+        LoadError: the model is an encoder-decoder.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, slots: int = 16, queue: int = 256, context: int | None = None,
         seconds: float = 600.0,
     ) -> None:  # fmt: skip
+        if model.config.is_encoder_decoder:
+            raise LoadError("only decoders are served: this model reads one text and writes another")
         self.model, self.tokenizer = model, tokenizer
         self.slots, self.queue, self.seconds = slots, queue, seconds
         limit = positions(model)
