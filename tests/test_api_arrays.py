@@ -151,7 +151,7 @@ def same(found: Any, expected: Any, library: type) -> None:
         assert found == expected
         return
     assert isinstance(found, library)
-    values = np.asarray(found)
+    values = np.asarray(found.detach() if isinstance(found, torch.Tensor) else found)
     assert values.dtype == expected.numpy().dtype
     np.testing.assert_array_equal(values, expected.numpy())
 
