@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress, describe, load
+from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress, describe, load, verify
 from moepack.calibration import Calibrator
 from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.skeleton import Skeleton
@@ -28,6 +28,7 @@ from moepack.census.tiny import tiny_model
 from moepack.checkpoint.experts import form_of
 from moepack.cli import app
 from moepack.export import export
+from moepack.format import PackedDirectory
 from moepack.integrations.diagnosis import who_decodes
 from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
@@ -170,22 +171,59 @@ def test_a_setting_that_is_no_number_is_refused(tmp_path: Path) -> None:
     refused(saved("glm4_moe", tmp_path, hidden_size=float("nan")), "transformers cannot build it")
 
 
-@pytest.mark.parametrize(
+PREDICTION = pytest.mark.parametrize(
     ("model_type", "layer", "extra"),
     [("glm4_moe", "model.layers.1", "model.layers.2"), ("qwen3_next", "model.layers.0", "mtp.layers.0")],
 )
-def test_multi_token_prediction_is_kept(model_type: str, layer: str, extra: str, tmp_path: Path) -> None:
-    """A layer behind the last one, as GLM-4.5 stores it, or under `mtp`, as Qwen3-Next and MiMo do."""
+"""A layer of multi-token prediction behind the last one, as in GLM-4.5, or under `mtp`, as in Qwen3-Next and MiMo."""
+
+
+def with_prediction(model_type: str, layer: str, extra: str, source: Path) -> dict[str, torch.Tensor]:
+    """Write a model with such a layer, made of another one; return the layer's tensors."""
     skip_unknown(model_type)
-    saved(model_type, tmp_path / "source")
-    tensors = load_file(tmp_path / "source" / "model.safetensors")
-    kept = {f"{extra}{name.removeprefix(layer)}": x + 1 for name, x in tensors.items() if name.startswith(f"{layer}.")}
-    save_file(tensors | kept, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    saved(model_type, source)
+    tensors = load_file(source / "model.safetensors")
+    added = {f"{extra}{name.removeprefix(layer)}": x + 1 for name, x in tensors.items() if name.startswith(f"{layer}.")}
+    save_file(tensors | added, source / "model.safetensors", {"format": "pt"})
+    return added
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+@PREDICTION
+def test_multi_token_prediction_is_kept(model_type: str, layer: str, extra: str, tmp_path: Path) -> None:
+    kept = with_prediction(model_type, layer, extra, tmp_path / "source")
     report = compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
     assert any(f"{extra}: " in note and "are kept as they are" in note for note in report.notes)
-    found = {name: x for file in (tmp_path / "packed").glob("*.safetensors") for name, x in load_file(file).items()}
+    found = tensors_of(tmp_path / "packed")
     assert len(kept) > 8 and all(torch.equal(found[name], x) for name, x in kept.items())
     assert load(tmp_path / "packed")(input_ids=IDS).logits.isfinite().all()
+
+
+@PREDICTION
+def test_multi_token_prediction_is_packed_on_request(model_type: str, layer: str, extra: str, tmp_path: Path) -> None:
+    """Whatever packs the rest, unseen by the model, and exported where it was."""
+    added = with_prediction(model_type, layer, extra, tmp_path / "source")
+    for name, bits in ("kept", None), ("packed", 8):
+        compress(tmp_path / "source", tmp_path / name, method=Rate(4.0, roles="none"), mtp_bits=bits)
+    kept, packed = (load(tmp_path / name)(input_ids=IDS).logits for name in ("kept", "packed"))
+    assert torch.equal(kept, packed)
+    assert verify(tmp_path / "packed").ok
+    records = PackedDirectory.open(tmp_path / "packed").manifest.packed().values()
+    assert {record.projection for record in records if record.beyond} == {"gate_proj", "up_proj", "down_proj"}
+    export(tmp_path / "packed", tmp_path / "plain")
+    values = tensors_of(tmp_path / "plain")
+    for name, x in added.items():
+        error = (values[name].float() - x.float()).abs().max()
+        assert error <= 0.01 * x.float().abs().max() if ".experts." in name else error == 0, name
+
+
+def test_multi_token_prediction_that_is_not_there_is_not_packed(tmp_path: Path) -> None:
+    saved("glm4_moe", tmp_path / "source")
+    with pytest.raises(ValueError, match="no experts of multi-token prediction"):
+        compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8), mtp_bits=8)
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:

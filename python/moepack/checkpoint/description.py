@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
+from moepack.checkpoint.beyond import KEPT, find_beyond
 from moepack.checkpoint.dense import FLOATS, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.quantized import QuantizedCheckpoint
@@ -47,7 +48,7 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     if isinstance(checkpoint, QuantizedCheckpoint):
         model = replace(model, notes=(*model.notes, checkpoint.note))
     _check_config(checkpoint, (architecture or STANDARD).top_k(checkpoint.config), model.layers[0].experts)
-    return model
+    return replace(model, beyond=tuple(find_beyond(checkpoint, model.dense_names)))
 
 
 def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
@@ -71,7 +72,9 @@ def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> M
     notes: list[str] = []
     for block, number, rests in _blocks(checkpoint, architecture):
         if number >= _layer_count(checkpoint, architecture):
-            notes.append(f"{block} lies behind the model's last layer (multi-token prediction) and is kept as it is.")
+            notes.append(
+                f"{block} lies behind the model's last layer (multi-token prediction) and is kept as it is{KEPT}."
+            )
             continue
         layer = _read_layer(checkpoint, architecture, block, rests, experts)
         if layer.name in layers:

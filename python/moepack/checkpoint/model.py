@@ -119,6 +119,8 @@ class MoeModel:
         notes: what a user should know, in full sentences.
         dense: the linear layers outside the experts, block by block. Their tensors are in `dense_names`: whether they
             are packed is the method's choice.
+        beyond: experts of layers that transformers' model does not have (`checkpoint.beyond`). Their tensors are in
+            `dense_names`: they are packed where somebody asks for it.
     """
 
     architecture: str
@@ -126,3 +128,4 @@ class MoeModel:
     dense_names: tuple[str, ...]
     notes: tuple[str, ...] = ()
     dense: tuple[DenseLayer, ...] = ()
+    beyond: tuple[MoeLayer, ...] = ()

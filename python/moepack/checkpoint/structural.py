@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD
+from moepack.checkpoint.beyond import KEPT
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.dense import FLOATS, DenseLayer, DenseLinear, position
 from moepack.checkpoint.experts import ExpertsForm, Place, form_of, is_experts
@@ -75,7 +76,7 @@ def _beyond(checkpoint: Checkpoint, names: Names, model: torch.nn.Module) -> Ite
         places = sorted({re.sub(r"^((?:\w+\.)*?\d+|\w+)\..*", r"\1", name) for name in matrices})
         yield (
             f"{', '.join(places[:4])}{' and others' * (len(places) > 4)}: {len(matrices)} matrices that transformers' "
-            "model does not have (multi-token prediction, say) are kept as they are."
+            f"model does not have (multi-token prediction, say) are kept as they are{KEPT}."
         )
 
 

@@ -42,6 +42,10 @@ def compress_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")] = False,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
     threads: options.Threads = None,
+    mtp_bits: Annotated[
+        int | None,
+        typer.Option(help="Bits for the experts of multi-token prediction; without, they are kept as they are."),
+    ] = None,
     resume: options.Resume = True,
     quiet: options.Quiet = False,
     method: Annotated[str, typer.Option(help=f"For research: {', '.join(settings.METHODS)}.")] = "auto",
@@ -79,7 +83,9 @@ def compress_command(
     hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
     """
     given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
-    done = run(model, out, method, given, dry_run=dry_run, threads=threads, resume=resume, quiet=quiet)
+    done = run(
+        model, out, method, given, dry_run=dry_run, threads=threads, mtp_bits=mtp_bits, resume=resume, quiet=quiet
+    )
     if done is not None:
         print_report(done)
         print_next(model, out)
@@ -95,6 +101,7 @@ def run(
     *,
     dry_run: bool,
     threads: int | None,
+    mtp_bits: int | None,
     resume: bool,
     quiet: bool,
 ) -> "CompressReport | None":
@@ -114,12 +121,14 @@ def run(
         chosen = create(method, **given)
         try:
             directory = resolve_model(model)
-            plan = estimate(directory, out, chosen, threads, progress)
+            plan = estimate(directory, out, chosen, threads, progress, mtp_bits)
             if dry_run or not quiet:
                 print_plan(plan, Console())
             if dry_run:
                 return None
-            return compress(directory, out, method=chosen, threads=threads, resume=resume, progress=progress)
+            return compress(
+                directory, out, method=chosen, mtp_bits=mtp_bits, threads=threads, resume=resume, progress=progress
+            )
         except KeyboardInterrupt:
             raise interrupted(console, out) from None
 

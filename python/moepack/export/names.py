@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
+from moepack.checkpoint.beyond import LAYOUT
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.errors import CorruptionError, UnsupportedModelError
@@ -66,16 +67,20 @@ def experts_of(source: PackedDirectory) -> list[Experts]:
     Raises:
         CorruptionError: the directory has experts whose block it does not have.
     """
-    manifest, modules = source.manifest, dict[str, dict[str, str]]()
+    manifest, modules, beyond = source.manifest, dict[str, dict[str, str]](), set[str]()
     for name, record in manifest.packed().items():
         if record.experts:
             modules.setdefault(record.module, {})[record.projection] = name
+        if record.beyond:
+            beyond.add(record.module)
     architecture = ARCHITECTURES.get(manifest.architecture)
     model = None if architecture is not None or not modules else meta_model(source.path, source.config)
     dense = [name for name, record in manifest.tensors.items() if not record.experts]
     found = []
     for module, packed in modules.items():
-        if model is not None or architecture is None:
+        if module in beyond:
+            found.append(Experts(module, packed, module.removesuffix(".experts"), LAYOUT))
+        elif model is not None or architecture is None:
             found.append(_as_in_the_model(module, packed, model))
         else:
             found.append(Experts(module, packed, _block(module, architecture, dense), architecture.layouts[0]))

@@ -26,11 +26,12 @@ def quantization_config(
     """Return config.json's `quantization_config`: method, settings, and the packed modules.
 
     `packed` maps the module path of each experts module to its projections and their shapes [experts, rows, columns],
-    and the path of each packed linear layer to {"weight": [rows, columns]}.
+    and the path of each packed linear layer to {"weight": [rows, columns]}; experts that the
+    model does not have are not among them.
     """
     packed: dict[str, dict[str, list[int]]] = {}
     for record in tensors.values():
-        if record.packed:
+        if record.packed and not record.beyond:
             packed.setdefault(record.module, {})[record.projection] = list(record.shape)
     return {"quant_method": QUANT_METHOD, "version": VERSION, "method": method, **settings, "packed": packed}
 

@@ -29,6 +29,8 @@ MAX_MANIFEST = 1 << 28
 """Longest manifest in bytes that is read: some 700,000 tensors."""
 
 DENSE = "dense"
+BEYOND = "beyond"
+"""The detail of packed experts whose layer transformers' model does not have."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class TensorRecord:
     def packed(self) -> bool:
         """Whether the tensor is a packed one."""
         return self.kind != DENSE
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it is packed experts of a layer that transformers' model does not have."""
+        return bool(self.details.get(BEYOND))
 
     @property
     def experts(self) -> bool:

@@ -163,7 +163,8 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
             leftovers.add(rf"(^|\.){re.escape(path)}\.")
             if isinstance(module, PackedEmbedding):
                 self._share_with_heads(model, recorded)
-        model._keys_to_ignore_on_load_unexpected = leftovers
+        beyond = {record.module for record in self._directory.manifest.packed().values() if record.beyond}
+        model._keys_to_ignore_on_load_unexpected = leftovers | {rf"(^|\.){re.escape(path)}\." for path in beyond}
         _refuse_oversized(model, self._directory)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._model = model

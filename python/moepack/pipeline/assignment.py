@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moepack.calibration import CalibrationRequest, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import DenseLayer, MoeModel
 from moepack.checkpoint.dense import position
-from moepack.methods import Method, PackedTensor
+from moepack.methods import Method, PackedTensor, create
 from moepack.registry import open_tensor
 
 __all__ = ["Assignment"]
@@ -74,7 +74,8 @@ class Assignment:
             for layer in model.dense
         )
         experts = map(self.method.arranged, model.layers)
-        layers: list[PackedLayer] = [*(layer for layer in dense if layer.linears), *experts]
+        beyond = (layer for layer in model.beyond if any(x.packed_name in self.others for x in layer.projections))
+        layers: list[PackedLayer] = [*(layer for layer in dense if layer.linears), *experts, *beyond]
         layers.sort(key=lambda layer: position(layer.name))
         tensors = {weights.name: weights for layer in layers for weights in layer_tensors(layer).values()}
         if unknown := self.others.keys() - tensors.keys():
@@ -82,6 +83,20 @@ class Assignment:
         for name in self.others:
             self._check(tensors[name])
         return layers
+
+    def with_beyond(self, model: MoeModel, bits: int | None) -> Assignment:
+        """Pack the experts that transformers' model does not have, too: integers in groups, rounded without a text.
+
+        Raises:
+            ValueError: there are none, or the bits are none that `finequant` knows.
+        """
+        if bits is None:
+            return self
+        if not model.beyond:
+            raise ValueError("there are no experts of multi-token prediction that could be packed")
+        method = create("finequant", bits=bits)
+        names = (part.packed_name for layer in model.beyond for part in layer.projections)
+        return replace(self, others={**dict.fromkeys(names, method), **self.others})
 
     def _check(self, weights: Weights) -> None:
         """Refuse what cannot stand for a tensor."""

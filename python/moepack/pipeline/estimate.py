@@ -29,6 +29,7 @@ from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Method, Weights
 from moepack.methods.parallel import MAX_WORKERS
+from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
 from moepack.progress import Progress
 from moepack.runtime.speeds import kept_speeds, token_seconds
@@ -153,6 +154,7 @@ def estimate(
     method: Method,
     threads: int | None = None,
     progress: Progress | None = None,
+    mtp_bits: int | None = None,
 ) -> Estimate:
     """Estimate what `compress` with the same arguments needs and makes.
 
@@ -162,6 +164,7 @@ def estimate(
         method: the method with its settings.
         threads: threads to use; None means torch's setting.
         progress: where the method shows what it measures.
+        mtp_bits: as for `compress`.
 
     Raises:
         CheckpointError, UnsupportedModelError, InvalidTensorError: as for `compress`.
@@ -176,7 +179,7 @@ def estimate(
     found = describe(checkpoint)
     method.aim(checkpoint, found)
     try_creating(target)
-    plan = make_plan(checkpoint, found, method)
+    plan = make_plan(checkpoint, found, Assignment(method).with_beyond(found, mtp_bits))
     disk, free = space_bound(plan, checkpoint, ()), _free_disk(target)
     if method.budget is not None and disk > free:
         raise DiskError(f"needs up to {disk:,} bytes, {free:,} are free", file=target.parent)
@@ -222,11 +225,15 @@ def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
     method did not plan each of them."""
     alike: dict[tuple[str, str, tuple[int, ...]], list[Weights]] = {}
     for name, weights in _packed_tensors(plan):
-        place = weights.name if method.plans else name if weights.role == "experts" else ""
+        assigned = weights.name in plan.assignment.others
+        place = weights.name if method.plans or assigned else name if weights.role == "experts" else ""
         alike.setdefault((weights.role, place, weights.shape), []).append(weights)
     parts: dict[str, list[Part]] = {}
     for (role, _, shape), members in alike.items():
-        found = method.expected(members[len(members) // 2])
+        middle = members[len(members) // 2]
+        chosen = plan.assignment.of(middle)
+        assert isinstance(chosen, Method), "tensors that come packed are no part of an estimate"
+        found = chosen.expected(middle)
         before, weights_count = sum(member.nbytes for member in members), len(members) * math.prod(shape)
         parts.setdefault(role, []).append(Part(role, weights_count, before, len(members) * found.nbytes, found.exact))
     summed = [_sum(role, found) for role, found in parts.items()]

@@ -33,7 +33,7 @@ from moepack.format.atomic import refuse_existing, try_creating, write_file
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
-from moepack.format.manifest import DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
+from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
 from moepack.methods import Method, PackedTensor, create
@@ -63,6 +63,7 @@ def compress(
     *,
     method: str | Method = "auto",
     others: Mapping[str, Method | PackedTensor] | None = None,
+    mtp_bits: int | None = None,
     threads: int | None = None,
     resume: bool = True,
     progress: Progress | None = None,
@@ -81,6 +82,8 @@ def compress(
         others: tensors that something else packs: by the packed tensor's name (an experts module's path and projection,
             such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's name in the checkpoint) another method,
             or the packed tensor itself, made elsewhere.
+        mtp_bits: packs the experts of multi-token prediction, which are kept as they are otherwise, as integers of
+            2, 3, 4 or 8 bits in groups. A size that was asked for counts them as they were.
         threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it,
             but for methods that run the model: torch's sums do.
         resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
@@ -109,7 +112,7 @@ def compress(
     assignment, progress = Assignment(_chosen(method, settings), others or {}), progress or Silent()
     if threads is not None:
         set_threads(threads)
-    checkpoint, described = _sound(model, target, assignment)
+    checkpoint, described, assignment = _sound(model, target, assignment, mtp_bits)
     state = target.with_name(target.name + STATE)
     checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
     try:
@@ -128,15 +131,18 @@ def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
     return method
 
 
-def _sound(model: str | PathLike[str], target: Path, assignment: Assignment) -> tuple[Checkpoint, MoeModel]:
-    """A checkpoint and its description, once nothing is known that keeps the job from ending well."""
+def _sound(
+    model: str | PathLike[str], target: Path, assignment: Assignment, mtp_bits: int | None
+) -> tuple[Checkpoint, MoeModel, Assignment]:
+    """A checkpoint, its description and what packs it, once nothing is known that keeps the job from ending well."""
     check_text(assignment.method)
     checkpoint = open_checkpoint(resolve_model(model))
     described = describe(checkpoint)
+    assignment = assignment.with_beyond(described, mtp_bits)
     assignment.method.aim(checkpoint, described)
     try_creating(target)  # before the whole model is looked at
     check_source(checkpoint, described, assignment)
-    return checkpoint, described
+    return checkpoint, described, assignment
 
 
 def _looked_at(
@@ -280,7 +286,8 @@ class Job:
 
     def _book(self, shard: ShardRecord) -> None:
         for name, record in shard.tensors.items():
-            self.assignment.method.book(name, record.nbytes)
+            if not record.beyond:
+                self.assignment.method.book(name, record.nbytes)
 
     def _write_layer(self, path: Path, layer: PackedLayer, run: LayerRun | None) -> ShardRecord:
         packed = self.packer.pack(layer, run, {})
@@ -289,12 +296,12 @@ class Job:
             path, [_packed_entry(weights.name, tensor) for weights, tensor in tensors.values()], _METADATA
         )
         self._advance(0)
-        records = {}
+        records, beyond = {}, {BEYOND: True} if layer in self.model.beyond else {}
         for name, (weights, tensor) in tensors.items():
             place = (layer.name, name) if weights.ndim == 3 else (name, WEIGHT)
             records[weights.name] = TensorRecord(
                 path.name, tensor.kind, "U8", weights.shape[-weights.ndim :], tensor.data.nbytes,
-                written.crc32[weights.name], *place, weights.nbytes, dict(tensor.details),
+                written.crc32[weights.name], *place, weights.nbytes, {**tensor.details, **beyond},
             )  # fmt: skip
         return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
 

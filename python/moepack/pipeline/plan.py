@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moepack.calibration import check_source
-from moepack.calibration.stage import PackedLayer
-from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
+from moepack.calibration.stage import PackedLayer, layer_tensors
+from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import CheckpointError, MoepackWarning
 from moepack.format.hub import CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
@@ -66,7 +66,7 @@ def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method | Assignme
     """
     assignment = method if isinstance(method, Assignment) else Assignment(method)
     layers = assignment.layers(model)
-    packed = {unit.source for layer in layers if isinstance(layer, DenseLayer) for unit in layer.linears}
+    packed = {name for layer in layers for weights in layer_tensors(layer).values() for name in weights.sources}
     groups = [*_dense_groups(checkpoint, (name for name in model.dense_names if name not in packed))]
     count = len(layers) + len(groups)
     shards = [Shard(shard_name(i, count), layer) for i, layer in enumerate(layers, 1)]

@@ -56,6 +56,7 @@ class LayerPacker:
         """
         self.assignment, self.advance = assignment, advance
         self.layers = assignment.layers(model)
+        self._beyond = {layer.name for layer in model.beyond}
         request = assignment.request
         self.samples = None if request is None else request.load(checkpoint)
         self._calibrator: Calibrator | None = None
@@ -70,10 +71,14 @@ class LayerPacker:
         if self._calibrator is None:
             yield from (None for _ in self.layers)
             return
-        reached = [layer for layer in self.layers if not _is_end(layer)]
+        reached = [layer for layer in self.layers if not self._is_unreached(layer)]
         runs = self._calibrator.layers({layer.name: layer for layer in reached if isinstance(layer, DenseLayer)})
         for layer in self.layers:
-            yield None if _is_end(layer) else next(runs)
+            yield None if self._is_unreached(layer) else next(runs)
+
+    def _is_unreached(self, layer: PackedLayer) -> bool:
+        """Whether calibration does not run a layer: the embedding, the head, and what the model does not have."""
+        return layer.name in self._beyond or _is_end(layer)
 
     @torch.no_grad()
     def pack(self, layer: PackedLayer, run: LayerRun | None, done: Packed) -> dict[str, PackedTensor]:
