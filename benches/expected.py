@@ -1,11 +1,11 @@
 """What the plan of `auto` expected beside what was measured: increase of the loss, size, time and memory.
 
-    python benches/expected.py benches/results/auto-sizes-h100.json
+    python benches/expected.py benches/results/auto-sizes-*.json
 
 Reads figures of benches/auto_sizes.py. The increase is expected anew, with the present constants, from the errors that
-each row lists by role. Printed are the
-measured increase over the expected one by text, the size over the one asked for, and expected and measured seconds and
-memory where the plan said them; at last, how many increases are within a factor of 1.5, at 0.9 to 5 bits.
+each row lists by role. Printed are the measured increase over the expected one by text, the size over the one asked for,
+and expected and measured seconds and memory where the plan said them; at last, how many increases are within a factor of
+1.5, at 0.9 to 5 bits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ WITHIN = 1.5
 def main() -> None:
     """Print a line for each model and size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", nargs="+", type=Path)
     options = parser.parse_args()
-    rows = [row for row in json.loads(options.results.read_text())["figures"]["rows"] if row["method"] == "auto"]
+    found = [row for file in options.results for row in json.loads(file.read_text())["figures"]["rows"]]
+    rows = [row for row in found if row["method"] == "auto"]
     counted: list[float] = []
     middle: list[float] = []
     for row in sorted(rows, key=lambda row: (row["model"], row["bits"])):

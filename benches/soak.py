@@ -22,6 +22,7 @@ import torch
 
 import machine
 import moepack
+from moepack.errors import UnsupportedModelError
 from moepack.export import export
 from moepack.integrations.loading import open_tokenizer
 from moepack.memory import anonymous_bytes
@@ -65,13 +66,17 @@ def state() -> dict[str, int]:
 def soak(models: list[Path], minutes: float) -> dict[str, object]:
     """Rounds until the time is over."""
     start, rounds, uses, settled = time.monotonic(), 0, 0, None
+    refused: set[str] = set()
     chosen = methods(EXAMPLES / "texts" / "white-fang.txt")
     while (now := time.monotonic() - start) < 60 * minutes or settled is None:
         for model in models:
             for method in chosen.values():
-                with tempfile.TemporaryDirectory() as work:
-                    use(model, Path(work), method)
+                try:
+                    with tempfile.TemporaryDirectory() as work:
+                        use(model, Path(work), method)
                     uses += 1
+                except UnsupportedModelError:  # not every method takes every architecture
+                    refused.add(f"{model.name} by {method.name}")
             found = state()
             passed = (time.monotonic() - start) / 60
             print(f"{model.name}, {uses} uses, {passed:.1f} minutes: {found}", file=sys.stderr, flush=True)
@@ -79,7 +84,8 @@ def soak(models: list[Path], minutes: float) -> dict[str, object]:
         if settled is None and time.monotonic() - start > 15 * minutes:
             settled = found
     growth = {name: found[name] - settled[name] for name in found}
-    return {"minutes": round(now / 60, 1), "rounds": rounds, "uses": uses, "settled": settled, "growth": growth}
+    counts = {"minutes": round(now / 60, 1), "rounds": rounds, "uses": uses, "refused": sorted(refused)}
+    return {**counts, "settled": settled, "growth": growth}
 
 
 def main() -> None:
