@@ -3,9 +3,9 @@
     python benches/expected.py benches/results/auto-sizes-*.json
 
 Reads figures of benches/auto_sizes.py. The increase is expected anew, with the present constants, from the errors that
-each row lists by role. Printed are the measured increase over the expected one by text, the size over the one asked for,
-and expected and measured seconds and memory where the plan said them; at last, how many increases are within a factor of
-1.5, at 0.9 to 5 bits.
+each row lists by role. Printed are the measured increase over the expected one by text, the size over the one asked
+for, and expected and measured seconds and memory where the plan said them; at last, how many increases are within a
+factor of 1.5, at 0.9 to 5 bits.
 """
 
 from __future__ import annotations
