@@ -180,9 +180,7 @@ def estimate(
     method.aim(checkpoint, found)
     try_creating(target)
     plan = make_plan(checkpoint, found, Assignment(method).with_beyond(found, mtp_bits))
-    disk, free = space_bound(plan, checkpoint, ()), _free_disk(target)
-    if method.budget is not None and disk > free:
-        raise DiskError(f"needs up to {disk:,} bytes, {free:,} are free", file=target.parent)
+    disk, free = _disk(plan, checkpoint, target)
     if method.plans:
         method.prepare(checkpoint, found, progress)
     parts = _parts(plan, method)
@@ -214,6 +212,14 @@ def estimate(
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
         tokens_per_second=_tokens_per_second(parts, share, method, bool(checkpoint.config.get("tie_word_embeddings"))),
     )
+
+
+def _disk(plan: Plan, checkpoint: Checkpoint, target: Path) -> tuple[int, int]:
+    """The most bytes that are written, and those that are free; a size that was asked for must fit."""
+    needed, free = space_bound(plan, checkpoint, ()), _free_disk(target)
+    if plan.assignment.method.budget is not None and needed > free:
+        raise DiskError(f"needs up to {needed:,} bytes, {free:,} are free", file=target.parent)
+    return needed, free
 
 
 def _free_disk(target: Path) -> int:
