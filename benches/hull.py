@@ -2,7 +2,7 @@
 
     python benches/hull.py MODEL [MODEL ...] [--weights 1048576] [--threads 1] [--out build/hull.json]
 
-Of each projection and kind of linear layer one tensor is looked at, cut to whole rows. A line a format: bits a weight,
+One tensor of each projection and kind of linear layer is looked at, cut to whole rows. A line a format: bits a weight,
 and the least and the most of its squared error over that of coded integers of the same size, over all tensors. Below 1
 it would lie under their hull. Coded integers are rounded for the least error and coded, so their size is what it is;
 the others are given the benefit of the doubt:

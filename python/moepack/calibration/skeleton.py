@@ -81,7 +81,7 @@ class Skeleton:
     def _fill_buffers(self) -> None:
         """Compute the buffers that no checkpoint stores, such as the frequencies of rotary embeddings.
 
-        Those that transformers does not compute again stay without values: towers that are not run may have them.
+        Buffers that transformers does not compute again stay without values: towers that are not run may have them.
         """
         for module in self.module.modules():
             lost = {

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moepack.cli.device import Device, HostMemory, places
-from moepack.cli.options import MinP, RepetitionPenalty, Stop, System, TopK, TopP
+from moepack.cli.options import (
+    AnyModel,
+    Dtype,
+    MinP,
+    Mode,
+    RepetitionPenalty,
+    Resident,
+    Stop,
+    System,
+    Threads,
+    TopK,
+    TopP,
+)
 from moepack.cli.usage import wrong_usage
 
 if TYPE_CHECKING:
@@ -28,7 +40,7 @@ PROMPT = ">>> "
 
 
 def chat_command(
-    directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
+    directory: AnyModel,
     system: System = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.", min=1)] = 1024,
     temperature: Annotated[
@@ -41,12 +53,10 @@ def chat_command(
     stop: Stop = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers; by default another each time.")] = None,
     history: Annotated[Path | None, typer.Option(help="File that keeps what you typed, for the next time.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
-    mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
-    resident: Annotated[
-        bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
-    ] = False,
+    threads: Threads = None,
+    dtype: Dtype = "auto",
+    mode: Mode = None,
+    resident: Resident = False,
     device: Device = None,
     host_memory: HostMemory = None,
 ) -> None:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moepack.cli.device import Device, HostMemory, places
+from moepack.cli.options import AnyModel, Mode, Threads
 from moepack.cli.usage import wrong_usage
 from moepack.units import size
 
@@ -24,7 +25,7 @@ LINE_INTERVAL = 5.0
 
 
 def eval_command(
-    directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
+    directory: AnyModel,
     text: Annotated[
         Path | None, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)
     ] = None,
@@ -46,9 +47,9 @@ def eval_command(
     shots: Annotated[int | None, typer.Option(help="Examples before each question of a task.", min=0)] = None,
     limit: Annotated[int | None, typer.Option(help="The most questions of a task.", min=1)] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
-    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
+    threads: Threads = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",
-    mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
+    mode: Mode = None,
     device: Device = None,
     host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,

@@ -8,7 +8,19 @@ import typer
 from rich.console import Console
 
 from moepack.cli.device import Device, HostMemory, places
-from moepack.cli.options import MinP, RepetitionPenalty, Stop, System, TopK, TopP
+from moepack.cli.options import (
+    AnyModel,
+    Dtype,
+    MinP,
+    Mode,
+    RepetitionPenalty,
+    Resident,
+    Stop,
+    System,
+    Threads,
+    TopK,
+    TopP,
+)
 from moepack.cli.usage import wrong_usage
 from moepack.units import size
 
@@ -20,7 +32,7 @@ __all__ = ["generate_command"]
 
 
 def generate_command(
-    directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
+    directory: AnyModel,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -42,12 +54,10 @@ def generate_command(
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
-    mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
-    resident: Annotated[
-        bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
-    ] = False,
+    threads: Threads = None,
+    dtype: Dtype = "auto",
+    mode: Mode = None,
+    resident: Resident = False,
     device: Device = None,
     host_memory: HostMemory = None,
 ) -> None:

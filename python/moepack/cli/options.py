@@ -1,5 +1,6 @@
 """Options that several commands have."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,6 +8,13 @@ import typer
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to use; default: all cores.")]
 Resume = Annotated[bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+
+AnyModel = Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")]
+Mode = Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")]
+Resident = Annotated[
+    bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
+]
 
 TopP = Annotated[
     float | None, typer.Option(help="Draw among the likeliest tokens that together have this probability.")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from moepack.cli.evaluate import progress_bar, quiet_transformers
+from moepack.cli.options import Threads
 from moepack.cli.usage import wrong_usage
 
 __all__ = ["report_command"]
@@ -24,7 +25,7 @@ def report_command(
         list[str] | None, typer.Option(help="A text that both models continue; may be given several times.")
     ] = None,
     base_model: Annotated[str | None, typer.Option(help="The original's id on the hub, for the model card.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
+    threads: Threads = None,
 ) -> None:
     """Write report.html (sizes, what was chosen where, quality, what it writes) and README.md into DIRECTORY.
 

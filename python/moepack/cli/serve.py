@@ -2,12 +2,12 @@
 
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moepack.cli.device import Device, HostMemory, places
+from moepack.cli.options import AnyModel, Dtype, Mode, Resident, Threads
 from moepack.cli.usage import wrong_usage
 from moepack.errors import LoadError
 from moepack.units import byte_count
@@ -18,7 +18,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def serve_command(
-    directory: Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")],
+    directory: AnyModel,
     host: Annotated[str, typer.Option(help="Address to listen at; by default this machine's own.")] = LOCAL[0],
     port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -33,12 +33,10 @@ def serve_command(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer if the client does not say.", min=1)] = 512,
     timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.1)] = 600.0,
     max_body: Annotated[str, typer.Option(help="Most bytes of a request, such as 4MB.")] = "4MB",
-    threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.", min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
-    mode: Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")] = None,
-    resident: Annotated[
-        bool, typer.Option("--resident", help="Copy the weights into memory first instead of mapping the files.")
-    ] = False,
+    threads: Threads = None,
+    dtype: Dtype = "auto",
+    mode: Mode = None,
+    resident: Resident = False,
     device: Device = None,
     host_memory: HostMemory = None,
 ) -> None:

@@ -62,4 +62,4 @@ class PackedLoraLinear(nn.Module, LoraLayer):  # type: ignore[misc]
 
     def merge(self, *arguments: Any, **settings: Any) -> None:
         """Refuse: packed weights never change."""
-        raise NotImplementedError("an adapter cannot be merged into packed weights: save it beside them")
+        raise RuntimeError("an adapter cannot be merged into packed weights: save it beside them")

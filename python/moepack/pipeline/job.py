@@ -90,9 +90,6 @@ def compress(
         progress: where progress is shown; None shows nothing.
         settings: of a method given by name; of `auto` size, bits_per_weight or ratio, calibration, prefer.
 
-    Returns:
-        Sizes, times and memory.
-
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or the hub does not give it.
         UnsupportedModelError: its architecture is unknown, it is already quantized, or transformers cannot build it.

@@ -11,6 +11,7 @@ Invariants, beside those of `PackedModule`:
   alone: the same input gives the same output, whatever the number of threads.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A grouped product: rows sorted by expert, and where each expert's begin (`Backend.grouped`)."""
 
 
-class _Routed(PackedModule):
+class _Routed(PackedModule, ABC):
     """Experts as single products, with operations of torch between and behind them: what a gradient is computed by."""
 
     num_experts: int
@@ -73,9 +74,9 @@ class _Routed(PackedModule):
         placed = torch.empty_like(outputs).index_copy(0, order, outputs * share.unsqueeze(-1))
         return placed.view(*index.shape, -1).sum(1)
 
+    @abstractmethod
     def between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
         """The inputs of the last product from the outputs of the first ones, [N, I] each, of the experts [N]."""
-        raise NotImplementedError
 
     def behind(self, outputs: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
         """What becomes of the outputs of the last product, [N, H], before they are weighed."""

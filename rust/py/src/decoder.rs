@@ -85,8 +85,8 @@ impl Decoder {
     ///     position: of the token.
     ///     caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as its bits,
     ///         C-contiguous, the first token that is seen, and how many there are: the token's are written behind them.
-    ///         Of a delta rule the last inputs of its convolution, [1, channels, tokens], and its state, float32
-    ///         [heads, width of keys, width of values], both of which are changed; its numbers are not looked at.
+    ///         For a delta rule these are the last inputs of its convolution, [1, channels, tokens], and its state,
+    ///         float32 [heads, width of keys, width of values], both of which are changed; its numbers are not looked at.
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises:

@@ -1,7 +1,7 @@
 """The thresholds of a model, on a calibration text.
 
-Of |x W_up| under the quantized up projection (FloE, equation 6), or of |silu(x W_gate) * x W_up| under both, times the
-router's weight, with one threshold for all experts of a layer.
+What is compared with a threshold is |x W_up| under the quantized up projection (FloE, equation 6), or, with one
+threshold for all experts of a layer, |silu(x W_gate) * x W_up| under both, times the router's weight.
 
 The model runs block by block with quantized up projections in place of the original ones, nothing skipped. Thresholds
 come from seven eighths of each expert's tokens; the last eighth, which lies behind them in the text, tells what they
