@@ -55,7 +55,7 @@ impl Cache<'_> {
 /// Args:
 ///     layers: for each layer a mapping (`moepack.runtime.plan` writes them).
 ///     rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
-///         what turned values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
+///         what rotated values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
 ///     norm: of the output: weight, epsilon, and what is added to the weight.
 ///
 /// Raises:

@@ -3,11 +3,12 @@
 use std::sync::OnceLock;
 
 use super::norm::Norm;
+use super::output::Output;
 use super::past::Past;
-use super::rotary::Turn;
+use super::rotary::Rotation;
 use super::softmax::{Reading, Rows, Softmax};
 use super::step::Mixing;
-use super::{Linear, add, require};
+use super::{Linear, require};
 use crate::Result;
 use crate::gemm::layer::matrices::Matrices;
 use crate::gemm::layer::prefetch::Prefetch;
@@ -34,13 +35,13 @@ pub struct Attention<'a> {
     pub sinks: Option<Activations<'a>>,
     /// Outputs are multiplied by the sigmoid of a gate.
     pub gated: bool,
-    /// Values of a head, of which the first are turned.
+    /// Values of a head, of which the first are rotated.
     pub width: usize,
     /// What products of queries and keys count.
     pub scale: f32,
 }
 
-/// A token's queries, keys and values, turned to its position.
+/// A token's queries, keys and values, rotated to its position.
 struct Heads {
     /// heads x width.
     queries: Vec<f32>,
@@ -57,9 +58,9 @@ struct Step<'a> {
     weights: &'a Attention<'a>,
     past: Past<'a>,
     inputs: Matrices<'a>,
-    output: Matrices<'a>,
-    /// The memory that is read first by the two.
-    prefetches: [Prefetch<'a>; 2],
+    output: Output<'a>,
+    /// The memory that inputs read first.
+    prefetch: Prefetch<'a>,
     heads: OnceLock<Heads>,
     softmax: Softmax,
     mixed: OnceLock<Vec<f32>>,
@@ -78,28 +79,26 @@ impl Attention<'_> {
     pub(super) fn mixing<'a>(&'a self, past: Past<'a>, threads: usize, isa: Isa) -> Box<dyn Mixing + 'a> {
         let inputs = [&self.query, &self.key, &self.value].map(|linear| &*linear.weights);
         let inputs: [&dyn Projection; 3] = inputs;
-        let job = || Job::of_offsets(&[0, 1]);
-        let inputs = Matrices::new(&inputs, job(), threads);
-        let output = Matrices::new(&[&*self.output.weights], job(), threads);
+        let inputs = Matrices::new(&inputs, Job::of_offsets(&[0, 1]), threads);
         Box::new(Step {
             weights: self,
             softmax: Softmax::new(self.heads(), self.groups(), &past),
             past,
-            prefetches: [inputs.prefetch(threads), output.prefetch(threads)],
+            prefetch: inputs.prefetch(threads),
             inputs,
-            output,
+            output: Output::new(&self.output, threads),
             heads: OnceLock::new(),
             mixed: OnceLock::new(),
             isa,
         })
     }
 
-    pub(super) fn check(&self, hidden: usize, turned: usize) -> Result<()> {
+    pub(super) fn check(&self, hidden: usize, rotated: usize) -> Result<()> {
         let (columns, few) = (self.output.weights.shape().columns, self.key.weights.shape().rows);
         let width = self.width.max(1);
         let fits = self.width > 0 && few > 0 && few % width == 0 && columns > 0 && columns % few == 0;
-        require(fits && turned <= width, || {
-            format!("{columns} outputs and {few} rows of keys for heads of width {width}, {turned} turned")
+        require(fits && rotated <= width, || {
+            format!("{columns} outputs and {few} rows of keys for heads of width {width}, {rotated} rotated")
         })?;
         let rows = if self.gated { 2 * columns } else { columns };
         self.query.check(rows, hidden, "the query projection")?;
@@ -123,7 +122,7 @@ impl Attention<'_> {
 
 impl Step<'_> {
     /// The token's heads, from its products with the matrices.
-    fn turned(&self, turn: &Turn) -> Heads {
+    fn rotated(&self, rotation: &Rotation) -> Heads {
         let weights = self.weights;
         let product = |index: usize, linear: &Linear| {
             let mut sums = self.inputs.values(index).to_vec();
@@ -142,7 +141,7 @@ impl Step<'_> {
             if let Some(norm) = norm {
                 norm.apply(self.isa, heads);
             }
-            turn.apply(heads, weights.width, 0);
+            rotation.apply(heads, weights.width, 0);
         }
         self.past.keys.round(&mut keys);
         self.past.values.round(&mut values);
@@ -173,13 +172,19 @@ impl Step<'_> {
 
 impl Mixing for Step<'_> {
     fn prefetch(&self) -> &Prefetch<'_> {
-        &self.prefetches[0]
+        &self.prefetch
     }
 
-    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], turn: &Turn, next: &'s Prefetch<'s>) {
+    fn run<'s>(
+        &'s self,
+        thread: &mut Thread<'_, 's>,
+        x: &[f32],
+        rotation: &Rotation,
+        next: &'s Prefetch<'s>,
+    ) {
         self.inputs
-            .multiply(thread, Activations::F32(x), Some(&self.prefetches[1]));
-        let heads = thread.once(&self.heads, || self.turned(turn));
+            .multiply(thread, Activations::F32(x), Some(&self.output.prefetch));
+        let heads = thread.once(&self.heads, || self.rotated(rotation));
         let (groups, width) = (self.weights.groups(), self.weights.width);
         let rows = |past, own| Rows { past, own };
         let reading = Reading {
@@ -192,12 +197,11 @@ impl Mixing for Step<'_> {
             self.softmax.compute(self.isa, unit, reading);
         });
         let mixed = thread.once(&self.mixed, || self.outputs(&heads.gates));
-        self.output.multiply(thread, Activations::F32(mixed), Some(next));
+        self.output.multiply(thread, mixed, next);
     }
 
-    fn add(&self, sum: &mut [f32]) {
-        add(Activations::F32(self.output.values(0)), sum);
-        self.weights.output.add_bias(sum);
+    fn output(&self) -> &Output<'_> {
+        &self.output
     }
 
     fn finish(mut self: Box<Self>) {

@@ -8,8 +8,9 @@
 use std::sync::{Mutex, OnceLock};
 
 use super::norm::Norm;
+use super::output::Output;
 use super::past::{Lane, Past};
-use super::rotary::Turn;
+use super::rotary::Rotation;
 use super::step::Mixing;
 use super::{Linear, Weights, add, require};
 use crate::Result;
@@ -83,9 +84,9 @@ struct Step<'a> {
     /// For each head its state, which one unit of work changes.
     states: Vec<Mutex<&'a mut [f32]>>,
     inputs: Matrices<'a>,
-    output: Matrices<'a>,
-    /// The memory that is read first by the two.
-    prefetches: [Prefetch<'a>; 2],
+    output: Output<'a>,
+    /// The memory that inputs read first.
+    prefetch: Prefetch<'a>,
     token: OnceLock<Token>,
     outputs: Vec<OnceLock<Vec<f32>>>,
     mixed: OnceLock<Vec<f32>>,
@@ -108,9 +109,7 @@ impl Delta<'_> {
     pub(super) fn mixing<'a>(&'a self, past: Past<'a>, threads: usize, isa: Isa) -> Box<dyn Mixing + 'a> {
         let Sizes { heads, width, .. } = self.sizes();
         let inputs: Vec<&dyn Projection> = self.inputs.iter().map(|weights| &**weights).collect();
-        let job = || Job::of_offsets(&[0, 1]);
-        let inputs = Matrices::new(&inputs, job(), threads);
-        let output = Matrices::new(&[&*self.output.weights], job(), threads);
+        let inputs = Matrices::new(&inputs, Job::of_offsets(&[0, 1]), threads);
         let Lane::F32(states) = past.values else {
             unreachable!("a cache has been checked")
         };
@@ -121,9 +120,9 @@ impl Delta<'_> {
                 .chunks_exact_mut(width[0] * width[1])
                 .map(Mutex::new)
                 .collect(),
-            prefetches: [inputs.prefetch(threads), output.prefetch(threads)],
+            prefetch: inputs.prefetch(threads),
             inputs,
-            output,
+            output: Output::new(&self.output, threads),
             token: OnceLock::new(),
             outputs: (0..heads).map(|_| OnceLock::new()).collect(),
             mixed: OnceLock::new(),
@@ -321,12 +320,12 @@ fn update_loop(state: &mut [f32], [query, key]: [&[f32]; 2], [decay, rate]: [f32
 
 impl Mixing for Step<'_> {
     fn prefetch(&self) -> &Prefetch<'_> {
-        &self.prefetches[0]
+        &self.prefetch
     }
 
-    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], _: &Turn, next: &'s Prefetch<'s>) {
+    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], _: &Rotation, next: &'s Prefetch<'s>) {
         self.inputs
-            .multiply(thread, Activations::F32(x), Some(&self.prefetches[1]));
+            .multiply(thread, Activations::F32(x), Some(&self.output.prefetch));
         let token = thread.once(&self.token, || self.token());
         thread.phase(self.outputs.len(), |head| {
             self.outputs[head].get_or_init(|| self.head(head, token));
@@ -338,12 +337,11 @@ impl Mixing for Step<'_> {
                 .flat_map(|slot| slot.get().expect("the units are done"));
             made.copied().collect()
         });
-        self.output.multiply(thread, Activations::F32(mixed), Some(next));
+        self.output.multiply(thread, mixed, next);
     }
 
-    fn add(&self, sum: &mut [f32]) {
-        add(Activations::F32(self.output.values(0)), sum);
-        self.weights.output.add_bias(sum);
+    fn output(&self) -> &Output<'_> {
+        &self.output
     }
 
     fn finish(mut self: Box<Self>) {

@@ -1,17 +1,18 @@
 //! Attention to latents (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434, section 2.1).
 //!
-//! The cache holds a latent and a turned key of each token, which all heads share. A head's keys and values are
+//! The cache holds a latent and a rotated key of each token, which all heads share. A head's keys and values are
 //! products of the latent: k = K c, v = V c. They are never made: q k = (K^T q) c, and the sum of values is V times the
 //! sum of latents, so that a step reads K and V once and not once a token.
 
 use std::sync::OnceLock;
 
 use super::norm::Norm;
+use super::output::Output;
 use super::past::Past;
-use super::rotary::Turn;
+use super::rotary::Rotation;
 use super::softmax::{Reading, Rows, Softmax, add_rows};
 use super::step::Mixing;
-use super::{Linear, add, require};
+use super::{Linear, require};
 use crate::Result;
 use crate::gemm::dense::dot;
 use crate::gemm::layer::Job;
@@ -25,9 +26,9 @@ use crate::types::{Activations, from_bf16};
 pub struct Latent<'a> {
     /// What queries are made of, and its norm; the hidden state without it.
     pub query_latent: Option<(Linear<'a>, Norm<'a>)>,
-    /// Queries, heads * (plain + turned) rows: of each head values that are not turned, then those that are.
+    /// Queries, heads * (plain + rotated) rows: of each head values that are not rotated, then those that are.
     pub query: Linear<'a>,
-    /// The latent, then the turned key: rank + turned rows.
+    /// The latent, then the rotated key: rank + rotated rows.
     pub latent: Linear<'a>,
     /// The norm of the latent, rank values.
     pub norm: Norm<'a>,
@@ -41,13 +42,13 @@ pub struct Latent<'a> {
     pub scale: f32,
 }
 
-/// A token's queries, latent and turned key.
+/// A token's queries, latent and rotated key.
 struct Token {
-    /// Queries, heads x (plain + turned).
+    /// Queries, heads x (plain + rotated).
     queries: Vec<f32>,
     /// The latent as the cache holds it.
     latent: Vec<f32>,
-    /// The turned key as the cache holds it.
+    /// The rotated key as the cache holds it.
     key: Vec<f32>,
 }
 
@@ -55,14 +56,14 @@ struct Token {
 struct Step<'a> {
     weights: &'a Latent<'a>,
     past: Past<'a>,
-    /// The latent with the turned key, and queries or what they are made of.
+    /// The latent with the rotated key, and queries or what they are made of.
     inputs: Matrices<'a>,
     /// What queries are made of, normalised.
     query_latent: OnceLock<Vec<f32>>,
     queries: Option<Matrices<'a>>,
-    output: Matrices<'a>,
-    /// The memory that is read first by inputs and output.
-    prefetches: [Prefetch<'a>; 2],
+    output: Output<'a>,
+    /// The memory that inputs read first.
+    prefetch: Prefetch<'a>,
     token: OnceLock<Token>,
     /// For each head K^T q.
     absorbed: Vec<OnceLock<Vec<f32>>>,
@@ -78,10 +79,10 @@ struct Step<'a> {
 #[derive(Clone, Copy)]
 struct Sizes {
     rank: usize,
-    /// Values of a head's query that are not turned.
+    /// Values of a head's query that are not rotated.
     plain: usize,
-    /// Values of a head's query that are turned.
-    turned: usize,
+    /// Values of a head's query that are rotated.
+    rotated: usize,
     /// Values of a head's output.
     width: usize,
 }
@@ -89,11 +90,11 @@ struct Sizes {
 impl Latent<'_> {
     fn sizes(&self) -> Sizes {
         let (heads, rank) = (self.heads.max(1), self.norm.weight.len());
-        let turned = self.latent.weights.shape().rows.saturating_sub(rank);
+        let rotated = self.latent.weights.shape().rows.saturating_sub(rank);
         Sizes {
             rank,
-            plain: (self.query.weights.shape().rows / heads).saturating_sub(turned),
-            turned,
+            plain: (self.query.weights.shape().rows / heads).saturating_sub(rotated),
+            rotated,
             width: self.output.weights.shape().columns / heads,
         }
     }
@@ -106,17 +107,16 @@ impl Latent<'_> {
             .map_or(&self.query, |(linear, _)| linear);
         let inputs = Matrices::new(&[&*self.latent.weights, &*first.weights], job(), threads);
         let second = self.query_latent.as_ref().map(|_| &*self.query.weights);
-        let output = Matrices::new(&[&*self.output.weights], job(), threads);
         let slots = || (0..self.heads).map(|_| OnceLock::new()).collect();
         Box::new(Step {
             weights: self,
             softmax: Softmax::new(self.heads, 1, &past),
             past,
-            prefetches: [inputs.prefetch(threads), output.prefetch(threads)],
+            prefetch: inputs.prefetch(threads),
             inputs,
             query_latent: OnceLock::new(),
             queries: second.map(|weights| Matrices::new(&[weights], job(), threads)),
-            output,
+            output: Output::new(&self.output, threads),
             token: OnceLock::new(),
             absorbed: slots(),
             joined: OnceLock::new(),
@@ -126,16 +126,16 @@ impl Latent<'_> {
         })
     }
 
-    pub(super) fn check(&self, hidden: usize, turned: usize) -> Result<()> {
+    pub(super) fn check(&self, hidden: usize, rotated: usize) -> Result<()> {
         let (heads, sizes) = (self.heads, self.sizes());
         let expansion = heads * (sizes.plain + sizes.width) * sizes.rank;
-        let fits = heads > 0 && sizes.rank > 0 && sizes.width > 0 && sizes.turned == turned;
+        let fits = heads > 0 && sizes.rank > 0 && sizes.width > 0 && sizes.rotated == rotated;
         require(fits && self.expansion.len() == expansion, || {
             let Sizes {
-                rank, turned: found, ..
+                rank, rotated: found, ..
             } = sizes;
             format!(
-                "{heads} heads of latents of {rank} values, {found} of {turned} turned, or their expansion"
+                "{heads} heads of latents of {rank} values, {found} of {rotated} rotated, or their expansion"
             )
         })?;
         let mut columns = hidden;
@@ -145,16 +145,16 @@ impl Latent<'_> {
             norm.check(columns, "the norm of queries")?;
         }
         self.query
-            .check(heads * (sizes.plain + turned), columns, "the query projection")?;
+            .check(heads * (sizes.plain + rotated), columns, "the query projection")?;
         self.latent
-            .check(sizes.rank + turned, hidden, "the projection to latents")?;
+            .check(sizes.rank + rotated, hidden, "the projection to latents")?;
         self.output
             .check(hidden, heads * sizes.width, "the output projection")
     }
 
     pub(super) fn check_past(&self, past: &Past) -> Result<()> {
         let sizes = self.sizes();
-        past.check(1, [sizes.rank, sizes.turned])
+        past.check(1, [sizes.rank, sizes.rotated])
     }
 }
 
@@ -166,7 +166,7 @@ impl Step<'_> {
         sums
     }
 
-    /// The queries' products, without their turn.
+    /// The queries' products, without their rotation.
     fn queries<'s>(&'s self, thread: &mut Thread<'_, 's>) -> &'s [f32] {
         let (Some(queries), Some((linear, norm))) = (&self.queries, &self.weights.query_latent) else {
             return self.inputs.values(1);
@@ -176,33 +176,33 @@ impl Step<'_> {
             norm.apply(self.isa, &mut latent);
             latent
         });
-        queries.multiply(thread, Activations::F32(latent), Some(&self.prefetches[1]));
+        queries.multiply(thread, Activations::F32(latent), Some(&self.output.prefetch));
         queries.values(0)
     }
 
-    fn token(&self, products: &[f32], turn: &Turn) -> Token {
+    fn token(&self, products: &[f32], rotation: &Rotation) -> Token {
         let (weights, sizes) = (self.weights, self.weights.sizes());
         let mut queries = products.to_vec();
         weights.query.add_bias(&mut queries);
-        turn.apply(&mut queries, sizes.plain + sizes.turned, sizes.plain);
+        rotation.apply(&mut queries, sizes.plain + sizes.rotated, sizes.plain);
         let mut latent = self.input(0, &weights.latent);
         let mut key = latent.split_off(sizes.rank);
         weights.norm.apply(self.isa, &mut latent);
-        turn.apply(&mut key, sizes.turned, 0);
+        rotation.apply(&mut key, sizes.rotated, 0);
         self.past.keys.round(&mut latent);
         self.past.values.round(&mut key);
         Token { queries, latent, key }
     }
 
-    /// K^T q of a head, then the part of its query that is turned.
+    /// K^T q of a head, then the part of its query that is rotated.
     fn absorb(&self, head: usize, token: &Token) -> Vec<f32> {
         let Sizes {
             rank,
             plain,
-            turned,
+            rotated,
             width,
         } = self.weights.sizes();
-        let query = &token.queries[head * (plain + turned)..][..plain + turned];
+        let query = &token.queries[head * (plain + rotated)..][..plain + rotated];
         let mut sums = vec![0.0; rank];
         let first = head * (plain + width) * rank;
         weighted(
@@ -274,14 +274,20 @@ fn join(slots: &[OnceLock<Vec<f32>>]) -> Vec<f32> {
 
 impl Mixing for Step<'_> {
     fn prefetch(&self) -> &Prefetch<'_> {
-        &self.prefetches[0]
+        &self.prefetch
     }
 
-    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], turn: &Turn, next: &'s Prefetch<'s>) {
+    fn run<'s>(
+        &'s self,
+        thread: &mut Thread<'_, 's>,
+        x: &[f32],
+        rotation: &Rotation,
+        next: &'s Prefetch<'s>,
+    ) {
         self.inputs
-            .multiply(thread, Activations::F32(x), Some(&self.prefetches[1]));
+            .multiply(thread, Activations::F32(x), Some(&self.output.prefetch));
         let products = self.queries(thread);
-        let token = thread.once(&self.token, || self.token(products, turn));
+        let token = thread.once(&self.token, || self.token(products, rotation));
         thread.phase(self.absorbed.len(), |head| {
             self.absorbed[head].get_or_init(|| self.absorb(head, token));
         });
@@ -292,7 +298,7 @@ impl Mixing for Step<'_> {
             own: &token.latent,
         };
         let keys = Rows {
-            past: self.past.values.read(1, sizes.turned),
+            past: self.past.values.read(1, sizes.rotated),
             own: &token.key,
         };
         let reading = Reading {
@@ -308,12 +314,11 @@ impl Mixing for Step<'_> {
             self.expanded[head].get_or_init(|| self.expand(head));
         });
         let mixed = thread.once(&self.mixed, || join(&self.expanded));
-        self.output.multiply(thread, Activations::F32(mixed), Some(next));
+        self.output.multiply(thread, mixed, next);
     }
 
-    fn add(&self, sum: &mut [f32]) {
-        add(Activations::F32(self.output.values(0)), sum);
-        self.weights.output.add_bias(sum);
+    fn output(&self) -> &Output<'_> {
+        &self.output
     }
 
     fn finish(mut self: Box<Self>) {

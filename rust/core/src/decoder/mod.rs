@@ -18,6 +18,7 @@ mod delta;
 mod feed_forward;
 mod latent;
 mod norm;
+mod output;
 mod past;
 mod rotary;
 mod router;
@@ -137,12 +138,12 @@ impl Decoder<'_> {
     /// Sizes fit together, and to a hidden state of `hidden` values.
     fn check(&self, hidden: usize) -> Result<()> {
         self.norm.check(hidden, "the last norm")?;
-        let turned = 2 * self.rotary.frequencies.len();
+        let rotated = 2 * self.rotary.frequencies.len();
         for block in &self.blocks {
             block.norm.check(hidden, "the first norm of a layer")?;
             match &block.mixer {
-                Mixer::Attention(attention) => attention.check(hidden, turned)?,
-                Mixer::Latent(latent) => latent.check(hidden, turned)?,
+                Mixer::Attention(attention) => attention.check(hidden, rotated)?,
+                Mixer::Latent(latent) => latent.check(hidden, rotated)?,
                 Mixer::Delta(delta) => delta.check(hidden)?,
             }
             block.feed_forward.check(hidden)?;

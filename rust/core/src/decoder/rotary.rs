@@ -1,36 +1,36 @@
-//! Rotary positions: pairs of a head's values are turned by angles that grow with the position.
+//! Rotary positions: pairs of a head's values are rotated by angles that grow with the position.
 
-/// How heads are turned.
+/// How heads are rotated.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
-    /// The angle of each pair at position 1: half as many as values of a head that are turned.
+    /// The angle of each pair at position 1: half as many as values of a head that are rotated.
     pub frequencies: &'a [f32],
-    /// What turned values are multiplied by.
+    /// What rotated values are multiplied by.
     pub scale: f32,
     /// Where pairs lie.
     pub order: Order,
 }
 
-/// Where the two values of a pair lie among those that are turned.
+/// Where the two values of a pair lie among those that are rotated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// Half of them apart.
     Halves,
     /// Side by side.
     Pairs,
-    /// Side by side before they are turned, half of them apart afterwards.
+    /// Side by side before they are rotated, half of them apart afterwards.
     PairsToHalves,
 }
 
-/// The turn at a position.
-pub(super) struct Turn {
+/// The rotation at a position.
+pub(super) struct Rotation {
     cosines: Vec<f32>,
     sines: Vec<f32>,
     order: Order,
 }
 
 impl Rotary<'_> {
-    pub(super) fn at(&self, position: usize) -> Turn {
+    pub(super) fn at(&self, position: usize) -> Rotation {
         let angles = self
             .frequencies
             .iter()
@@ -38,7 +38,7 @@ impl Rotary<'_> {
         let (sines, cosines) = angles
             .map(|angle| (angle.sin() * self.scale, angle.cos() * self.scale))
             .unzip();
-        Turn {
+        Rotation {
             cosines,
             sines,
             order: self.order,
@@ -46,8 +46,8 @@ impl Rotary<'_> {
     }
 }
 
-impl Turn {
-    /// Turns heads of some width in their place: the values from `start` on, two for each frequency.
+impl Rotation {
+    /// Rotates heads of some width in their place: the values from `start` on, two for each frequency.
     pub fn apply(&self, heads: &mut [f32], width: usize, start: usize) {
         let half = self.cosines.len();
         let (apart, side) = ((1, half), (2, 1));
@@ -56,15 +56,15 @@ impl Turn {
             Order::Pairs => (side, side),
             Order::PairsToHalves => (side, apart),
         };
-        let mut turned = vec![0.0; 2 * half];
+        let mut rotated = vec![0.0; 2 * half];
         for head in heads.chunks_exact_mut(width.max(1)) {
             let head = &mut head[start..start + 2 * half];
             for (pair, (cos, sin)) in self.cosines.iter().zip(&self.sines).enumerate() {
                 let (a, b) = (head[pair * from.0], head[pair * from.0 + from.1]);
-                turned[pair * to.0] = a * cos - b * sin;
-                turned[pair * to.0 + to.1] = b * cos + a * sin;
+                rotated[pair * to.0] = a * cos - b * sin;
+                rotated[pair * to.0 + to.1] = b * cos + a * sin;
             }
-            head.copy_from_slice(&turned);
+            head.copy_from_slice(&rotated);
         }
     }
 }
@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn pairs_lie_where_the_order_says() {
         let frequencies = [std::f32::consts::FRAC_PI_2, 0.0];
-        let turned = |order| {
+        let rotated = |order| {
             let (rotary, mut head) = (
                 Rotary {
                     frequencies: &frequencies,
@@ -88,8 +88,8 @@ mod tests {
             rotary.at(1).apply(&mut head, 6, 1);
             head.map(f32::round)
         };
-        assert_eq!(turned(Order::Halves), [9.0, -6.0, 4.0, 2.0, 8.0, 8.0]);
-        assert_eq!(turned(Order::Pairs), [9.0, -4.0, 2.0, 6.0, 8.0, 8.0]);
-        assert_eq!(turned(Order::PairsToHalves), [9.0, -4.0, 6.0, 2.0, 8.0, 8.0]);
+        assert_eq!(rotated(Order::Halves), [9.0, -6.0, 4.0, 2.0, 8.0, 8.0]);
+        assert_eq!(rotated(Order::Pairs), [9.0, -4.0, 2.0, 6.0, 8.0, 8.0]);
+        assert_eq!(rotated(Order::PairsToHalves), [9.0, -4.0, 6.0, 2.0, 8.0, 8.0]);
     }
 }

@@ -6,8 +6,9 @@ use rayon::ThreadPool;
 
 use super::feed_forward::Routed;
 use super::norm::Norm;
+use super::output::Output;
 use super::past::Past;
-use super::rotary::Turn;
+use super::rotary::Rotation;
 use super::{Block, Decoder, Mixer, require};
 use crate::Result;
 use crate::gemm::layer::prefetch::Prefetch;
@@ -29,10 +30,10 @@ pub(super) trait Mixing: Sync {
     fn prefetch(&self) -> &Prefetch<'_>;
 
     /// Goes through the mixer for `x`, on a thread of a region. What is in `next` is read afterwards.
-    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], turn: &Turn, next: &'s Prefetch<'s>);
+    fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], rotation: &Rotation, next: &'s Prefetch<'s>);
 
-    /// Adds the output to `sum`.
-    fn add(&self, sum: &mut [f32]);
+    /// The output projection, which [`Mixing::run`] has multiplied.
+    fn output(&self) -> &Output<'_>;
 
     /// Puts the token into the cache.
     fn finish(self: Box<Self>);
@@ -124,7 +125,7 @@ impl Decoder<'_> {
         let states: Vec<State> = layers
             .map(|(block, past)| State::new(block, past.reborrow(), threads, isa))
             .collect();
-        let (turn, start) = (self.rotary.at(position), OnceLock::new());
+        let (rotation, start) = (self.rotary.at(position), OnceLock::new());
         region::run(pool, Threads::Awake, |thread| {
             thread.prefetch(states.first().map(State::prefetch));
             let mut hidden = thread.once(&start, || {
@@ -137,7 +138,7 @@ impl Decoder<'_> {
                     self.norm_before(layer + 1),
                     states.get(layer + 1).map(State::prefetch),
                 );
-                hidden = state.run(thread, isa, hidden, &turn, next);
+                hidden = state.run(thread, isa, hidden, &rotation, next);
             }
         });
         let last = states.last().map_or(&start, |state| &state.end);
@@ -175,13 +176,13 @@ impl<'a> State<'a> {
         thread: &mut Thread<'_, 's>,
         isa: Isa,
         hidden: &Hidden,
-        turn: &Turn,
+        rotation: &Rotation,
         next: (&Norm, Option<&'s Prefetch<'s>>),
     ) -> &'s Hidden {
-        self.mixing.run(thread, &hidden.normed, turn, &self.prefetch);
+        self.mixing.run(thread, &hidden.normed, rotation, &self.prefetch);
         let hidden = thread.once(&self.middle, || {
             let mut sum = hidden.sum.clone();
-            self.mixing.add(&mut sum);
+            self.mixing.output().add(&mut sum);
             Hidden::new(isa, sum, &self.block.feed_forward.norm)
         });
         self.routed.run(thread, &hidden.normed, next.1);

@@ -33,8 +33,8 @@ struct Settings {
     sinks: bool,
     gated: bool,
     window: Option<usize>,
-    /// Pairs of a head's values that are turned.
-    turned: usize,
+    /// Pairs of a head's values that are rotated.
+    rotated: usize,
     cache: Kind,
 }
 
@@ -47,7 +47,7 @@ const PLAIN: Settings = Settings {
     sinks: false,
     gated: false,
     window: None,
-    turned: WIDTH / 2,
+    rotated: WIDTH / 2,
     cache: Kind::F32,
 };
 
@@ -166,7 +166,7 @@ impl Tensors {
         Tensors {
             settings,
             named,
-            frequencies: (0..settings.turned).map(|i| 0.5f32.powi(i as i32)).collect(),
+            frequencies: (0..settings.rotated).map(|i| 0.5f32.powi(i as i32)).collect(),
         }
     }
 
@@ -372,7 +372,7 @@ fn steps_are_the_formulas() {
         Settings {
             sinks: true,
             window: Some(3),
-            turned: 2,
+            rotated: 2,
             bias: true,
             ..PLAIN
         },
