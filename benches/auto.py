@@ -41,11 +41,9 @@ def integers(bits: int, shape: Shape) -> Bytes:
 
 
 def coded(shape: Shape) -> Bytes:
-    """Integers of 4 bits whose codes have the distribution of normal weights, entropy coded."""
-    rng = np.random.default_rng(0)
-    codes = np.clip(np.rint(2 * rng.standard_normal(shape, np.float32)) + 8, 0, 15).astype(np.uint8)
-    scales = np.full((*shape[:2], shape[2] // 64), 2.0**-8, np.float32)
-    return _core.code_groupwise(_core.encode_groupwise(codes, scales, -8 * scales, bits=4, group_size=64, ndim=3))
+    """Normal integers of about 3 bits, entropy coded."""
+    codes = np.rint(2 * np.random.default_rng(0).standard_normal(shape, np.float32)).astype(np.int8)
+    return _core.encode_coded(codes, np.full((1, 1), 2.0**-8, np.float32), ndim=3)
 
 
 def compensated(shape: Shape) -> Bytes:
@@ -79,7 +77,7 @@ def ternary(code: str, shape: Shape) -> Bytes:
 
 FORMATS: dict[str, Callable[[Shape], Bytes]] = {
     **{f"int{bits}": partial(integers, bits) for bits in (2, 3, 4, 8)},
-    "coded int4": coded,
+    "coded 3 bits": coded,
     "int3 compensated": compensated,
     **{f"codebook{bits}": partial(codebook, bits) for bits in (2, 3, 4)},
     **{code: partial(ternary, code) for code in ("fsv8", "dict16")},

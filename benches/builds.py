@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 import machine
 
 CLASSES = {
-    "groupwise": "GroupwiseBlob", "coded": "CodedGroupwiseBlob", "compensated": "CompensatedBlob",
+    "groupwise": "GroupwiseBlob", "compensated": "CompensatedBlob",
     "codebook": "CodebookBlob", "ternary": "TernaryBlob",
 }  # fmt: skip
 """The class of each format in builds that have one for each."""
@@ -83,11 +83,9 @@ def groupwise(bits: int, core: Any, shape: tuple[int, int, int]) -> Bytes:
 
 
 def coded(core: Any, shape: tuple[int, int, int]) -> Bytes:
-    """Codes of 4 bits that are nearly normal, entropy coded."""
-    rng, groups = np.random.default_rng(7), (*shape[:2], -(-shape[2] // 64))
-    codes = np.clip(np.rint(8 + 1.5 * rng.standard_normal(shape, np.float32)), 0, 15).astype(np.uint8)
-    scales = np.full(groups, 2.0**-9, np.float32)
-    return core.code_groupwise(core.encode_groupwise(codes, scales, None, bits=4, group_size=64, ndim=3))
+    """Normal integers of about 3 bits, entropy coded."""
+    codes = np.rint(2 * np.random.default_rng(7).standard_normal(shape, np.float32)).astype(np.int8)
+    return core.encode_coded(codes, np.full((1, 1), 2.0**-9, np.float32), ndim=3)
 
 
 def compensated(core: Any, shape: tuple[int, int, int]) -> Bytes:
@@ -124,13 +122,13 @@ def ternary(code: str, core: Any, shape: tuple[int, int, int]) -> Bytes:
 
 FORMATS: dict[str, Format] = {
     **{f"groupwise{b}": Format("groupwise", partial(groupwise, b), ("exact", "int8", "bf16")) for b in (2, 3, 4, 8)},
-    "coded4": Format("coded", coded, ("exact", "int8", "bf16")),
+    "coded3": Format("coded", coded, ("exact", "int8", "bf16")),
     "compensated3": Format("compensated", compensated, ("exact", "int8", "bf16")),
     **{f"codebook{b}": Format("codebook", partial(codebook, b, 0), ("exact", "int16")) for b in (2, 3, 4)},
     **{f"codebook{b}a8": Format("codebook", partial(codebook, b, 8), ("int8",)) for b in (2, 3, 4)},
     **{code: Format("ternary", partial(ternary, code), (None,)) for code in ("fsv8", "dict16")},
 }
-LAYERS = ("groupwise4", "coded4", "compensated3", "codebook4a8", "fsv8")
+LAYERS = ("groupwise4", "coded3", "compensated3", "codebook4a8", "fsv8")
 
 
 def rotation(source: Bytes, cold: int) -> list[Bytes]:

@@ -52,7 +52,6 @@ def ternary(code: str) -> Bytes:
 
 FORMATS: dict[str, Callable[[], Bytes]] = {
     **{f"int{bits}": lambda bits=bits: integers(bits) for bits in (2, 3, 4, 8)},
-    "coded": lambda: _core.code_groupwise(integers(4)),
     "compensated": compensated,
     **{f"codebook{bits}": lambda bits=bits: codebook(bits) for bits in (2, 3, 4)},
     "turned codebook4": lambda: codebook(4, hadamard=128),

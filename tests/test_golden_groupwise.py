@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from moepack import _core
-from oracle import coded_groupwise
 from oracle import groupwise as oracle
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "groupwise"
@@ -42,15 +41,6 @@ def test_golden_file(case: dict[str, Any]) -> None:
     )
     assert again.tobytes() == data.tobytes()
     assert oracle.write(oracle.read(data.tobytes())) == data.tobytes()
-
-
-@pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.coded")), ids=lambda file: file.stem)
-def test_golden_coded_file(file: pathlib.Path) -> None:
-    data, plain = np.fromfile(file, np.uint8), np.fromfile(file.with_suffix(".bin"), np.uint8)
-    blob = _core.PackedTensor(data)
-    blob.verify()
-    assert _core.expand_groupwise(data).tobytes() == plain.tobytes() == coded_groupwise.expand(data.tobytes())
-    assert _core.code_groupwise(plain).tobytes() == data.tobytes()
 
 
 def test_every_file_is_a_case() -> None:

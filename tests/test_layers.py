@@ -29,7 +29,8 @@ def groupwise(shape, seed, bits=4, group_size=32):
 
 
 def coded(shape, seed):
-    return _core.code_groupwise(groupwise(shape, seed, bits=2, group_size=64))
+    codes = np.rint(2 * np.random.default_rng(seed).standard_normal(shape)).astype(np.int8)
+    return _core.encode_coded(codes, np.full((1, 1), 0.03125, np.float32), ndim=3)
 
 
 def ternary(shape, seed):

@@ -61,7 +61,7 @@ def test_damage_to_a_registered_format_is_found(directory, tmp_path):
 def test_the_specification_names_every_format_of_the_core():
     table = (Path(__file__).parent.parent / "docs" / "format.md").read_text().split("\n\n")[1]
     rows = dict(re.findall(r"^\| (.+) tensor \| (?:\d+; )*(\d+)\b", table, re.MULTILINE))  # the newest version
-    names = {"groupwise": "group-wise", "coded-groupwise": "coded group-wise"}
+    names = {"groupwise": "group-wise"}
     assert rows == {names.get(kind, kind): str(version) for kind, _, version in _core.formats()}
     assert {kind for kind, _, _ in _core.formats()} | {KIND} <= kinds()
 

@@ -18,7 +18,6 @@ __all__ = [
     "UnknownFormatError",
     "__version__",
     "available_isas",
-    "code_groupwise",
     "coded_from_device",
     "coded_to_device",
     "decode_coded",
@@ -28,7 +27,6 @@ __all__ = [
     "encode_compensated",
     "encode_groupwise",
     "encode_ternary",
-    "expand_groupwise",
     "fit_groups",
     "formats",
     "gated_experts",
@@ -253,20 +251,6 @@ def encode_channels(records: tuple[_Bytes, _Floats] | NDArray[np.uint16], thresh
         thresholds: float32 [experts], not negative; infinity skips every channel.
         bits: 4 or 8, or 16 for bfloat16.
     """
-
-def code_groupwise(data: _Bytes) -> _Bytes:
-    """Entropy code a packed group-wise tensor block by block, uint8 [bytes]; the result may be larger.
-
-    Args:
-        data: uint8 [bytes], contiguous, as `encode_groupwise` writes it.
-
-    Raises:
-        CorruptionError: the bytes are no group-wise tensor.
-        ValueError: its rows are too long for the coded format (beyond some 45,000 columns of 2 bits).
-    """
-
-def expand_groupwise(data: _Bytes) -> _Bytes:
-    """Undo `code_groupwise`; CorruptionError if the bytes are no coded tensor."""
 
 def encode_coded(
     codes: NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32],

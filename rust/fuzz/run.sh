@@ -12,7 +12,6 @@ rustup toolchain list | grep -q nightly || rustup toolchain install nightly --pr
 golden=../../../tests/golden
 tensors="$golden/ternary $golden/groupwise $golden/codebook $golden/compensated $golden/coded $golden/channels"
 declare -A seeds=(
-    [coded_read]="$golden/groupwise"
     [coded_integers]="$golden/coded"
     [device_read]="../seeds/device_read $golden/coded"
     [kernel_twins]="$tensors"

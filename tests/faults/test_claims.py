@@ -15,12 +15,11 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 BLOBS = {
     f"{file.parent.name}/{file.name}": np.frombuffer(file.read_bytes(), np.uint8)
     for file in sorted(GOLDEN.rglob("*"))
-    if file.suffix in (".bin", ".coded") and file.read_bytes()[:4] == b"MOEP"
+    if file.suffix == ".bin" and file.read_bytes()[:4] == b"MOEP"
 }
 SHAPE = {
     b"MOEPTERN": 24,
     b"MOEPGRPW": 16,
-    b"MOEPGRPC": 80,
     b"MOEPCODE": 16,
     b"MOEPRANS": 16,
     b"MOEPCOMP": 144,

@@ -143,14 +143,6 @@ def integers():
     return GroupwiseTensor.quantize(weight, 4, 64)
 
 
-def test_coded_integers_are_decoded_when_they_are_uploaded():
-    tensor, x = integers(), torch.randn(5, 128)
-    layer = PackedLinear(40, 128)
-    DeviceStore(GPU).put(layer, "packed", torch.from_numpy(_core.code_groupwise(tensor.data)), tensor="packed")
-    assert layer.nbytes == tensor.nbytes
-    assert_near(layer(x.cuda()).cpu(), tensor.matmul(x))
-
-
 def test_prompts_in_float32_are_not_rounded():
     tensor, x = integers(), torch.randn(100, 128)
     layer = PackedLinear(40, 128)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from moepack._core import packed_bytes
 from moepack.errors import DeviceError, LoadError
 from moepack.format.manifest import TensorRecord
 from moepack.runtime.backends import is_supported
@@ -113,13 +112,7 @@ def reserve(module: PackedModule, records: Mapping[str, TensorRecord]) -> None:
         size = record.nbytes
         if isinstance(module, PackedEmbedding):  # a GPU has it decoded
             size = math.prod(module.shapes[projection]) * module.dtype.itemsize
-        elif record.kind == "coded-groupwise":  # decoded when it is uploaded
-            size = packed_bytes("groupwise", module.shapes[projection], **_specification(record))
         elif record.kind == "coded":  # rearranged, which takes about a quarter of a bit a weight
             size += math.prod(module.shapes[projection]) // 32
         buffer = torch.empty(size, dtype=torch.uint8, device="meta")
         module.register_buffer(projection, buffer, persistent=False)
-
-
-def _specification(record: TensorRecord) -> dict[str, Any]:
-    return {name: record.details[name] for name in ("bits", "group_size", "symmetric")}

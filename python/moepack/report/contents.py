@@ -110,11 +110,9 @@ def _number(value: Any) -> Any:
 def _format(record: TensorRecord) -> str:
     """The kind with what it is worth to know of it: `ternary fsv8`, `int4 group 64`, `int3 group 64 + rank 8-16`."""
     details = record.details
-    if record.kind in ("groupwise", "coded-groupwise", "compensated") and {"bits", "group_size"} <= set(details):
+    if record.kind in ("groupwise", "compensated") and {"bits", "group_size"} <= set(details):
         width = details["group_size"]
         name = f"int{details['bits']} " + ("row" if width == record.shape[-1] else f"group {width}")
-        if record.kind == "coded-groupwise":
-            return f"{name} coded"
         ranks = sorted({*details.get("ranks", ())})
         span = "-".join(str(rank) for rank in dict.fromkeys((*ranks[:1], *ranks[-1:])))
         return f"{name} + rank {span}" if any(ranks) else name

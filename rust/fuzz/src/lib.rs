@@ -3,7 +3,6 @@
 //! A target returns, whatever its bytes are, and panics where something is broken.
 
 pub mod coded_integers;
-pub mod coded_read;
 pub mod device_read;
 pub mod kernel_twins;
 pub mod tensor_changed;

@@ -1,7 +1,7 @@
 //! Arbitrary bytes as a packed tensor of whatever format they name: what opening checks, alone, so that it runs
 //! often. No kernel is linked in, whose edges coverage would count after each run.
 
-use moepack_core::formats::{channels, codebook, coded, coded_groupwise, compensated, groupwise, ternary};
+use moepack_core::formats::{channels, codebook, coded, compensated, groupwise, ternary};
 use moepack_core::types::Shape;
 
 /// Opens the bytes as the format whose magic they begin with; a tensor that opens has a shape that its bytes can hold.
@@ -11,7 +11,6 @@ pub fn run(data: &[u8]) {
         b"MOEPCHNL" => channels::View::parse(data).map(|view| view.layout().shape()),
         b"MOEPCODE" => codebook::View::parse(data).map(|view| view.layout().shape()),
         b"MOEPCOMP" => compensated::View::parse(data).map(|view| view.layout().base().shape()),
-        b"MOEPGRPC" => coded_groupwise::Coded::parse(data).map(|coded| coded.layout().shape()),
         b"MOEPGRPW" => groupwise::View::parse(data).map(|view| view.layout().shape()),
         b"MOEPRANS" => coded::Coded::parse(data).map(|coded| coded.layout().shape()),
         b"MOEPTERN" => ternary::TernaryView::parse(data).map(|view| view.metadata().shape()),

@@ -2,8 +2,8 @@
 //! of all instruction sets, which is what the targets hold of bytes that verify.
 
 use moepack_core::Result;
-use moepack_core::formats::groupwise::{self, ParameterType, Spec, View};
-use moepack_core::formats::{codebook, coded, coded_groupwise, compensated, ternary};
+use moepack_core::formats::groupwise::{self, ParameterType, Spec};
+use moepack_core::formats::{codebook, coded, compensated, ternary};
 use moepack_core::types::Shape;
 use moepack_fuzz::{kernel_twins, pool, tensor_read};
 use proptest::prelude::*;
@@ -90,9 +90,7 @@ proptest! {
     #[test]
     fn groups(shape in shapes(), bits in prop::sample::select(vec![2u8, 3, 4, 8]),
               group in prop::sample::select(vec![0usize, 16, 64, 128]), symmetric: bool, seed: u32) {
-        let packed = grid(shape, bits, group, symmetric, seed).expect("it is packed");
-        check(coded_groupwise::encode(&View::parse(&packed).expect("it opens"), pool()));
-        check(Ok(packed));
+        check(grid(shape, bits, group, symmetric, seed));
     }
 
     #[test]

@@ -23,7 +23,6 @@ macro_rules! targets {
 
 targets!(
     coded_integers,
-    coded_read,
     device_read,
     kernel_twins,
     tensor_changed,

@@ -2,8 +2,8 @@
 
 use moepack_core::formats::compensated::chunk::Width;
 use moepack_core::formats::compensated::{self, Factor};
-use moepack_core::formats::groupwise::{self, ParameterType, Spec, View};
-use moepack_core::formats::{channels, codebook, coded, coded_groupwise, ternary};
+use moepack_core::formats::groupwise::{self, ParameterType, Spec};
+use moepack_core::formats::{channels, codebook, coded, ternary};
 use moepack_core::types::Shape;
 use moepack_core::{Result, bits, pool, simd};
 use numpy::PyUntypedArrayMethods;
@@ -91,39 +91,6 @@ pub fn encode_groupwise<'py>(
     let offsets = optional(&offsets, "offsets")?;
     packed(py, || {
         groupwise::encode(codes, scales, offsets, shape, spec, &*pool::current()?)
-    })
-}
-
-/// Codes a packed group-wise tensor block by block.
-///
-/// Args:
-///     data: uint8 [bytes], contiguous, as `encode_groupwise` writes it.
-///
-/// Returns:
-///     The coded tensor; smaller or not.
-///
-/// Raises:
-///     CorruptionError: the bytes are no group-wise tensor.
-///     ValueError: its rows are too long for the coded format (beyond some 45,000 columns of 2 bits).
-#[pyfunction]
-pub fn code_groupwise<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {
-    let data = values(&data, "data")?;
-    packed(py, || {
-        coded_groupwise::encode(&View::parse(data)?, &*pool::current()?)
-    })
-}
-
-/// Undoes `code_groupwise`.
-///
-/// Raises:
-///     CorruptionError: the bytes are no coded tensor.
-#[pyfunction]
-pub fn expand_groupwise<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {
-    let data = values(&data, "data")?;
-    packed(py, || {
-        coded_groupwise::Coded::parse(data)?
-            .view(data)?
-            .expand(&*pool::current()?)
     })
 }
 

@@ -30,8 +30,7 @@ mod _core {
     use super::device::{coded_from_device, coded_to_device};
     #[pymodule_export]
     use super::encode::{
-        code_groupwise, decode_coded, encode_channels, encode_codebook, encode_coded, encode_groupwise,
-        encode_ternary, expand_groupwise,
+        decode_coded, encode_channels, encode_codebook, encode_coded, encode_groupwise, encode_ternary,
     };
     #[pymodule_export]
     use super::encode::{encode_compensated, pack_int3, unpack_int3};

@@ -1,4 +1,4 @@
-"""Write the golden files: small group-wise tensors, by the reference writer, and what they hold; one also coded.
+"""Write the golden files: small group-wise tensors, by the reference writer, and what they hold.
 
     PYTHONPATH=tests python tests/golden/groupwise/make.py
 
@@ -10,7 +10,6 @@ import pathlib
 
 import numpy as np
 
-from moepack import _core
 from oracle.groupwise import Tensor, write
 
 HERE = pathlib.Path(__file__).parent
@@ -30,9 +29,6 @@ CASES = {
     "no_columns": ((2, 3, 0), 3, 8, 0, "bfloat16", False),
 }
 
-#: Cases that are written entropy coded, too.
-CODED = ("two_bits", "four_bits_rows", "no_columns")
-
 
 def tensor(seed: int, shape: tuple[int, int, int], rank: int, bits: int, group: int, dtype: str, symmetric: bool):
     rng = np.random.default_rng(seed)
@@ -51,9 +47,6 @@ def main() -> None:
         (HERE / f"{name}.bin").write_bytes(write(made))
         parameters = {"scales": made.scales, "offsets": made.offsets}
         lists = {key: None if p is None else [float(v) for v in p.ravel()] for key, p in parameters.items()}
-        if name in CODED:
-            coded = _core.code_groupwise(np.frombuffer(write(made), np.uint8).copy())
-            (HERE / f"{name}.coded").write_bytes(coded.tobytes())
         codes = made.codes.tobytes().hex()
         case = {"name": name, "shape": shape, "rank": rank, "bits": bits, "group": group, "dtype": dtype}
         cases.append({**case, "codes": codes, **lists})

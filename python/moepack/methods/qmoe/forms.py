@@ -22,9 +22,6 @@ from moepack.solvers.grids import AffineGrid, TernaryGrid
 
 __all__ = ["Form", "GroupwiseForm", "TernaryForm", "groupwise_details"]
 
-#: Columns beyond which the entropy-coded format may not hold a block's streams.
-LONGEST_CODED = 40_000
-
 
 class Form(Protocol):
     """One way to store a projection. Codes are [E, R, C], parameters [E, R, P]."""
@@ -119,19 +116,14 @@ class GroupwiseForm:
         return scales[..., group] * codes + offsets[..., group]
 
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
-        """Pack the codes, in the plain format or entropy coded, whichever is smaller."""
+        """Pack the codes."""
         pairs = parameters.reshape(*parameters.shape[:2], parameters.shape[2] // 2, 2)
         scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
         blob = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=self.group_size, ndim=3)
-        kind, details = "groupwise", groupwise_details(blob)
-        if codes.shape[2] <= LONGEST_CODED:
-            coded = _core.code_groupwise(blob)
-            if coded.nbytes < blob.nbytes:
-                kind, blob = "coded-groupwise", coded
-        return PackedTensor(kind, blob, details)
+        return PackedTensor("groupwise", blob, groupwise_details(blob))
 
     def bound(self, shape: Shape) -> int:
-        """Return the size of the plain format."""
+        """Return the size of the packed tensor."""
         return packed_bytes(shape, 2, self.group_size, symmetric=False)
 
 

@@ -3,7 +3,6 @@
 pub mod channels;
 pub mod codebook;
 pub mod coded;
-pub mod coded_groupwise;
 pub mod compensated;
 pub mod groupwise;
 mod header;

@@ -13,7 +13,6 @@
 mod channels;
 mod codebook;
 mod coded;
-mod coded_groupwise;
 mod compensated;
 mod details;
 mod groupwise;

@@ -3,15 +3,14 @@
 use std::sync::RwLock;
 
 use super::{Format, MAGIC_BYTES, Tensor};
-use super::{channels, codebook, coded, coded_groupwise, compensated, groupwise, ternary};
+use super::{channels, codebook, coded, compensated, groupwise, ternary};
 use crate::types::Shape;
 use crate::{Error, Result};
 
 /// The formats of this crate.
-static FORMATS: [&dyn Format; 7] = [
+static FORMATS: [&dyn Format; 6] = [
     &ternary::Ternary,
     &groupwise::Groupwise,
-    &coded_groupwise::CodedGroupwise,
     &codebook::Codebook,
     &compensated::Compensated,
     &coded::CodedIntegers,

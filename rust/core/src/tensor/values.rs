@@ -81,30 +81,7 @@ pub(super) fn fill_floats(
     }
 }
 
-/// Writes the values of some of all experts' rows, n x C of them: `decode` gets rows of one `group` at a time, as in
-/// [`rows::look_up`].
-pub(super) fn look_up_floats(
-    shape: Shape,
-    rows: &[usize],
-    out: Floats,
-    pool: &ThreadPool,
-    group: impl Fn(usize) -> usize,
-    decode: impl Fn(&mut [Named<f32>]) -> Result<()> + Sync,
-) -> Result<()> {
-    match out {
-        Floats::F32(out) => rows::look_up(shape, rows, out, pool, group, decode),
-        Floats::Bf16(out) => {
-            let mut values = vec![0.0; out.len()];
-            rows::look_up(shape, rows, &mut values, pool, group, decode)?;
-            for (bits, value) in out.iter_mut().zip(values) {
-                *bits = bf16::from_f32(value).to_bits();
-            }
-            Ok(())
-        }
-    }
-}
-
-/// Writes the values of some of all experts' rows, each decoded by itself: `fill` gets the row's number among them.
+/// Writes the values of some of all experts' rows, n x C of them: `fill` gets the row's number among them.
 pub(super) fn look_up_rows(
     shape: Shape,
     rows: &[usize],
@@ -112,12 +89,16 @@ pub(super) fn look_up_rows(
     pool: &ThreadPool,
     fill: impl Fn(usize, &mut [f32]) -> Result<()> + Sync,
 ) -> Result<()> {
-    look_up_floats(
-        shape,
-        rows,
-        out,
-        pool,
-        |row| row,
-        |named| named.iter_mut().try_for_each(|(row, values)| fill(*row, values)),
-    )
+    let decode = |named: &mut [Named<f32>]| named.iter_mut().try_for_each(|(row, values)| fill(*row, values));
+    match out {
+        Floats::F32(out) => rows::look_up(shape, rows, out, pool, |row| row, decode),
+        Floats::Bf16(out) => {
+            let mut values = vec![0.0; out.len()];
+            rows::look_up(shape, rows, &mut values, pool, |row| row, decode)?;
+            for (bits, value) in out.iter_mut().zip(values) {
+                *bits = bf16::from_f32(value).to_bits();
+            }
+            Ok(())
+        }
+    }
 }

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack._core import PackedTensor, expand_groupwise
+from moepack._core import PackedTensor
 from moepack.arrays import as_bytes
 from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
@@ -153,7 +153,6 @@ def upload(
     opened = open_tensor(data.numpy(), file=file, tensor=tensor)
     if rearrange := REARRANGED.get(opened.kind):
         data = as_bytes(rearrange(data.numpy()))
-        opened = open_tensor(data.numpy(), file=file, tensor=tensor) if opened.kind != "coded" else opened
     if opened.kind not in FAMILIES:
         raise LoadError(f"a tensor of the kind '{opened.kind}' runs on the CPU alone", file=file, tensor=tensor)
     place = allocate(len(data), uploader.device, f"'{tensor}'")
@@ -161,7 +160,7 @@ def upload(
     return _prepared(place, opened)
 
 
-REARRANGED = {"coded-groupwise": expand_groupwise, "coded": coded.uploaded}
+REARRANGED = {"coded": coded.uploaded}
 """What makes the bytes for a GPU of a packed tensor's, for kinds whose bytes are others there."""
 
 

@@ -16,8 +16,7 @@ FAMILIES = {
     "coded": "coded",
     "channels": "channels",
 }
-"""The module of each kind of packed tensor; `channels` are no matrix. `coded-groupwise` becomes `groupwise` when it is
-uploaded."""
+"""The module of each kind of packed tensor; `channels` are no matrix."""
 
 
 @cache

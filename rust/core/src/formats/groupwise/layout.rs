@@ -79,7 +79,6 @@ pub struct Layout {
     shape: Shape,
     spec: Spec,
     record: Record,
-    parameter_bytes: usize,
     block_bytes: usize,
     total: usize,
 }
@@ -100,7 +99,6 @@ impl Layout {
             shape,
             spec,
             record,
-            parameter_bytes,
             block_bytes,
             total,
         })
@@ -179,11 +177,6 @@ impl Layout {
         self.block_bytes
     }
 
-    /// Bytes of a block's parameters, with their padding.
-    pub(crate) fn parameter_bytes(&self) -> usize {
-        self.parameter_bytes
-    }
-
     /// The size of the tensor in bytes.
     pub fn total_bytes(&self) -> usize {
         self.total
@@ -229,19 +222,6 @@ impl Layout {
             .map(move |record| record.split_at(parameter_bytes))
     }
 
-    /// Puts a block together from all its parameters and all its codes.
-    pub(crate) fn interleave(&self, mut parameters: &[u8], mut codes: &[u8], block: &mut [u8]) {
-        for record in block.chunks_mut(self.record.bytes) {
-            let (to_parameters, to_codes) = record.split_at_mut(self.record.parameter_bytes);
-            let (from, rest) = parameters.split_at(to_parameters.len());
-            to_parameters.copy_from_slice(from);
-            parameters = rest;
-            let (from, rest) = codes.split_at(to_codes.len());
-            to_codes.copy_from_slice(from);
-            codes = rest;
-        }
-    }
-
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
         let layout = Layout::read_header(data)?;
         match layout.total.cmp(&data.len()) {
@@ -256,7 +236,7 @@ impl Layout {
     }
 
     /// The layout that a header says, however many bytes follow it.
-    pub(crate) fn read_header(data: &[u8]) -> Result<Layout> {
+    fn read_header(data: &[u8]) -> Result<Layout> {
         let header: &[u8; HEADER_BYTES] = header::read(data, "group-wise tensor", MAGIC, VERSION)?;
         if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");

@@ -32,7 +32,7 @@ mod view;
 
 pub use encode::encode;
 pub use layout::{GROUP_SIZES, Layout, Spec};
-pub use view::{Blocks, View};
+pub use view::View;
 
 use crate::{Error, Result};
 

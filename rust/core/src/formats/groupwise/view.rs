@@ -13,47 +13,6 @@ pub struct View<'a> {
     layout: Layout,
 }
 
-/// What a product reads: blocks of 16 rows, from wherever they come.
-pub trait Blocks: Send + Sync {
-    /// Shape, spec and sizes.
-    fn layout(&self) -> Layout;
-
-    /// Block `block` of all experts' blocks, in place or made in `buffer`: as many bytes as the layout says.
-    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> &'s [u8];
-
-    /// The stored bytes of some of all experts' blocks, to be prefetched.
-    fn memory(&self, blocks: Range<usize>) -> &[u8];
-}
-
-impl<B: Blocks + ?Sized> Blocks for &B {
-    fn layout(&self) -> Layout {
-        (**self).layout()
-    }
-
-    fn fetch<'s>(&'s self, block: usize, buffer: &'s mut Vec<u8>) -> &'s [u8] {
-        (**self).fetch(block, buffer)
-    }
-
-    fn memory(&self, blocks: Range<usize>) -> &[u8] {
-        (**self).memory(blocks)
-    }
-}
-
-impl Blocks for View<'_> {
-    fn layout(&self) -> Layout {
-        self.layout
-    }
-
-    fn fetch<'s>(&'s self, block: usize, _: &'s mut Vec<u8>) -> &'s [u8] {
-        self.block(block)
-    }
-
-    fn memory(&self, blocks: Range<usize>) -> &[u8] {
-        let bytes = self.layout.block_bytes();
-        &self.data[HEADER_BYTES + blocks.start * bytes..HEADER_BYTES + blocks.end * bytes]
-    }
-}
-
 impl<'a> View<'a> {
     /// Checks header and size.
     ///
@@ -79,6 +38,12 @@ impl<'a> View<'a> {
     pub fn block(&self, block: usize) -> &'a [u8] {
         let bytes = self.layout.block_bytes();
         &self.data[HEADER_BYTES + block * bytes..][..bytes]
+    }
+
+    /// The bytes of some of all experts' blocks, to be prefetched.
+    pub fn memory(&self, blocks: Range<usize>) -> &'a [u8] {
+        let bytes = self.layout.block_bytes();
+        &self.data[HEADER_BYTES + blocks.start * bytes..HEADER_BYTES + blocks.end * bytes]
     }
 
     /// The block and the lane of a row of all experts' rows.

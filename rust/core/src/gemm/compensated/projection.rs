@@ -8,7 +8,6 @@ use super::{TOGETHER, TOKENS, kernel};
 use crate::Result;
 use crate::formats::compensated::View;
 use crate::formats::compensated::chunk::CHUNK;
-use crate::formats::groupwise;
 use crate::gemm::groupwise::Groupwise;
 use crate::gemm::layer::{Job, Kernel, Products, Projection, Shared, Slots, Task, Work, direct, followed};
 use crate::simd::Isa;
@@ -23,7 +22,7 @@ const RUN_BYTES: usize = 256 << 10;
 #[derive(Debug, Clone)]
 pub struct Compensated<'a> {
     view: View<'a>,
-    base: Groupwise<groupwise::View<'a>>,
+    base: Groupwise<'a>,
     isa: Isa,
 }
 

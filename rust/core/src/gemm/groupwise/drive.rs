@@ -43,7 +43,7 @@ const FEWEST_ROWS: usize = 5;
 
 /// What a thread keeps from block to block.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub struct Scratch {
     #[cfg(target_arch = "x86_64")]
     panels: [Panel; 2],
     #[cfg(target_arch = "x86_64")]

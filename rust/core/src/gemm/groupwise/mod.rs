@@ -63,7 +63,7 @@ use crate::types::Mode;
 /// Most columns of a step.
 pub const STEP_COLUMNS: usize = 256;
 
-/// The modes that group-wise tensors have, also those that are coded or compensated.
+/// The modes that group-wise tensors have, also compensated ones.
 pub const MODES: [Mode; 4] = [Mode::Auto, Mode::Exact, Mode::Bf16, Mode::Int8];
 
 /// What a kernel writes: a tile of tokens by the rows of a block.

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::part::Part;
 use super::rounded;
-use crate::formats::groupwise::{Blocks, Layout};
+use crate::formats::groupwise::{Layout, View};
 use crate::gemm::panel::{Backend, Element, Line, Section, Source, Square, Tile, TokenForm, round_token};
 use crate::simd::Isa;
 use crate::types::Activations;
@@ -27,44 +27,26 @@ pub(super) fn fewest(backend: Backend) -> usize {
 }
 
 /// A tensor, and how its panels are made.
-pub(super) struct Panels<'a, B> {
-    blocks: &'a B,
+pub(super) struct Panels<'a> {
+    view: View<'a>,
     layout: Layout,
     /// The set that decodes it.
     isa: Isa,
 }
 
-impl<'a, B: Blocks> Panels<'a, B> {
+impl<'a> Panels<'a> {
     /// The panels that a backend, which was found available, multiplies.
-    pub fn new(blocks: &'a B, backend: Backend) -> Self {
+    pub fn new(view: View<'a>, backend: Backend) -> Self {
         Panels {
-            blocks,
-            layout: blocks.layout(),
+            view,
+            layout: view.layout(),
             isa: backend.vectors(),
-        }
-    }
-
-    fn part<'s>(
-        &'s self,
-        block: usize,
-        buffer: &'s [u8],
-        units: Range<usize>,
-        unused: &'s mut Vec<u8>,
-    ) -> Part<'s> {
-        Part {
-            block: match buffer.is_empty() {
-                true => self.blocks.fetch(block, unused),
-                false => buffer,
-            },
-            layout: &self.layout,
-            units,
         }
     }
 }
 
-impl<B: Blocks> Source for Panels<'_, B> {
-    /// The block's bytes where they are coded.
-    type Open = Vec<u8>;
+impl Source for Panels<'_> {
+    type Open = ();
 
     fn shape(&self) -> Shape {
         self.layout.shape()
@@ -84,13 +66,14 @@ impl<B: Blocks> Source for Panels<'_, B> {
         round_token(self.isa, x, (token, columns, 1), lane, tile);
     }
 
-    fn open(&self, block: usize, buffer: &mut Vec<u8>) {
-        self.blocks.fetch(block, buffer);
-    }
+    fn open(&self, _: usize, (): &mut ()) {}
 
-    fn decode(&self, block: usize, buffer: &mut Vec<u8>, chunks: Range<usize>, to: &mut [Line]) {
-        let mut unused = Vec::new();
-        let part = self.part(block, buffer, chunks, &mut unused);
+    fn decode(&self, block: usize, (): &mut (), chunks: Range<usize>, to: &mut [Line]) {
+        let part = Part {
+            block: self.view.block(block),
+            layout: &self.layout,
+            units: chunks,
+        };
         rounded::decode(self.isa, &part, to);
     }
 

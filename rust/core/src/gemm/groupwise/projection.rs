@@ -9,31 +9,31 @@ use super::kernel::Weights;
 use super::panels::{self, Panels};
 use super::tile::{Form, Steps, Tile};
 use crate::Result;
-use crate::formats::groupwise::{BLOCK_ROWS, Blocks};
+use crate::formats::groupwise::{BLOCK_ROWS, View};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel;
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
 
-/// A group-wise tensor, from wherever its blocks come, with a mode and an instruction set.
+/// A group-wise tensor with a mode and an instruction set.
 #[derive(Debug, Clone, Copy)]
-pub struct Groupwise<B> {
-    pub(super) view: B,
+pub struct Groupwise<'a> {
+    pub(super) view: View<'a>,
     pub(super) engine: Engine,
 }
 
-impl<B: Blocks> Groupwise<B> {
+impl<'a> Groupwise<'a> {
     /// Products in `mode` with `isa`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): there is no such mode ([`super::MODES`]), or the processor lacks the set.
-    pub fn new(view: B, mode: Mode, isa: Isa) -> Result<Groupwise<B>> {
+    pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Groupwise<'a>> {
         let engine = Engine::new(mode, isa)?;
         Ok(Groupwise { view, engine })
     }
 }
 
-impl<B: Blocks> Projection for Groupwise<B> {
+impl Projection for Groupwise<'_> {
     fn shape(&self) -> Shape {
         self.view.layout().shape()
     }
@@ -58,7 +58,7 @@ impl<B: Blocks> Projection for Groupwise<B> {
         let Some(backend) = self.engine.panels else {
             return few(job);
         };
-        let source = Panels::new(&self.view, backend);
+        let source = Panels::new(self.view, backend);
         by_tokens(
             job,
             panels::fewest(backend),
@@ -157,17 +157,10 @@ impl Prepared {
     }
 }
 
-/// What a thread keeps from unit to unit.
-#[derive(Default)]
-pub struct Buffers {
-    scratch: Scratch,
-    blocks: [Vec<u8>; 2],
-}
-
-impl<B: Blocks> Kernel for Groupwise<B> {
+impl Kernel for Groupwise<'_> {
     type Prepared = Prepared;
     type Scratch<'w>
-        = Buffers
+        = Scratch
     where
         Self: 'w;
 
@@ -191,27 +184,23 @@ impl<B: Blocks> Kernel for Groupwise<B> {
         }
     }
 
-    fn multiply(&self, work: Work<'_, Prepared>, buffers: &mut Buffers, rows: Range<usize>, out: &mut [f32]) {
+    fn multiply(&self, work: Work<'_, Prepared>, scratch: &mut Scratch, rows: Range<usize>, out: &mut [f32]) {
         let (engine, steps) = (&self.engine, &work.prepared.key.steps);
         let (layout, first) = (self.view.layout(), work.places().start);
         let numbers = work.prepared.of_task[work.task].clone();
         let plans = &work.prepared.plans[numbers.clone()];
         let tiles: Vec<&Tile> = numbers.map(|tile| work.prepared.tile(work.job, tile)).collect();
-        let Buffers { scratch, blocks } = buffers;
         engine.start(scratch, steps, &tiles);
         let mut sums: [Out; 2] = [[[0.0; BLOCK_ROWS]; ROW_TOKENS]; 2];
         for start in rows.clone().step_by(2 * BLOCK_ROWS) {
             let end = (start + 2 * BLOCK_ROWS).min(rows.end);
             let block = work.expert() * layout.blocks() + start / BLOCK_ROWS;
-            let [first_buffer, second_buffer] = &mut *blocks;
-            let one = self.view.fetch(block, first_buffer);
             // The last rows may be those of one block.
             let count = (end - start).div_ceil(BLOCK_ROWS);
-            let two = match count {
-                2 => self.view.fetch(block + 1, second_buffer),
-                _ => one,
-            };
-            let weights = [one, two].map(|block| Weights { block, layout });
+            let weights = [block, block + count - 1].map(|block| Weights {
+                block: self.view.block(block),
+                layout,
+            });
             for (plan, tile) in plans.iter().zip(&tiles) {
                 engine.compute(scratch, block, &weights[..count], steps, tile, &mut sums);
                 for (i, sums) in sums[..count].iter().enumerate() {

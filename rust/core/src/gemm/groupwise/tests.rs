@@ -114,7 +114,7 @@ pub(super) unsafe fn emulate(
 
 /// Products by matrix registers, emulated.
 #[cfg(target_arch = "x86_64")]
-pub(in crate::gemm) fn emulated<'a>(view: &View<'a>, mode: Mode) -> Groupwise<View<'a>> {
+pub(in crate::gemm) fn emulated<'a>(view: &View<'a>, mode: Mode) -> Groupwise<'a> {
     let mut projection = Groupwise::new(*view, mode, Isa::Avx512).unwrap();
     projection.engine.matrix = drive::Matrix::Emulated;
     let panels = &mut projection.engine.panels;
@@ -147,7 +147,7 @@ fn products(view: &View, x: &[f32], offsets: &[usize], mode: Mode, isa: Isa) -> 
     let pool = pool::current().unwrap();
     let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
     matmul_grouped(
-        &Groupwise::new(view, mode, isa).unwrap(),
+        &Groupwise::new(*view, mode, isa).unwrap(),
         x,
         offsets,
         &mut y,

@@ -52,7 +52,7 @@ fn layer_by_hand([gate, up, down]: Views, x: &[f32], routing: &Routing, mode: Mo
     let single = |view: &View, expert: usize, x: &[f32]| {
         let mut y = vec![0.0; view.layout().shape().rows];
         matmul(
-            &Groupwise::new(view, mode, isa).unwrap(),
+            &Groupwise::new(*view, mode, isa).unwrap(),
             expert,
             x,
             1,
