@@ -1,36 +1,22 @@
-"""The loop of every compression: each stage of a layer is solved by the methods of its tensors, and answered.
+"""The loop of every compression: the model passes its layers one by one, and each is packed while it does.
 
-    for stage in run:
-        run.answer(values that the packed tensors will hold)
-
-What is packed already is answered from its bytes, whichever method made them: tensors that an interrupted run finished,
-those of methods that do not look at inputs (packed first, tensor by tensor), and those packed elsewhere.
+`work` solves and answers the stages of a layer; an executor says where.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
-from torch import Tensor
-
-from moepack import _core
-from moepack.calibration import Calibrator, LayerRun, Stage, Weights
-from moepack.calibration.stage import PackedLayer, WholeTensor, layer_tensors
+from moepack.calibration import Calibrator, LayerRun, Weights
+from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
-from moepack.errors import MoepackWarning
-from moepack.methods import LayerPlan, Method, PackedTensor, Solution
+from moepack.methods import Method, PackedTensor
 from moepack.pipeline.assignment import Assignment
-from moepack.registry import open_tensor
+from moepack.pipeline.executor import Executor, Here, Unit
+from moepack.pipeline.work import Packed
 
 __all__ = ["LayerPacker"]
-
-Packed = Mapping[str, PackedTensor]
-"""Packed tensors of a layer by the projection's name or the linear layer's path."""
 
 
 class LayerPacker:
@@ -47,6 +33,7 @@ class LayerPacker:
         model: MoeModel,
         assignment: Assignment,
         advance: Callable[[int], None] = lambda _: None,
+        executor: Executor | None = None,
     ) -> None:
         """Load the calibration set, if one is asked for; the methods must be prepared.
 
@@ -54,7 +41,7 @@ class LayerPacker:
             CalibrationError: the calibration set is unusable.
             ValueError: the assignment contradicts itself or the model.
         """
-        self.assignment, self.advance = assignment, advance
+        self.assignment, self.executor = assignment, executor or Here()
         self.layers = assignment.layers(model)
         self._beyond = {layer.name for layer in model.beyond}
         request = assignment.request
@@ -62,6 +49,7 @@ class LayerPacker:
         self._calibrator: Calibrator | None = None
         if request is not None and self.samples is not None:
             self._calibrator = Calibrator(checkpoint, model, self.samples, request.settings)
+        self.executor.start(assignment, self.layers, advance)
 
     def runs(self) -> Iterator[LayerRun | None]:
         """The model's way through `layers`, one by one; None for layers whose inputs nobody needs to see.
@@ -80,7 +68,20 @@ class LayerPacker:
         """Whether calibration does not run a layer: the embedding, the head, and what the model does not have."""
         return layer.name in self._beyond or _is_end(layer)
 
-    @torch.no_grad()
+    def expect(self, layers: Sequence[PackedLayer]) -> None:
+        """Say which of `layers` will be packed, in their order, with nothing known of them: work may begin on some
+        before their turn."""
+        self.executor.expect([Unit(layer, name) for layer in layers for name in self._alone(layer)])
+
+    def _alone(self, layer: PackedLayer) -> list[str]:
+        """The tensors of a layer that are packed one by one, for their methods look at weights alone."""
+        unseen = self._calibrator is None or self._is_unreached(layer)
+        return [name for name, weights in layer_tensors(layer).items() if self._looks_at_weights(weights, unseen)]
+
+    def _looks_at_weights(self, weights: Weights, unseen: bool) -> bool:
+        chosen = self.assignment.of(weights)
+        return isinstance(chosen, Method) and (unseen or chosen.request is None)
+
     def pack(self, layer: PackedLayer, run: LayerRun | None, done: Packed) -> dict[str, PackedTensor]:
         """Pack a layer.
 
@@ -92,138 +93,18 @@ class LayerPacker:
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
             CalibrationError: the model computes NaN or infinity in its experts.
+            ClusterError: machines that share the job fail.
             DeviceMemoryError: the device is too small.
         """
         packed, tensors = dict(done), layer_tensors(layer)
-        for name, weights in tensors.items():
-            chosen = self.assignment.of(weights)
-            if name in packed:
-                continue
-            if isinstance(chosen, PackedTensor):
-                packed[name] = chosen
-            elif chosen.request is None or run is None:
-                packed |= self._solve(WholeTensor(layer, name), {})
+        elsewhere = {name: self.assignment.of(weights) for name, weights in tensors.items() if name not in packed}
+        packed |= {name: chosen for name, chosen in elsewhere.items() if isinstance(chosen, PackedTensor)}
+        packed |= {name: self.executor.tensor(Unit(layer, name)) for name in self._alone(layer) if name not in packed}
         if run is not None:
-            packed |= self._solve(run, packed)
+            packed |= self.executor.run(run, packed)
         return {name: packed[name] for name in tensors}
-
-    def _solve(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
-        """Solve and answer all stages of a run; gives the packed tensors that were not known."""
-        work = _Work(run, known, self.assignment, self.advance)
-        work.look_ahead()
-        for stage in run:
-            with run.smaller_groups():
-                run.answer(work.solve(stage))
-        return work.pack()
-
-
-class _Work:
-    """A layer at work: the solutions of its tensors, put together group by group."""
-
-    def __init__(self, run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]) -> None:
-        self.run, self.known, self.advance, self.main = run, known, advance, assignment.method
-        self.methods: dict[str, Method] = {}
-        for name, weights in run.tensors.items():
-            if name not in known and isinstance(method := assignment.of(weights), Method):
-                self.methods[name] = method
-        self.plans: dict[int, LayerPlan | None] = {}
-        self.values: dict[str, Tensor] = {}
-        self.solutions: dict[str, Solution] = {}
-        self.rounded: dict[str, dict[int, str]] = {}
-
-    def look_ahead(self) -> None:
-        """Show all stages to the methods that want to see them before the first is solved."""
-        for method in self.methods.values():
-            if id(method) in self.plans:
-                continue
-            shape = next(iter(self.run.tensors.values())).shape
-            plan = self.plans[id(method)] = None if self.run.tokens is None else method.layer_plan(shape[0])
-            if plan is None:
-                continue
-            for stage in self.run.previews():
-                with self.run.smaller_groups():
-                    if names := self._names(stage, method):
-                        plan.plan(stage.only(names).finite())
-
-    def solve(self, stage: Stage) -> dict[str, Tensor]:
-        """The values of a stage's tensors, from their packed bytes or from their methods."""
-        values = {name: self._values(name)[_slice(stage.experts)] for name in stage.tensors if name in self.known}
-        for method in {id(method): method for method in self.methods.values()}.values():
-            if names := self._names(stage, method):
-                part = replace(stage.only(names), plan=self.plans.get(id(method)), advance=self.advance)
-                for name, solution in method.solve(part.finite()).items():
-                    self._put(name, stage.experts, solution)
-                    if solution.values is not None:
-                        values[name] = solution.values
-        return values
-
-    def pack(self) -> dict[str, PackedTensor]:
-        """Pack what was solved. The first tensor of experts tells what calibration saw of the layer."""
-        found = {}
-        for position, (name, solution) in enumerate(self.solutions.items()):
-            method, weights = self.methods[name], self.run.tensors[name]
-            packed = method.pack(weights, solution)
-            _warn_of_vanished(packed, weights)
-            more: dict[str, Any] = {} if method is self.main else {"method": method.name}
-            if weights.ndim == 2:
-                reason = self.rounded[name].get(0)
-                more |= {"role": weights.role, **({} if reason is None else {"rounded": reason})}
-            elif self.run.tokens is not None and position == 0:
-                reasons: dict[int, str] = {}
-                for each in self.rounded.values():
-                    reasons = {**each, **reasons}
-                more |= {"tokens": self.run.tokens.tolist(), "rounded": {str(e): why for e, why in reasons.items()}}
-            found[name] = PackedTensor(packed.kind, packed.data, {**solution.details, **packed.details, **more})
-        return found
-
-    def _names(self, stage: Stage, method: Method) -> list[str]:
-        return [name for name in stage.tensors if self.methods.get(name) is method]
-
-    def _values(self, name: str) -> Tensor:
-        if name not in self.values:
-            self.values[name] = _dequantized(self.known[name]).view(self.run.tensors[name].shape)
-        return self.values[name]
-
-    def _put(self, name: str, experts: range, solution: Solution) -> None:
-        """Keep what will be packed; experts that come again, in smaller groups, replace what was there."""
-        self.rounded.setdefault(name, {}).update(solution.rounded)
-        count = self.run.tensors[name].shape[0]
-        if isinstance(self.run, WholeTensor):
-            self.solutions[name] = solution
-            return
-        if name not in self.solutions:
-            parts = {
-                key: torch.empty((count, *part.shape[1:]), dtype=part.dtype) for key, part in solution.parts.items()
-            }
-            self.solutions[name] = Solution(parts)
-        for key, part in solution.parts.items():
-            self.solutions[name].parts[key][_slice(experts)].copy_(part)
-
-
-def _slice(experts: range) -> slice:
-    return slice(experts.start, experts.stop)
 
 
 def _is_end(layer: PackedLayer) -> bool:
     """Whether a layer is the embedding or the output head: calibration runs what is between them."""
     return isinstance(layer, DenseLayer) and any(linear.role in (EMBEDDING, "head") for linear in layer.linears)
-
-
-def _warn_of_vanished(packed: PackedTensor, weights: Weights) -> None:
-    """Warn of experts whose values are so small that their packed scales, in 16 bits, are all zero."""
-    opened = open_tensor(packed.data)
-    if not isinstance(opened, _core.PackedTensor):
-        return
-    scales = opened.parameters("levels" if opened.kind == "ternary" else "scales")
-    if scales.reshape(len(scales), -1).any(1).all():
-        return
-    values = _dequantized(packed)
-    for expert in range(len(values)):
-        if not values[expert].any() and weights.expert(expert).any():
-            message = f"tensor '{weights.sources[expert]}': its values are too small for {opened.kind} scales: all zero"
-            warnings.warn(message, MoepackWarning, stacklevel=2)
-
-
-def _dequantized(packed: PackedTensor) -> Tensor:
-    """The values that a packed tensor holds, float32 [experts, rows, columns]."""
-    return torch.from_numpy(open_tensor(packed.data).dequantize())

@@ -1,0 +1,152 @@
+"""A layer at work: its stages solved by the methods of its tensors, the solutions put together and packed.
+
+What is packed already is answered from its bytes, whichever method made them: tensors that an interrupted run finished,
+those of methods that do not look at inputs (packed first, tensor by tensor), and those packed elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack import _core
+from moepack.calibration import LayerRun, Stage, Weights
+from moepack.calibration.stage import WholeTensor
+from moepack.errors import MoepackWarning
+from moepack.methods import LayerPlan, Method, PackedTensor, Solution
+from moepack.pipeline.assignment import Assignment
+from moepack.registry import open_tensor
+
+__all__ = ["LayerWork", "Packed", "pack_run"]
+
+Packed = Mapping[str, PackedTensor]
+"""Packed tensors of a layer by the projection's name or the linear layer's path."""
+
+
+@torch.no_grad()
+def pack_run(
+    run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]
+) -> dict[str, PackedTensor]:
+    """Solve and answer all stages of a run; gives the packed tensors that were not known."""
+    work = LayerWork(run, known, assignment, advance)
+    work.look_ahead()
+    work.answer()
+    return work.pack()
+
+
+class LayerWork:
+    """The solutions of a layer's tensors, put together group by group."""
+
+    def __init__(self, run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]) -> None:
+        self.run, self.known, self.advance, self.main = run, known, advance, assignment.method
+        self.methods: dict[str, Method] = {}
+        for name, weights in run.tensors.items():
+            if name not in known and isinstance(method := assignment.of(weights), Method):
+                self.methods[name] = method
+        self.plans: dict[int, LayerPlan | None] = {}
+        self.values: dict[str, Tensor] = {}
+        self.solutions: dict[str, Solution] = {}
+        self.rounded: dict[str, dict[int, str]] = {}
+
+    def look_ahead(self) -> None:
+        """Show all stages to the methods that want to see them before the first is solved."""
+        for method in self.methods.values():
+            if id(method) in self.plans:
+                continue
+            shape = next(iter(self.run.tensors.values())).shape
+            plan = self.plans[id(method)] = None if self.run.tokens is None else method.layer_plan(shape[0])
+            if plan is None:
+                continue
+            for stage in self.run.previews():
+                with self.run.smaller_groups():
+                    if names := self._names(stage, method):
+                        plan.plan(stage.only(names).finite())
+
+    def answer(self) -> None:
+        """Solve and answer all stages of the run."""
+        for stage in self.run:
+            with self.run.smaller_groups():
+                self.run.answer(self.solve(stage))
+
+    def solve(self, stage: Stage) -> dict[str, Tensor]:
+        """The values of a stage's tensors, from their packed bytes or from their methods."""
+        values = {name: self._values(name)[_slice(stage.experts)] for name in stage.tensors if name in self.known}
+        for method in {id(method): method for method in self.methods.values()}.values():
+            if names := self._names(stage, method):
+                part = replace(stage.only(names), plan=self.plans.get(id(method)), advance=self.advance)
+                for name, solution in method.solve(part.finite()).items():
+                    self.put(name, stage.experts, solution)
+                    if solution.values is not None:
+                        values[name] = solution.values
+        return values
+
+    def pack(self) -> dict[str, PackedTensor]:
+        """Pack what was solved. The first tensor of experts tells what calibration saw of the layer."""
+        found = {}
+        for position, (name, solution) in enumerate(self.solutions.items()):
+            method, weights = self.methods[name], self.run.tensors[name]
+            packed = method.pack(weights, solution)
+            _warn_of_vanished(packed, weights)
+            more: dict[str, Any] = {} if method is self.main else {"method": method.name}
+            if weights.ndim == 2:
+                reason = self.rounded[name].get(0)
+                more |= {"role": weights.role, **({} if reason is None else {"rounded": reason})}
+            elif self.run.tokens is not None and position == 0:
+                reasons: dict[int, str] = {}
+                for each in self.rounded.values():
+                    reasons = {**each, **reasons}
+                more |= {"tokens": self.run.tokens.tolist(), "rounded": {str(e): why for e, why in reasons.items()}}
+            found[name] = PackedTensor(packed.kind, packed.data, {**solution.details, **packed.details, **more})
+        return found
+
+    def _names(self, stage: Stage, method: Method) -> list[str]:
+        return [name for name in stage.tensors if self.methods.get(name) is method]
+
+    def _values(self, name: str) -> Tensor:
+        if name not in self.values:
+            self.values[name] = _dequantized(self.known[name]).view(self.run.tensors[name].shape)
+        return self.values[name]
+
+    def put(self, name: str, experts: range, solution: Solution) -> None:
+        """Keep what will be packed; experts that come again, in smaller groups, replace what was there."""
+        self.rounded.setdefault(name, {}).update(solution.rounded)
+        count = self.run.tensors[name].shape[0]
+        if isinstance(self.run, WholeTensor):
+            self.solutions[name] = solution
+            return
+        if name not in self.solutions:
+            parts = {
+                key: torch.empty((count, *part.shape[1:]), dtype=part.dtype) for key, part in solution.parts.items()
+            }
+            self.solutions[name] = Solution(parts)
+        for key, part in solution.parts.items():
+            self.solutions[name].parts[key][_slice(experts)].copy_(part)
+
+
+def _slice(experts: range) -> slice:
+    return slice(experts.start, experts.stop)
+
+
+def _warn_of_vanished(packed: PackedTensor, weights: Weights) -> None:
+    """Warn of experts whose values are so small that their packed scales, in 16 bits, are all zero."""
+    opened = open_tensor(packed.data)
+    if not isinstance(opened, _core.PackedTensor):
+        return
+    scales = opened.parameters("levels" if opened.kind == "ternary" else "scales")
+    if scales.reshape(len(scales), -1).any(1).all():
+        return
+    values = _dequantized(packed)
+    for expert in range(len(values)):
+        if not values[expert].any() and weights.expert(expert).any():
+            message = f"tensor '{weights.sources[expert]}': its values are too small for {opened.kind} scales: all zero"
+            warnings.warn(message, MoepackWarning, stacklevel=2)
+
+
+def _dequantized(packed: PackedTensor) -> Tensor:
+    """The values that a packed tensor holds, float32 [experts, rows, columns]."""
+    return torch.from_numpy(open_tensor(packed.data).dequantize())
