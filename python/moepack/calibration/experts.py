@@ -4,23 +4,26 @@ The tokens of a group are gathered, the group's weights are replaced by compress
 compressed experts are added to the streams' sums. So what enters the next block has passed through them.
 
 Invariant: one group's weights are in memory at a time; results do not depend on the group size but for the order of
-floating-point sums.
+floating-point sums. Groups do not read what others give, so each may be solved in another process (`apart`), and its
+outputs added here (`add`) in the order of the groups: the sums are then the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
 from moepack.calibration.recorder import Recorder
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
-from moepack.calibration.stream import Stream
+from moepack.calibration.stream import Additions, Stream
 from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
 
@@ -62,7 +65,11 @@ class _Routes:
 
 
 class ExpertsRun(LayerRun):
-    """The experts of a block whose dense part was run: the streams hold what each expert is sent."""
+    """The experts of a block whose dense part was run: the streams hold what each expert is sent.
+
+    Attributes:
+        groups: experts that are solved together, in order.
+    """
 
     def __init__(
         self,
@@ -85,12 +92,38 @@ class ExpertsRun(LayerRun):
         """
         super().__init__(layer)
         self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
-        self._experts = layer.experts
+        size = settings.group
+        self.groups = [range(i, min(i + size, layer.experts)) for i in range(0, layer.experts, size)]
         self._routes = [_Routes.of(stream, layer.experts) for stream in streams]
         self._counted = _Routes.of(streams[-1 if settings.routing == "original" else 0], layer.experts, mask)
         self.tokens = torch.tensor(self._counted.starts).diff()
         self._cap = max(1, int(settings.token_cap * len(self._routes[0].tokens) / max(layer.experts, 1)))
         *self._first, self._last = [projection.name for projection in layer.projections]
+
+    def apart(self) -> ExpertsRun:
+        """This run for other processes: nothing of the model but what the experts read."""
+        found = copy(self)
+        found.streams = [replace(stream, hidden=ListBuffer([], 1), sums=None, encoder=None, carried={}, _shared={})
+                         for stream in self.streams]  # fmt: skip
+        return found
+
+    def only(self, group: range) -> ExpertsRun:
+        """One of the groups of a run that is apart; the outputs of its experts are kept (`additions`)."""
+        found = copy(self)
+        found.groups, found.streams = [group], [replace(stream, sums=Additions()) for stream in self.streams]
+        return found
+
+    @property
+    def additions(self) -> list[Additions]:
+        """What a group that is apart adds to the sums of each stream."""
+        return [stream.sums for stream in self.streams if isinstance(stream.sums, Additions)]
+
+    def add(self, additions: Sequence[Additions]) -> None:
+        """Add the outputs of a group that was solved apart. All groups are to be added, in their order."""
+        for stream, added in zip(self.streams, additions, strict=True):
+            assert stream.sums is not None
+            for rows, outputs in added.made:
+                stream.sums.add(rows, outputs)
 
     def _stages(self) -> Iterator[Stage]:
         yield from self._groups(self._solve)
@@ -102,8 +135,7 @@ class ExpertsRun(LayerRun):
 
     def _groups(self, work: Callable[[range], Solved]) -> Iterator[Stage]:
         """The stages of all groups; a group for which the device is too small is halved."""
-        size, device = self.settings.group, self.settings.device
-        pending = [range(i, min(i + size, self._experts)) for i in range(0, self._experts, size)]
+        device, pending = self.settings.device, [*self.groups]
         while pending:
             group = pending.pop(0)
             try:

@@ -11,7 +11,18 @@ from torch import Tensor
 from moepack.calibration.arguments import same
 from moepack.calibration.buffer import ListBuffer
 
-__all__ = ["Stream"]
+__all__ = ["Additions", "Stream"]
+
+
+@dataclass
+class Additions:
+    """Stands in for sums where experts are solved apart: keeps what is to be added, as rows [n] and states [n, H]."""
+
+    made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, tokens: Tensor, states: Tensor) -> None:
+        """Keep an addition; as of `ListBuffer.add`."""
+        self.made.append((tokens, states))
 
 
 @dataclass
@@ -22,7 +33,8 @@ class Stream:
         compressed: whether the compressed layers compute it.
         hidden: the hidden states of all samples.
         inputs: the rows that the experts in question read; None before the first layer of experts.
-        sums: the rows to which their outputs are added: `hidden`, or a buffer of its own.
+        sums: the rows to which their outputs are added: `hidden`, or a buffer of its own; apart from the model, what
+            keeps them.
         index: [N, k] the experts of each row, -1 where it has none.
         weights: [N, k] their router weights.
         encoder: the encoder's states, in a decoder that attends to them.
@@ -32,7 +44,7 @@ class Stream:
     compressed: bool
     hidden: ListBuffer
     inputs: ListBuffer | None = None
-    sums: ListBuffer | None = None
+    sums: ListBuffer | Additions | None = None
     index: Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int32))
     weights: Tensor = field(default_factory=lambda: torch.empty(0, 1))
     encoder: ListBuffer | None = None
