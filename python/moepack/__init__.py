@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.errors import (
     CalibrationError,
     CheckpointError,
+    ClusterError,
     CorruptionError,
     DeviceError,
     DeviceMemoryError,
@@ -46,6 +47,7 @@ __all__ = [
     "CalibrationError",
     "Checkpoint",
     "CheckpointError",
+    "ClusterError",
     "CodebookTensor",
     "CompressReport",
     "CorruptionError",

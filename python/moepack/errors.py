@@ -12,6 +12,7 @@ from os import PathLike, fspath
 __all__ = [
     "CalibrationError",
     "CheckpointError",
+    "ClusterError",
     "CorruptionError",
     "DeviceError",
     "DeviceMemoryError",
@@ -85,6 +86,10 @@ class CalibrationError(MoepackError, ValueError):
 
 class DeviceMemoryError(MoepackError, MemoryError):
     """A device ran out of memory even with the smallest groups of work."""
+
+
+class ClusterError(MoepackError):
+    """Machines that were to share a job cannot: no Ray, no cluster, another version there, a file they do not see."""
 
 
 class ResumeError(MoepackError):

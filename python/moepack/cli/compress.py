@@ -42,6 +42,15 @@ def compress_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")] = False,
     report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
     threads: options.Threads = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Share the work with a Ray cluster: its address, auto for the one that this machine is in, or local "
+            "for one of this machine's own. All nodes see MODEL under the same path and have this moepack; each task "
+            "uses --threads cores. The same bytes as without. Needs the extra: pip install 'moepack[ray]'.",
+        ),
+    ] = None,
     mtp_bits: Annotated[
         int | None,
         typer.Option(help="Bits for the experts of multi-token prediction; without, they are kept as they are."),
@@ -84,8 +93,9 @@ def compress_command(
     """
     given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
     done = run(
-        model, out, method, given, dry_run=dry_run, threads=threads, mtp_bits=mtp_bits, resume=resume, quiet=quiet
-    )
+        model, out, method, given,
+        dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, quiet=quiet,
+    )  # fmt: skip
     if done is not None:
         print_report(done)
         print_next(model, out)
@@ -101,6 +111,7 @@ def run(
     *,
     dry_run: bool,
     threads: int | None,
+    ray: str | None,
     mtp_bits: int | None,
     resume: bool,
     quiet: bool,
@@ -110,6 +121,7 @@ def run(
     from moepack.cli.evaluate import quiet_transformers
     from moepack.methods import create
     from moepack.pipeline import compress
+    from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
     from moepack.progress import terminal_progress
 
@@ -119,6 +131,8 @@ def run(
     with wrong_usage():
         settings.refuse_foreign(method, given)
         chosen = create(method, **given)
+        if ray is not None:
+            refuse_sharing(chosen)
         try:
             directory = resolve_model(model)
             plan = estimate(directory, out, chosen, threads, progress, mtp_bits)
@@ -127,8 +141,9 @@ def run(
             if dry_run:
                 return None
             return compress(
-                directory, out, method=chosen, mtp_bits=mtp_bits, threads=threads, resume=resume, progress=progress
-            )
+                directory, out, method=chosen,
+                mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, progress=progress,
+            )  # fmt: skip
         except KeyboardInterrupt:
             raise interrupted(console, out) from None
 

@@ -118,6 +118,16 @@ class Method(ABC):
         """Whether `rewrite` changes checkpoints; only the method of a whole job may."""
         return False
 
+    @property
+    def counts_on(self) -> bool:
+        """Whether what earlier tensors took (`book`) has a say in those of later layers."""
+        return False
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the groups of experts of a layer are solved one after another, for they share its bits."""
+        return False
+
     def arranged(self, layer: MoeLayer) -> MoeLayer:
         """Return a sparse layer with the projections that are packed, as they are unless the method puts them together
         otherwise; only the method of a whole job may.

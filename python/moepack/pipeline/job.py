@@ -38,6 +38,7 @@ from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
 from moepack.methods import Method, PackedTensor, create
 from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import ShardRecord, Workspace
 from moepack.pipeline.plan import Plan, Shard, check_text, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
@@ -65,6 +66,7 @@ def compress(
     others: Mapping[str, Method | PackedTensor] | None = None,
     mtp_bits: int | None = None,
     threads: int | None = None,
+    ray: str | None = None,
     resume: bool = True,
     progress: Progress | None = None,
     **settings: Any,
@@ -86,6 +88,8 @@ def compress(
             2, 3, 4 or 8 bits in groups. A size that was asked for counts them as they were.
         threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it,
             but for methods that run the model: torch's sums do.
+        ray: address of a Ray cluster that shares the work, or "local" for one on this machine; each of its tasks uses
+            `threads`. The bytes are those of a run without it. Needs the extra `ray`.
         resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
         progress: where progress is shown; None shows nothing.
         settings: of a method given by name; of `auto` size, bits_per_weight or ratio, calibration, prefer.
@@ -94,6 +98,7 @@ def compress(
         CheckpointError: the checkpoint is incomplete or damaged, or the hub does not give it.
         UnsupportedModelError: its architecture is unknown, it is already quantized, or transformers cannot build it.
         CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
+        ClusterError: machines of the cluster cannot take part, or none is left that can.
         InvalidTensorError: a weight, or a value of what is copied, is NaN or infinite.
         OutputExistsError: `out` exists.
         ResumeError: `out`.partial belongs to another job.
@@ -107,16 +112,29 @@ def compress(
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
     assignment, progress = Assignment(_chosen(method, settings), others or {}), progress or Silent()
+    check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    checkpoint, described, assignment = _sound(model, target, assignment, mtp_bits)
+    # Other machines find the checkpoint by its whole path.
+    directory = resolve_model(model) if ray is None else resolve_model(model).absolute()
+    checkpoint, described, assignment = _sound(directory, target, assignment, mtp_bits)
     state = target.with_name(target.name + STATE)
-    checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
-    try:
-        return Job(checkpoint, described, assignment, progress, peak, keep).run(target, resume, started)
-    finally:
-        if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
-            state.unlink()
+    with _executor(ray, checkpoint, assignment) as executor:
+        checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
+        try:
+            return Job(checkpoint, described, assignment, progress, peak, keep, executor).run(target, resume, started)
+        finally:
+            if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
+                state.unlink()
+
+
+def _executor(ray: str | None, checkpoint: Checkpoint, assignment: Assignment) -> Executor:
+    """Where tensors are packed."""
+    if ray is None:
+        return Here()
+    from moepack.pipeline.distributed import RayExecutor
+
+    return RayExecutor(ray, checkpoint, assignment)
 
 
 def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
@@ -129,11 +147,10 @@ def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
 
 
 def _sound(
-    model: str | PathLike[str], target: Path, assignment: Assignment, mtp_bits: int | None
+    model: Path, target: Path, assignment: Assignment, mtp_bits: int | None
 ) -> tuple[Checkpoint, MoeModel, Assignment]:
     """A checkpoint, its description and what packs it, once nothing is known that keeps the job from ending well."""
-    check_text(assignment.method)
-    checkpoint = open_checkpoint(resolve_model(model))
+    checkpoint = open_checkpoint(model)
     described = describe(checkpoint)
     assignment = assignment.with_beyond(described, mtp_bits)
     assignment.method.aim(checkpoint, described)
@@ -184,6 +201,7 @@ class Job:
         progress: Progress,
         peak: PeakMemory,
         keep_state: Callable[[], None] = lambda: None,
+        executor: Executor | None = None,
     ) -> None:
         """Decide what will be done; errors as of `make_plan` and `LayerPacker`.
 
@@ -194,12 +212,13 @@ class Job:
             progress: where progress is shown.
             peak: the largest memory so far.
             keep_state: keeps what a resumed run needs of the methods; called once the directory is this job's.
+            executor: where tensors are packed; None packs them in this process.
         """
         self._keep_state = keep_state
         self.checkpoint, self.model, self.assignment = checkpoint, model, assignment
         self.progress, self.peak = progress, peak
         self.plan: Plan = make_plan(checkpoint, model, assignment)
-        self.packer = LayerPacker(checkpoint, model, assignment, self._advance)
+        self.packer = LayerPacker(checkpoint, model, assignment, self._advance, executor)
         self.settings = assignment.settings
         if self.packer.samples is not None:
             self.settings["calibration_sha256"] = self.packer.samples.fingerprint()
@@ -268,6 +287,7 @@ class Job:
         """Pack the layers that are missing; the model passes through those that an interrupted run finished."""
         shards = [(shard, shard.layer) for shard in self.plan.shards if shard.layer is not None]
         missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
+        self.packer.expect([shards[number][1] for number in missing])
         runs = self.packer.runs()
         for shard, layer in shards[: max(missing, default=-1) + 1]:
             record = workspace.done.get(shard.file)

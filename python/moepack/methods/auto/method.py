@@ -107,6 +107,16 @@ class Auto(Method):
         return True
 
     @property
+    def counts_on(self) -> bool:
+        """What is left of the bytes is shared out again."""
+        return True
+
+    @property
+    def in_turn(self) -> bool:
+        """With a text, a layer's bits are shared by its experts."""
+        return self.request is not None
+
+    @property
     def plans(self) -> bool:
         """What each tensor takes follows from all of them."""
         return True

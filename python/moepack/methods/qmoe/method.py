@@ -185,6 +185,11 @@ class Qmoe(Method):
         sample = self._form.pack(found.codes[None], parameters[None])
         return Expected(sample.data.nbytes * weights.shape[0], exact=False)
 
+    @property
+    def in_turn(self) -> bool:
+        """With a rate, a layer's bits are shared by its experts."""
+        return self.bits_per_weight is not None
+
     def layer_plan(self, experts: int) -> RateSolver | None:
         """With a rate, the stages of a layer share its bits."""
         if self.bits_per_weight is None:

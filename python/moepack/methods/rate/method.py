@@ -114,6 +114,11 @@ class Rate(Method):
         return "coded"
 
     @property
+    def in_turn(self) -> bool:
+        """With a text, a layer's bits are shared by its experts."""
+        return self.calibration is not None
+
+    @property
     def looks_ahead(self) -> bool:
         """One step serves the whole model."""
         return True

@@ -1,0 +1,143 @@
+"""Hands out the work of a job to a cluster, and takes the results in order.
+
+Twice as many tasks are under way as can run at a time: nodes never wait for the driver, and results that wait for their
+turn stay few, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from moepack.calibration import LayerRun
+from moepack.calibration.experts import ExpertsRun
+from moepack.calibration.stage import PackedLayer, layer_tensors
+from moepack.checkpoint import Checkpoint
+from moepack.errors import MoepackWarning
+from moepack.methods import Method, PackedTensor
+from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.distributed.cluster import Cluster
+from moepack.pipeline.distributed.tasks import Done, Found, pack_tensor, solve_group
+from moepack.pipeline.executor import Executor, Unit
+from moepack.pipeline.work import LayerWork, Packed, pack_run
+
+__all__ = ["RayExecutor", "refuse"]
+
+AHEAD = 2
+"""Tasks under way for each that can run."""
+
+
+def refuse(method: Method) -> None:
+    """Refuse a method whose work cannot be shared.
+
+    Raises:
+        ValueError: its experts are solved one after another, or on a GPU.
+    """
+    if method.in_turn:
+        raise ValueError(
+            f"with these settings the method {method.name} solves the experts of a layer one after another, for they "
+            "share its bits: --ray would not make that faster; it shares methods without a text, codequant, and qmoe "
+            "without --bits-per-weight"
+        )
+    if torch.device(getattr(method, "device", "cpu")).type != "cpu":
+        raise ValueError("--ray shares work among processors: --device must be cpu")
+
+
+class RayExecutor(Executor):
+    """Packs tensors on a Ray cluster."""
+
+    def __init__(self, address: str, checkpoint: Checkpoint, assignment: Assignment) -> None:
+        """Connect, and see that all nodes can take part; each task takes as many cores as torch uses threads here.
+
+        Raises:
+            ClusterError: they cannot.
+            ValueError: as of `refuse`.
+        """
+        for method in assignment.methods:
+            refuse(method)
+        self._counts_on = any(method.counts_on for method in assignment.methods)
+        self._cluster = Cluster(address, torch.get_num_threads())
+        self._waiting: deque[Unit] = deque()
+        self._running: dict[tuple[str, str], Any] = {}
+        try:
+            headers = checkpoint.shards.values()
+            self._cluster.check({str(header.file.absolute()): header.stamp for header in headers})
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, assignment: Assignment, layers: Sequence[PackedLayer], advance: Callable[[int], None]) -> None:
+        """See `Executor`."""
+        super().start(assignment, layers, advance)
+        self._layers = self._cluster.share({layer.name: layer for layer in layers})
+        self._assignment = self._cluster.share(assignment)
+
+    def expect(self, units: Sequence[Unit]) -> None:
+        """See `Executor`."""
+        self._waiting.extend(units)
+
+    def tensor(self, unit: Unit) -> PackedTensor:
+        """See `Executor`."""
+        place = unit.layer.name, unit.name
+        if self._counts_on and place not in self._running:
+            self._assignment = self._cluster.share(self.assignment)  # what was taken before is booked now
+        self._submit(unit.layer.name)
+        packed: PackedTensor = self._result(self._running.pop(place))
+        self._submit(unit.layer.name)
+        self.advance(math.prod(layer_tensors(unit.layer)[unit.name].shape))
+        return packed
+
+    def _submit(self, turn: str) -> None:
+        """Begin tensors whose time has come; where sizes of earlier layers count, those of the layer `turn`."""
+        most = self._most
+        while self._waiting and len(self._running) < most:
+            layer, name = self._waiting[0]
+            if self._counts_on and layer.name != turn:
+                return
+            self._waiting.popleft()
+            task = self._cluster.submit(pack_tensor, self._assignment, [self._layers], layer.name, name)
+            self._running[layer.name, name] = task
+
+    @property
+    def _most(self) -> int:
+        return max(AHEAD * self._cluster.slots, 1)
+
+    def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
+        """See `Executor`. Linear layers wait for each other, and what is known is only looked up: both stay here."""
+        if not isinstance(run, ExpertsRun) or known.keys() >= run.tensors.keys():
+            return pack_run(run, known, self.assignment, self.advance)
+        work = LayerWork(run, known, self.assignment, self.advance)
+        shared = [self._cluster.share((run.apart(), dict(known)))]
+        tasks = ((solve_group, self._assignment, shared, group) for group in run.groups)
+        for group, found in zip(run.groups, self._results(tasks), strict=True):
+            for name, experts, solution in found.solved:
+                work.put(name, experts, solution)
+            run.add(found.additions)
+            self.advance(len(group) * sum(math.prod(run.tensors[name].shape[1:]) for name in work.methods))
+        run.finished = True
+        return work.pack()
+
+    def _results(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Found]:
+        """The results of tasks, in order."""
+        running: deque[Any] = deque()
+        for task in tasks:
+            running.append(self._cluster.submit(*task))
+            if len(running) >= self._most:
+                yield self._result(running.popleft())
+        while running:
+            yield self._result(running.popleft())
+
+    def _result(self, task: Any) -> Any:
+        done: Done = self._cluster.result(task)
+        for message in done.warned:
+            warnings.warn(message, MoepackWarning, stacklevel=2)
+        return done.result
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._cluster.close()

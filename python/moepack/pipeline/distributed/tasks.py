@@ -1,0 +1,103 @@
+"""What runs on the nodes of a cluster: a tensor packed, or a group of experts solved.
+
+A task may run again, on another node, so it changes nothing but its own copies. Layers, and what the experts of a layer
+read, are large and serve many tasks: a process keeps the last ones that it fetched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from moepack.calibration.experts import ExpertsRun
+from moepack.calibration.stage import PackedLayer, WholeTensor
+from moepack.calibration.stream import Additions
+from moepack.errors import MoepackWarning
+from moepack.methods import PackedTensor, Solution
+from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.work import LayerWork, Packed, pack_run
+from moepack.runtime.threads import set_threads
+
+__all__ = ["Done", "Found", "Solved", "pack_tensor", "solve_group"]
+
+Solved = list[tuple[str, range, Solution]]
+"""Solutions by tensor and experts, without their values: the outputs of the experts are all that these serve."""
+
+
+class Done(NamedTuple):
+    """What a task gives: its result, and the warnings that it raised."""
+
+    result: Any
+    warned: Sequence[str]
+
+
+class Found(NamedTuple):
+    """What was found for a group of experts, and what they add to the sums of each stream."""
+
+    solved: Solved
+    additions: Sequence[Additions]
+
+
+def pack_tensor(threads: int, assignment: Assignment, layers: Sequence[Any], layer: str, name: str) -> Done:
+    """Pack a tensor of a layer whose method looks at weights alone; `layers` is a list of one reference."""
+    run = WholeTensor(_layers(*layers)[layer], name)
+    return _done(threads, lambda: pack_run(run, {}, assignment, lambda _: None)[name])
+
+
+def solve_group(threads: int, assignment: Assignment, run: Sequence[Any], group: range) -> Done:
+    """Solve a group of the experts of a run, given as a list of one reference."""
+    apart, known = _run(*run)
+    return _done(threads, lambda: _solved(apart.only(group), known, assignment))
+
+
+@torch.no_grad()
+def _solved(run: ExpertsRun, known: Packed, assignment: Assignment) -> Found:
+    work = _Noting(run, known, assignment, lambda _: None)
+    work.answer()
+    return Found(work.noted, run.additions)
+
+
+class _Noting(LayerWork):
+    """Keeps solutions group by group, for the process that puts them together."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.noted: Solved = []
+
+    def put(self, name: str, experts: range, solution: Solution) -> None:
+        """Keep a solution."""
+        self.noted.append((name, experts, replace(solution, values=None)))
+
+
+def _done(threads: int, work: Callable[[], Any]) -> Done:
+    _use(threads)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MoepackWarning)
+        result = work()
+    return Done(result, [str(each.message) for each in caught if issubclass(each.category, MoepackWarning)])
+
+
+_use = lru_cache(maxsize=1)(set_threads)
+
+
+@lru_cache(maxsize=1)
+def _layers(reference: Any) -> Mapping[str, PackedLayer]:
+    layers: Mapping[str, PackedLayer] = _fetched(reference)
+    return layers
+
+
+@lru_cache(maxsize=1)
+def _run(reference: Any) -> tuple[ExpertsRun, dict[str, PackedTensor]]:
+    run, known = _fetched(reference)
+    return run, known
+
+
+def _fetched(reference: Any) -> Any:
+    import ray
+
+    return ray.get(reference)
