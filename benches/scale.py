@@ -1,7 +1,7 @@
 """Compress a checkpoint of the Switch-base-128 shapes: seconds for 10^9 weights, peak memory, and c2048 from that.
 
     python benches/scale.py [--layers 12] [--experts 128] [--methods ternary qmoe rate] [--samples 64] [--threads N]
-                            [--device cuda] [--directory DIR]
+                            [--device cuda] [--directory DIR] [--workers 1 2 4]
 
 The checkpoint is made up (shapes of google/switch-base-128: d_model 768, d_ff 3072, 128 experts, a sparse layer after
 each dense one), in shards, and removed afterwards: 12 layers are 7.2 * 10^9 expert weights, 14.5 GB. Its experts are
@@ -11,6 +11,11 @@ Fewer experts and as many times fewer samples leave the time a weight what it is
 
 `rate` takes 3 bits, without a text. Each method runs in a process of its own, which this one watches: memory is looked
 at every 20 ms. Processor seconds are given beside wall seconds, because they hold on a machine that has other work.
+
+With `--workers`, each method runs by itself in one thread, then shared by so many workers of one thread each, on a Ray
+cluster of this machine. What starting costs is left out: the job is the second one of its cluster. The efficiency is
+the local run's processor time over that of all processes of the cluster, driver and Ray's own among them: wall time
+says as much only where each worker has a core.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -38,6 +44,7 @@ import machine
 D_MODEL, D_FF, EXPERTS, VOCABULARY, SENTINELS = 768, 3072, 128, 32128, 100
 #: google/switch-c-2048: d_model, d_ff, experts, sparse layers; 1.57 * 10^12 expert weights.
 C2048 = (2080, 6144, 2048, 30)
+READY, CLOCK = "ready", os.sysconf("SC_CLK_TCK")
 #: Words of the made-up calibration text; what it says is of no consequence.
 WORDS = ("river", "stone", "light", "under", "walked", "slowly", "and", "then", "nobody", "knew", "where", "it", "was")
 
@@ -104,16 +111,77 @@ def work(options: argparse.Namespace) -> None:
     from moepack.pipeline import compress
 
     torch.set_num_threads(options.threads)
+    if options.cluster:
+        import ray
+
+        ray.init(address="local", num_cpus=options.cluster, include_dashboard=False, log_to_driver=False)
+    address = "local" if options.cluster else None
     settings = {"calibration": str(options.directory / "calibration.txt"), "samples": options.samples}
     calibrated = Qmoe(**settings, group=options.group, device=options.device)
     others = {"bits_per_weight": 3.0} if options.work == "rate" else {}
     method = calibrated if options.work == "qmoe" else create(options.work, **others)
-    report = compress(options.directory / "model", options.directory / "packed", method=method, threads=options.threads)
+    if options.workers:
+        compress(options.directory / "few", options.directory / "none", method="ternary", ray=address)
+        print(READY, flush=True)
+    report = compress(
+        options.directory / "model", options.directory / "packed", method=method, threads=options.threads, ray=address
+    )
     usage = resource.getrusage(resource.RUSAGE_SELF)
     figures = {"weights": report.expert_weights, "bits": report.bits_per_weight, "seconds": report.seconds}
     if options.device != "cpu":
         figures["device_memory"] = torch.cuda.max_memory_allocated()
     print(json.dumps({**figures, "cpu": usage.ru_utime + usage.ru_stime}))
+
+
+def measure_shared(method: str, workers: int, options: argparse.Namespace) -> dict[str, float]:
+    """Wall and processor seconds of a job shared by so many workers, or done by one thread where there are none."""
+    command = [sys.executable, __file__, "--work", method, "--directory", str(options.directory), "--threads", "1"]
+    command += ["--samples", str(options.samples), "--group", str(options.group), "--cluster", str(workers)]
+    seen: dict[int, float] = {}
+    with subprocess.Popen([*command, "--workers", "1"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and line.strip() != READY:
+            pass
+        before = sum(family_seconds(process.pid).values())
+        while process.poll() is None:
+            seen |= family_seconds(process.pid)
+            time.sleep(0.1)
+        printed = process.stdout.read()
+    if process.returncode:
+        sys.exit(f"{method} with {workers} workers failed")
+    for name in ("packed", "none"):
+        shutil.rmtree(options.directory / name)
+    found = json.loads(printed.splitlines()[-1])
+    return {"weights": found["weights"], "seconds": found["seconds"], "cpu": sum(seen.values()) - before}
+
+
+def family_seconds(process: int) -> dict[int, float]:
+    """Processor seconds of a process and of all that descend from it, by their numbers."""
+    parents, seconds = {}, {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = place.read_text().rpartition(")")[2].split()
+            number = int(place.parent.name)
+            parents[number], seconds[number] = int(fields[1]), (int(fields[11]) + int(fields[12])) / CLOCK
+    family = {process}
+    while more := {number for number, parent in parents.items() if parent in family} - family:
+        family |= more
+    return {number: seconds[number] for number in family & seconds.keys()}
+
+
+def show_shared(method: str, runs: dict[int, dict[str, float]]) -> None:
+    """A line a number of workers, and the extrapolation."""
+    alone = runs[0]["cpu"]
+    for workers, run in runs.items():
+        who = f"{workers} worker{'s' if workers > 1 else ''}" if workers else "one thread"
+        print(
+            f"{method:10} {who:10} {run['seconds']:7.1f} s wall {run['cpu']:7.1f} s of processor"
+            f"   efficiency {alone / run['cpu']:.2f}"
+        )
+    worst, total = max(run["cpu"] for run in runs.values()), c2048_weights()
+    days = worst / runs[0]["weights"] * total / 86400
+    print(f"           c2048, {total / 1e12:.2f} * 10^12 weights: {days:.1f} days of one core; with 10 machines of 32")
+    print(f"           such cores, {days / 320 * 24:.1f} hours", flush=True)
 
 
 def measure(method: str, options: argparse.Namespace) -> dict[str, float]:
@@ -137,10 +205,28 @@ def measure(method: str, options: argparse.Namespace) -> dict[str, float]:
     return {**json.loads(printed.splitlines()[-1]), **peaks}
 
 
+def share(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Measure, show and save each method with each number of workers."""
+    for method in options.methods:
+        runs = {workers: measure_shared(method, workers, options) for workers in (0, *options.workers)}
+        show_shared(method, runs)
+        results[method] = runs
+        if options.save:
+            what = {"layers": options.layers, "experts": options.experts, "samples": options.samples}
+            machine.save(options.save, 1, {**what, **results})
+    print(SHARED_ASSUMPTIONS)
+
+
 def solver_operations(d_model: int, d_ff: int) -> float:
     """Multiplications of GPTQ for each weight: R C^2 of compensation and C^3 / 3 of factorisation a matrix."""
     shapes = ((d_ff, d_model), (d_model, d_ff))
     return sum(rows * columns**2 + columns**3 / 3 for rows, columns in shapes) / (2 * d_model * d_ff)
+
+
+def c2048_weights() -> float:
+    """Expert weights of switch-c-2048."""
+    d_model, d_ff, experts, layers = C2048
+    return 2.0 * d_model * d_ff * experts * layers
 
 
 def show(method: str, figures: dict[str, float]) -> None:
@@ -154,8 +240,8 @@ def show(method: str, figures: dict[str, float]) -> None:
     if figures.get("device_memory"):
         memory += f", {figures['device_memory'] / 1e9:.2f} GB of the device"
     print(f"         processor for 10^9 weights; peak memory {memory}")
-    d_model, d_ff, experts, layers = C2048
-    total = 2 * d_model * d_ff * experts * layers / 1e9
+    d_model, d_ff, *_ = C2048
+    total = c2048_weights() / 1e9
     factor = solver_operations(d_model, d_ff) / solver_operations(D_MODEL, D_FF) if method == "qmoe" else 1.0
     days, cores = (seconds * factor * total / 86400 for seconds in (wall, cpu))
     print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time a weight: {days:.1f} days here,")
@@ -169,6 +255,14 @@ though the part that runs the model and sums Hessians grows less; as many calibr
 reading 3.1 TB from a disk no slower than the computation. One layer's codes take a byte a weight: 52 GB there."""
 
 
+SHARED_ASSUMPTIONS = """
+The extrapolation takes the most processor time a weight that was measured here, for any number of workers, and assumes
+that it stays what it is for matrices of c2048 and on its cores; that the driver's part of it stays small (it copies
+packed bytes into shards: for 0.8 to 8 bits a weight, 160 GB to 1.6 TB of reading, checksums and writing); that tensors
+are even (60 of 26 * 10^9 weights, each on a machine of its own, whose threads share its experts); and that shared
+storage gives 3.1 TB in that time to all machines together."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
@@ -180,7 +274,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where qmoe runs the model and the solver")
     parser.add_argument("--directory", type=Path, help="where the checkpoint goes; default: a temporary directory")
     parser.add_argument("--save", type=Path, help="JSON file for the figures")
+    parser.add_argument("--workers", type=int, nargs="+", help="share the work by so many workers, in turn")
     parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--cluster", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options)
@@ -196,7 +292,11 @@ def main() -> None:
         start = time.perf_counter()
         build(options.directory / "model", options.layers, options.experts)
         print(f"built {options.layers} sparse layers in {time.perf_counter() - start:.0f} s", flush=True)
-        results = {}
+        results: dict[str, Any] = {}
+        if options.workers:
+            build(options.directory / "few", 2, 4)
+            share(options, results)
+            return
         for method in options.methods:
             results[method] = measure(method, options)
             show(method, results[method])
