@@ -1,6 +1,7 @@
 """An ordinary checkpoint with the values that the packed weights stand for, rounded to bfloat16."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from moepack.export.names import CHANNELS, Experts, experts_of
 from moepack.format.directory import PackedDirectory
 from moepack.format.shard import Entry
 
-__all__ = ["export_bf16"]
+__all__ = ["export_bf16", "plain_shards"]
 
 
 def export_bf16(directory: Path, out: Path) -> int:
@@ -19,19 +20,35 @@ def export_bf16(directory: Path, out: Path) -> int:
     The tensors that were not packed keep their dtype; tied weights stay tied.
     """
     source = PackedDirectory.open(directory)
-    layers = experts_of(source)
-    linears = _linears(source)
-    dense = [*dense_entries(source)]
-    shards = sum(len([*layer.files()]) for layer in layers) + len(linears) + len(dense)
-    with ModelWriter(source, out, shards) as writer:
-        for layer in layers:
-            for projections in layer.files():
-                writer.shard([*_expert_entries(source, layer, projections)])
-        for names in linears:
-            writer.shard([tensor_entry(name, _values(source, name)[0]) for name in names])
-        for entries in dense:
-            writer.shard(entries)
+    shards = plain_shards(source)
+    with ModelWriter(source, out, len(shards)) as writer:
+        for shard in shards:
+            writer.shard([*shard()])
         return writer.finish(None)
+
+
+def plain_shards(source: PackedDirectory, without: Set[str] = frozenset()) -> list[Callable[[], Iterable[Entry]]]:
+    """Return what makes the tensors of each shard of the ordinary checkpoint, decoded when they are asked for.
+
+    Args:
+        source: the packed directory.
+        without: packed tensors that are left out.
+
+    Raises:
+        CorruptionError, UnsupportedModelError: as for `experts_of`.
+    """
+    shards: list[Callable[[], Iterable[Entry]]] = []
+    for layer in experts_of(source):
+        if without.isdisjoint(layer.packed.values()):
+            shards += [partial(_expert_entries, source, layer, projections) for projections in layer.files()]
+    for names in _linears(source):
+        if left := [name for name in names if name not in without]:
+            shards.append(partial(_linear_entries, source, left))
+    return shards + [partial(iter, entries) for entries in dense_entries(source)]
+
+
+def _linear_entries(source: PackedDirectory, names: list[str]) -> Iterator[Entry]:
+    return (tensor_entry(name, _values(source, name)[0]) for name in names)
 
 
 def _linears(source: PackedDirectory) -> list[list[str]]:

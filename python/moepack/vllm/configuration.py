@@ -1,0 +1,141 @@
+"""vLLM's view of a packed directory: which of its layers multiply from packed bytes.
+
+vLLM joins layers that the hub keeps apart (queries, keys and values; gate and up). Such a layer is packed if all of its
+parts are. A layer that is not, that vLLM looks into (`kv_b_proj`, which attention to latents absorbs), or whose experts
+compute something else than SwiGLU, is an ordinary one for vLLM, and `loader` decodes its weights.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from moepack.checkpoint.resolve import resolve_model
+from moepack.errors import LoadError
+from moepack.export.names import experts_of
+from moepack.format.directory import PackedDirectory
+from moepack.integrations.transformers import LINEAR, METHOD, MoepackConfig
+from moepack.runtime.experts import PackedExperts
+from moepack.runtime.store import Shape
+from moepack.vllm.methods import PackedExpertsMethod, PackedLinearMethod, Part
+
+__all__ = ["METHOD", "PackedConfig"]
+
+_ABSORBED = "kv_b_proj"
+
+
+class PackedConfig(QuantizationConfig):  # type: ignore[misc]
+    """The quantization method `moepack`.
+
+    Attributes:
+        modules: the directory's packed linear layers and gated experts, by their path on the hub.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: dict[str, Part] = {}
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return the name in config.json."""
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Return the dtypes of activations that packed products take."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the compute capability that the kernels need: Ampere's."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no files: config.json says everything."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PackedConfig":
+        """Read config.json's `quantization_config`.
+
+        Raises:
+            LoadError: the directory needs a newer moepack.
+            CorruptionError: the entries are not what the format says.
+        """
+        MoepackConfig(**config)
+        return cls()
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Learn from the directory, or the model of the hub, what is packed; errors as of `PackedDirectory.open`."""
+        source = PackedDirectory.open(resolve_model(model_name if revision is None else f"{model_name}@{revision}"))
+        records = source.manifest.packed()
+        for name, record in records.items():
+            if not record.experts:
+                rows, columns = record.shape
+                self.modules[name.removesuffix(f".{LINEAR}")] = Part({LINEAR: name}, {LINEAR: (1, rows, columns)})
+        for layer in experts_of(source):
+            if set(layer.packed) == set(PackedExperts.projections):
+                shapes = {projection: _shape(records[name].shape) for projection, name in layer.packed.items()}
+                self.modules[f"{layer.block}.experts"] = Part(layer.packed, shapes)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Take over vLLM's paths of modules where they differ from the hub's."""
+        self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """Return how vLLM computes a layer; None for what is none of moepack's business.
+
+        Raises:
+            LoadError: vLLM is to split the model, or would read the files by itself.
+        """
+        _require_settings(get_current_vllm_config())
+        if isinstance(layer, LinearBase):
+            parts = self._parts(prefix)
+            return PackedLinearMethod(parts) if parts else UnquantizedLinearMethod()
+        part = self.modules.get(prefix.removesuffix(".routed_experts"))
+        if isinstance(layer, RoutedExperts) and part is not None and _is_swiglu(layer):
+            return PackedExpertsMethod(part, layer.moe_config)
+        return None
+
+    def _parts(self, prefix: str) -> Sequence[Part]:
+        """The packed modules that a linear layer joins; none if one of them is not packed."""
+        parent, _, name = prefix.rpartition(".")
+        if name == _ABSORBED:
+            return ()
+        joined = self.packed_modules_mapping.get(name, [name])
+        found = [self.modules.get(f"{parent}.{each}" if parent else each) for each in joined]
+        return [] if None in found else [part for part in found if part is not None]
+
+
+def _shape(shape: Sequence[int]) -> Shape:
+    experts, rows, columns = shape
+    return experts, rows, columns
+
+
+def _is_swiglu(layer: Any) -> bool:
+    """Whether routed experts compute down(silu(gate) * up), weighted behind it."""
+    activation = getattr(layer.activation, "value", layer.activation)
+    clamped = getattr(layer, "swiglu_limit", None) is not None
+    return activation == "silu" and not clamped and not layer.apply_router_weight_on_input
+
+
+def _require_settings(settings: Any) -> None:
+    """Refuse what vLLM was asked to do with the model and packed bytes cannot do.
+
+    Raises:
+        LoadError: says which option.
+    """
+    parallel = settings.parallel_config
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, option) > 1:
+            option = f"--{option.replace('_', '-')}"
+            raise LoadError(f"packed tensors hold whole layers and cannot be split by vLLM: leave {option} at 1")
+    if getattr(parallel, "enable_expert_parallel", False):
+        raise LoadError("packed tensors hold all experts of a layer: leave out --enable-expert-parallel")
+    if settings.load_config.load_format != METHOD:
+        raise LoadError(f"vLLM's own loader cannot read packed tensors: start it with --load-format {METHOD}")
