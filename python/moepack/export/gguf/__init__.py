@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from moepack.errors import LoadError, UnsupportedModelError
 from moepack.export.directory import dense_entries
 from moepack.export.gguf.blocks import blocks, open_tensor, q4_0_blocks, q8_0_blocks
-from moepack.export.gguf.models import Model, model_of
+from moepack.export.gguf.model import Model, Piece
+from moepack.export.gguf.models import model_of
 from moepack.export.gguf.vocabulary import Vocabulary
 from moepack.format.atomic import disk_errors
 from moepack.format.directory import PackedDirectory
@@ -101,9 +102,16 @@ def _packed(gguf: Any, model: Model, source: PackedDirectory, tensors: dict[str,
         if _is_vector(renamed):
             yield _vector(renamed, lambda tensor=tensor: tensor.dequantize(), tensor.shape)  # type: ignore[misc]
             continue
-        order = model.order(renamed, tensor.shape[-2], source.config)
-        kind = {4: "Q4_0", 8: "Q8_0"}[tensor.bits]
-        yield _Tensor(renamed, tensor.shape, kind, lambda tensor=tensor, order=order: blocks(tensor, order))  # type: ignore[misc]
+        for piece in model.pieces(renamed, tensor.shape[-2], source.config):
+            yield _packed_piece(piece, tensor)
+
+
+def _packed_piece(piece: Piece, tensor: GroupwiseTensor) -> _Tensor:
+    """A tensor of rows of a packed one, in blocks where they stay rows."""
+    if piece.turned:
+        return _turned(piece, tensor.dequantize, tensor.shape)
+    kind = {4: "Q4_0", 8: "Q8_0"}[tensor.bits]
+    return _Tensor(piece.name, _shape(piece, tensor.shape), kind, lambda: blocks(tensor, piece.order))
 
 
 def _dense(gguf: Any, model: Model, source: PackedDirectory) -> Iterator[_Tensor]:
@@ -116,8 +124,30 @@ def _dense(gguf: Any, model: Model, source: PackedDirectory) -> Iterator[_Tensor
         if len(entry.shape) == 1 or _is_vector(renamed) or "ffn_gate_inp" in renamed:
             yield _vector(renamed, lambda entry=entry: _values(entry), entry.shape)  # type: ignore[misc]
             continue
-        order = model.order(renamed, entry.shape[0], source.config)
-        yield _Tensor(renamed, entry.shape, entry.dtype, lambda entry=entry, order=order: _bytes(entry, order))  # type: ignore[misc]
+        for piece in model.pieces(renamed, entry.shape[0], source.config):
+            yield _dense_piece(piece, entry)
+
+
+def _dense_piece(piece: Piece, entry: Entry) -> _Tensor:
+    """A tensor of rows of one that was never packed, bit for bit where they stay rows."""
+    if piece.turned:
+        return _turned(piece, lambda: _values(entry), entry.shape)
+    return _Tensor(piece.name, _shape(piece, entry.shape), entry.dtype, lambda: _bytes(entry, piece.order))
+
+
+def _turned(piece: Piece, values: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> _Tensor:
+    """A tensor of columns, in float32."""
+    *others, rows, columns = _shape(piece, shape)
+    order = torch.from_numpy(piece.order)
+
+    def data() -> NDArray[np.uint8]:
+        return values().float().view(-1, columns)[order].mT.contiguous().view(-1).numpy().view(np.uint8)
+
+    return _Tensor(piece.name, (*others, columns, rows), "F32", data)
+
+
+def _shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if piece.order is None else (*piece.order.shape, shape[-1])
 
 
 def _is_vector(name: str) -> bool:
@@ -137,4 +167,4 @@ def _values(entry: Entry) -> torch.Tensor:
 
 def _bytes(entry: Entry, order: NDArray[np.int64] | None) -> NDArray[np.uint8]:
     data = np.frombuffer(entry.data(), np.uint8)
-    return data if order is None else data.reshape(len(order), -1)[order].reshape(-1)
+    return data if order is None else data.reshape(entry.shape[0], -1)[order].reshape(-1)

@@ -1,139 +1,11 @@
-"""What llama.cpp calls a model: its architecture, hyperparameters and tensors, as far as it computes the same.
-
-llama.cpp fixes by the architecture what transformers' configurations leave open (whether top-k weights are normalized,
-whether projections have biases). A model that its architecture would compute otherwise is refused.
-"""
-
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+"""The models that llama.cpp and transformers both know, by transformers' name."""
 
 from moepack.errors import UnsupportedModelError
+from moepack.export.gguf.latent import LatentModel
+from moepack.export.gguf.model import Config, Model
 
-__all__ = ["MODELS", "Model", "model_of"]
+__all__ = ["MODELS", "model_of"]
 
-Config = Mapping[str, Any]
-_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-
-
-@dataclass(frozen=True)
-class Model:
-    """An architecture of transformers as llama.cpp knows it.
-
-    Attributes:
-        name: llama.cpp's.
-        required: settings that llama.cpp takes for granted, each with the values that stand for it.
-        sizes: writer's methods for further hyperparameters, each with the setting that it is called with.
-        interleaved: whether llama.cpp turns neighbouring features of queries and keys, where transformers turns halves.
-        grouped: whether keys and values may have fewer heads than queries.
-    """
-
-    name: str
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    interleaved: bool = False
-    grouped: bool = True
-
-    def refuse(self, config: Config) -> None:
-        """Refuse what llama.cpp would compute otherwise.
-
-        Raises:
-            UnsupportedModelError: says which setting.
-        """
-        required = {**_ALWAYS, **self.required}
-        if config.get("use_sliding_window") is False:
-            del required["sliding_window"]
-        if not self.grouped:
-            required["num_key_value_heads"] = (config["num_attention_heads"],)
-        for setting, values in required.items():
-            found = config.get(setting, values[0])
-            if found not in values:
-                message = f"llama.cpp's '{self.name}' computes {setting}={values[0]!r}, this model has {found!r}"
-                raise UnsupportedModelError(message, file="config.json")
-        rope = _rope(config)
-        if rope.get("rope_type", "default") not in ("default", "linear"):
-            message = f"rotary positions of the type {rope['rope_type']!r} are not written to GGUF"
-            raise UnsupportedModelError(message, file="config.json")
-
-    def write(self, gguf: Any, writer: Any, config: Config) -> None:
-        """Write the hyperparameters."""
-        heads = config["num_attention_heads"]
-        width = config.get("head_dim") or config["hidden_size"] // heads
-        rope = _rope(config)
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(heads)
-        writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-        writer.add_key_length(width)
-        writer.add_value_length(width)
-        writer.add_rope_dimension_count(width)
-        writer.add_rope_freq_base(float(rope.get("rope_theta", 10_000.0)))
-        if rope.get("rope_type") == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(float(rope["factor"]))
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_vocab_size(config["vocab_size"])
-        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        for method, setting in self.sizes.items():
-            getattr(writer, method)(config[setting])
-
-    def names(self, gguf: Any, config: Config) -> Callable[[str], str]:
-        """A function from a tensor's name in the packed directory to llama.cpp's; it refuses names without one."""
-        known = gguf.get_tensor_name_map(
-            next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.name), config["num_hidden_layers"]
-        )
-
-        def rename(name: str) -> str:
-            found: str | None = known.get_name(name, try_suffixes=(".weight", ".bias"))
-            if found is None:
-                raise UnsupportedModelError(f"llama.cpp's '{self.name}' has no tensor for it", tensor=name)
-            return found
-
-        return rename
-
-    def expert_name(self, module: str, projection: str) -> str:
-        """The name of a projection of a layer's experts.
-
-        Raises:
-            UnsupportedModelError: the projections are not gate, up and down.
-        """
-        layer = re.search(r"\.layers\.(\d+)\.", module)
-        if layer is None or projection not in _EXPERTS:
-            raise UnsupportedModelError(f"llama.cpp has no experts with the projection '{projection}'", tensor=module)
-        return f"blk.{layer[1]}.{_EXPERTS[projection]}.weight"
-
-    def order(self, name: str, rows: int, config: Config) -> NDArray[np.int64] | None:
-        """The order of a tensor's rows in the file, by llama.cpp's name of it; None for that of transformers."""
-        found = re.fullmatch(r"blk\.\d+\.attn_(q|k)\.weight", name)
-        if not self.interleaved or found is None:
-            return None
-        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
-        return np.arange(rows).reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).reshape(-1)
-
-
-def _rope(config: Config) -> Mapping[str, Any]:
-    """The settings of rotary positions, as newer or older configurations have them."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta", 10_000.0),
-        **(config.get("rope_scaling") or {}),
-    }
-    return rope
-
-
-_ALWAYS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "sliding_window": (None, 0),
-    "clip_qkv": (None,),
-    "mlp_only_layers": ([], None),
-    "decoder_sparse_step": (1,),
-}
 _WIDTH = {"add_expert_feed_forward_length": "moe_intermediate_size"}
 
 MODELS: dict[str, Model] = {
@@ -144,9 +16,20 @@ MODELS: dict[str, Model] = {
         {**_WIDTH, "add_expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
     "qwen3_moe": Model("qwen3moe", {"norm_topk_prob": (True,), "attention_bias": (False,)}, _WIDTH),
+    "deepseek_v2": LatentModel(
+        "deepseek2",
+        {"attention_bias": (False,), "mlp_bias": (False,), "norm_topk_prob": (False,), "topk_method": ("greedy",)},
+        {
+            **_WIDTH,
+            "add_expert_shared_count": "n_shared_experts",
+            "add_expert_weights_scale": "routed_scaling_factor",
+            "add_leading_dense_block_count": "first_k_dense_replace",
+            "add_kv_lora_rank": "kv_lora_rank",
+        },
+        scalings=("default", "yarn"),
+    ),
     "olmoe": Model("olmoe", {"norm_topk_prob": (False,), "attention_bias": (False,)}, grouped=False),
 }
-"""By transformers' name."""
 
 
 def model_of(config: Config) -> Model:

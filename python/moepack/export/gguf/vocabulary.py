@@ -1,26 +1,19 @@
 """The vocabulary of a tokenizer, as llama.cpp reads it: byte-level BPE, or pieces of sentences (`pieces`).
 
-llama.cpp finds the rule by which byte-level BPE splits text into words under a name, not in the file. A tokenizer that
-splits by a rule that is not among `_SPLITS` would read the same text as other tokens, and is refused.
+A tokenizer that splits text into words by a rule that llama.cpp is not known to have (`splits`) would read the same
+text as other tokens, and is refused.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moepack.errors import UnsupportedModelError
 from moepack.export.gguf.pieces import are_pieces, begins_with_space, scores
+from moepack.export.gguf.splits import name_of
 
 __all__ = ["Vocabulary"]
-
-_GPT2 = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
-_QWEN2 = (
-    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
-    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-)
-_SPLITS = {_GPT2: "gpt-2", _QWEN2: "qwen2"}
-"""Rules by the expression that splits, each with llama.cpp's name."""
 
 
 class Vocabulary:
@@ -56,7 +49,7 @@ class Vocabulary:
     def write(self, gguf: Any, writer: Any) -> None:
         """Write tokens, merges and special tokens."""
         tokens, types = self._tokens(gguf.TokenType)
-        merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in self._model["merges"]]
+        merges = self._merges()
         if self._pieces:
             order = scores(tokens, merges)
             if order is None:
@@ -110,14 +103,14 @@ class Vocabulary:
         parts = rule["pretokenizers"] if rule.get("type") == "Sequence" else [rule]
         if any(part.get("add_prefix_space") for part in parts):
             raise self._refused("a space before the text")
-        expressions = [part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"]
-        expressions += [_GPT2 for part in parts if part.get("type") == "ByteLevel" and part.get("use_regex", True)]
-        kinds = {part.get("type") for part in parts}
-        if kinds <= {"Split", "ByteLevel"} and "ByteLevel" in kinds and len(expressions) == 1:
-            (expression,) = expressions
-            if expression in _SPLITS:
-                return _SPLITS[expression]
-        raise self._refused("a rule that splits text and that llama.cpp is not known to have")
+        name = name_of(rule, self._merges())
+        if name is None:
+            raise self._refused("a rule that splits text and that llama.cpp is not known to have")
+        return name
+
+    def _merges(self) -> list[Sequence[str]]:
+        """The pairs that are joined, in their order; older files have them as text."""
+        return [merge.split(" ") if isinstance(merge, str) else merge for merge in self._model["merges"]]
 
     def _adds(self, name: str) -> bool:
         """Whether a special token is put around each text, as the tokenizer's template says."""

@@ -1,0 +1,72 @@
+"""Attention to latents (DeepSeek-V2) as llama.cpp computes it: absorbed, with one head of keys and values.
+
+llama.cpp multiplies queries by each head's share of `kv_b_proj` for keys, turned, and the sums of latents by that for
+values; so the file has both by themselves. Keys' shares are written in float32: turned, they are no blocks any more.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moepack.errors import UnsupportedModelError
+from moepack.export.gguf.model import Config, Model, Piece, rope_of
+
+__all__ = ["LatentModel"]
+
+DIRECT = (26, 27)
+"""Numbers of layers at which llama.cpp reads queries without a latent; the file has no setting for it."""
+
+
+@dataclass(frozen=True)
+class LatentModel(Model):
+    """An architecture with attention to latents; attributes as of `Model`."""
+
+    def refuse(self, config: Config) -> None:
+        """Refuse what llama.cpp would compute otherwise; as for `Model`."""
+        super().refuse(config)
+        layers, rope = config["num_hidden_layers"], rope_of(config)
+        if config.get("q_lora_rank") is None and layers not in DIRECT:
+            known = " or ".join(map(str, DIRECT))
+            message = f"without q_lora_rank llama.cpp's '{self.name}' has {known} layers, this model has {layers}"
+            raise UnsupportedModelError(message, file="config.json")
+        scale = rope.get("mscale_all_dim")
+        plain = rope.get("attention_factor") is None and rope.get("truncate", True)
+        if rope.get("rope_type") == "yarn" and not (scale and rope.get("mscale") == scale and plain):
+            message = (
+                f"llama.cpp's '{self.name}' takes mscale and mscale_all_dim of yarn to be equal, and no other scales"
+            )
+            raise UnsupportedModelError(message, file="config.json")
+
+    def write(self, gguf: Any, writer: Any, config: Config) -> None:
+        """Write the hyperparameters."""
+        super().write(gguf, writer, config)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+        writer.add_expert_weights_norm(False)
+        rope = rope_of(config)
+        if rope.get("rope_type") == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            writer.add_rope_scaling_yarn_beta_fast(float(rope.get("beta_fast") or 32))
+            writer.add_rope_scaling_yarn_beta_slow(float(rope.get("beta_slow") or 1))
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])  # llama.cpp divides by 0.1
+
+    def write_attention(self, writer: Any, config: Config) -> None:
+        """Write the hyperparameters of attention: of latents, and of the heads that they stand for."""
+        rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        if config.get("q_lora_rank") is not None:
+            writer.add_q_lora_rank(config["q_lora_rank"])
+        writer.add_head_count_kv(1)
+        writer.add_key_length(rank + turned)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+        writer.add_value_length_mla(config["v_head_dim"])
+        writer.add_rope_dimension_count(turned)
+
+    def pieces(self, name: str, rows: int, config: Config) -> list[Piece]:
+        """Take `kv_b_proj` apart; as for `Model`."""
+        if "attn_kv_b" not in name:
+            return super().pieces(name, rows, config)
+        keys = config["qk_nope_head_dim"]
+        heads = np.arange(rows).reshape(config["num_attention_heads"], keys + config["v_head_dim"])
+        stem = name.replace("attn_kv_b", "attn_{}_b")
+        return [Piece(stem.format("k"), heads[:, :keys], turned=True), Piece(stem.format("v"), heads[:, keys:])]
