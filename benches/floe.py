@@ -3,6 +3,7 @@
     python benches/floe.py product [--threads 1] [--out build/floe-product.json]
     python benches/floe.py rules MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py packed MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
+    python benches/floe.py equal MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py recall MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py table [--out build/floe.json]
 
@@ -16,7 +17,11 @@ the first sparse layer stays whole): the up projection's output, the gate's afte
 the router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each
 layer; all weights are bf16, so this is what the rule alone costs. `packed` measures packed models: by `floe`, with and
 without coarse copies, and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse
-copies) and those that a token moves. `recall` tells how much of what a layer
+copies) and those that a token moves. `equal` sets the
+paper's form beside coarse copies in the same memory and with the same bytes moved: what decides leaves memory for the
+channels of each expert that are stored first, which the calibration text wanted most, and only others are moved. The
+paper's form skips 50 to 80 %, with up projections of 2 or 4 bits; between the points the increase is interpolated, and
+the better of both counts. `recall` tells how much of what a layer
 asks for could be guessed from what enters the experts of the layer before: its experts by its router, or by the linear
 map that fits its router's logits on the calibration text best; its channels by its up projection, where the experts are
 known. Figures are added to those in the file; `table` prints it as it stands in docs.
@@ -44,10 +49,15 @@ from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.floe.quantiles import Quantiles
+from moepack.runtime.store import MappedStore
 
 CHANNELS, COLUMNS = 14336, 4096
 SHARES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 CALLS = 12
+PARTS = 64
+"""Parts of an expert's channels in which wanted ones are counted."""
+MEMORY = (2.7, 3.0, 3.5, 4.0)
+"""Bits of an expert weight that memory holds where forms are compared."""
 JUNK = np.zeros(24 << 20, np.float64)
 """Larger than any cache: written before each timed call."""
 
@@ -302,6 +312,88 @@ def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[
         return {"loss": loss, "resident": resident / weights, "moved": moved / weights}
 
 
+class Counting(MappedStore):
+    """Mapped bytes, with a count of the channels that are wanted by where they stand among those of their expert.
+
+    Attributes:
+        wanted: [PARTS], how many were wanted in each part of an expert's channels.
+        asked: channels of the experts that tokens chose.
+    """
+
+    by_channels = True
+
+    def __init__(self) -> None:
+        self.wanted, self.asked = np.zeros(PARTS, np.int64), 0
+
+    def channels(self, layer: Any, experts: torch.Tensor, ups: torch.Tensor) -> Iterator[torch.Tensor]:
+        """As of every mapped store, counted."""
+        by_channel = (ups != 0).flatten(0, 1).sum(0).numpy()
+        self.wanted += np.array([int(part.sum()) for part in np.array_split(by_channel, PARTS)])
+        self.asked += ups.numel()
+        yield ups
+
+
+def spread(options: argparse.Namespace, **settings: Any) -> dict[str, Any]:
+    """A packed model's loss, and bits of an expert weight: of what decides, of all records, of the wanted by part."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "packed"
+        text = {"calibration": str(options.calibration), "samples": options.samples}
+        moepack.compress(options.model, out, method="floe", **text, **settings)
+        model, store = moepack.load(out, dtype="float32"), Counting()
+        sparse = {name: module for name, module in model.named_modules() if hasattr(module, "computed")}
+        for module in sparse.values():
+            module.store = store
+        loss = evaluate(model, options.text, options.chars, tokenizer=open_tokenizer(options.model)).loss
+        packed = PackedDirectory.open(out).manifest.packed().values()
+        records = sum(8 * record.nbytes for record in packed if record.projection == "channels")
+        others = sum(8 * record.nbytes for record in packed if record.projection != "channels")
+        weights = sum(3 * math.prod(module.shapes["up_proj"]) for module in sparse.values())
+        wanted = store.wanted / store.asked * records / weights
+        return {"loss": loss, "deciding": others / weights, "records": records / weights, "wanted": wanted.tolist()}
+
+
+def moved(point: dict[str, Any], memory: float) -> float:
+    """Bits of an expert weight that a token moves where memory holds so many, what decides among them."""
+    kept = PARTS * (memory - point["deciding"]) / point["records"]
+    shares = np.clip(np.arange(1, PARTS + 1) - max(kept, 0), 0, 1)
+    return float(shares @ np.array(point["wanted"]))
+
+
+def equal(options: argparse.Namespace) -> dict[str, Any]:
+    """The paper's form and coarse copies by memory and bytes moved."""
+    whole = evaluate(
+        open_model(options.model, dtype=torch.float32), options.text, options.chars,
+        tokenizer=open_tokenizer(options.model),
+    ).loss  # fmt: skip
+    rows: dict[str, dict[str, Any]] = {"coarse 2 bits, 80 %": {"coarse_bits": 2.0}}
+    for share in SHARES[1:-1]:
+        rows |= {
+            f"paper, up {bits} bits, {share:.0%}": {"up_bits": bits, "sparsity": share, "dense_layers": 0}
+            for bits in (2, 4)
+        }
+    found: dict[str, Any] = {}
+    for name, settings in rows.items():
+        point = spread(options, **settings)
+        found[name] = {"increase": point.pop("loss") - whole, **point}
+        print(f"{name:>24}: +{found[name]['increase']:.4f}, deciding {point['deciding']:.2f}", flush=True)
+        add(options, found)
+    compared(found)
+    return found
+
+
+def compared(found: dict[str, Any]) -> None:
+    """Print the increase of both forms in the same memory and with the same bytes moved, as a table's rows."""
+    refined = found["coarse 2 bits, 80 %"]
+    for memory in MEMORY:
+        asked, best = moved(refined, memory), math.inf
+        for bits in (2, 4):
+            points = [found[f"paper, up {bits} bits, {share:.0%}"] for share in SHARES[1:-1]]
+            least_first = sorted((moved(point, memory), point["increase"]) for point in points)
+            best = min(best, float(np.interp(asked, *zip(*least_first, strict=True))))
+        ratio = refined["increase"] / best
+        print(f"| {memory:.1f} | {asked:.2f} | {refined['increase']:.3f} | {best:.3f} | {ratio:.2f} |")
+
+
 def packed(options: argparse.Namespace) -> dict[str, Any]:
     """Packed models beside each other; the loss of the original is that of `whole`."""
     whole = evaluate(
@@ -353,6 +445,9 @@ def table(options: argparse.Namespace) -> None:
     for model, found in known.get("recall", {}).items():
         for name, values in found.items():
             print(f"| {model} | {name} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
+    for model, found in known.get("equal", {}).items():
+        print(model)
+        compared(found)
     models = known.get("packed", {})
     for name in dict.fromkeys(name for found in models.values() for name in found):
         cells = (
@@ -367,13 +462,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     works: dict[str, Callable[[argparse.Namespace], Any]] = {
-        "product": product, "rules": curves, "packed": packed, "recall": recall, "table": table,
+        "product": product, "rules": curves, "packed": packed, "equal": equal, "recall": recall,
+        "table": table,
     }  # fmt: skip
     for name in works:
         command = commands.add_parser(name)
         command.add_argument("--threads", type=int, default=1)
         command.add_argument("--out", type=Path, default=Path("build/floe.json"))
-        if name in ("rules", "packed", "recall"):
+        if name in ("rules", "packed", "equal", "recall"):
             command.add_argument("model", type=Path)
             command.add_argument("--calibration", type=Path, required=True)
             command.add_argument("--text", type=Path, required=True)

@@ -128,6 +128,11 @@ class ExpertsRun(LayerRun):
     def _stages(self) -> Iterator[Stage]:
         yield from self._groups(self._solve)
 
+    def rows(self) -> tuple[Tensor, Tensor] | None:
+        """See `LayerRun`."""
+        stream = self.streams[0]
+        return None if stream.inputs is None else (stream.inputs.tokens, stream.index)
+
     @torch.no_grad()
     def previews(self) -> Iterator[Stage]:
         """See `LayerRun`."""
@@ -197,6 +202,9 @@ class ExpertsRun(LayerRun):
         def weights_of(position: int) -> Iterator[Tensor]:
             return (share for _, share in self._counted.pieces(group[position], self._cap))
 
+        def rows(position: int) -> Iterator[Tensor]:
+            return (tokens for tokens, _ in self._counted.pieces(group[position], self._cap))
+
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
             for position in range(len(group)):
@@ -210,7 +218,7 @@ class ExpertsRun(LayerRun):
             return expert_moments(tokens, columns, device)
 
         assert self.tokens is not None
-        inputs = Inputs(self.tokens[group.start : group.stop], pieces, hessians, moments, weights_of)
+        inputs = Inputs(self.tokens[group.start : group.stop], pieces, hessians, moments, weights_of, rows)
         return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
 
     def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:

@@ -97,6 +97,8 @@ class Inputs:
         moments: computes the moments of the same tokens, weighted by their effect (all alike for linear layers), with
             the drift from the original model (zero where it does not run beside).
         weights: the router's weights of the same tokens, [n], in the same pieces; nothing for linear layers.
+        rows: which tokens of the text they are, [n] int64, in the same pieces, as `LayerRun.rows` counts them; nothing
+            for linear layers.
     """
 
     tokens: Tensor
@@ -104,6 +106,7 @@ class Inputs:
     hessians: Callable[[], Tensor]
     moments: Callable[[], Moments]
     weights: Callable[[int], Iterator[Tensor]] = lambda _: iter(())
+    rows: Callable[[int], Iterator[Tensor]] = lambda _: iter(())
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,11 @@ class LayerRun(ABC):
     @abstractmethod
     def _stages(self) -> Iterator[Stage]:
         """Yield the stages; `_take` gives the answer to the one just yielded."""
+
+    def rows(self) -> tuple[Tensor, Tensor] | None:
+        """What the experts read, [T, C], and which of them each token chose, [T, k], -1 where it has fewer; None of
+        linear layers. Both are used again for the next layer."""
+        return None
 
     def previews(self) -> Iterator[Stage]:
         """All stages of experts in advance, later ones with inputs computed by the original weights of the earlier."""

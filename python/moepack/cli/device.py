@@ -4,17 +4,27 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["Device", "HostMemory", "places", "usable_device"]
+__all__ = ["Approximate", "Device", "Guess", "HostMemory", "places", "usable_device"]
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: all GPUs, then the CPU, layer by layer.")]
 HostMemory = Annotated[
     str | None, typer.Option(help="Most memory for the weights, such as 8GB: the other experts stay on the drive.")
 ]
 
+Guess = Annotated[
+    bool, typer.Option(help="With --host-memory: read ahead what the next layer is likely to want; changes no output.")
+]
+Approximate = Annotated[
+    bool, typer.Option("--approximate", help="Let the layer before decide over channels (floe): outputs change.")
+]
 
-def places(device: str | None, host_memory: str | None = None) -> dict[str, Any]:
+
+def places(
+    device: str | None, host_memory: str | None = None, guess: bool = True, approximate: bool = False
+) -> dict[str, Any]:
     """Return the arguments of `moepack.load` that put a model where the options say."""
-    memory = {} if host_memory is None else {"host_memory": host_memory}
+    memory: dict[str, Any] = {} if host_memory is None else {"host_memory": host_memory, "guess": guess}
+    memory |= {"approximate": True} if approximate else {}
     if device is None:
         return memory
     return {"device_map": device, **memory} if device == "auto" else {"device": device, **memory}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from moepack.cli.device import Device, HostMemory, places
+from moepack.cli.device import Approximate, Device, Guess, HostMemory, places
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -60,6 +60,8 @@ def generate_command(
     resident: Resident = False,
     device: Device = None,
     host_memory: HostMemory = None,
+    guess: Guess = True,
+    approximate: Approximate = False,
 ) -> None:
     """Continue a prompt: the text goes to standard output as it is made, the speed to standard error at the end."""
     from moepack.cli.evaluate import quiet_transformers
@@ -76,7 +78,8 @@ def generate_command(
         sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), **drawn)
         if system is not None and not chat:
             raise ValueError("--system needs --chat")
-        model = open_model(directory, dtype, threads, mode, resident, **places(device, host_memory))
+        where = places(device, host_memory, guess, approximate)
+        model = open_model(directory, dtype, threads, mode, resident, **where)
         tokenizer = open_tokenizer(directory)
         if not (chat or model.config.is_encoder_decoder):
             _write(text)
@@ -115,9 +118,17 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 def _streaming(statistics: "Statistics") -> str:
     """What streaming did, in a line."""
     asked = statistics.hits + statistics.misses
-    return (
+    found = (
         f"experts: {statistics.hits / max(asked, 1):.0%} of {asked} were in memory; {size(statistics.bytes_read)} read "
         f"in {statistics.reads} reads, {statistics.waited:.1f} s waited for them; at most {size(statistics.most)} kept"
+    )
+    if not statistics.guessed:
+        return found
+    return (
+        f"{found}; {statistics.right / max(statistics.wanted, 1):.0%} of what was wanted was guessed before, "
+        f"{statistics.right / statistics.guessed:.0%} of the guesses were right; "
+        f"{size(statistics.bytes_guessed)} read on guesses, {size(statistics.in_vain)} of them in vain, "
+        f"in {statistics.hidden:.1f} s in which nobody waited"
     )
 
 

@@ -80,8 +80,8 @@ def evaluate(
         progress: called after each batch with (windows done, windows in all, sum of losses so far over tokens), for the
             reference with nan as loss.
         save_reference: keep what the reference predicts in this file.
-        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory` of `moepack.load`;
-            the last bounds the reference, too.
+        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory`, `approximate` of
+            `moepack.load`; memory is that of the reference, too.
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
@@ -89,7 +89,7 @@ def evaluate(
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
     """
     tokenizer = tokenizer_of(model, tokenizer)
-    places = {key: value for key, value in loading.items() if key != "host_memory"}
+    places = {key: value for key, value in loading.items() if key in ("device", "device_map")}
     options = {"tokenizer": tokenizer, "dtype": dtype, "progress": progress, **places}
     if (limit := loading.get("host_memory")) is not None:
         options["memory"] = byte_count(limit)

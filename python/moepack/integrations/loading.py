@@ -21,7 +21,7 @@ from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
-from moepack.runtime.streaming import stream
+from moepack.runtime.streaming import foresee, stream
 from moepack.runtime.threads import set_threads
 from moepack.units import byte_count
 
@@ -39,6 +39,8 @@ def load(
     device: torch.device | str | None = None,
     device_map: Mapping[str, Any] | str | None = None,
     host_memory: str | int | None = None,
+    guess: bool = True,
+    approximate: bool = False,
 ) -> Any:
     """Load a packed directory as a transformers model, in evaluation mode.
 
@@ -62,6 +64,9 @@ def load(
         host_memory: the most that the weights may take of the CPU's memory, for example "8GB" or "7.5GiB". What every
             token needs stays there; experts are read from the drive as they are chosen, and the rest of the memory
             keeps those of the last tokens (docs/offload.md). None maps the files.
+        guess: with `host_memory`, read ahead what the next layer is likely to want; it changes no output.
+        approximate: where experts are kept by channels, let what enters the layer before decide which ones are
+            computed: what was guessed is never waited for, and outputs change.
 
     Returns:
         The model of the class that config.json names, such as `...ForCausalLM` or `...ForConditionalGeneration`.
@@ -79,7 +84,7 @@ def load(
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
-    return open_model(directory, dtype, threads, mode, resident, device, device_map, host_memory)
+    return open_model(directory, dtype, threads, mode, resident, device, device_map, host_memory, guess, approximate)
 
 
 def open_model(
@@ -91,6 +96,8 @@ def open_model(
     device: torch.device | str | None = None,
     device_map: Mapping[str, Any] | str | None = None,
     host_memory: str | int | None = None,
+    guess: bool = True,
+    approximate: bool = False,
 ) -> Any:
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`.
 
@@ -128,6 +135,8 @@ def open_model(
         ResidentStore().take(model, Path(directory).glob("*.safetensors"))
     if memory is not None:
         stream(model, memory)
+    if approximate or (guess and memory is not None):
+        foresee(model, Path(directory), approximate)
     return model.eval()
 
 

@@ -236,6 +236,10 @@ class Method(ABC):
         """Nats a token that a model is expected to lose, where that is known; after `prepare`."""
         return None
 
+    def files(self) -> Mapping[str, bytes]:
+        """Return small files that belong beside the weights, by name; after `prepare`."""
+        return {}
+
     def book(self, name: str, nbytes: int) -> None:  # noqa: B027 - few methods share bytes between layers
         """Learn what a packed tensor takes. Called for all tensors in the order of work, also for those that an
         interrupted run packed."""

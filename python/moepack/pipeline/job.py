@@ -331,6 +331,7 @@ class Job:
         method = self.assignment.method.name
         quantization = quantization_config(method, self.settings, tensors)
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
+        content |= self.assignment.method.files()
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.plan), *content.items()]:
             write_file(workspace.path / name, data)

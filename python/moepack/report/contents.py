@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moepack.format import Manifest, TensorRecord
-from moepack.format.hub import INDEX
+from moepack.format.hub import INDEX, PREDICTORS
 
 __all__ = ["EXPERTS", "ORDER", "MatrixRow", "RoleSize", "Row", "add_up", "read_rows", "role_sizes"]
 
@@ -123,7 +123,11 @@ def _format(record: TensorRecord) -> str:
     if record.kind == "channels":
         skipped = [share for share in details.get("achieved_sparsity", ()) if share is not None]
         width = "bf16" if details["bits"] == 16 else f"int{details['bits']}"
-        return f"{width} channels" + (f", {sum(skipped) / len(skipped):.1%} skipped" if any(skipped) else "")
+        shares = [f", {sum(skipped) / len(skipped):.1%} skipped"] if any(skipped) else []
+        if isinstance(recall := details.get("recall"), dict):
+            guessed = {name: recall.get(name) for name in ("experts", "channels")}
+            shares += [f", {share:.0%} of {name} foreseen" for name, share in guessed.items() if share is not None]
+        return "".join((width, " channels", *shares))
     return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 
@@ -134,7 +138,7 @@ def add_up(manifest: Manifest, rows: list[Row]) -> dict[str, Any]:
     before, after = sum(row.before for row in rows), sum(row.after for row in rows)
     other = directory - after - dense
     shards = {record.file for record in manifest.tensors.values()}
-    copied = sum(record.size for name, record in manifest.files.items() if name not in shards and name != INDEX)
+    copied = sum(record.size for name, record in manifest.files.items() if name not in shards | {INDEX, PREDICTORS})
     experts, linears = _sum(rows, experts=True), _sum(rows, experts=False)
     return {
         "weights": experts.pop("weights"),

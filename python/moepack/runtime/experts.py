@@ -25,6 +25,7 @@ from moepack.runtime.ops import experts as traced_experts
 from moepack.runtime.ops import grouped as traced_grouped
 from moepack.runtime.own import OwnCode
 from moepack.runtime.packed import PackedModule, Shape
+from moepack.runtime.prediction import Foresight
 from moepack.runtime.store import Matrices
 
 __all__ = [
@@ -264,6 +265,7 @@ class SparseExperts(PackedExperts):
         computed, asked: channels that were computed and that the tokens' experts have, over all calls since they were
             set to 0. Calls in several threads at a time may lose some. A GPU counts in the matrix of the records
             (`ChannelKernels`), for nothing may wait for it.
+        foresight: what is guessed from the layer before; None where nothing is.
     """
 
     projections: tuple[str, ...] = ("up_proj", "channels")
@@ -271,6 +273,7 @@ class SparseExperts(PackedExperts):
     def __init__(self, shapes: Mapping[str, Shape], act_fn: Activation) -> None:
         super().__init__(shapes, act_fn)
         self.computed = self.asked = 0
+        self.foresight: Foresight | None = None
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs = torch.zeros_like(hidden_states, dtype=torch.float32)
@@ -290,13 +293,17 @@ class SparseExperts(PackedExperts):
         self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int]]:
         """Outputs to be added up, each with the number of channels that were computed."""
-        backend = backend_for(x.device)
-        if not self.store.by_channels:
+        backend, deciding = backend_for(x.device), self._deciding(len(x))
+        if not self.store.by_channels and deciding is None:
             yield backend.sparse_experts(matrices, x, index, weights, self.mode)
             return
-        ups = backend.wanted_channels(matrices, x, index, self.mode)
+        ups = backend.wanted_channels(matrices, x, index, self.mode, weights, deciding)
         for part in self.store.channels(self, index, ups):
             yield backend.sparse_channels(matrices[-1], x, index, weights, part)
+
+    def _deciding(self, tokens: int) -> torch.Tensor | None:
+        """What decides over the channels of so many tokens in place of their own inputs."""
+        return None if self.foresight is None else self.foresight.deciding(tokens)
 
 
 class RefinedExperts(SparseExperts):
@@ -316,7 +323,7 @@ class RefinedExperts(SparseExperts):
         self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int]]:
         backend = backend_for(x.device)
-        coarse, ups = backend.coarse_experts(matrices, x, index, weights, self.mode)
+        coarse, ups = backend.coarse_experts(matrices, x, index, weights, self.mode, self._deciding(len(x)))
         yield coarse, 0
         for part in self.store.channels(self, index, ups):
             yield backend.sparse_channels(matrices[-1], x, index, weights, part)

@@ -23,6 +23,7 @@ from moepack.calibration.load import load_samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError
+from moepack.format.hub import PREDICTORS
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
@@ -32,6 +33,7 @@ from moepack.methods.parallel import for_experts
 from moepack.methods.rate import Rate
 from moepack.methods.roles import as_number
 from moepack.progress import Progress
+from moepack.runtime.prediction import serialized
 from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
 from moepack.solvers.groupwise import BITS, quantize_groupwise
 from moepack.solvers.hqq import HalfQuadratic
@@ -157,6 +159,11 @@ class Floe(Method):
 
         routed = self._coarse is not None
         self._decisions = decide(checkpoint, model, samples, running, self._quantized, shares, routed)
+
+    def files(self) -> Mapping[str, bytes]:
+        """The predictors that are better than routers."""
+        found = {layer: decision.predictor for layer, decision in self._decisions.items() if decision.predictor}
+        return {PREDICTORS: serialized(found)} if found else {}
 
     def _quantized(self, name: str, matrix: Tensor) -> Tensor:
         """What a deciding matrix of the packed tensor `name` becomes."""

@@ -6,10 +6,12 @@ threshold for all experts of a layer, |silu(x W_gate) * x W_up| under both, time
 The model runs block by block with quantized up projections in place of the original ones, nothing skipped. Thresholds
 come from seven eighths of each expert's tokens; the last eighth, which lies behind them in the text, tells what they
 skip of a text that they were not chosen on.
+
+On the way, predictors are fitted: what enters one layer of experts tells what the next one will want.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from torch.nn import functional
 from moepack.calibration import Calibrator, LayerRun, Samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.stage import Stage
-from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.methods.floe.channels import UP
+from moepack.methods.floe.predictors import HELD_OUT, Pair, fitted
 from moepack.methods.floe.quantiles import Quantiles
+from moepack.runtime.prediction import Predictor
 
 __all__ = ["Decision", "Quantized", "decide"]
 
@@ -29,9 +33,6 @@ GATE = "gate_proj"
 
 Quantized = Callable[[str, Tensor], Tensor]
 """The values [R, C] that a matrix of the packed tensor of that name will have, from its weights."""
-
-_HELD_OUT = 8
-"""One token in so many is not used for thresholds."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Decision:
         achieved: the same of the tokens that were held out.
         order: [E, I], the channels of each expert as they are stored, those that most tokens want first, so
             that what tokens want lies together; None as they come.
+        predictor: guesses the experts from what enters the layer before; None of the first layer.
+        recall: what guesses that, and what it recalls of the experts and of the channels of tokens held out.
     """
 
     thresholds: tuple[float, ...]
@@ -54,6 +57,8 @@ class Decision:
     predicted: tuple[float | None, ...]
     achieved: tuple[float | None, ...]
     order: Tensor | None = None
+    predictor: Predictor | None = None
+    recall: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def dense(cls, experts: int) -> "Decision":
@@ -67,6 +72,7 @@ class Decision:
             "predicted_sparsity": [*map(_digits, self.predicted)],
             "achieved_sparsity": [*map(_digits, self.achieved)],
         }
+        found |= {"recall": dict(self.recall)} if self.recall else {}
         return found | ({"tokens": [*self.tokens], "pooled": [*self.pooled]} if self.tokens else {})
 
 
@@ -95,16 +101,37 @@ def decide(
         InvalidTensorError: a weight is NaN or infinite.
         DeviceMemoryError: the device is too small.
     """
-    found = {}
+    found: dict[str, Decision] = {}
+    before: Tensor | None = None
     for run in Calibrator(checkpoint, model, samples, settings).layers():
-        found[run.layer.name] = _layer(run, quantized, shares[run.layer.name], routed)
+        rows = run.rows()
+        assert rows is not None and isinstance(run.layer, MoeLayer)
+        pair = _pair(before, *rows, _router(checkpoint, run.layer, rows[0].shape[1]))
+        before = rows[0].clone()
+        found[run.layer.name] = _layer(run, quantized, shares[run.layer.name], routed, pair)
     return found
 
 
+def _router(checkpoint: Checkpoint, layer: MoeLayer, columns: int) -> Tensor | None:
+    """The weights [E, H] of a layer's router, where it is a plain matrix."""
+    shapes = {name: checkpoint.info(name).shape for name in layer.router}
+    name = next((name for name, shape in shapes.items() if tuple(shape) == (layer.experts, columns)), None)
+    return None if name is None else checkpoint.tensor(name).float()
+
+
+def _pair(before: Tensor | None, x: Tensor, chosen: Tensor, router: Tensor | None) -> tuple[Pair, Tensor | None] | None:
+    """What is known of the tokens of a layer from the one before, and its router; None where nothing is."""
+    if before is None or before.shape != x.shape or len(x) < HELD_OUT:
+        return None
+    return Pair(before, chosen, None if router is None else x.float() @ router.T), router
+
+
 @torch.no_grad()
-def _layer(run: LayerRun, quantized: Quantized, share: float, routed: bool) -> Decision:
+def _layer(
+    run: LayerRun, quantized: Quantized, share: float, routed: bool, pair: tuple[Pair, Tensor | None] | None
+) -> Decision:
     experts = run.tensors[UP].shape[0]
-    seen, held = Quantiles(experts), Quantiles(experts)
+    seen, held, channels = Quantiles(experts), Quantiles(experts), _Recall(share, pair)
     wanted = torch.zeros(run.tensors[UP].shape[:2], dtype=torch.int64)
     for stage in run:
         with run.smaller_groups():
@@ -119,37 +146,87 @@ def _layer(run: LayerRun, quantized: Quantized, share: float, routed: bool) -> D
                 for position, expert in enumerate(stage.experts if share > 0 else ()):
                     # What a larger group left, for which memory was too small.
                     seen.counts[expert], held.counts[expert], wanted[expert] = 0, 0, 0
+                    channels.look(stage, coarse, position)
                     for sizes in _sizes(stage, coarse, position):
                         wanted[expert] += _largest(sizes.float().abs(), share)
-                        last = len(sizes) - len(sizes) // _HELD_OUT
+                        last = len(sizes) - len(sizes) // HELD_OUT
                         seen.add(expert, sizes[:last])
                         held.add(expert, sizes[last:])
             run.answer(values)
-    if share <= 0:
-        return Decision.dense(experts)
-    assert run.tokens is not None
-    found = _decision(seen, held, share, run.tokens, routed)
-    return replace(found, order=wanted.argsort(dim=1, descending=True, stable=True))
+    decision = Decision.dense(experts)
+    if share > 0:
+        assert run.tokens is not None
+        order = wanted.argsort(dim=1, descending=True, stable=True)
+        decision = replace(_decision(seen, held, share, run.tokens, routed), order=order)
+    if pair is None:
+        return decision
+    predictor, name, recall = fitted(*pair, experts)
+    recalls = {"by": name, "experts": round(recall, 4), "channels": _digits(channels.share)}
+    return replace(decision, predictor=None if name == "router" else predictor, recall=recalls)
+
+
+class _Recall:
+    """How many of the channels that tokens held out want are among as many that are guessed from the layer before."""
+
+    def __init__(self, share: float, pair: tuple[Pair, Tensor | None] | None) -> None:
+        self._skipped, self._before = share, None if pair is None else pair[0].inputs
+        self._right: dict[int, tuple[int, int]] = {}
+
+    @property
+    def share(self) -> float | None:
+        """The share that was right; None where nothing was guessed."""
+        right, wanted = (sum(pair[at] for pair in self._right.values()) for at in (0, 1))
+        return right / wanted if wanted else None
+
+    def look(self, stage: Stage, coarse: Mapping[str, Tensor], position: int) -> None:
+        """Compare for an expert; a second look at it replaces the first."""
+        if self._before is None or self._skipped >= 1:
+            return
+        assert stage.inputs is not None
+        right = wanted = 0
+        pieces = zip(
+            stage.inputs.rows(position), stage.inputs.pieces(position), stage.inputs.weights(position), strict=True
+        )
+        for rows, x, weights in pieces:
+            last = len(self._before) - len(self._before) // HELD_OUT
+            held = rows >= last
+            if not bool(held.any()):
+                continue
+            guess = self._before[rows[held].to(self._before.device)].to(x)
+            x, weights = x[held.to(x.device)], weights[held.to(weights.device)]
+            true, guessed = (
+                _wanted(_judged(each, coarse, position, weights).float().abs(), self._skipped) for each in (x, guess)
+            )
+            right, wanted = right + int((true & guessed).sum()), wanted + int(true.sum())
+        self._right[stage.experts[position]] = right, wanted
 
 
 def _largest(sizes: Tensor, share: float) -> Tensor:
     """How often each channel is among the largest sizes [n, I] behind a share of them all, [I] int64 on the CPU."""
+    return _wanted(sizes, share).sum(0).cpu()
+
+
+def _wanted(sizes: Tensor, share: float) -> Tensor:
+    """Which sizes [n, I] are the largest behind a share of them all."""
     if not len(sizes):
-        return torch.zeros(sizes.shape[1], dtype=torch.int64)
+        return torch.zeros(sizes.shape, dtype=torch.bool)
     rank = min(max(1, round(share * sizes.numel())), sizes.numel())
-    return (sizes >= sizes.flatten().kthvalue(rank).values).sum(0).cpu()
+    return sizes >= sizes.flatten().kthvalue(rank).values
 
 
 def _sizes(stage: Stage, coarse: Mapping[str, Tensor], position: int) -> Iterator[Tensor]:
     """What an expert's channels are judged by, [n, I], token piece by token piece."""
     assert stage.inputs is not None
-    pieces = stage.inputs.pieces(position)
+    pieces, weights = stage.inputs.pieces(position), stage.inputs.weights(position)
+    yield from (_judged(x, coarse, position, own) for x, own in zip(pieces, weights, strict=True))
+
+
+def _judged(x: Tensor, coarse: Mapping[str, Tensor], position: int, weights: Tensor) -> Tensor:
+    """What an expert's channels are judged by for tokens [n, H] with router weights [n]: [n, I]."""
+    up = x @ coarse[UP][position].to(x.dtype).T
     if GATE not in coarse:
-        yield from (x @ coarse[UP][position].to(x.dtype).T for x in pieces)
-        return
-    for x, weights in zip(pieces, stage.inputs.weights(position), strict=True):
-        gate, up = (x @ coarse[name][position].to(x.dtype).T for name in (GATE, UP))
-        yield functional.silu(gate) * up * weights.to(up)[:, None]
+        return up
+    return functional.silu(x @ coarse[GATE][position].to(x.dtype).T) * up * weights.to(up)[:, None]
 
 
 def _decision(seen: Quantiles, held: Quantiles, share: float, tokens: Tensor, routed: bool) -> Decision:

@@ -147,8 +147,22 @@ class Backend(ABC):
         """
         raise DeviceError("experts of which some channels are computed run on the CPU")
 
-    def wanted_channels(self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, mode: str | None) -> Tensor:
-        """Decide which channels of each token's experts are computed; arguments and errors as of `sparse_experts`.
+    def wanted_channels(
+        self,
+        matrices: Sequence[Matrix],
+        x: Tensor,
+        index: Tensor,
+        mode: str | None,
+        weights: Tensor | None = None,
+        deciding: Tensor | None = None,
+    ) -> Tensor:
+        """Decide which channels of each token's experts are computed from records; errors as of `sparse_experts`.
+
+        Args:
+            matrices: as of `sparse_experts`, or of `coarse_experts`.
+            x, index, mode: as of `sparse_experts`.
+            weights: as of `sparse_experts`; coarse copies decide by them.
+            deciding: [T, H], what decides in place of `x`, which the outputs are still of.
 
         Returns:
             [T, k, I] float32, the outputs of the up projection; zero where a channel is skipped.
@@ -156,13 +170,20 @@ class Backend(ABC):
         raise DeviceError("experts of which some channels are computed run on the CPU")
 
     def coarse_experts(
-        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
+        self,
+        matrices: Sequence[Matrix],
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        mode: str | None,
+        deciding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Decide which channels are refined, and compute the others; see `RefinedExperts`.
 
         Args:
             matrices: coarse gate, up and down projections, and records.
             x, index, weights, mode: as of `sparse_experts`.
+            deciding: as of `wanted_channels`.
 
         Returns:
             [T, H] float32, the outputs without the channels that are refined, and what `sparse_channels` takes for

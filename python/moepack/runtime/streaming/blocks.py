@@ -6,6 +6,9 @@ would be read mostly in vain: of channels that a token wants with a probability 
 with one of five sixths. A token asks for thousands of blocks, so what is known of them lies in arrays over all blocks
 of a model, and a thread of the pool takes a list of reads.
 
+On a guess of what the next call wants, blocks are read while nobody waits for others (`Guesses`); such a read counts as
+a use, so that what was read ahead is not what goes next.
+
 When room is needed, blocks go that nobody holds and whose uses count least, where a use counts half after `HALF_LIFE`
 calls (LRFU: Lee and others, 2001): so blocks that most tokens want stay even where those of one token do not fit.
 
@@ -16,14 +19,17 @@ Invariants:
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from threading import Condition
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moepack.errors import MoepackError
+from moepack.runtime.streaming.guesses import Guesses
 from moepack.runtime.streaming.region import Piece, Region
 from moepack.runtime.streaming.residency import Statistics
 from moepack.runtime.streaming.source import READ
@@ -35,6 +41,9 @@ BLOCK = 16 << 10
 
 HALF_LIFE = 256
 """Calls after which a use counts half."""
+
+GUESSED = 4
+"""One part in so many of the budget is read on a guess at most."""
 
 BATCH = 64
 """One part in so many of the budget goes at least when room is needed: choosing looks at all blocks."""
@@ -70,16 +79,22 @@ class Blocks:
         self._pool, self._readers = ThreadPoolExecutor(readers, thread_name_prefix="moepack-read"), readers
         self._changed = Condition()
         self._held = self._resident = 0
+        self._unused = np.zeros(self.first[-1], bool)
         self._statistics = Statistics()
+        self._guesses = Guesses(self._changed, self._begin)
 
     @property
     def statistics(self) -> Statistics:
         """What happened so far; hits and misses are blocks."""
         with self._changed:
-            return replace(self._statistics, resident=self._resident * BLOCK)
+            return replace(self._statistics, resident=self._resident * BLOCK, **self._guesses.counts())
 
-    def hold(self, blocks: Numbers) -> None:
+    def hold(self, blocks: Numbers, meanwhile: Callable[[], None] | None = None) -> None:
         """Have blocks in memory, at most as many as the budget, until `release`.
+
+        Args:
+            blocks: which.
+            meanwhile: is called while reads are under way, if any are.
 
         Raises:
             CorruptionError, LoadError: one cannot be read; none is held.
@@ -88,7 +103,7 @@ class Blocks:
         missing, between = self._claim(blocks)
         try:
             try:
-                self._read(np.union1d(missing, between))
+                self._read(np.union1d(missing, between), meanwhile)
             finally:
                 self.release(between)
             while len(missing := self._missed(blocks)):
@@ -96,8 +111,45 @@ class Blocks:
         except BaseException:
             self.release(blocks)
             raise
+        finally:
+            self._demanded()
         with self._changed:
             self._statistics.waited += time.perf_counter() - start
+
+    def _demanded(self) -> None:
+        """Let guesses be read again."""
+        with self._changed:
+            self._guesses.demands -= 1
+            self._changed.notify_all()
+
+    def guess(self, blocks: Numbers) -> None:
+        """Read blocks that are likely to be wanted next, as long as nobody waits for others."""
+        with self._changed:
+            absent = blocks[self._state[blocks] == _ABSENT][: self.budget // GUESSED]
+            parts = np.split(absent, np.flatnonzero(np.diff(absent) > 2) + 1) if len(absent) else []
+            self._guesses.make(blocks.tolist(), parts)
+
+    def _begin(self, blocks: Numbers) -> Callable[[], None] | None:
+        """Make room for neighbours that are read on a guess."""
+        blocks = blocks[self._state[blocks] == _ABSENT][: max(self.budget - self._held, 0)]
+        if not len(blocks):
+            return None
+        self._hold(blocks)
+        self._uses[blocks] += self._use
+        self._unused[blocks] = True
+        self._absent(blocks)
+        return lambda: self._read_ahead(blocks)
+
+    def _read_ahead(self, blocks: Numbers) -> None:
+        pieces = [region.piece(0, *run) for region, *run in self._runs(blocks, READ // BLOCK)]
+        done = False
+        try:
+            with suppress(MoepackError):
+                _read_all(pieces)
+                done = True
+        finally:
+            self._settle(blocks, pieces, done, guessed=True)
+            self.release(blocks)
 
     def release(self, blocks: Numbers) -> None:
         """Let blocks that were held go when room is needed."""
@@ -112,12 +164,16 @@ class Blocks:
     def _claim(self, blocks: Numbers) -> tuple[Numbers, Numbers]:
         """Hold blocks, and blocks between those that are missing, for which there is room: the caller reads both."""
         with self._changed:
+            self._guesses.meet(blocks.tolist())
+            self._guesses.demands += 1
             self._changed.wait_for(lambda: self._held + self._unheld(blocks) <= self.budget)
             self._hold(blocks)
             self._use *= _GROWTH
             if self._use > 1e100:
                 self._uses, self._use = self._uses / self._use, 1.0
             self._uses[blocks] += self._use
+            self._statistics.bytes_used += int(self._unused[blocks].sum()) * BLOCK
+            self._unused[blocks] = False
             missing = self._absent(blocks)
             between = self._between(missing)[: self.budget - self._held]
             self._hold(between)
@@ -159,7 +215,7 @@ class Blocks:
         """Give the memory of blocks back."""
         for region, start, stop in self._runs(blocks, len(self._state)):
             region.drop(0, start, stop)
-        self._state[blocks] = _ABSENT
+        self._state[blocks], self._unused[blocks] = _ABSENT, False
         self._resident -= len(blocks)
 
     def _runs(self, blocks: Numbers, most: int) -> Iterator[tuple[Region, int, int]]:
@@ -174,7 +230,7 @@ class Blocks:
                 count = min(most, stop - first)
                 yield self._regions[owner], own * BLOCK, (own + count) * BLOCK
 
-    def _read(self, missing: Numbers) -> None:
+    def _read(self, missing: Numbers, meanwhile: Callable[[], None] | None = None) -> None:
         """Read blocks that are coming, all at a time."""
         pieces = [region.piece(0, *run) for region, *run in self._runs(missing, READ // BLOCK)]
         reads: list[Future[None]] = []
@@ -182,6 +238,8 @@ class Blocks:
         try:
             for number in range(min(self._readers, len(pieces))):
                 reads.append(self._pool.submit(_read_all, pieces[number :: self._readers]))
+            if reads and meanwhile is not None:
+                meanwhile()
             wait(reads)
             done = all(read.exception() is None for read in reads)
         finally:
@@ -192,13 +250,15 @@ class Blocks:
         for read in reads:
             read.result()
 
-    def _settle(self, missing: Numbers, pieces: Sequence[Piece], done: bool) -> None:
+    def _settle(self, missing: Numbers, pieces: Sequence[Piece], done: bool, guessed: bool = False) -> None:
         """Say to everyone who waits for blocks how their reads ended."""
         with self._changed:
             if done:
                 self._state[missing] = _THERE
                 self._statistics.reads += len(pieces)
-                self._statistics.bytes_read += sum(len(memory) for _, memory, _ in pieces)
+                nbytes = sum(len(memory) for _, memory, _ in pieces)
+                self._statistics.bytes_read += nbytes
+                self._statistics.bytes_guessed += nbytes * guessed
             else:
                 self._drop(missing)
             self._changed.notify_all()

@@ -2,7 +2,8 @@
 
 What decides which channels a token computes is always in memory; of the records, whole blocks of bytes come and go
 (`Blocks`), whichever expert they are of. Where the records of a call are larger than the memory, as those of a prompt
-may be, they come in portions in the order of the file.
+may be, they come in portions in the order of the file. A call that waits for its records has the time to guess what the
+next layer wants: that is read as soon as nobody waits.
 
 Invariant: outputs depend on weights, inputs and the budget alone, never on what happens to be in memory.
 """
@@ -10,6 +11,7 @@ Invariant: outputs depend on weights, inputs and the budget alone, never on what
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from moepack.errors import LoadError, MoepackWarning
 from moepack.format import PackedDirectory
+from moepack.runtime.backends import backend_for
 from moepack.runtime.backends.cpu.views import expert_payloads
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.store import Layer, Matrices, Portion
@@ -147,16 +150,35 @@ class ChannelStore(StreamingStore):
 
     def channels(self, layer: Layer, experts: Tensor, ups: Tensor) -> Iterator[Tensor]:
         """Read the records of the channels that are wanted, in portions; see `ExpertStore.channels`."""
-        own, (count, channels, _) = self._layers[layer], layer.shapes[CHANNELS]
-        known = (experts >= 0) & (experts < count)
-        tokens, slots, wanted = torch.where((ups != 0) & known[..., None])
-        numbers = experts[tokens, slots].long() * channels + wanted
-        records = np.unique(numbers.numpy()) if len(experts) > 1 else np.sort(numbers.numpy())
-        parts = own.portions(records, self._residency.budget)
-        for number, _ in enumerate(self._held([own.needed(part) for part in parts])):
+        own, channels = self._layers[layer], layer.shapes[CHANNELS][1]
+        parts = own.portions(_records(layer, experts, ups), self._residency.budget)
+        foreseen: list[tuple[Layer, Tensor, Tensor]] = []
+        ahead = partial(self._foreseen, layer, foreseen) if len(parts) == 1 and layer in self._next else None
+        for number, _ in enumerate(self._held([own.needed(part) for part in parts], ahead)):
+            for following, index, wanted in foreseen:
+                self._residency.guess(self._layers[following].needed(_records(following, index, wanted)))
             if len(parts) == 1:
                 yield ups
             else:
                 all_records = experts[..., None] * channels + torch.arange(channels)
                 inside = (all_records >= int(parts[number][0])) & (all_records <= int(parts[number][-1]))
                 yield torch.where(inside, ups, 0)
+
+    def _foreseen(self, layer: Layer, into: list[tuple[Layer, Tensor, Tensor]]) -> None:
+        """Guess what the next layer will choose: it, the experts [T, k] and their channels [T, k, I]."""
+        following, foresight = self._next[layer]
+        if (found := foresight.choice()) is not None:
+            x, index, weights = found
+            matrices = self._layers[following].matrices
+            wanted = backend_for(x.device).wanted_channels(matrices, x, index, following.mode, weights)
+            into.append((following, index, wanted))
+
+
+def _records(layer: Layer, experts: Tensor, ups: Tensor) -> NDArray[np.int64]:
+    """The records that experts [T, k] want, ascending, each once; `ups` [T, k, I] is zero for skipped channels."""
+    count, channels, _ = layer.shapes[CHANNELS]
+    known = (experts >= 0) & (experts < count)
+    tokens, slots, wanted = torch.where((ups != 0) & known[..., None])
+    numbers = (experts[tokens, slots].long() * channels + wanted).numpy()
+    records: NDArray[np.int64] = np.unique(numbers) if len(experts) > 1 else np.sort(numbers)
+    return records

@@ -13,12 +13,13 @@ Invariants:
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Condition
 
+from moepack.runtime.streaming.guesses import Guesses
 from moepack.runtime.streaming.region import Piece, Region
 
 __all__ = ["Expert", "Residency", "Statistics"]
@@ -40,6 +41,12 @@ class Statistics:
         waited: seconds that computing threads waited for them.
         resident: their bytes in memory now.
         most: the most that they ever were.
+        guessed: experts or blocks that were guessed to be needed next.
+        right: those of them that were.
+        wanted: experts or blocks that were needed after a guess.
+        bytes_guessed: bytes that were read on a guess, among those read.
+        bytes_used: those of them that were needed before they were dropped; the others were read in vain.
+        hidden: seconds in which guesses were read and nobody waited for the drive.
     """
 
     hits: int = 0
@@ -49,6 +56,17 @@ class Statistics:
     waited: float = 0.0
     resident: int = 0
     most: int = 0
+    guessed: int = 0
+    right: int = 0
+    wanted: int = 0
+    bytes_guessed: int = 0
+    bytes_used: int = 0
+    hidden: float = 0.0
+
+    @property
+    def in_vain(self) -> int:
+        """Bytes that were read on a guess and not needed, so far."""
+        return self.bytes_guessed - self.bytes_used
 
 
 @dataclass(eq=False)
@@ -59,6 +77,7 @@ class Expert:
         regions: those of the projections.
         number: which expert it is.
         nbytes: bytes that come and go.
+        unused: whether it was read on a guess and nobody has needed it yet.
     """
 
     regions: Sequence[Region]
@@ -67,6 +86,7 @@ class Expert:
     holders: int = 0
     uses: float = 0
     ready: Future[None] | None = None
+    unused: bool = False
 
     def __post_init__(self) -> None:
         self.nbytes = sum(region.sizes[self.number] for region in self.regions)
@@ -99,15 +119,20 @@ class Residency:
         self._resident: OrderedDict[Expert, None] = OrderedDict()
         self._held = 0
         self._statistics = Statistics()
+        self._guesses = Guesses(self._changed, self._begin)
 
     @property
     def statistics(self) -> Statistics:
         """What happened so far."""
         with self._changed:
-            return replace(self._statistics)
+            return replace(self._statistics, **self._guesses.counts())
 
-    def hold(self, experts: Sequence[Expert]) -> None:
+    def hold(self, experts: Sequence[Expert], meanwhile: Callable[[], None] | None = None) -> None:
         """Have experts in memory, together at most as large as the budget, until `release`.
+
+        Args:
+            experts: which.
+            meanwhile: is called while reads are under way, if any are.
 
         Raises:
             CorruptionError, LoadError: one cannot be read; none is held.
@@ -115,14 +140,47 @@ class Residency:
         start = time.perf_counter()
         missing, coming = self._claim(experts)
         try:
-            self._read(missing)
+            self._read(missing, meanwhile)
             for ready in coming:
                 ready.result()
         except BaseException:
             self.release(experts)
             raise
+        finally:
+            self._demanded()
         with self._changed:
             self._statistics.waited += time.perf_counter() - start
+
+    def _demanded(self) -> None:
+        """Let guesses be read again."""
+        with self._changed:
+            self._guesses.demands -= 1
+            self._changed.notify_all()
+
+    def guess(self, experts: Sequence[Expert]) -> None:
+        """Read experts that are likely to be needed next, as long as nobody waits for others."""
+        with self._changed:
+            self._guesses.make(experts, [expert for expert in experts if expert.ready is None])
+
+    def _begin(self, expert: Expert) -> Callable[[], None] | None:
+        """Make room for an expert that is read on a guess."""
+        if self._recent_first or expert.ready is not None or self._held + expert.nbytes > self.budget:
+            return None
+        self._held, expert.holders, expert.ready, expert.unused = self._held + expert.nbytes, 1, Future(), True
+        self._resident[expert] = None
+        self._make_room(expert.nbytes)
+        return lambda: self._read_ahead(expert)
+
+    def _read_ahead(self, expert: Expert) -> None:
+        error: BaseException | None = None
+        reads = [*expert.reads()]
+        try:
+            for source, memory, place in reads:
+                source.read(memory, place)
+        except BaseException as raised:
+            error = raised
+        self._settle(expert, error, len(reads), guessed=True)
+        self.release([expert])
 
     def release(self, experts: Sequence[Expert]) -> None:
         """Let experts that were held go when room is needed."""
@@ -135,6 +193,8 @@ class Residency:
     def _claim(self, experts: Sequence[Expert]) -> tuple[list[Expert], list[Future[None]]]:
         """Hold experts and make room for those that are missing; returns these, and what says that all are there."""
         with self._changed:
+            self._guesses.meet(experts)
+            self._guesses.demands += 1
             self._changed.wait_for(lambda: self._held + _unheld(experts) <= self.budget)
             self._held += _unheld(experts)
             missing = [expert for expert in experts if expert.ready is None]
@@ -142,6 +202,8 @@ class Residency:
             for expert in experts:
                 expert.holders += 1
                 expert.uses += 1
+                self._statistics.bytes_used += expert.nbytes * expert.unused
+                expert.unused = False
                 expert.ready = expert.ready or Future()
                 coming.append(expert.ready)
                 self._resident[expert] = None
@@ -163,41 +225,48 @@ class Residency:
 
     def _drop(self, expert: Expert) -> None:
         del self._resident[expert]
-        expert.ready, expert.uses = None, expert.uses / 2
+        expert.ready, expert.uses, expert.unused = None, expert.uses / 2, False
         expert.drop()
         self._statistics.resident -= expert.nbytes
 
-    def _read(self, missing: Sequence[Expert]) -> None:
+    def _read(self, missing: Sequence[Expert], meanwhile: Callable[[], None] | None) -> None:
         """Read experts, all at a time."""
         started = [
             (expert, [self._pool.submit(source.read, memory, place) for source, memory, place in expert.reads()])
             for expert in missing
         ]
         try:
+            if started and meanwhile is not None:
+                meanwhile()
             wait([read for _, reads in started for read in reads])
         finally:
             for expert, reads in started:
-                self._settle(expert, reads)
+                self._settle(expert, _error(reads), len(reads))
 
-    def _settle(self, expert: Expert, reads: Sequence[Future[None]]) -> None:
-        """Say to everyone who waits for an expert how its reads ended; those that have not begun never will."""
+    def _settle(self, expert: Expert, error: BaseException | None, reads: int, guessed: bool = False) -> None:
+        """Say to everyone who waits for an expert how its reads ended."""
         ready = expert.ready
         assert ready is not None
-        for read in reads:
-            read.cancel()
-        wait(reads)
-        errors = [CancelledError() if read.cancelled() else read.exception() for read in reads]
-        error = next(filter(None, errors), None)
         with self._changed:
             if error is not None:
                 self._drop(expert)
             else:
-                self._statistics.reads += len(reads)
+                self._statistics.reads += reads
                 self._statistics.bytes_read += expert.nbytes
+                self._statistics.bytes_guessed += expert.nbytes * guessed
         if error is not None:
             ready.set_exception(error)
         else:
             ready.set_result(None)
+
+
+def _error(reads: Sequence[Future[None]]) -> BaseException | None:
+    """What went wrong with reads, once all have ended; those that have not begun never will."""
+    for read in reads:
+        read.cancel()
+    wait(reads)
+    errors = [CancelledError() if read.cancelled() else read.exception() for read in reads]
+    return next(filter(None, errors), None)
 
 
 def _unheld(experts: Sequence[Expert]) -> int:

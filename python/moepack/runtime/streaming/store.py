@@ -4,12 +4,14 @@ What every token needs (parameters, packed linear layers, the shared parts of ex
 budget is for experts. Where the experts of a call are larger than that, as those of a prompt may be, they come in
 portions, each of which is read while the one before is multiplied.
 
+Where something guesses which experts the next layer will choose (`Foresight`), those are read while this one computes.
+
 Invariant: outputs depend on weights, inputs and the budget alone, never on what happens to be in memory: portions are
 cut by the experts' numbers, and their outputs are added up in that order.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from moepack.format.header import Header, read_header
 from moepack.runtime.backends import Matrix
 from moepack.runtime.backends.cpu.views import expert_payloads
 from moepack.runtime.packed import PackedModule
+from moepack.runtime.prediction import Foresight
 from moepack.runtime.store import ExpertStore, Layer, Matrices, Portion, matrix_over
 from moepack.runtime.streaming.region import Region
 from moepack.runtime.streaming.residency import Expert, Residency, Statistics
@@ -54,6 +57,7 @@ class StreamingStore(ExpertStore):
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._layers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._next: WeakKeyDictionary[Any, tuple[Any, Foresight]] = WeakKeyDictionary()
         self._sources: dict[Path, tuple[Source, Header]] = {}
         self._ahead = ThreadPoolExecutor(AHEAD, thread_name_prefix="moepack-ahead")
         self._residency: Any
@@ -87,6 +91,10 @@ class StreamingStore(ExpertStore):
         for source, _ in self._sources.values():
             source.forget()
         self._residency = self._begin(always, described(model.config.model_type).top_k(vars(model.config)))
+
+    def foresee(self, layer: Layer, following: Layer, foresight: Foresight) -> None:
+        """Read ahead what the layer that follows another is guessed to want."""
+        self._next[layer] = following, foresight
 
     def _streamed(self, layer: PackedModule) -> tuple[str, ...]:
         """The projections whose codes stay on disk."""
@@ -148,32 +156,41 @@ class StreamingStore(ExpertStore):
         raise LoadError("experts that stay on disk cannot be had all at once")
 
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
-        """Do nothing: reads that computing waits for come first, and from a drive guesses rarely pay."""
+        """Read experts while nobody waits for others; see `ExpertStore.prefetch`."""
+        own = self._layers[layer][1]
+        numbers = range(len(own)) if experts is None else _numbers(experts, len(own))
+        self._residency.guess([own[number] for number in numbers])
 
     def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
         """Read the chosen experts, in portions where they are larger than the memory; see `ExpertStore.portions`."""
         self._refuse_elsewhere(device)
         matrices, own = self._layers[layer]
-        numbers = [number for number in sorted(set(experts.flatten().tolist())) if 0 <= number < len(own)]
-        parts = _cut(own, numbers, self._residency.budget)
+        parts = _cut(own, _numbers(experts, len(own)), self._residency.budget)
         for part in self._held([[own[number] for number in part] for part in parts]):
             if len(parts) == 1:
+                self._look_ahead(layer)
                 yield matrices, experts
             else:
                 chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
                 yield matrices, torch.where(chosen, experts, len(own))
 
+    def _look_ahead(self, layer: Layer) -> None:
+        """Guess which experts the next layer will choose, and begin to read them."""
+        following, foresight = self._next.get(layer, (None, None))
+        if following is not None and foresight is not None and (found := foresight.choice()) is not None:
+            self.prefetch(following, found[1], _CPU)
+
     def _refuse_elsewhere(self, device: torch.device) -> None:
         if device != _CPU:
             raise LoadError(f"experts that stay on disk are multiplied on the CPU, not on '{device}'")
 
-    def _held(self, parts: Sequence[Any]) -> Iterator[Any]:
-        """Hold one part after the other, and read the next one meanwhile."""
+    def _held(self, parts: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> Iterator[Any]:
+        """Hold one part after the other, and read the next one meanwhile; see `Residency.hold`."""
         ahead: Future[None] | None = None
         try:
             for number, part in enumerate(parts):
                 coming, ahead = ahead, None
-                self._residency.hold(part) if coming is None else coming.result()
+                self._residency.hold(part, meanwhile) if coming is None else coming.result()
                 if number + 1 < len(parts):
                     ahead = self._ahead.submit(self._residency.hold, parts[number + 1])
                 try:
@@ -195,6 +212,11 @@ def statistics_of(model: Any) -> Statistics | None:
     """Return what streaming did so far for a model; None if its experts are not streamed."""
     stores = (module.store for module in model.modules() if isinstance(module, PackedModule))
     return next((store.statistics for store in stores if isinstance(store, StreamingStore)), None)
+
+
+def _numbers(experts: Tensor, count: int) -> list[int]:
+    """The numbers of experts that are chosen, ascending; others than 0 to `count` are no experts."""
+    return [number for number in sorted(set(experts.flatten().tolist())) if 0 <= number < count]
 
 
 def _cut(experts: Sequence[Expert], numbers: Sequence[int], budget: int) -> list[list[int]]:

@@ -106,31 +106,39 @@ class CpuBackend(Backend):
         y, computed = sparse_experts(up, channels, activations(x), *choice, product_mode(up, mode))
         return torch.from_numpy(y), computed
 
-    def wanted_channels(self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, mode: str | None) -> Tensor:
+    def wanted_channels(
+        self,
+        matrices: Sequence[Matrix],
+        x: Tensor,
+        index: Tensor,
+        mode: str | None,
+        weights: Tensor | None = None,
+        deciding: Tensor | None = None,
+    ) -> Tensor:
         """See `Backend.wanted_channels`."""
-        up, channels = cast(Sequence[PackedTensor], matrices)
-        positions, offsets = sort_by_expert(index.reshape(-1).numpy(), up.shape[0])
-        products = _product(up, x[torch.from_numpy(positions // index.shape[1])], offsets, mode)
-        thresholds = torch.from_numpy(channels.parameters("thresholds"))[index.reshape(-1)[positions].long()]
-        products.masked_fill_(products.abs() < thresholds[:, None], 0)
-        return _placed(products, positions, index)
+        places = _Places(index, matrices[0].shape[0])
+        by = places.judged(matrices, x if deciding is None else deciding, weights, mode)
+        up = matrices[0] if len(matrices) == 2 else matrices[1]
+        ups = by.ups if deciding is None else places.product(up, x, mode)
+        return places.placed(ups.masked_fill_(by.below, 0))
 
     def coarse_experts(
-        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
+        self,
+        matrices: Sequence[Matrix],
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        mode: str | None,
+        deciding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.coarse_experts`."""
-        gate, up, down, channels = cast(Sequence[PackedTensor], matrices)
-        positions, offsets = sort_by_expert(index.reshape(-1).numpy(), up.shape[0])
-        pairs = torch.from_numpy(positions)
-        rows = x[pairs // index.shape[1]]
-        ups = _product(up, rows, offsets, mode)
-        inner = functional.silu(_product(gate, rows, offsets, mode)).mul_(ups)
-        thresholds = torch.from_numpy(channels.parameters("thresholds"))[index.reshape(-1)[pairs].long()]
-        sizes = inner.abs().mul_(weights.reshape(-1)[pairs].float().abs()[:, None])
-        below = sizes < thresholds[:, None]
-        outputs = _product(down, inner.masked_fill_(~below, 0), offsets, mode)
-        ups.masked_fill_(below, 0)
-        return _weighted_sum(outputs, positions, weights.float()), _placed(ups, positions, index)
+        places = _Places(index, matrices[0].shape[0])
+        by = places.judged(matrices, x, weights, mode)
+        below = by.below if deciding is None else places.judged(matrices, deciding, weights, mode).below
+        assert by.inner is not None
+        outputs = _product(matrices[2], by.inner.masked_fill_(~below, 0), places.offsets, mode)
+        ups = by.ups.masked_fill_(below, 0)
+        return _weighted_sum(outputs, places.positions, weights.float()), places.placed(ups)
 
     def sparse_channels(
         self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor
@@ -141,13 +149,53 @@ class CpuBackend(Backend):
         return torch.from_numpy(y), computed
 
 
-def _placed(values: Tensor, positions: NDArray[np.int64], index: Tensor) -> Tensor:
-    """Put rows [N, I] where their pairs stand in an index [T, k]: [T, k, I], zero elsewhere."""
-    if len(positions) == index.numel() and (positions[1:] > positions[:-1]).all():
-        return values.view(*index.shape, -1)
-    placed = values.new_zeros((index.numel(), values.shape[1]))
-    placed[torch.from_numpy(positions)] = values
-    return placed.view(*index.shape, -1)
+class _Judged(NamedTuple):
+    """What decides over channels, for each pair of a token and an expert, [N, I].
+
+    Attributes:
+        ups: outputs of the up projection.
+        inner: silu(gate) * up of coarse copies; None without.
+        below: which channels are below their threshold.
+    """
+
+    ups: Tensor
+    inner: Tensor | None
+    below: Tensor
+
+
+class _Places:
+    """The pairs of tokens and experts of an index [T, k], sorted by expert."""
+
+    def __init__(self, index: Tensor, experts: int) -> None:
+        self.index = index
+        self.positions, self.offsets = sort_by_expert(index.reshape(-1).numpy(), experts)
+        self._pairs = torch.from_numpy(self.positions)
+
+    def product(self, matrix: Matrix, x: Tensor, mode: str | None) -> Tensor:
+        """The product of tokens [T, H] with their experts' matrices, [N, I]."""
+        return _product(matrix, x[self._pairs // self.index.shape[1]], self.offsets, mode)
+
+    def judged(self, matrices: Sequence[Matrix], x: Tensor, weights: Tensor | None, mode: str | None) -> _Judged:
+        """Judge channels by the outputs of up, or by coarse gate and up and the router's weights."""
+        *deciders, channels = matrices
+        own = cast(PackedTensor, channels).parameters("thresholds")
+        thresholds = torch.from_numpy(own)[self.index.reshape(-1)[self._pairs].long()][:, None]
+        if len(deciders) == 1:
+            ups = self.product(deciders[0], x, mode)
+            return _Judged(ups, None, ups.abs() < thresholds)
+        assert weights is not None
+        ups = self.product(deciders[1], x, mode)
+        inner = functional.silu(self.product(deciders[0], x, mode)).mul_(ups)
+        sizes = inner.abs().mul_(weights.reshape(-1)[self._pairs].float().abs()[:, None])
+        return _Judged(ups, inner, sizes < thresholds)
+
+    def placed(self, values: Tensor) -> Tensor:
+        """Put rows [N, I] where their pairs stand in the index: [T, k, I], zero elsewhere."""
+        if len(self.positions) == self.index.numel() and (self.positions[1:] > self.positions[:-1]).all():
+            return values.view(*self.index.shape, -1)
+        placed = values.new_zeros((self.index.numel(), values.shape[1]))
+        placed[self._pairs] = values
+        return placed.view(*self.index.shape, -1)
 
 
 def sort_by_expert(index: NDArray[np.int64], experts: int) -> Routing:
