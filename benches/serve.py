@@ -1,12 +1,17 @@
 """`moepack serve` under load, beside llama.cpp's server where it is installed: first token, tokens a second, memory.
 
-    python benches/serve.py MODEL [--clients 1 8 64] [--tokens 32] [--minutes 0] [--gguf FILE] [--threads 2]
+    python benches/serve.py MODEL [--clients 1 8 64] [--tokens 32] [--minutes 0] [--threads 2]
+    python benches/serve.py --random [--clients 1 8] [--directory build/serve]
 
-Each client asks for streamed answers one after another, of prompts that begin differently, and counts the pieces that
-come. Greedy, and no answer ends early where the model does not end it itself. With `--minutes` the last number of
-clients goes on for so long, and the server's own memory is told over time: what it grows by after the first quarter is
-a leak. `--gguf` takes the same weights as `moepack export --to gguf` writes them, for `python -m llama_cpp.server`
-(`llama-cpp-python[server]`), which answers one request at a time. Both servers run one after the other, alone.
+Each client asks for streamed answers one after another, of prompts that begin differently; tokens are what the servers
+say they made. Greedy, and no answer ends early where the model does not end it itself. With `--minutes` the last number
+of clients goes on for so long, and the server's own memory is told over time: what it grows by after the first quarter
+is a leak.
+
+`--random` makes the random model of `benches/llama.py` in four bits (groups of 32, activations of eight bits) with a
+tokenizer, and the same weights as `moepack export --to gguf` writes them for llama.cpp's own server (xllamacpp from
+PyPI). Both servers take turns, `--rounds` times, and the medians over rounds count; only one runs at a time. Each
+answers as many at a time as there are clients.
 """
 
 from __future__ import annotations
@@ -15,18 +20,20 @@ import argparse
 import http.client
 import json
 import re
+import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import llama
 import machine
 
 HEADERS = {"Content-Type": "application/json"}
@@ -62,14 +69,15 @@ def ask(port: int, method: str, path: str, body: Any = None) -> http.client.HTTP
 def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
     """One answer: seconds to its first piece, and its tokens."""
     body = {"model": name, "prompt": TEXT.format(number=number), "max_tokens": tokens, "temperature": 0, "stream": True}
-    start, first = time.perf_counter(), 0.0
-    response, pieces = ask(port, "POST", "/v1/completions", body), 0
+    body["stream_options"] = {"include_usage": True}
+    start, first, made = time.perf_counter(), 0.0, 0
+    response = ask(port, "POST", "/v1/completions", body)
     assert response.status == 200, response.read()
     for line in response:
         if line.startswith(b"data: {"):
             first = first or time.perf_counter() - start
-            pieces += 1
-    return first, pieces
+            made = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", made)
+    return first, made
 
 
 def load(port: int, name: str, clients: int, tokens: int, seconds: float) -> dict[str, float]:
@@ -121,26 +129,103 @@ def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[
     return figures
 
 
-def main() -> None:
-    """Measure, print and save."""
+def tokenizer(directory: Path) -> None:
+    """Write a byte-level tokenizer of at most as many tokens as the model has."""
+    import tokenizers
+    import transformers
+
+    text = Path(__file__).parents[1] / "examples/texts/white-fang.txt"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=llama.VOCABULARY - 1, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train([str(text)], trainer)
+    made.add_special_tokens(["</s>"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(directory)
+
+
+def random_model(directory: Path) -> tuple[Path, Path]:
+    """The packed random model and its GGUF file, made if they are not there."""
+    from moepack.export import export
+    from moepack.methods.finequant import FineQuant
+    from moepack.pipeline import compress
+
+    packed, file = directory / "random", directory / "random.gguf"
+    directory.mkdir(parents=True, exist_ok=True)
+    if not packed.exists():
+        with tempfile.TemporaryDirectory(dir=directory) as model:
+            llama.source(Path(model))
+            tokenizer(Path(model))
+            compress(model, packed, method=FineQuant(bits=4, group_size=32, dense_bits=4))
+    if not file.exists():
+        export(packed, file, "gguf")
+    return packed, file
+
+
+def peer(options: argparse.Namespace) -> None:
+    """Run llama.cpp's server until it is ended."""
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.hostnames, settings.port = str(options.peer), ["127.0.0.1"], options.port
+    settings.n_parallel, settings.n_ctx, settings.fit_params = options.slots, 512 * options.slots, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = options.threads
+    server = xllamacpp.Server(settings)
+    print(server.listening_address, flush=True)
+    signal.pause()
+
+
+def contest(commands: dict[str, list[str]], options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of servers that take turns: medians over rounds."""
+    rounds = [
+        {name: measure(name, command, options) for name, command in commands.items()} for _ in range(options.rounds)
+    ]
+    figures: dict[str, Any] = {}
+    for name in commands:
+        for clients in map(str, options.clients):
+            found = [each[name][clients] for each in rounds]
+            medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
+            figures.setdefault(name, {})[clients] = medians
+            print(f"{name}, {clients} clients, medians: " + ", ".join(f"{k} {v:.3g}" for k, v in medians.items()))
+    return figures
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--random", action="store_true", help="the random model, beside llama.cpp's server")
+    parser.add_argument("--directory", type=Path, default=Path("build/serve"), help="where the random model is made")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of both servers")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=10.0, help="How long each number of clients asks.")
     parser.add_argument("--minutes", type=float, default=0.0)
-    parser.add_argument("--gguf", type=Path)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mode", default=None, help="compute mode of moepack; int8 beside llama.cpp")
     parser.add_argument("--out", type=Path, default=Path("build/serve.json"))
-    options = parser.parse_args()
-    most = max(options.clients)
-    threads = ["--threads", str(options.threads)]
-    command = [sys.executable, "-m", "moepack", "serve", str(options.model), "--slots", str(most), *threads]
-    figures = {"moepack": measure("moepack", command, options)}
-    if options.gguf is not None and find_spec("llama_cpp") is not None:
-        command = [sys.executable, "-m", "llama_cpp.server", "--model", str(options.gguf)]
-        figures["llama.cpp"] = measure("llama.cpp", [*command, "--n_threads", str(options.threads)], options)
+    for name, kind in (("--peer", Path), ("--port", int), ("--slots", int)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print and save."""
+    options = arguments()
+    if options.peer:
+        return peer(options)
+    packed, file = random_model(options.directory) if options.random else (options.model, None)
+    settings = ["--slots", str(max(options.clients)), "--threads", str(options.threads)]
+    mode = options.mode or ("int8" if options.random else None)
+    ours = [sys.executable, "-m", "moepack", "serve", str(packed), *settings, *(["--mode", mode] if mode else [])]
+    if file is None:
+        figures: dict[str, Any] = {"moepack": measure("moepack", ours, options)}
+    else:
+        theirs = [sys.executable, __file__, "--peer", str(file), *settings]
+        figures = contest({"moepack": ours, "llama.cpp": theirs}, options)
     machine.save(options.out, options.threads, figures)
+    return None
 
 
 if __name__ == "__main__":

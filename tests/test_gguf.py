@@ -82,7 +82,7 @@ def add_merges(directory: Path) -> None:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Packed directories of tiny models, with what is to be set otherwise."""
 
-    def make(architecture: str, **settings: Any) -> Path:
+    def make(architecture: str, dense_bits: int | str = 8, **settings: Any) -> Path:
         torch.manual_seed(3)
         config = transformers.AutoConfig.for_model(architecture, **SIZES | OWN[architecture] | settings)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
         folder = tmp_path_factory.mktemp(architecture)
         model.save_pretrained(folder / "source")
         add_merges(folder / "source")
-        method = FineQuant(bits=4, group_size=32, dense_bits=8)
+        method = FineQuant(bits=4, group_size=32, dense_bits=dense_bits)
         moepack.compress(folder / "source", folder / "packed", method=method)
         return folder / "packed"
 
@@ -193,10 +193,12 @@ def test_llama_cpp_agrees(exported: tuple[str, Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"rope_parameters": YARN}, {"q_lora_rank": None, "num_hidden_layers": 26}], ids=str
+    "settings",
+    [{"rope_parameters": YARN, "dense_bits": "shared=8"}, {"q_lora_rank": None, "num_hidden_layers": 26}],
+    ids=str,
 )
 def test_llama_cpp_agrees_about_latents(settings: dict[str, Any], packed: Make) -> None:
-    """With scaled positions, and with queries that have no latent."""
+    """With scaled positions and attention that is not packed, and with queries that have no latent."""
     pytest.importorskip("xllamacpp", reason="llama.cpp (xllamacpp) is not installed")
     directory = packed("deepseek_v2", **settings)
     export(directory, directory.with_name("model.gguf"), "gguf")
