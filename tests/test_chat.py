@@ -14,7 +14,7 @@ import transformers
 from typer.testing import CliRunner
 
 import moepack
-from moepack.cli import app
+from moepack.cli import app, main
 from moepack.cli import chat as module
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.conversation import Conversation
@@ -88,6 +88,15 @@ def test_a_script_talks_in_lines_and_quotes(talk, source):
     asked = [[{"role": "user", "content": text}] for text in ("hello", "one\ntwo")]
     answers = [generate(model, tokenizer, messages, Sampling(max_new_tokens=4)).text for messages in asked]
     assert result.stdout == "".join(f"{answer}\n" for answer in answers)
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_an_encoder_decoder_is_refused_in_a_sentence(command, switch, capsys):
+    if command == "serve":
+        pytest.importorskip("fastapi")
+    with pytest.raises(SystemExit, match="1"):
+        main([command, str(switch)])
+    assert "this model reads one text and writes another" in capsys.readouterr().err
 
 
 def test_models_without_a_template_continue_the_text(talk, packed):

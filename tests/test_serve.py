@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from moepack.cli import app
+from moepack.cli import app, main
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
@@ -264,6 +265,13 @@ def test_wrong_usage(source, monkeypatch, option, value, said):
     monkeypatch.setattr("moepack.cli.evaluate.quiet_transformers", lambda: None)
     result = CliRunner().invoke(app, ["serve", str(source), option, value])
     assert result.exit_code == 2 and said in result.stderr, result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_named(source, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main(["serve", str(source), "--device", "cuda"])
+    assert "packed weights run on the CPU alone here" in capsys.readouterr().err
 
 
 def test_what_is_not_installed_is_named(source, monkeypatch):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from moepack.errors import MoepackWarning
+from moepack.errors import LoadError, MoepackWarning
 from moepack.runtime.generation import Memory, generate
 from moepack.runtime.prompts import has_template, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
@@ -32,12 +32,17 @@ class Conversation:
         tokenizer: its tokenizer.
         sampling: how answers are made.
         system: what the assistant should know or be.
+
+    Raises:
+        LoadError: the model is an encoder-decoder.
     """
 
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, system: str | None = None) -> None:
+        if model.config.is_encoder_decoder:
+            raise LoadError("only decoders chat: this model reads one text and writes another (moepack generate)")
         self.model, self.tokenizer, self.sampling, self.system = model, tokenizer, sampling, system
         self.messages: list[dict[str, str]] = []
-        self._memory = None if model.config.is_encoder_decoder else Memory()
+        self._memory = Memory()
 
     def answer(self, text: str, on_text: Callable[[str], None]) -> None:
         """Answer, in pieces.
