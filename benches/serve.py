@@ -49,11 +49,11 @@ def running(command: list[str], port: int) -> Iterator[int]:
         try:
             while True:
                 try:
-                    ask(port, "GET", "/v1/models")
-                    break
+                    if ask(port, "GET", "/v1/models").status == 200:
+                        break
                 except OSError:
                     assert process.poll() is None, f"{command} has ended"
-                    time.sleep(0.2)
+                time.sleep(0.2)
             yield process.pid
         finally:
             process.terminate()

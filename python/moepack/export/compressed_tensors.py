@@ -6,7 +6,8 @@ stays what it was. What that layout cannot hold is refused: offsets, and groups 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,36 @@ def export_compressed_tensors(directory: Path, out: Path) -> int:
     groups = _groups(source, modules)
     dense = [*dense_entries(source)]
     with ModelWriter(source, out, len(modules) + len(dense)) as writer:
-        for name, paths, _ in modules:
-            writer.shard([*_entries(source, name, paths)])
+        for packed in modules:
+            writer.shard([*_entries(source, packed.name, packed.paths)])
         for entries in dense:
             writer.shard(entries)
         return writer.finish(_quantization(groups, _ignored(source)))
 
 
-def _modules(source: PackedDirectory) -> Iterator[tuple[str, list[str], str]]:
-    """For each packed tensor its name, the paths on disk of the modules in it, and a pattern that matches them."""
+Scheme = tuple[int, int | None]
+"""Bits and group size, None for a whole row."""
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The modules in a packed tensor.
+
+    Attributes:
+        name: of the tensor.
+        paths: of the modules on disk.
+        pattern: what matches them: a path, or an expression if they are experts.
+        experts: the path of transformers' experts module, which has all experts of the layer; None for a linear layer.
+    """
+
+    name: str
+    paths: list[str]
+    pattern: str
+    experts: str | None = None
+
+
+def _modules(source: PackedDirectory) -> Iterator[_Packed]:
+    """The modules of all packed tensors."""
     for layer in experts_of(source):
         for projection, name in layer.packed.items():
             _tensor(source, name)  # before names are asked for, which only stock projections have
@@ -49,20 +71,23 @@ def _modules(source: PackedDirectory) -> Iterator[tuple[str, list[str], str]]:
             count = source.manifest.tensors[name].shape[0]
             paths = [layer.name(projection, expert).removesuffix(".weight") for expert in range(count)]
             below = re.escape(layer.layout.template(projection).removesuffix(".weight"))
-            yield name, paths, f"re:^{re.escape(layer.block)}\\.{below.replace(re.escape('{}'), '[0-9]+')}$"
+            pattern = f"{re.escape(layer.block)}\\.{below.replace(re.escape('{}'), '[0-9]+')}"
+            yield _Packed(name, paths, pattern, layer.module)
     for name, record in source.manifest.packed().items():
         if not record.experts:
             path = name.removesuffix(".weight")
-            yield name, [path], path
+            yield _Packed(name, [path], path)
 
 
-def _groups(
-    source: PackedDirectory, modules: list[tuple[str, list[str], str]]
-) -> dict[tuple[int, int | None], list[str]]:
-    """Patterns of modules by bits and group size (None for a whole row), after checking that the layout holds them."""
-    groups: dict[tuple[int, int | None], list[str]] = {}
-    for name, _, pattern in modules:
-        tensor = _tensor(source, name)
+def _groups(source: PackedDirectory, modules: list[_Packed]) -> dict[Scheme, list[str]]:
+    """Targets by their scheme, after checking that the layout holds them.
+
+    The experts of a layer are one target, which matches transformers' module, too: that has them all, and a target that
+    matches nothing is warned about.
+    """
+    groups: dict[Scheme, dict[str | None, list[str]]] = {}
+    for packed in modules:
+        tensor = _tensor(source, packed.name)
         columns, width = tensor.shape[-1], tensor.group_size
         reason = None
         if not tensor.symmetric:
@@ -70,9 +95,20 @@ def _groups(
         elif columns % width:
             reason = f"groups of {width} do not divide its {columns} columns"
         if reason:
-            raise UnsupportedModelError(f"compressed-tensors cannot hold it: {reason}", file=source.path, tensor=name)
-        groups.setdefault((tensor.bits, None if width == columns else width), []).append(pattern)
-    return groups
+            message = f"compressed-tensors cannot hold it: {reason}"
+            raise UnsupportedModelError(message, file=source.path, tensor=packed.name)
+        scheme = tensor.bits, None if width == columns else width
+        groups.setdefault(scheme, {}).setdefault(packed.experts, []).append(packed.pattern)
+    return {scheme: [*_targets(patterns)] for scheme, patterns in groups.items()}
+
+
+def _targets(patterns: Mapping[str | None, list[str]]) -> Iterator[str]:
+    """The targets of a scheme, from patterns by the experts module."""
+    for experts, found in patterns.items():
+        if experts is None:
+            yield from found
+        else:
+            yield f"re:^({'|'.join([*found, re.escape(experts)])})$"
 
 
 def _tensor(source: PackedDirectory, name: str) -> GroupwiseTensor:
@@ -102,7 +138,7 @@ def pack_words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
     return np.packbits(padded, axis=-1, bitorder="little").view("<i4").reshape(rows, -1)
 
 
-def _quantization(groups: dict[tuple[int, int | None], list[str]], ignored: list[str]) -> dict[str, Any]:
+def _quantization(groups: dict[Scheme, list[str]], ignored: list[str]) -> dict[str, Any]:
     """config.json's `quantization_config`."""
     schemes = {}
     for index, ((bits, width), targets) in enumerate(groups.items()):
