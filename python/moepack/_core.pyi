@@ -66,7 +66,7 @@ def threads() -> int:
     """Return the number of threads that calls use."""
 
 def isa() -> str:
-    """Return the instruction set in use: scalar, avx2, avx512 or amx; ValueError if MOEPACK_ISA forces a wrong one."""
+    """Return the set in use: scalar, neon, avx2, avx512 or amx; ValueError if MOEPACK_ISA forces a wrong one."""
 
 def available_isas() -> list[str]:
     """Return the instruction sets that the processor runs, the most general first."""

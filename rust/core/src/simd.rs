@@ -14,6 +14,8 @@ use crate::{Error, Result};
 pub enum Isa {
     /// Portable Rust.
     Scalar,
+    /// 64-bit Arm with NEON, of which every such processor has the vectors and most have the dot products of bytes.
+    Neon,
     /// x86-64 with AVX2, FMA, F16C, BMI1, BMI2 and POPCNT.
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later).
@@ -22,17 +24,18 @@ pub enum Isa {
     Amx,
 }
 
-/// The environment variable that forces an instruction set: `scalar`, `avx2`, `avx512` or `amx`.
+/// The environment variable that forces an instruction set: `scalar`, `neon`, `avx2`, `avx512` or `amx`.
 pub const ISA_VARIABLE: &str = "MOEPACK_ISA";
 
 impl Isa {
     /// All sets, in ascending order.
-    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx];
+    pub const ALL: [Isa; 5] = [Isa::Scalar, Isa::Neon, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// The name that `MOEPACK_ISA` and the reports use.
     pub fn name(self) -> &'static str {
         match self {
             Isa::Scalar => "scalar",
+            Isa::Neon => "neon",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
             Isa::Amx => "amx",
@@ -46,7 +49,7 @@ impl Isa {
             .find(|isa| isa.name() == name)
             .ok_or_else(|| {
                 Error::InvalidArgument(format!(
-                    "unknown instruction set {name:?}: use scalar, avx2, avx512 or amx"
+                    "unknown instruction set {name:?}: use scalar, neon, avx2, avx512 or amx"
                 ))
             })
     }
@@ -56,6 +59,7 @@ impl Isa {
     pub fn available(self) -> bool {
         match self {
             Isa::Scalar => true,
+            Isa::Neon => false,
             Isa::Avx2 => {
                 is_x86_feature_detected!("avx2")
                     && is_x86_feature_detected!("fma")
@@ -81,7 +85,13 @@ impl Isa {
     /// Whether this processor (and its operating system) runs the set.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn available(self) -> bool {
-        self == Isa::Scalar
+        match self {
+            Isa::Scalar => true,
+            // Kernels load words as they are stored, the least significant byte first.
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            _ => false,
+        }
     }
 
     /// The set of the vectors, which is the set itself but for [`Isa::Amx`], if the processor runs the set; an error
@@ -112,6 +122,12 @@ pub(crate) fn is_amd() -> bool {
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn is_amd() -> bool {
     false
+}
+
+/// Whether NEON has dot products of bytes (Armv8.2 and later).
+#[cfg(target_arch = "aarch64")]
+pub(crate) fn has_dot_products() -> bool {
+    std::arch::is_aarch64_feature_detected!("dotprod")
 }
 
 /// Whether the processor reads ascending streams at full speed by itself, without being asked for what comes.

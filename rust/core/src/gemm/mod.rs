@@ -12,6 +12,8 @@ pub mod groupwise;
 pub mod hadamard;
 pub mod layer;
 mod matmul;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
 mod panel;
 pub mod sparse;
 pub mod ternary;

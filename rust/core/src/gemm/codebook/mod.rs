@@ -99,6 +99,7 @@ impl Precision {
 /// The name of the kernel that runs with an instruction set, which the processor has.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa {
+        Isa::Neon => Isa::Scalar.name(),
         Isa::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
         _ => isa.name(),
     }

@@ -21,6 +21,8 @@
 //! bf16 as they are; activations and larger codes are off by 2^-8 of themselves. With r low bits
 //! S has |code| + 2^(r+1) for |code|.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod panels;
 mod prepared;
 mod products;

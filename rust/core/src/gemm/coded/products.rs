@@ -1,5 +1,7 @@
 //! The products of a piece of a stream's columns by those of a token.
 
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD, Register};
@@ -31,6 +33,9 @@ pub(super) fn exact(isa: Isa, codes: &[Register], x: &[f32], sums: &mut [f32; LA
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { x86::exact_avx512(codes, x, sums) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => unsafe { neon::exact(codes, x, sums) },
         _ => {
             for (codes, x) in codes.iter().zip(x.chunks_exact(QUAD)) {
                 for (lane, sum) in sums.iter_mut().enumerate() {
@@ -60,6 +65,9 @@ pub(super) fn bytes(isa: Isa, symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROW
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { x86::bytes_avx512(symbols, x) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => unsafe { neon::bytes(symbols, x) },
         _ => {
             let mut sums = [0; BLOCK_ROWS];
             for (symbols, x) in symbols.iter().zip(x.chunks_exact(QUAD)) {

@@ -5,6 +5,8 @@ use super::kernel::PAIR_LINES;
 use super::kernel::Weights;
 #[cfg(target_arch = "x86_64")]
 use super::matrix::{self, Multiplier, Panel};
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 use super::tile::{Form, Steps, Tile};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
@@ -72,6 +74,7 @@ impl Engine {
     fn widest(&self) -> usize {
         match (self.precision, self.isa) {
             (Precision::Int8, Isa::Avx512) => 8,
+            (Precision::Int8, Isa::Neon) => 6,
             (Precision::Int8, _) | (_, Isa::Avx512) => 4,
             _ => 2,
         }
@@ -138,6 +141,8 @@ impl Engine {
             match self.isa {
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 | Isa::Avx512 => x86::compute(weights, steps, tile, self.isa, out),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => neon::compute(weights, steps, tile, out),
                 _ => scalar::compute(weights, steps, tile, out),
             }
         }

@@ -39,6 +39,8 @@ mod kernel;
 mod lanes;
 #[cfg(target_arch = "x86_64")]
 mod matrix;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(test)]
 mod panel_tests;
 mod panels;
@@ -99,8 +101,11 @@ impl Precision {
 /// What computes a product on this processor with an instruction set that it runs.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa {
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon if crate::simd::has_dot_products() => "neon-dotprod",
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 if x86::has_avx_vnni() => "avx-vnni",
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512 if Backend::of_bf16(isa).is_some() => "avx512-vnni, avx512-bf16 in the mode bf16",
         Isa::Avx512 => "avx512-vnni",
         Isa::Amx => "avx512-vnni, amx-int8 for 5 tokens and more, amx-bf16 in the mode bf16",

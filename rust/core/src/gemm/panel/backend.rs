@@ -12,6 +12,8 @@ pub(crate) enum Backend {
     Avx512,
     /// Products of f32 of AVX2, to which bf16 is expanded.
     Avx2,
+    /// Products of f32 of NEON, to which bf16 is expanded.
+    Neon,
     /// Portable loops over f32.
     Portable,
     /// Portable loops that compute as AMX registers do.
@@ -30,17 +32,20 @@ impl Backend {
             Isa::Avx512 => is_x86_feature_detected!("avx512bf16").then_some(Backend::Avx512),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => Some(Backend::Avx2),
+            Isa::Neon => Some(Backend::Neon),
             _ => Some(Backend::Portable),
         }
     }
 
     /// [`Backend::of_floats`] for a format whose exact mode has integer dot products; `None` also where those are faster:
-    /// with AVX2 that has them, and with AVX-512 on Intel, which starts twice as many of them as dot products of bf16 (256
+    /// with AVX2 and NEON that have them, and with AVX-512 on Intel, which starts twice as many of them as dot products of bf16 (256
     /// tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 by panels).
     pub fn of_bf16(isa: Isa) -> Option<Backend> {
         let integers = match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => is_x86_feature_detected!("avxvnni"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => simd::has_dot_products(),
             Isa::Avx512 => !simd::is_amd(),
             _ => false,
         };
@@ -62,6 +67,7 @@ impl Backend {
         match self {
             Backend::Matrix | Backend::Avx512 => Isa::Avx512,
             Backend::Avx2 => Isa::Avx2,
+            Backend::Neon => Isa::Neon,
             Backend::Portable => Isa::Scalar,
             #[cfg(test)]
             Backend::Emulated if Isa::Avx512.available() => Isa::Avx512,

@@ -24,6 +24,8 @@
 //! affect only the outputs of their token.
 
 mod backend;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod products;
 mod rounding;
 mod strip;

@@ -223,6 +223,7 @@ impl<S: Source> Thread<'_, S> {
     }
 
     /// Multiplies chunks of a step by a tile.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     fn product(
         &mut self,
         strip: &Strip,
@@ -262,6 +263,9 @@ impl<S: Source> Thread<'_, S> {
             Backend::Matrix => registers.multiply(element, product),
             #[cfg(target_arch = "x86_64")]
             Backend::Avx512 | Backend::Avx2 => super::x86::multiply(self.backend, &mut product),
+            // SAFETY: `Backend::of_floats` has found the set.
+            #[cfg(target_arch = "aarch64")]
+            Backend::Neon => unsafe { super::neon::multiply(&mut product) },
             #[cfg(test)]
             Backend::Emulated => backend::multiply_emulated(element, &mut product),
             _ => backend::multiply_portable(&mut product),

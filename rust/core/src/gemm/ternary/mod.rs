@@ -103,7 +103,7 @@ impl Kernel {
 /// results are the same bit for bit.
 pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
     match (isa, is_amd()) {
-        (Isa::Scalar, _) => Kernel::Scalar,
+        (Isa::Scalar | Isa::Neon, _) => Kernel::Scalar,
         (Isa::Avx2, false) => Kernel::Avx2,
         (Isa::Avx2, true) => Kernel::Avx2Ahead,
         (Isa::Avx512 | Isa::Amx, false) => Kernel::Avx512,

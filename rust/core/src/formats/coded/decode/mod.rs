@@ -6,8 +6,10 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(test)]
 mod tests;
 
 use std::ops::Range;
@@ -113,6 +115,9 @@ pub fn decode(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Regis
         // SAFETY: as above; the other sets have all of AVX-512 that is asked for.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { avx512::decode(chains, registers, out) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => unsafe { neon::decode(chains, registers, out) },
         _ => scalar::decode(chains, registers, out),
     }
 }
@@ -121,7 +126,7 @@ pub fn decode(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Regis
 pub fn side_by_side(isa: Isa) -> usize {
     match isa {
         Isa::Scalar => 1,
-        Isa::Avx2 => 4,
+        Isa::Neon | Isa::Avx2 => 4,
         Isa::Avx512 | Isa::Amx => 8,
     }
 }

@@ -23,6 +23,7 @@ pub(in crate::gemm::codebook) const fn halves(activation_bits: u8) -> usize {
 
 impl Tables {
     /// The tables of a token's codes of 4 or 8 bits, a multiple of 16 of them. The processor must have AVX2.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
     pub fn new(codes: &[u8], activation_bits: u8) -> Tables {
         let totals = codes.chunks(BLOCK_UNIT);
         let totals = totals.map(|codes| codes.iter().map(|&code| u32::from(code)).sum());
