@@ -8,7 +8,7 @@ DEMO := build/demo
 SAMPLE := --prompt "She opened the door and saw" --temperature 0.7 --seed 3 --max-new-tokens 60
 RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name '*.rs' -o -name '*.toml' -o -name '*.bin' \) -print)
 
-.PHONY: help setup demo test test-rust test-python lint format fuzz wheel docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-python lint lint-arm format fuzz wheels docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -41,12 +41,21 @@ test: test-rust test-python ## Run all tests, Rust and Python
 test-rust: ## Run the Rust tests
 	cargo test --workspace --quiet
 
+ARM := aarch64-unknown-linux-gnu
+
+test-arm: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER ?= aarch64-linux-gnu-gcc
+test-arm: ## Run the core's tests for 64-bit Arm under qemu-user, on a processor with dot products and one without
+	for cpu in neoverse-n1 cortex-a57; do \
+	    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -cpu $$cpu -L /usr/aarch64-linux-gnu" \
+	    cargo test --release --target $(ARM) --package moepack-core --quiet || exit 1; \
+	done
+
 TEST_WORKERS ?= 2
 
 test-python: setup ## Run the Python tests in TEST_WORKERS processes
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
 
-lint: setup ## Check formatting, lints, imports, types and stubs; warnings are errors
+lint: setup lint-arm ## Check formatting, lints, imports, types and stubs; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check .
@@ -54,6 +63,11 @@ lint: setup ## Check formatting, lints, imports, types and stubs; warnings are e
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest moepack._core
+
+lint-arm: ## Lint the core for 64-bit Arm, if the compiler has its standard library
+	@if [ -d "$$(rustc --print target-libdir --target $(ARM))" ]; then \
+	    cargo clippy --target $(ARM) --package moepack-core --all-targets --quiet -- -D warnings; \
+	else echo 'not linted for 64-bit Arm: it takes `rustup target add $(ARM)`'; fi
 
 format: setup ## Rewrite the sources in the project's format
 	cargo fmt --all
@@ -65,9 +79,9 @@ FUZZ_SECONDS ?= 60
 fuzz: ## Fuzz each target for FUZZ_SECONDS under AddressSanitizer; installs a nightly compiler
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
-wheel: $(BIN)/maturin ## Build the abi3 wheel into dist/, for every Linux since glibc 2.17
+wheels: $(BIN)/maturin ## Build the abi3 wheels into dist/, x86-64 and 64-bit Arm, for every Linux since glibc 2.17
 	$(BIN)/python -m pip install --quiet ziglang
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --out dist
+	$(BIN)/python .ci/wheels.py
 
 docs: setup ## Build the documentation as a site into build/site
 	$(BIN)/python -m pip install --quiet 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.29'
