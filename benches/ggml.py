@@ -1,4 +1,4 @@
-"""Products of ggml, from the libraries that llama-cpp-python installs, as a peer of a benchmark.
+"""Products of ggml, from the libraries that llama-cpp-python or xllamacpp install, as a peer of a benchmark.
 
 Weights lie as llama.cpp keeps them: repacked for the processor where ggml has kernels for that, else as in a file.
 All copies are multiplied by one graph, on ggml's own threads, with the activations that ggml quantizes to int8 itself.
@@ -73,12 +73,17 @@ OTHERS = {
 }
 
 
+LIBRARIES = {"llama_cpp": "lib/libggml.so", "xllamacpp": "xllamacpp.abi3.so"}
+"""Packages that bring ggml, and where it is in them."""
+
+
 def load() -> ctypes.CDLL:
-    """The library, with the types of its functions declared; ImportError where llama-cpp-python is not installed."""
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is None or spec.origin is None:
-        raise ImportError("No module named 'llama_cpp'")
-    library = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libggml.so"))
+    """The library, with the types of its functions declared; ImportError where no package that has it is installed."""
+    specs = ((importlib.util.find_spec(package), file) for package, file in LIBRARIES.items())
+    found = [Path(spec.origin).parent / file for spec, file in specs if spec is not None and spec.origin is not None]
+    if not found:
+        raise ImportError(f"none of {', '.join(LIBRARIES)} is installed")
+    library = ctypes.CDLL(str(found[0]))
     for names, result in ((POINTERS, c_void_p), (OTHERS, c_int)):
         for name, arguments in names.items():
             function = getattr(library, name)
@@ -182,7 +187,7 @@ class Matrices:
 
 
 def ggml_peer(kind: str, rows: int, columns: int, threads: int, cold: int) -> Peer | Absent:
-    """A format of ggml; absent where llama-cpp-python is not installed."""
+    """A format of ggml; absent where no package that has ggml is installed."""
     try:
         library = load()
     except (ImportError, OSError, AttributeError) as error:

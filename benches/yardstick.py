@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,29 @@ class Yardstick:
             packed = packer.pack(layer, run, kept)
             bits += sum(8 * tensor.data.nbytes for name, tensor in packed.items() if name not in kept)
             weights += sum(math.prod(part.shape) for part in layer.projections if part.name not in kept)
-            self._put(layer, packed)
+            blobs = {name: _core.PackedTensor(tensor.data) for name, tensor in packed.items()}
+            self._put(layer, {name: torch.from_numpy(blob.dequantize()) for name, blob in blobs.items()})
+        return self._figures(bits / weights, start)
+
+    def replace(
+        self, bits: float, rounded: Callable[[str, str, Tensor], Tensor], only: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """Figures as of `measure`, at so many bits, with what `rounded` makes of the experts [E, R, C] of a layer's and
+        a projection's name."""
+        start = time.perf_counter()
+        for layer in self.layout.layers:
+            stacks = {name: _stack(weights) for name, weights in layer_tensors(layer).items()}
+            changed = {name: rounded(layer.name, name, stacks[name]) for name in stacks if not only or name in only}
+            self._put(layer, stacks | changed)
+        return self._figures(bits, start)
+
+    def _figures(self, bits: float, start: float) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         rise = {name: loss - self.original[name] for name, loss in self.losses().items()}
-        return {"bits_per_weight": bits / weights, "rise": rise, "seconds": round(seconds, 1)}
+        return {"bits_per_weight": bits, "rise": rise, "seconds": round(seconds, 1)}
 
-    def _put(self, layer: MoeLayer, packed: dict[str, PackedTensor]) -> None:
-        """Make the packed values the weights of the model."""
-        blobs = {name: _core.PackedTensor(tensor.data) for name, tensor in packed.items()}
-        values = {name: torch.from_numpy(blob.dequantize()) for name, blob in blobs.items()}
+    def _put(self, layer: MoeLayer, values: dict[str, Tensor]) -> None:
+        """Make these values the weights of the model."""
         module = self.model.get_submodule(layer.name)
         if "wi" in values:
             for name, stack in values.items():
@@ -75,10 +89,14 @@ class Yardstick:
 
 def _exact(weights: Weights) -> PackedTensor:
     """A tensor as it is, but for one part in 2^25 of its largest weight."""
-    values = torch.stack([weights.expert(expert).float() for expert in range(weights.shape[0])])
+    values = _stack(weights)
     scale = values.abs().amax().clamp(min=1e-30) * 2.0**-24
     codes = (values / scale).round().int()
     return PackedTensor("coded", _core.encode_coded(codes.numpy(), scale.view(1, 1).numpy(), ndim=3))
+
+
+def _stack(weights: Weights) -> Tensor:
+    return torch.stack([weights.expert(expert).float() for expert in range(weights.shape[0])])
 
 
 def _fill(parameter: Tensor, values: Tensor) -> None:
