@@ -7,8 +7,7 @@ nobody can use, and only a method that runs the model would notice, late.
 import math
 from collections.abc import Iterable
 
-import torch
-
+from moepack.arrays import is_finite
 from moepack.calibration.stage import Weights, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import FLOATS
@@ -19,9 +18,6 @@ from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
 
 __all__ = ["check_source"]
-
-_CHUNK = 1 << 24
-"""Values that are looked at together."""
 
 GROWTH = 1.0
 """Bits a weight by which a packed tensor may exceed its quantized source: other scales, or codes of whole bits."""
@@ -51,7 +47,7 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
     sources = {source for weights in packed for source in weights.sources}
     for name in (name for name in model.dense_names if name not in sources):
         info = checkpoint.info(name)
-        if info.dtype in FLOATS and not _is_finite(checkpoint.tensor(name)):
+        if info.dtype in FLOATS and not is_finite(checkpoint.tensor(name)):
             raise InvalidTensorError("holds NaN or infinite values", file=info.file, tensor=name)
 
 
@@ -69,8 +65,3 @@ def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], a
             )
             raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
         return  # tensors of a source are quantized alike; one is enough
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    flat = tensor.reshape(-1)
-    return all(bool(torch.isfinite(flat[i : i + _CHUNK]).all()) for i in range(0, len(flat), _CHUNK))

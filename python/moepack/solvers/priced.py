@@ -54,6 +54,9 @@ CLASSES, NARROWEST = 128, -24.0
 BINS, REACH = 4096, 16
 """Bins of a class in a profile; the magnitude of the last ones in root mean squares, where all beyond are counted."""
 
+PIECE = 1 << 18
+"""Values that are looked at together."""
+
 ROUNDS = 4
 """Rounds of rounding and counting; another one moves the rate by less than a thousandth."""
 
@@ -78,7 +81,7 @@ def low_bits_of(largest: int) -> int:
 
 def classes_of(values: Tensor) -> Tensor:
     """The classes [blocks] int64 of the row blocks of a matrix [R, C] float32, by their root mean squares."""
-    squares = values.square().mean(1, dtype=torch.float64)
+    squares = values.square().double().mean(1)
     blocks = torch.arange(len(squares)) // BLOCK_ROWS
     counts = torch.bincount(blocks).double()
     octaves = 0.5 * torch.log2(torch.zeros_like(counts).index_add_(0, blocks, squares) / counts)
@@ -117,10 +120,14 @@ class Profile:
             values: [R, C] float32, finite.
             factor: how many weights each of them stands for.
         """
-        for number, rows in _by_class(values):
-            places = values[rows] / _scale(number) * (BINS / (2 * REACH)) + BINS / 2
-            found = torch.bincount(places.clamp(0, BINS - 1).long().flatten(), minlength=BINS)
-            self.counts[number] += found * factor
+        found: dict[int, Tensor] = {}
+        for part in _pieces(values):
+            for number, rows in _by_class(part):
+                places = part[rows] / _scale(number) * (BINS / (2 * REACH)) + BINS / 2
+                counts = torch.bincount(places.clamp_(0, BINS - 1).short().flatten(), minlength=BINS)
+                found[number] = found[number] + counts if number in found else counts
+        for number, counts in found.items():
+            self.counts[number] += counts * factor
 
     def bits(self, step: float, lengths: Lengths, price: float = PRICE) -> float:
         """Bits of the weights rounded to a step."""
@@ -169,11 +176,15 @@ class Lengths:
 
     def total(self, values: Tensor, symbols: Tensor) -> float:
         """Bits of all symbols [R, C] that a matrix [R, C] was rounded to, classes being those of the matrix."""
-        bits, symbols = 0.0, symbols.int()
-        for number, rows in _by_class(values):
-            found = symbols[rows].clamp(-self.largest, self.largest).long() + self.largest
-            bits += float(self.bits[number][found].sum(dtype=torch.float64))
-        return bits + exception_bits(self.largest) * float((symbols.abs() > self.largest).sum())
+        largest, counts = self.largest, torch.zeros(CLASSES, 2 * self.largest + 3, dtype=torch.int64)
+        for part, own in zip(_pieces(values), _pieces(symbols), strict=True):
+            for number, rows in _by_class(part):
+                found = own[rows].int().clamp_(-largest - 1, largest + 1).short() + (largest + 1)
+                counts[number] += torch.bincount(found.flatten(), minlength=2 * largest + 3)
+        exceptions = counts[:, [0, -1]]
+        counts[:, [1, -2]] += exceptions
+        lengths = (counts[:, 1:-1] * self.bits.double()).sum()
+        return float(lengths + exception_bits(largest) * exceptions.sum())
 
 
 def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = PRICE, *, width: float = 1.0) -> Tensor:
@@ -195,6 +206,12 @@ def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = P
     values = values.contiguous() if values.dtype == torch.bfloat16 else values.float().contiguous()
     given = (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
     return torch.from_numpy(_core.round_priced(given, lengths.bits.numpy(), step=step, price=price, width=width))
+
+
+def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Rows of a matrix, whole row blocks, few enough to stay in the cache with what is made of them."""
+    blocks = PIECE // max(BLOCK_ROWS * matrix.shape[1], 1)
+    return torch.split(matrix, BLOCK_ROWS * max(blocks, 1))
 
 
 def _by_class(values: Tensor) -> list[tuple[int, Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moepack.allocation.importance import visits
+from moepack.arrays import is_finite
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import DenseLinear
@@ -55,7 +56,7 @@ class Sample:
 
     def values(self, name: str) -> Tensor:
         """The rows of a tensor over its width, float32."""
-        return self.rows[name].float() / self.widths[name]
+        return self.rows[name].to(torch.float32, copy=True).div_(self.widths[name])
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _stream(source: _Source, number: int) -> Tensor:
     height = stream_rows(columns)
     expert, stream = divmod(number, -(-rows // height))
     values = source.matrix(expert)[stream * height : (stream + 1) * height]
-    if not bool(torch.isfinite(values).all()):
+    if not is_finite(values):
         raise InvalidTensorError("has NaN or infinite weights", tensor=source.name)
     return values.clone()
 
