@@ -8,7 +8,7 @@
     python benches/codequant.py MODEL ... --rows-file FILE --recount    # bits a weight of its rows by today's layout
 
 Every cell packs the model's experts and linear layers (attention, shared experts, dense feed-forward layers) and
-measures the packed model: on the CPU as it runs, on another device by `moepack.methods.codequant.tuning.thaw`, which
+measures the packed model: on the CPU as it runs, on another device by `moepack.tuning.thaw`, which
 computes the same with torch (`tests/test_tuning.py`; the cell "runtime" measures both). A row that ends in ", tuned" is
 the packed model of the row before the comma with centroids fine-tuned, ", tuned without KL" the same without the
 routers' term. Finished cells are appended to the file at once and not measured again, so long runs can be cut.
@@ -36,10 +36,10 @@ from moepack.evaluation.windows import read_windows
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import CodeQuant
-from moepack.methods.codequant.tuning import TuneSettings, listening, thaw
 from moepack.pipeline import compress
 from moepack.pipeline.tune import tune
 from moepack.runtime.threads import set_threads
+from moepack.tuning import TuneSettings, listening, thaw
 
 ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none", "hadamard": False, "drift": 0.0}
 CLUSTERED = {"steps": 0, "rotation": "none", "hadamard": False, "drift": 0.0}

@@ -1,11 +1,13 @@
-"""Fine-tuned centroids: gradients, the objective, and what is written."""
+"""Fine-tuned centroids and scales: gradients, the objective, and what is written."""
 
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 import moepack
 import tiny_models
+from moepack import _core
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
 from moepack.cli import app, main
@@ -27,11 +30,11 @@ from moepack.errors import (
 )
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
-from moepack.methods import CodeQuant
-from moepack.methods.codequant.tuning import TuneSettings, listening, thaw, tune_model
+from moepack.methods import CodeQuant, Rate
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.tune import tune
+from moepack.tuning import TuneSettings, listening, thaw, tune_model
 
 CPU = torch.device("cpu")
 
@@ -59,21 +62,25 @@ def samples(source, text):
     return load_samples(Checkpoint.open(source), text, 8, 64).inputs
 
 
+def streams(data):
+    return [data[first:end] for first, end in _core.PackedTensor(data).payloads()]
+
+
 def test_a_thawed_model_computes_what_the_packed_one_does(packed, text):
     model = moepack.load(packed[0], dtype=torch.float32)
     ids = samples(packed[1], text)[:2]
     with torch.inference_mode():
         expected = model(input_ids=ids).logits
-    books = thaw(model)
+    tensors = thaw(model)
     found = model(input_ids=ids).logits
     # Activations near the middle between two codes may fall to either side.
     assert (found - expected).abs().mean() < 1e-2 * expected.std()
     functional.log_softmax(found, -1)[..., 3].sum().backward()
-    assert len(books) > 6 and all(book.moves.grad.abs().sum() > 0 for book in books.values())
+    assert len(tensors) > 6 and all(tensor.moves.grad.abs().sum() > 0 for tensor in tensors.values())
     for name, data in PackedDirectory.open(packed[0]).tensors().items():
         record = PackedDirectory.open(packed[0]).manifest.tensors[name]
-        book = books[f"{record.module}/{'packed' if record.projection == 'weight' else record.projection}"]
-        again = moepack.CodebookTensor(book.blob().numpy())
+        tensor = tensors[f"{record.module}/{'packed' if record.projection == 'weight' else record.projection}"]
+        again = moepack.CodebookTensor(tensor.blob().numpy())
         torch.testing.assert_close(again.dequantize(), moepack.CodebookTensor(data).dequantize(), rtol=1e-4, atol=2e-5)
 
 
@@ -82,13 +89,13 @@ def test_the_term_of_the_routers_has_a_gradient_and_moves_them(packed, text):
     ids = samples(packed[1], text)
     teacher = open_model(packed[1], torch.float32)
     student = moepack.load(packed[0], dtype=torch.float32)
-    books = thaw(student)
+    tensors = thaw(student)
     with listening(student) as heard, listening(teacher) as expected:
         student(input_ids=ids[:2]), teacher(input_ids=ids[:2])
         pairs = zip(expected, heard, strict=True)
         terms = [(functional.softmax(a, -1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum() for a, b in pairs]
-    first = torch.autograd.grad(terms[0], [book.moves for book in books.values()], allow_unused=True)
-    reached = {name for name, slope in zip(books, first, strict=True) if slope is not None and slope.abs().sum() > 0}
+    first = torch.autograd.grad(terms[0], [tensor.moves for tensor in tensors.values()], allow_unused=True)
+    reached = {name for name, slope in zip(tensors, first, strict=True) if slope is not None and slope.abs().sum() > 0}
     layer = max(int(name.split(".")[2]) for name in reached)
     assert reached and not any(f"layers.{layer}.mlp.experts" in name for name in reached)
     found = {}
@@ -121,6 +128,34 @@ def test_a_tuned_directory_is_verified_keeps_its_size_and_is_closer(packed, text
     assert divergence[1] < 0.9 * divergence[0]
     with pytest.raises(OutputExistsError):
         tune(out, source, tmp_path / "tuned", calibration=str(text))
+
+
+def test_rows_of_coded_tensors_come_to_have_scales_and_keep_their_codes(packed, text, tmp_path):
+    source = packed[1]
+    compress(source, tmp_path / "coded", method=Rate(bits_per_weight=2.5))
+    few = {"calibration": str(text), "samples": 8, "sequence_length": 64}
+    tuned = tune(tmp_path / "coded", source, tmp_path / "tuned", **few, settings=TuneSettings(20, 1e-2, batch=4))
+    assert tuned.after.total(1) < 0.95 * tuned.before.total(1) and moepack.verify(tmp_path / "tuned").ok
+    before, after = (PackedDirectory.open(tmp_path / name) for name in ("coded", "tuned"))
+    for name, record in before.manifest.packed().items():
+        old, new = (directory.tensors()[name] for directory in (before, after))
+        ends = record.module.endswith(("embed_tokens", "lm_head"))
+        assert after.manifest.tensors[name].details["row_scales"] != ends, name
+        assert 0 <= len(new) - len(old) <= (0 if ends else 2 * math.prod(record.shape[:-1]) + 64)
+        assert (_core.decode_coded(old) == _core.decode_coded(new)).all()
+        assert all(np.array_equal(a, b) for a, b in zip(streams(old), streams(new), strict=True))
+    # What is written computes what was fine-tuned, and can be fine-tuned again, at the same size.
+    model, ids = moepack.load(tmp_path / "tuned", dtype=torch.float32), samples(source, text)[:2]
+    moepack.set_compute_mode("exact", model)
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits
+        thaw(model)
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
+    tune(tmp_path / "tuned", source, tmp_path / "again", **few, settings=TuneSettings(steps=1, batch=2))
+    again = PackedDirectory.open(tmp_path / "again").manifest
+    assert {record.nbytes for record in again.tensors.values()} == {
+        record.nbytes for record in after.manifest.tensors.values()
+    }
 
 
 def test_the_command(packed, text, tmp_path):

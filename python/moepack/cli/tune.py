@@ -1,4 +1,4 @@
-"""`moepack tune`: fine-tune the codebooks of a packed directory against the model that it was made of."""
+"""`moepack tune`: fine-tune what codes stand for, in a packed directory, against the model that it was made of."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +12,18 @@ from moepack.cli.usage import wrong_usage
 
 
 def tune_command(
-    packed: Annotated[Path, typer.Argument(help="Packed directory of codebooks (--method codequant).")],
+    packed: Annotated[
+        Path, typer.Argument(help="Packed directory of codebooks or coded integers (--method codequant, rate, auto).")
+    ],
     original: Annotated[Path, typer.Argument(help="The checkpoint that it was made of: directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
     calibration: Annotated[str, typer.Option(help="Text file, JSON lines, directory, or data set of the hub.")],
     samples: Annotated[int, typer.Option(min=2, help="Calibration samples.")] = 128,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens a sample.")] = 512,
     steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = 200,
-    rate: Annotated[float, typer.Option(help="Learning rate, relative to the largest centroid of a codebook.")] = 5e-4,
+    rate: Annotated[
+        float, typer.Option(help="Learning rate, relative to a codebook's largest centroid and to a row's scale.")
+    ] = 5e-4,
     batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
     router_weight: Annotated[
         float, typer.Option(help="Weight of the divergence of the routers; that of the predictions is 1.")
@@ -29,14 +33,15 @@ def tune_command(
     ] = "cpu",
     quiet: options.Quiet = False,
 ) -> None:
-    """Fine-tune the centroids of PACKED towards the outputs of ORIGINAL; OUT has the same codes and the same size.
+    """Fine-tune PACKED towards the outputs of ORIGINAL: centroids of codebooks, scales of coded integers.
 
-    An interrupted run leaves nothing behind and cannot be continued.
+    OUT has the same codes; codebooks keep their size, coded integers gain two bytes a row. An interrupted run leaves
+    nothing behind and cannot be continued.
     """
     from moepack.cli.evaluate import quiet_transformers
-    from moepack.methods.codequant.tuning import TuneSettings
     from moepack.pipeline.tune import tune
     from moepack.progress import terminal_progress
+    from moepack.tuning import TuneSettings
 
     quiet_transformers()
     console = Console(stderr=True)

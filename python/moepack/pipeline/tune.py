@@ -1,15 +1,18 @@
-"""`tune`: fine-tunes the centroids of a packed directory against the model it was made of; codes and sizes stay."""
+"""`tune`: fine-tunes centroids and scales of a packed directory against the model it was made of; codes stay."""
 
+import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moepack import _core
 from moepack.calibration.load import load_samples
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
@@ -17,17 +20,18 @@ from moepack.errors import CorruptionError, MoepackWarning, UnsupportedModelErro
 from moepack.format.atomic import refuse_existing, write_file
 from moepack.format.directory import PackedDirectory, check_size
 from moepack.format.header import read_header
-from moepack.format.hub import CONFIG, config_bytes, quantization_config
+from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.integrations.loading import load, open_model
 from moepack.mapping import map_file
 from moepack.memory import PeakMemory
-from moepack.methods.codequant.tuning import Books, Tuned, TuneSettings, tune_model
 from moepack.pipeline.job import PARTIAL
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.report import directory_bytes
 from moepack.progress import Progress, Silent
+from moepack.tuning import Tuned, TuneSettings, tune_model
+from moepack.tuning.tensors import KINDS
 
 __all__ = ["tune"]
 
@@ -44,10 +48,12 @@ def tune(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Tuned:
-    """Fine-tune a packed directory of codebooks into a new one of the same size.
+    """Fine-tune a packed directory of codebooks or coded integers into a new one.
+
+    Codebooks keep their size; a coded tensor whose rows had one scale comes to have one a row, of two bytes.
 
     Args:
-        packed: what `moepack compress --method codequant` wrote.
+        packed: what `moepack compress` wrote by the methods `codequant`, `rate` or `auto`.
         original: the checkpoint that it was made of, a directory or an id of the hub.
         out: directory to be made; it must not exist.
         calibration: text file, JSON lines, directory or data set of the hub.
@@ -57,7 +63,7 @@ def tune(
         progress: where progress is shown, in tokens; None shows nothing.
 
     Raises:
-        UnsupportedModelError: the directory holds something but codebooks, or experts without a gate.
+        UnsupportedModelError: the directory holds tensors of another kind, or experts without a gate.
         CalibrationError: the text is unusable, or the loss is not finite.
         OutputExistsError, DiskError, LoadError, CorruptionError: as for `compress` and `load`. Whatever is raised,
             KeyboardInterrupt too, nothing is left behind: a run cannot be resumed.
@@ -67,8 +73,9 @@ def tune(
     refuse_existing(target)
     original = resolve_model(original)
     source = PackedDirectory.open(Path(packed))
-    if others := {record.kind for record in source.manifest.packed().values()} - {"codebook"}:
-        raise UnsupportedModelError(f"only codebooks can be fine-tuned, not {min(others)}", file=packed)
+    if others := {record.kind for record in source.manifest.packed().values()} - {*KINDS}:
+        message = f"only {' and '.join(KINDS)} tensors can be fine-tuned, not {min(others)}"
+        raise UnsupportedModelError(message, file=packed)
     for file, record in source.manifest.files.items():
         check_size(source.path / file, record.size)
     checkpoint = open_checkpoint(original)
@@ -93,8 +100,9 @@ def tune(
 
 
 def _space(source: PackedDirectory) -> int:
-    """The most bytes of what will be written: tensors keep their sizes, config and manifest gain the settings."""
-    return directory_bytes(source.manifest) + (1 << 20)
+    """The most bytes of what will be written: coded tensors gain a scale a row, config and manifest the settings."""
+    coded = (record for record in source.manifest.packed().values() if record.kind == "coded")
+    return directory_bytes(source.manifest) + sum(2 * math.prod(record.shape[:-1]) for record in coded) + (1 << 20)
 
 
 def _tuned(
@@ -125,23 +133,40 @@ def _write(source: PackedDirectory, workspace: Workspace, tuned: Tuned, settings
     tensors, files = dict(manifest.tensors), dict(manifest.files)
     for file in manifest.files:
         names = [name for name, record in manifest.tensors.items() if record.file == file]
-        if file == CONFIG:
-            continue
-        if not names:
+        if names:
+            entries, records = _shard(source, file, names, tuned)
+            written = write_shard(workspace.path / file, entries, {"format": "pt"})
+            files[file] = FileRecord(written.size, written.sha256)
+            tensors |= {name: replace(records[name], crc32=written.crc32[name]) for name in names}
+        elif file not in (CONFIG, INDEX):
             write_file(workspace.path / file, (source.path / file).read_bytes())
-            continue
-        header = read_header(source.path / file, CorruptionError)
-        mapped = map_file(source.path / file)
-        entries = []
-        for name in names:
-            info, record = header.tensors[name], manifest.tensors[name]
-            data = mapped[info.offset : info.offset + info.nbytes]
-            entries.append(_entry(name, DTYPE_NAMES[info.dtype], info.shape, record, data, tuned.books))
-        written = write_shard(workspace.path / file, entries, {"format": "pt"})
-        files[file] = FileRecord(written.size, written.sha256)
-        tensors |= {name: replace(tensors[name], crc32=written.crc32[name]) for name in names}
     tuning = {**settings, "before": list(tuned.before), "after": list(tuned.after)}
     _write_manifest(workspace, source, tensors, files, {**manifest.settings, "tuning": tuning})
+
+
+def _shard(
+    source: PackedDirectory, file: str, names: Sequence[str], tuned: Tuned
+) -> tuple[list[Entry], dict[str, TensorRecord]]:
+    """The tensors of a file in order, tuned ones in the places of the old, and their records but for checksums."""
+    header, mapped = read_header(source.path / file, CorruptionError), map_file(source.path / file)
+    entries, records = [], {}
+    for name in names:
+        info, record = header.tensors[name], source.manifest.tensors[name]
+        data: Any = mapped[info.offset : info.offset + info.nbytes]
+        shape = info.shape
+        projection = "packed" if record.projection == "weight" else record.projection
+        if record.packed and (tensor := tuned.tensors.get(f"{record.module}/{projection}")) is not None:
+            data = tensor.blob().numpy()
+            found = _core.PackedTensor(data).details()
+            details = {name: found.get(name, value) for name, value in record.details.items()}
+            shape, record = data.shape, replace(record, nbytes=data.nbytes, details=details)
+        entries.append(Entry(name, DTYPE_NAMES[info.dtype], shape, partial(_flat, data), packed=record.packed))
+        records[name] = record
+    return entries, records
+
+
+def _flat(data: Any) -> memoryview:
+    return memoryview(data)
 
 
 def _write_manifest(
@@ -151,25 +176,13 @@ def _write_manifest(
     files: Mapping[str, FileRecord],
     settings: Mapping[str, Any],
 ) -> None:
-    """Write what names the settings: the configuration and the manifest."""
+    """Write what names settings and sizes: the configuration, the index and the manifest."""
     manifest = source.manifest
-    config = config_bytes(source.config, quantization_config(manifest.method, settings, tensors))
-    write_file(workspace.path / CONFIG, config)
-    made = replace(manifest, settings=settings, tensors=tensors, files={**files, CONFIG: FileRecord.of(config)})
+    texts = {CONFIG: config_bytes(source.config, quantization_config(manifest.method, settings, tensors))}
+    if INDEX in files:
+        texts[INDEX] = index_bytes(tensors)
+    for file, text in texts.items():
+        write_file(workspace.path / file, text)
+    described = {file: FileRecord.of(text) for file, text in texts.items()}
+    made = replace(manifest, settings=settings, tensors=tensors, files={**files, **described})
     write_file(workspace.path / MANIFEST, made.to_bytes())
-
-
-def _entry(
-    name: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    record: TensorRecord,
-    data: Any,
-    books: Mapping[str, Books],
-) -> Entry:
-    if not record.packed:
-        return Entry(name, dtype, shape, lambda: memoryview(data))
-    projection = "packed" if record.projection == "weight" else record.projection
-    book = books[f"{record.module}/{projection}"]
-    blob: Any = book.blob().numpy()
-    return Entry(name, dtype, shape, lambda: memoryview(blob), packed=True)

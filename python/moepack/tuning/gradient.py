@@ -1,4 +1,4 @@
-"""Gradient steps on all centroids at once (CodeQuant, equation 6, over the whole model).
+"""Gradient steps on all centroids and scales at once (CodeQuant, equation 6, over the whole model).
 
 The paper adds lambda * KL(router) to the output error of the layer behind the router, whose weights the router does not
 depend on: that term has no gradient. Here a step goes through the whole model, so each router's divergence has one with
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moepack.errors import CalibrationError, UnsupportedModelError
-from moepack.methods.codequant.tuning.modules import Books, thaw
+from moepack.tuning.modules import thaw
+from moepack.tuning.tensors import TunedTensor
 
 __all__ = ["Objective", "TuneSettings", "Tuned", "listening", "routers", "tune_model"]
 
@@ -27,11 +28,12 @@ CHECK = 20
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """How centroids are fine-tuned.
+    """How a model is fine-tuned.
 
     Attributes:
         steps: of Adam.
-        rate: its learning rate, relative to the largest centroid of a codebook; it falls to a tenth of itself.
+        rate: its learning rate, relative to the largest centroid of a codebook and to a row's scale; it falls to a
+            tenth of itself.
         router_weight: lambda, what a router's divergence counts beside that of the logits.
         batch: samples a step.
         seed: of the order of samples.
@@ -68,11 +70,11 @@ class Tuned(NamedTuple):
     """What became of a model.
 
     Attributes:
-        books: its codebooks by module and projection, at the best iterate.
+        tensors: what was fine-tuned by module and projection, at the best iterate.
         before, after: of the samples that are held out.
     """
 
-    books: dict[str, Books]
+    tensors: dict[str, TunedTensor]
     before: Objective
     after: Objective
 
@@ -85,7 +87,7 @@ def tune_model(
     device: torch.device,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> Tuned:
-    """Fine-tune the centroids of a loaded packed model; its modules are replaced by ones with gradients.
+    """Fine-tune a loaded packed model; its modules are replaced by ones with gradients.
 
     Args:
         packed: as `moepack.load` gives it, in float32.
@@ -96,7 +98,7 @@ def tune_model(
         advance: is told the steps that are done.
 
     Returns:
-        The codebooks of the best iterate by the held-out objective, which may be those that were given.
+        The tensors of the best iterate by the held-out objective, which may be those that were given.
 
     Raises:
         CalibrationError: there is one sample only, or the loss is not finite.
@@ -104,7 +106,7 @@ def tune_model(
     """
     if len(samples) < 2:
         raise CalibrationError("fine-tuning needs two samples at least, one of them to hold out")
-    books = thaw(packed)
+    tensors = thaw(packed)
     student, teacher = packed.to(device).eval(), original.to(device).eval().requires_grad_(False)
     if device.type != "cpu" and hasattr(teacher, "set_experts_implementation"):
         # Grouped products of float32 are not on every device.
@@ -124,9 +126,9 @@ def tune_model(
             return _divergence(truth, found), torch.stack(routers).mean()
 
         batches = _batches(samples[share:], settings, generator)
-        moves = [book.moves for book in books.values()]
+        moves = [tensor.moves for tensor in tensors.values()]
         before, after = _descend(moves, divergences, batches, samples[:share], settings, advance)
-    return Tuned(books, before, after)
+    return Tuned(tensors, before, after)
 
 
 def _batches(samples: Tensor, settings: TuneSettings, generator: torch.Generator) -> Iterator[Tensor]:

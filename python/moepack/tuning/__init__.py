@@ -1,0 +1,19 @@
+"""Fine-tuning of what codes stand for, by gradient: the packed model's outputs against the original's."""
+
+from moepack.tuning.gradient import Objective, Tuned, TuneSettings, listening, tune_model
+from moepack.tuning.modules import TunedExperts, TunedLinear, thaw
+from moepack.tuning.tensors import Books, Scales, TunedTensor
+
+__all__ = [
+    "Books",
+    "Objective",
+    "Scales",
+    "TuneSettings",
+    "Tuned",
+    "TunedExperts",
+    "TunedLinear",
+    "TunedTensor",
+    "listening",
+    "thaw",
+    "tune_model",
+]
