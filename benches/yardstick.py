@@ -41,14 +41,16 @@ class Yardstick:
         """Nats a token of the model as it is, by text."""
         return {text.stem: evaluate(self.model, text, self.chars, tokenizer=self.tokenizer).loss for text in self.texts}
 
-    def measure(self, method: Method, only: Collection[str] | None = None) -> dict[str, Any]:
+    def measure(
+        self, method: Method, only: Collection[str] | None = None, runs: list[Any] | None = None
+    ) -> dict[str, Any]:
         """Pack all experts, or only these projections of them; bits a weight of those, increase of the loss by text in
-        nats a token, seconds of packing."""
+        nats a token, seconds of packing. Layers run as the method's calibration has them, or as given."""
         start = time.perf_counter()
         method.prepare(self.checkpoint, self.layout)
         packer = LayerPacker(self.checkpoint, self.layout, Assignment(method))
         bits = weights = 0
-        for layer, run in zip(packer.layers, packer.runs(), strict=True):
+        for layer, run in zip(packer.layers, runs or packer.runs(), strict=True):
             assert isinstance(layer, MoeLayer), "experts only"
             kept = {name: _exact(each) for name, each in layer_tensors(layer).items() if only and name not in only}
             packed = packer.pack(layer, run, kept)
