@@ -27,6 +27,7 @@ from torch import Tensor
 
 import machine
 import trellis
+from dependent_stages import damped
 from moepack.calibration import LayerRun
 from moepack.checkpoint import MoeLayer
 from moepack.methods import Solution, Stage
@@ -80,15 +81,9 @@ class Solver(LayerSolver):
         found = trellis.solved_alike(matrices, codes[:, :, order], step, self.design, self._settings.largest)
         values = torch.empty_like(problem.weights)
         values[:, :, order] = found.values
-        change = [_damped(problem, each) for each in (values, codes * step)]
-        self.ledger.add(found.bits, float(change[0] / change[1]))
+        change = [damped(problem, each) for each in (values, codes * step)]
+        self.ledger.add(found.bits, change[0] / change[1])
         return _solutions(_by_tensor(stage, values), found.unit / 2)
-
-
-def _damped(problem: UniformProblem, values: Tensor) -> Tensor:
-    """The damped output error of a batch, summed by importance."""
-    errors = torch.bmm(values - problem.weights, problem.factors.upper) * problem.factors.pivots[:, None]
-    return (errors.square().sum((1, 2), dtype=torch.float64) * problem.importance).sum()
 
 
 def _solutions(values: dict[str, Tensor], unit: float) -> dict[str, Solution]:
