@@ -27,6 +27,7 @@ mod simd {
         Avx2,
         Avx512,
         Amx,
+        Neon,
     }
 }
 
