@@ -130,7 +130,9 @@ def test_a_tuned_directory_is_verified_keeps_its_size_and_is_closer(packed, text
         tune(out, source, tmp_path / "tuned", calibration=str(text))
 
 
-def test_rows_of_coded_tensors_come_to_have_scales_and_keep_their_codes(packed, text, tmp_path):
+@pytest.mark.parametrize("long", [1, 64])
+def test_coded_tensors_keep_their_codes_and_long_rows_come_to_have_scales(packed, text, tmp_path, monkeypatch, long):
+    monkeypatch.setattr("moepack.tuning.tensors.LONG", long)
     source = packed[1]
     compress(source, tmp_path / "coded", method=Rate(bits_per_weight=2.5))
     few = {"calibration": str(text), "samples": 8, "sequence_length": 64}
@@ -139,9 +141,9 @@ def test_rows_of_coded_tensors_come_to_have_scales_and_keep_their_codes(packed, 
     before, after = (PackedDirectory.open(tmp_path / name) for name in ("coded", "tuned"))
     for name, record in before.manifest.packed().items():
         old, new = (directory.tensors()[name] for directory in (before, after))
-        ends = record.module.endswith(("embed_tokens", "lm_head"))
-        assert after.manifest.tensors[name].details["row_scales"] != ends, name
-        assert 0 <= len(new) - len(old) <= (0 if ends else 2 * math.prod(record.shape[:-1]) + 64)
+        scaled = record.shape[-1] >= long and not record.module.endswith(("embed_tokens", "lm_head"))
+        assert after.manifest.tensors[name].details["row_scales"] == scaled, name
+        assert 0 <= len(new) - len(old) <= scaled * (2 * math.prod(record.shape[:-1]) + 64)
         assert (_core.decode_coded(old) == _core.decode_coded(new)).all()
         assert all(np.array_equal(a, b) for a, b in zip(streams(old), streams(new), strict=True))
     # What is written computes what was fine-tuned, and can be fine-tuned again, at the same size.

@@ -35,8 +35,8 @@ def tune_command(
 ) -> None:
     """Fine-tune PACKED towards the outputs of ORIGINAL: centroids of codebooks, scales of coded integers.
 
-    OUT has the same codes; codebooks keep their size, coded integers gain two bytes a row. An interrupted run leaves
-    nothing behind and cannot be continued.
+    OUT has the same codes; codebooks keep their size, coded integers gain two bytes a row where rows are long. An
+    interrupted run leaves nothing behind and cannot be continued.
     """
     from moepack.cli.evaluate import quiet_transformers
     from moepack.pipeline.tune import tune

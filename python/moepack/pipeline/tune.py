@@ -50,7 +50,8 @@ def tune(
 ) -> Tuned:
     """Fine-tune a packed directory of codebooks or coded integers into a new one.
 
-    Codebooks keep their size; a coded tensor whose rows had one scale comes to have one a row, of two bytes.
+    Codebooks keep their size; rows of coded tensors that share a scale come to have their own, of two bytes, if they
+    are long (`moepack.tuning.tensors.LONG`).
 
     Args:
         packed: what `moepack compress` wrote by the methods `codequant`, `rate` or `auto`.

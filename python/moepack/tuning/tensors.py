@@ -19,6 +19,11 @@ from moepack.solvers.fixed_point import centroid_bits, fixed_point, split_blocks
 __all__ = ["KINDS", "Books", "Scales", "TunedTensor"]
 
 
+LONG = 512
+"""Columns of rows that get a scale of their own: the 16 bits are 0.03 a weight there, and buy more of shorter rows when
+they are spent on codes (docs/methods/rate.md)."""
+
+
 class TunedTensor(nn.Module, ABC):
     """A packed tensor [E, R, C].
 
@@ -105,10 +110,10 @@ class Books(TunedTensor):
 
 
 class Scales(TunedTensor):
-    """A coded tensor, which comes to have a scale a row, a bfloat16; its streams keep their bytes.
+    """A coded tensor; its streams keep their bytes. Long rows come to have scales of their own.
 
     Attributes:
-        moves: [E, R], of each row's scale, relative to itself.
+        moves: [E, R] or [1, 1], of each scale, a bfloat16, relative to itself.
     """
 
     values: Tensor
@@ -118,10 +123,10 @@ class Scales(TunedTensor):
         """Read the bytes of a tensor, which are kept."""
         super().__init__()
         self.data, blob = data, _core.PackedTensor(data.numpy())
-        self.ndim = blob.ndim
-        experts, rows, _ = blob.shape
+        self.ndim, first = blob.ndim, torch.from_numpy(blob.parameters("scales"))
+        experts, rows, columns = blob.shape
         self.register_buffer("values", torch.from_numpy(blob.dequantize()))
-        self.register_buffer("first", torch.from_numpy(blob.parameters("scales")).expand(experts, rows).clone())
+        self.register_buffer("first", first.expand(experts, rows).clone() if columns >= LONG else first)
         self.moves = nn.Parameter(torch.zeros_like(self.first))
 
     def scales(self) -> Tensor:
@@ -131,7 +136,7 @@ class Scales(TunedTensor):
 
     def products(self, x: Tensor, counts: list[int]) -> Tensor:
         """Multiply by the values as they were, and the products by what became of their rows' scales."""
-        factors = self.scales() / torch.where(self.first == 0, 1, self.first)
+        factors = (self.scales() / torch.where(self.first == 0, 1, self.first)).expand(self.values.shape[:2])
         expert = torch.repeat_interleave(torch.tensor(counts, device=x.device))
         return _grouped(x, self.values, counts) * factors[expert]
 
