@@ -9,8 +9,9 @@
 //              the L2, and add these to a row of `parts` for each slot that the range meets: row block + slot, which
 //              no other pair has
 //     add      sums the parts of each token's slots
-// Every sum has one order, which routing and choice determine: no atomics, and nothing waits for the host. Records may
-// lie in pinned memory of the host: those that are chosen, and no others, then cross the bus.
+// Every sum has one order, which routing and choice determine, and nothing waits for the host. The records of an expert's
+// first channels, or of all, lie in the memory of the GPU; the others in pinned memory of the host: those that are chosen,
+// and no others, cross the bus.
 //
 // `gather` is the compact transfer: copies chosen records from pinned memory of the host to the GPU, by indices on the
 // GPU, on as few blocks as fill the bus.
@@ -42,7 +43,8 @@ struct Sparse {
     int* offsets;          // [slots + 1]: sums of counts
     float* parts;          // [blocks + slots, columns filled up to whole groups]
     float* out;            // [tokens, columns]
-    i64* computed;         // channels that were computed and that were asked for, over all calls
+    i64* computed;         // channels that were computed, that were asked for, and that were computed and resident,
+                           // over all calls
     int slots, top_k, experts, columns, blocks;
 
     MOEPACK_DEVICE bool exists(int slot) const {
@@ -125,19 +127,23 @@ struct Batch {
     MOEPACK_DEVICE void find(const Sparse& sparse, int slot, int first, int count) {
         const int* list = sparse.list + i64(slot) * sparse.records.channels + first;
         const float* ups = sparse.ups + i64(slot) * sparse.records.channels;
-        for (int i = threadIdx.x; i < count; i += BLOCK) {
-            i64 number = sparse.index[slot] * sparse.records.channels + list[i];
-            record[i] = sparse.records.data + number * sparse.records.bytes;
-            factor[i] = sparse.weights[slot] * ups[list[i]];
+        static_assert(BATCH <= BLOCK);
+        int i = threadIdx.x, channel = i < count ? list[i] : sparse.records.resident;
+        if (i < count) {
+            record[i] = sparse.records.at(sparse.index[slot], channel);
+            factor[i] = sparse.weights[slot] * ups[channel];
         }
-        __syncthreads();
+        int resident = __syncthreads_count(channel < sparse.records.resident);
+        if (i == 0 && resident) atomicAdd(reinterpret_cast<unsigned long long*>(sparse.computed + 2), resident);
     }
 
     // Asks for the down columns, which are read after the gates' rows.
-    MOEPACK_DEVICE void prefetch_down(const Records& records, int count) const {
+    MOEPACK_DEVICE void prefetch_down(const Sparse& sparse, int count) const {
         constexpr int LINE = 128;
+        const Records& records = sparse.records;
         int lines = ceil_div(records.half_bytes, LINE);
         for (int i = threadIdx.x; records.resident && i < count * lines; i += BLOCK) {
+            if (!records.has_resident(record[i / lines], sparse.experts)) continue;
             const u8* at = record[i / lines] + records.half_bytes + i % lines * LINE;
             asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
         }
@@ -255,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) compute(Sparse sparse) {
         while (offset[slot + 1] <= at) ++slot;
         end = least(least(last, offset[slot + 1]), at + BATCH);
         batch.find(sparse, slot, at - offset[slot], end - at);
-        batch.prefetch_down(sparse.records, end - at);
+        batch.prefetch_down(sparse, end - at);
         batch.multiply_gates(sparse, sparse.tokens + slot / sparse.top_k * sparse.width(), end - at);
         float* part = sparse.parts + (block + slot) * sparse.width();
         batch.add_downs(sparse, end - at, part, at == most(first, offset[slot]));

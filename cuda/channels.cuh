@@ -13,12 +13,23 @@ namespace moepack {
 
 struct Records {
     const u8* data;           // of the first channel of the first expert
+    const u8* resident_data;  // of the channels that are resident, expert by expert
     const float* thresholds;  // of each expert
     i64 bytes;                // of a record
     int half_bytes;           // of the values of a half
     int groups;               // of a half
     int channels;             // of an expert
-    int resident;             // whether they lie in the memory of the GPU, not of the host
+    int resident;             // first channels of an expert that lie in the memory of the GPU, the others on the host
+
+    MOEPACK_BOTH const u8* at(i64 expert, int channel) const {
+        if (channel < resident) return resident_data + (expert * resident + channel) * bytes;
+        return data + (expert * channels + channel) * bytes;
+    }
+
+    // Whether a record of one of so many experts is in the memory of the GPU.
+    MOEPACK_BOTH bool has_resident(const u8* record, int experts) const {
+        return record >= resident_data && record < resident_data + i64(experts) * resident * bytes;
+    }
 };
 
 MOEPACK_BOTH float float_of(u32 bits) {

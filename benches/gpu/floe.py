@@ -2,6 +2,7 @@
 
 PYTHONPATH=python python benches/gpu/floe.py check [--seed N]
 PYTHONPATH=python python benches/gpu/floe.py speed [--results FILE]
+PYTHONPATH=python python benches/gpu/floe.py transfers
 """
 
 import argparse
@@ -37,8 +38,11 @@ SPARSITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 COPIES = 6
 """Experts that take turns: their bytes are three times the cache's where nine tenths are skipped."""
 
-TRANSFERS = {"23 MB": 0.1, "47 MB": 0.2}
+TRANSFERS = {"23 MB": 0.1, "47 MB": 0.2, "94 MB": 0.4}
 """Shares of the records of an expert in bfloat16."""
+
+SLEEP = 4_000_000
+"""Cycles for which a stream is busy while a transfer is queued: some 2 ms."""
 
 
 class Layer(NamedTuple):
@@ -169,7 +173,7 @@ def time_expert(bits: int, *, host: bool) -> Iterator[dict[str, Any]]:
     for sparsity in SPARSITIES:
         threshold = values.abs().flatten().quantile(sparsity)
         for stack in stacks:
-            stack.data[128:132].view(torch.float32).copy_(threshold)
+            stack.tables["thresholds"].copy_(threshold)
         launches = [
             partial(KERNELS.sparse, up, stacks[i % len(stacks)], x, index, weights, out) for i, up in enumerate(ups)
         ]
@@ -196,12 +200,15 @@ def time_dense() -> float:
     return microseconds([partial(run, *matrices) for matrices in sets])
 
 
-def gigabytes(size: int, call: Callable[[], Any]) -> float:
-    """10^9 bytes a second of a transfer on a stream of its own, the median of eleven."""
+def gigabytes(size: int, call: Callable[[], Any], *, behind: bool = False) -> float:
+    """10^9 bytes a second of a transfer on a stream of its own, the median of eleven; `behind`: queued behind other
+    work, so that its launch from Python is not counted."""
     stream, times = torch.cuda.Stream(), []
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
+            if behind:
+                torch.cuda._sleep(SLEEP)
             start.record()
             call()
             end.record()
@@ -227,6 +234,9 @@ def time_transfers() -> Iterator[dict[str, Any]]:
         for blocks in (16, 32, 64):
             ways[f"gather by {blocks} blocks"] = partial(gather, source, listed, number, out, blocks)
         rates = {way: gigabytes(size, call) for way, call in ways.items()}
+        rates |= {
+            f"{way}, queued": gigabytes(size, call, behind=True) for way, call in ways.items() if "W[idx]" not in way
+        }
         assert torch.equal(out.cpu(), source[chosen])
         print(name, rates, flush=True)
         yield {"records": count, "bytes": size, "gb_per_s": rates}
@@ -250,11 +260,12 @@ def speed(options: argparse.Namespace) -> None:
 def main() -> None:
     """Check or time."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "speed"))
+    parser.add_argument("what", choices=("check", "speed", "transfers"))
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
-    check(options) if options.what == "check" else speed(options)
+    runs = {"check": check, "speed": speed, "transfers": lambda _: print(*time_transfers(), sep="\n")}
+    runs[options.what](options)
 
 
 if __name__ == "__main__":

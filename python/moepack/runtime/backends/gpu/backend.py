@@ -8,7 +8,7 @@ weights are decoded to bfloat16 a few experts at a time.
 Compute modes mean nothing here: how each format rounds activations is said in its source in the folder `cuda`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moepack._core import PackedTensor
 from moepack.arrays import as_bytes
-from moepack.errors import LoadError
+from moepack.errors import DeviceError, LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
 from moepack.runtime.backends.gpu import channels, coded, prompt
@@ -28,7 +28,7 @@ from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.upload import Uploader
 
-__all__ = ["PAIRS", "REARRANGED", "TOKENS", "GpuBackend", "upload"]
+__all__ = ["PAIRS", "REARRANGED", "TOKENS", "GpuBackend", "has_kernels", "upload"]
 
 TOKENS = 64
 """Most tokens of a call that the kernels take."""
@@ -98,16 +98,21 @@ class GpuBackend(Backend):
         mode: str | None,
     ) -> Tensor:
         """See `Backend.experts`."""
-        if len(matrices) == 2 and cast(DeviceMatrix, matrices[1]).kind == CHANNELS:
-            return self.sparse_experts(matrices, x, index, weights, mode)[0]
+        if cast(DeviceMatrix, matrices[-1]).kind == CHANNELS:
+            if len(matrices) == 2:
+                return self.sparse_experts(matrices, x, index, weights, mode)[0]
+            outputs, ups = self.coarse_experts(matrices, x, index, weights, mode)
+            return outputs.add_(self.sparse_channels(matrices[-1], x, index, weights, ups)[0])
         projections = cast(Sequence[DeviceMatrix], matrices)
         x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
         rows = projections[-1].shape[1]
         if not (index.numel() and all(all(matrix.shape) for matrix in projections)):
             return torch.zeros((len(x), rows), dtype=torch.float32, device=x.device)
         with _current([*projections, index, weights], x):
-            if not _has_kernels(projections, index, activation):
+            if not has_kernels(projections, index, activation):
                 return prompt.experts(projections, x, index, weights, activation)
+            if projections[-1].slots:
+                return _by_choice(projections, x, index, weights)
             gate, up, down = projections
             hidden = torch.empty((index.numel(), gate.shape[1]), dtype=torch.float32, device=x.device)
             out = torch.empty((len(x), rows), dtype=torch.float32, device=x.device)
@@ -124,12 +129,46 @@ class GpuBackend(Backend):
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if not (index.numel() and all(up.shape)):
             return out.zero_(), 0
-        if index.shape[1] > PAIRS:
-            raise ValueError(f"a token has at most {PAIRS} experts here, not {index.shape[1]}")
         with _current([up, index, weights], x):
-            few = min(TOKENS, PAIRS // index.shape[1])
-            for part in zip(*(torch.split(tensor, few) for tensor in (x, index, weights, out)), strict=True):
+            for part in _calls(index, x, index, weights, out):
                 channels.KERNELS.sparse(up, records, *part)
+        return out, 0
+
+    def coarse_experts(
+        self,
+        matrices: Sequence[Matrix],
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        mode: str | None,
+        deciding: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.coarse_experts`; nothing else than `x` decides."""
+        if deciding is not None:
+            raise DeviceError("guesses decide over channels on the CPU alone")
+        gate, up, down, records = cast(Sequence[DeviceMatrix], matrices)
+        x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        ups = torch.zeros((*index.shape, up.shape[1]), dtype=torch.float32, device=x.device)
+        if not (index.numel() and all(up.shape)):
+            return out, ups
+        with _current([gate, up, down, index, weights], x):
+            for part in _calls(index, x, index, weights, out, ups):
+                channels.KERNELS.coarse(gate, up, down, records, *part)
+        return out, ups
+
+    def sparse_channels(
+        self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor
+    ) -> tuple[Tensor, int]:
+        """See `Backend.sparse_channels`; the number is 0, as of `sparse_experts`."""
+        matrix = cast(DeviceMatrix, records)
+        x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        with _current([index, weights, ups], x):
+            for part in _calls(index, x, index, weights, ups, out) if ups.numel() else ():
+                tokens, chosen, scales, some, to = part
+                flat = some.reshape(-1, some.shape[-1])
+                channels.KERNELS.chosen(matrix, tokens, chosen, scales, flat, matrix.tables["any"], to)
         return out, 0
 
 
@@ -174,6 +213,34 @@ def _prepared(data: Tensor, opened: OpenTensor) -> DeviceMatrix:
     return matrix
 
 
+def _calls(index: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of tokens in calls that kernels take.
+
+    Raises:
+        ValueError: a token of `index` [T, k] has too many experts.
+    """
+    if index.shape[1] > PAIRS:
+        raise ValueError(f"a token has at most {PAIRS} experts here, not {index.shape[1]}")
+    few = min(TOKENS, PAIRS // index.shape[1])
+    return zip(*(torch.split(tensor, few) for tensor in tensors), strict=True)
+
+
+def _by_choice(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Sum the outputs of experts in slots in the order of the router's choice, the late ones computed last."""
+    gate, up, down = matrices
+    gated, (_, rows, inner) = kernels_of(gate.kind).gated, down.shape
+    hidden = torch.empty((index.numel(), inner), dtype=torch.float32, device=x.device)
+    if gate.late is None:
+        gated(gate, up, x, index, hidden)
+    else:
+        gated(gate, up, x, gate.late.there, hidden)
+        gate.late.wait()
+        gated(gate, up, x, gate.late.index, hidden)
+    each = torch.zeros((*index.shape, rows), dtype=torch.float32, device=x.device)
+    kernels_of(down.kind).project(down, hidden, index.view(-1, 1), each.view(-1, rows))
+    return each.mul_(weights.unsqueeze(-1)).sum(1)
+
+
 def _activations(x: Tensor) -> Tensor:
     """Activations as kernels take them: contiguous, at a multiple of 16.
 
@@ -199,8 +266,8 @@ def _current(needed: Sequence[Any], x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.current_device() == x.device.index else torch.cuda.device(x.device)
 
 
-def _has_kernels(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Activation) -> bool:
-    """Whether two launches do a layer."""
+def has_kernels(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Any) -> bool:
+    """Whether kernels do a layer, with an activation, of tokens that choose as `index` [T, k] says."""
     tokens, choices = index.shape
     few = tokens <= TOKENS and tokens * choices <= PAIRS
     gated = len(matrices) == 3 and is_silu(activation)

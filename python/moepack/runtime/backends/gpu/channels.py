@@ -3,8 +3,8 @@
 The up projection may be of any family that writes a row for each pair of a token and an expert. Which channels pass is
 found on the device; the host learns nothing and waits for nothing.
 
-Records lie in the memory of the GPU or in pinned memory of the host, from where the kernels then read the chosen ones
-over the bus.
+Records lie in the memory of the GPU, or those of the first channels do and the others in pinned memory of the host,
+from where the kernels read the chosen ones over the bus.
 """
 
 from functools import cache
@@ -12,10 +12,10 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from moepack.errors import LoadError
 from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.layer import TYPES, LayerKernels, device_of, padded
+from moepack.runtime.backends.gpu.layer import TYPES, device_of, padded
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Argument, Program
 
@@ -24,7 +24,8 @@ __all__ = ["KERNELS", "ChannelKernels", "gather"]
 GROUP = 64
 
 _RECORDS = np.dtype(
-    [("data", np.uint64), ("thresholds", np.uint64), ("bytes", np.int64)]
+    [(name, np.uint64) for name in ("data", "resident_data", "thresholds")]
+    + [("bytes", np.int64)]
     + [(name, np.int32) for name in ("half_bytes", "groups", "channels", "resident")]
 )
 _SPARSE = np.dtype(
@@ -44,14 +45,32 @@ _TRANSFER_BLOCKS = 16
 class ChannelKernels:
     """Kernels of `channels`, which are no matrix: of what other families have there is `dequantize` alone.
 
-    The table `computed` of a tensor, int64 [2]: channels that were computed, and that the tokens' experts have, over
-    all calls and replays.
+    The tables of a tensor:
+
+    - `computed`, int64 [3]: channels that were computed, that the tokens' experts have, and that were computed and are
+      resident, over all calls and replays;
+    - `thresholds`, float32 [E], and `any`, as many of the least that no channel falls below but by being zero;
+    - `resident`, uint8 [E, n, bytes], the records of the first channels; only where the others are on the host.
     """
 
     def prepare(self, matrix: DeviceMatrix) -> None:
         """See `Kernels.prepare`."""
-        matrix.tables["computed"] = torch.zeros(2, dtype=torch.int64, device=torch.cuda.current_device())
+        device, (start, size) = torch.cuda.current_device(), matrix.sections["thresholds"]
+        matrix.tables["computed"] = torch.zeros(3, dtype=torch.int64, device=device)
+        thresholds = matrix.data[start : start + size].view(torch.float32)[: matrix.shape[0]]
+        matrix.tables["thresholds"] = thresholds.to(device, copy=True)
+        matrix.tables["any"] = torch.full_like(matrix.tables["thresholds"], torch.finfo(torch.float32).tiny)
         _program(matrix.details["bits"]).load()
+
+    def keep(self, matrix: DeviceMatrix, channels: int) -> None:
+        """Keep the records of the first channels of each expert on the current GPU, of a tensor on the host."""
+        experts, rows, _ = matrix.shape
+        start, size = matrix.sections["records"]
+        records = matrix.data[start : start + size].view(experts, rows, -1)
+        resident = torch.empty((experts, channels, records.shape[2]), dtype=torch.uint8, device="cuda")
+        for expert in range(experts):  # whose bytes are contiguous, so that copies run at the speed of the bus
+            resident[expert].copy_(records[expert, :channels], non_blocking=True)
+        matrix.tables["resident"] = resident
 
     def sparse(
         self,
@@ -71,16 +90,31 @@ class ChannelKernels:
             index: [T, k] int64, at most 512 in all; a number that is no expert's is skipped.
             weights: [T, k] float32.
             out: [T, H] float32.
-
-        Raises:
-            LoadError: the family of `up` cannot.
         """
-        kernels = kernels_of(up.kind)
-        if not isinstance(kernels, LayerKernels):
-            raise LoadError(f"an up projection of the kind '{up.kind}' cannot choose channels on a GPU")
-        slots, (experts, rows, columns) = index.numel(), up.shape
-        ups, listed = (torch.empty((slots, rows), dtype=t, device=x.device) for t in (torch.float32, torch.int32))
-        kernels.project(up, x, index, ups)
+        ups = torch.empty((index.numel(), up.shape[1]), dtype=torch.float32, device=x.device)
+        kernels_of(up.kind).project(up, x, index, ups)
+        self.chosen(channels, x, index, weights, ups, channels.tables["thresholds"], out)
+
+    def chosen(
+        self,
+        channels: DeviceMatrix,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        ups: Tensor,
+        thresholds: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Sum the outputs of the channels that thresholds choose.
+
+        Args:
+            channels, x, index, weights, out: as of `sparse`.
+            ups: [T * k, I] float32, what an up projection gave.
+            thresholds: [E] float32, below which a channel is skipped.
+        """
+        slots, (experts, rows, columns) = index.numel(), channels.shape
+        columns //= 2
+        listed = torch.empty((slots, rows), dtype=torch.int32, device=x.device)
         numbers = torch.empty(2 * slots + 1, dtype=torch.int32, device=x.device)
         counts, offsets = torch.split(numbers, [slots, slots + 1])
         blocks = _RESIDENT * device_of(x).processors
@@ -89,8 +123,8 @@ class ChannelKernels:
         x, computed = padded(x), channels.tables["computed"]
         tensors = (index, weights, ups, tokens, listed, counts, offsets, parts, out, computed)
         values = (
-            _records(channels), x.data_ptr(), TYPES[x.dtype], x.shape[1], *(tensor.data_ptr() for tensor in tensors),
-            slots, index.shape[1], experts, columns, blocks, 0,
+            _records(channels, thresholds), x.data_ptr(), TYPES[x.dtype], x.shape[1],
+            *(tensor.data_ptr() for tensor in tensors), slots, index.shape[1], experts, columns, blocks, 0,
         )  # fmt: skip
         arguments: list[Argument] = [np.array([values], _SPARSE)]
         program = _program(channels.details["bits"])
@@ -98,13 +132,44 @@ class ChannelKernels:
         program.launch("compute", blocks, 512, arguments, early=True)
         program.launch("add", (-(-columns // 128), len(index)), 1024, arguments, early=True)
 
+    def coarse(
+        self,
+        gate: DeviceMatrix,
+        up: DeviceMatrix,
+        down: DeviceMatrix,
+        channels: DeviceMatrix,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        ups: Tensor,
+    ) -> None:
+        """Decide by coarse copies which channels are refined, and compute the others; launches as those of `Kernels`.
+
+        Args:
+            gate, up, down: [E, I, H], [E, I, H], [E, H, I], the copies.
+            channels, x, index, weights: as of `sparse`.
+            out: [T, H] float32, the outputs without refined channels.
+            ups: [T, k, I] float32, zero in rows of skipped experts: the outputs of `up`, zero where a channel is not
+                refined.
+        """
+        gates, flat = torch.zeros_like(ups), ups.view(-1, ups.shape[-1])
+        kernels_of(gate.kind).project(gate, x, index, gates.view(-1, ups.shape[-1]))
+        kernels_of(up.kind).project(up, x, index, flat)
+        inner = functional.silu(gates).mul_(ups)
+        thresholds = channels.tables["thresholds"][index.clamp(0, gate.shape[0] - 1)]
+        below = inner.abs().mul_(weights.abs().unsqueeze(-1)) < thresholds.unsqueeze(-1)
+        hidden = inner.masked_fill_(~below, 0).view_as(flat)
+        kernels_of(down.kind).combine(down, hidden, index, weights, out)
+        ups.masked_fill_(below, 0)
+
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
         count, rows, columns = out.shape
         if not out.numel():
             return
         arguments: list[Argument] = [
-            np.array([_records(matrix)], _RECORDS), np.int64(first * rows), np.int64(count * rows), columns // 2,
+            np.array([_records(matrix, None)], _RECORDS), np.int64(first * rows), np.int64(count * rows), columns // 2,
             int(out.dtype is torch.float32), out,
         ]  # fmt: skip
         grid = min(-(-out.numel() // 2048), 16 * device_of(out).processors)
@@ -128,14 +193,19 @@ def gather(records: Tensor, chosen: Tensor, count: Tensor, out: Tensor, blocks: 
     _program(16).launch("gather", blocks, 512, arguments)
 
 
-def _records(matrix: DeviceMatrix) -> tuple[int, ...]:
+def _records(matrix: DeviceMatrix, thresholds: Tensor | None) -> tuple[int, ...]:
     """The kernels' `Records`."""
     experts, channels, columns = matrix.shape
+    data, resident = matrix.pointer("records"), matrix.tables.get("resident")
     size = matrix.sections["records"][1] // max(experts * channels, 1)
     groups = -(-columns // 2 // GROUP)
     half = groups * GROUP * matrix.details["bits"] // 8
-    places = matrix.pointer("records"), matrix.pointer("thresholds")
-    return *places, size, half, groups, channels, int(matrix.data.is_cuda)
+    if resident is None:
+        near, count = data, channels if matrix.data.is_cuda else 0
+    else:
+        near, count = resident.data_ptr(), resident.shape[1]
+    least = 0 if thresholds is None else thresholds.data_ptr()
+    return data, near, least, size, half, groups, channels, count
 
 
 @cache

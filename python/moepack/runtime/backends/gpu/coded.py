@@ -106,6 +106,10 @@ class CodedKernels:
         """See `Kernels.gated`."""
         _launch("gated", [gate, up], x, index, None, hidden, index.shape[1])
 
+    def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
+        """See `Kernels.project`."""
+        _launch("project", [matrix], x, index, None, out, index.shape[1])
+
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `Kernels.combine`; where there is no room for the sums of all experts, outputs of slots take memory of
         torch's allocator and are added in a launch of their own."""

@@ -177,7 +177,7 @@ class LayerKernels(ABC):
         self._sum(down, hidden, index, weights, out)
 
     def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
-        """Write the products of each token and each of its experts; arguments as those of `Kernels.gated`."""
+        """See `Kernels.project`."""
         self._by_slot("project", [matrix], x, index, out)
 
     def by_slot(self, matrices: list[DeviceMatrix], slots: int, tokens: int) -> Division:

@@ -4,14 +4,29 @@ The bytes on the device are those on disk: kernels read the sections of the form
 beside them (tables of starts, sums) it makes once a matrix, in `Kernels.prepare`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceMatrix", "Kernels"]
+__all__ = ["DeviceMatrix", "Kernels", "Late"]
+
+
+@dataclass(frozen=True, eq=False)
+class Late:
+    """Experts of a call whose bytes are on their way.
+
+    Attributes:
+        there: [T, k] int64, the experts whose bytes are there; a number that is no expert's in place of others.
+        index: the same of those that are on their way.
+        wait: lets what is launched from here on see their bytes.
+    """
+
+    there: Tensor
+    index: Tensor
+    wait: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -19,13 +34,16 @@ class DeviceMatrix:
     """One packed projection on a GPU.
 
     Attributes:
-        data: the packed bytes, uint8, flat, at a multiple of 64.
+        data: the packed bytes, uint8, flat, at a multiple of 64; of `channels` maybe in pinned memory of the host.
         shape: experts, rows and columns.
         kind: the format as manifests name it: `groupwise`.
         format: the format for people: `groupwise-4bit`.
         details: what the format says beside the shape (`_core.PackedTensor.details`).
         sections: offset and bytes in `data` of each part of the format (`_core.PackedTensor.sections`).
         tables: what `Kernels.prepare` has made, by name.
+        slots: whether its experts are those of slots, whose numbers say nothing: sums over them then have the order of
+            the router's choice.
+        late: what a call waits for itself; only of a first projection.
     """
 
     data: Tensor
@@ -35,6 +53,13 @@ class DeviceMatrix:
     details: Mapping[str, Any]
     sections: Mapping[str, tuple[int, int]]
     tables: dict[str, Tensor] = field(default_factory=dict)
+    slots: bool = False
+    late: Late | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes on the device."""
+        return int(self.data.nbytes + sum(table.nbytes for table in self.tables.values() if table.is_cuda))
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +96,17 @@ class Kernels(Protocol):
             x: [T, C], bfloat16, float16 or float32.
             index: [T, k] int64; a number that is no expert's is skipped.
             hidden: [T * k, I] float32; rows of skipped experts stay as they are.
+        """
+        ...
+
+    def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
+        """Write the products of each token and each of its experts, as sums that no other token or expert changes.
+
+        Args:
+            matrix: [E, R, C].
+            x: [T, C], bfloat16, float16 or float32.
+            index: [T, k] int64; a number that is no expert's is skipped.
+            out: [T * k, R] float32; rows of skipped experts stay as they are.
         """
         ...
 

@@ -113,6 +113,11 @@ class TernaryKernels:
         arguments: list[Any] = [_struct(gate, pad), _struct(up, pad), launch, hidden]
         _launched("gated", gate, form, index.numel(), device_of(gate.data).processors, arguments, _lanes(gate))
 
+    def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
+        """See `Kernels.project`; rows of skipped experts become zeros."""
+        rows = x.repeat_interleave(index.shape[1], 0) if index.shape[1] > 1 else x
+        self._combine(matrix, rows, index.view(-1, 1), None, out)
+
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `Kernels.combine`."""
         self._combine(down, hidden, index, weights, out)
