@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepack.cli.device import Device, HostMemory, places
+from moepack.cli.device import Device, DeviceMemory, HostMemory, places
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -59,6 +59,7 @@ def chat_command(
     resident: Resident = False,
     device: Device = None,
     host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
 ) -> None:
     """Talk to a model; one without a chat template continues what you write."""
     from moepack.cli.evaluate import quiet_transformers
@@ -69,7 +70,7 @@ def chat_command(
 
     quiet_transformers()
     with wrong_usage():
-        model = open_model(directory, dtype, threads, mode, resident, **places(device, host_memory))
+        model = open_model(directory, dtype, threads, mode, resident, **places(device, host_memory, device_memory))
         tokenizer = open_tokenizer(directory)
         drawn = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
         limits = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "seed": seed}

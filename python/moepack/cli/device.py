@@ -4,11 +4,15 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["Approximate", "Device", "Guess", "HostMemory", "places", "usable_device"]
+__all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "places", "usable_device"]
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: all GPUs, then the CPU, layer by layer.")]
 HostMemory = Annotated[
     str | None, typer.Option(help="Most memory for the weights, such as 8GB: the other experts stay on the drive.")
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(help="Most memory of --device cuda for the weights, such as 8GB: the host keeps the other experts."),
 ]
 
 Guess = Annotated[
@@ -20,10 +24,15 @@ Approximate = Annotated[
 
 
 def places(
-    device: str | None, host_memory: str | None = None, guess: bool = True, approximate: bool = False
+    device: str | None,
+    host_memory: str | None = None,
+    device_memory: str | None = None,
+    guess: bool = True,
+    approximate: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `moepack.load` that put a model where the options say."""
     memory: dict[str, Any] = {} if host_memory is None else {"host_memory": host_memory, "guess": guess}
+    memory |= {} if device_memory is None else {"device_memory": device_memory}
     memory |= {"approximate": True} if approximate else {}
     if device is None:
         return memory

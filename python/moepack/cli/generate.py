@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from moepack.cli.device import Approximate, Device, Guess, HostMemory, places
+from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, places
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -60,6 +60,7 @@ def generate_command(
     resident: Resident = False,
     device: Device = None,
     host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
     guess: Guess = True,
     approximate: Approximate = False,
 ) -> None:
@@ -78,7 +79,7 @@ def generate_command(
         sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), **drawn)
         if system is not None and not chat:
             raise ValueError("--system needs --chat")
-        where = places(device, host_memory, guess, approximate)
+        where = places(device, host_memory, device_memory, guess, approximate)
         model = open_model(directory, dtype, threads, mode, resident, **where)
         tokenizer = open_tokenizer(directory)
         if not (chat or model.config.is_encoder_decoder):

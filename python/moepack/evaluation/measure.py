@@ -80,8 +80,8 @@ def evaluate(
         progress: called after each batch with (windows done, windows in all, sum of losses so far over tokens), for the
             reference with nan as loss.
         save_reference: keep what the reference predicts in this file.
-        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory`, `approximate` of
-            `moepack.load`; memory is that of the reference, too.
+        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory`, `device_memory`,
+            `approximate` of `moepack.load`; the host's memory is that of the reference, too.
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.

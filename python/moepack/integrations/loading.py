@@ -23,6 +23,7 @@ from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
 from moepack.runtime.streaming import foresee, stream
 from moepack.runtime.threads import set_threads
+from moepack.runtime.tiers import Gpu, keep_on
 from moepack.units import byte_count
 
 __all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
@@ -41,6 +42,7 @@ def load(
     host_memory: str | int | None = None,
     guess: bool = True,
     approximate: bool = False,
+    device_memory: str | int | None = None,
 ) -> Any:
     """Load a packed directory as a transformers model, in evaluation mode.
 
@@ -63,10 +65,14 @@ def load(
             and are multiplied there.
         host_memory: the most that the weights may take of the CPU's memory, for example "8GB" or "7.5GiB". What every
             token needs stays there; experts are read from the drive as they are chosen, and the rest of the memory
-            keeps those of the last tokens (docs/offload.md). None maps the files.
+            keeps those of the last tokens (docs/offload.md). None maps the files. With `device_memory` the most that
+            experts take there, in pinned memory; None keeps them all.
         guess: with `host_memory`, read ahead what the next layer is likely to want; it changes no output.
         approximate: where experts are kept by channels, let what enters the layer before decide which ones are
             computed: what was guessed is never waited for, and outputs change.
+        device_memory: the most that the weights may take of the memory of `device`, a GPU. What every token needs stays
+            there; experts come from the host's memory as they are chosen, and the rest keeps those of the last tokens
+            (docs/gpu.md).
 
     Returns:
         The model of the class that config.json names, such as `...ForCausalLM` or `...ForConditionalGeneration`.
@@ -76,7 +82,8 @@ def load(
         LoadError: the directory is no packed model, needs a newer moepack, is to be resident and larger than the
             available memory, or needs more than `host_memory`.
         DeviceError: the GPU cannot be used: there is none, or it or its driver is too old.
-        DeviceMemoryError: the GPU has too little memory; the message says how much is missing.
+        DeviceMemoryError: the GPU has too little memory, or `device_memory` is too little for the experts of one token;
+            the message says how much is missing, or of use.
         CorruptionError: its files contradict each other or are truncated.
         ValueError: there is no such dtype or mode, or arguments exclude each other.
     """
@@ -84,7 +91,8 @@ def load(
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
-    return open_model(directory, dtype, threads, mode, resident, device, device_map, host_memory, guess, approximate)
+    places = device, device_map, host_memory, guess, approximate, device_memory
+    return open_model(directory, dtype, threads, mode, resident, *places)
 
 
 def open_model(
@@ -98,6 +106,7 @@ def open_model(
     host_memory: str | int | None = None,
     guess: bool = True,
     approximate: bool = False,
+    device_memory: str | int | None = None,
 ) -> Any:
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`.
 
@@ -106,10 +115,11 @@ def open_model(
     directory = resolve_model(directory)
     config = _read_config(directory)
     _refuse_absurd(config, Path(directory))
-    places = _device_map(device, device_map, resident)
-    memory = None if host_memory is None else byte_count(host_memory)
+    memory, tier = (None if given is None else byte_count(given) for given in (host_memory, device_memory))
+    gpu = None if tier is None else _tiered(device, resident)
+    places = _device_map(None if gpu else device, device_map, resident)
     if memory is not None and (resident or places is not None):
-        raise ValueError("host_memory is for models on the CPU that are not resident")
+        raise ValueError("host_memory is for models on the CPU that are not resident, or with device_memory")
     if threads is not None:
         set_threads(threads)
     from moepack.integrations import register
@@ -133,9 +143,11 @@ def open_model(
         set_compute_mode(mode, model)
     if resident:
         ResidentStore().take(model, Path(directory).glob("*.safetensors"))
-    if memory is not None:
+    if gpu is not None and tier is not None:
+        keep_on(model, gpu, tier, memory)
+    elif memory is not None:
         stream(model, memory)
-    if approximate or (guess and memory is not None):
+    if approximate or (guess and memory is not None and gpu is None):
         foresee(model, Path(directory), approximate)
     return model.eval()
 
@@ -191,6 +203,13 @@ def is_packed(directory: str | PathLike[str]) -> bool:
         LoadError: there is no readable config.
     """
     return _names_moepack(_read_config(directory))
+
+
+def _tiered(device: torch.device | str | None, resident: bool) -> Gpu:
+    """The GPU of which a model takes a part."""
+    if device is None or torch.device(device).type != "cuda" or resident:
+        raise ValueError('device_memory is for models on one GPU that are not resident: device="cuda"')
+    return Gpu(torch.device(device))
 
 
 def _device_map(device: torch.device | str | None, device_map: Any, resident: bool) -> Any:

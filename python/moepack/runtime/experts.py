@@ -26,6 +26,7 @@ from moepack.runtime.ops import grouped as traced_grouped
 from moepack.runtime.own import OwnCode
 from moepack.runtime.packed import PackedModule, Shape
 from moepack.runtime.prediction import Foresight
+from moepack.runtime.recording import interlude
 from moepack.runtime.store import Matrices
 
 __all__ = [
@@ -104,7 +105,8 @@ class _Experts(_Routed):
         x, index, weights = self.brought_home(flat, index, weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
         if data is None:
-            outputs = gradients.recomputed(self._forward, self._parts, x, index, weights)
+            forward = partial(interlude, self._forward) if self.store.asks_host else self._forward
+            outputs = gradients.recomputed(forward, self._parts, x, index, weights)
         elif torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             outputs = self._portion(self._traced(data), x, index, weights)
         else:

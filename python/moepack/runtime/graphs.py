@@ -12,6 +12,8 @@ Invariants:
   that take turns are not recorded at all.
 - What cannot be recorded (a model over several devices, layers on the CPU, an operation that waits for the device) runs
   as transformers runs it.
+- Where experts come and go on the device, the host takes part in each layer: the step is then a graph for each stretch
+  between two layers of experts (`moepack.runtime.recording`).
 """
 
 import weakref
@@ -26,19 +28,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from moepack.runtime.cache import GrowingLayer, Room
 from moepack.runtime.embedding import embedding_dtype
 from moepack.runtime.plan import Guard
+from moepack.runtime.recording import record
 
-__all__ = ["StepGraphs", "record"]
+__all__ = ["StepGraphs"]
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Takes a function; gives what repeats it, and its result, which each repetition writes anew."""
-
-
-def record(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record the kernels of a function in a CUDA graph; they run when the graph is replayed, not before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = function()
-    return graph.replay, output
 
 
 class StepGraphs:

@@ -79,9 +79,16 @@ class ExpertStore(ABC):
 
     Attributes:
         by_channels: whether records of channels are there only while `channels` says so.
+        asks_host: whether `portions` waits for the device to learn which experts were chosen.
     """
 
     by_channels = False
+    asks_host = False
+
+    @property
+    def statistics(self) -> Any:
+        """What bringing experts did so far (`moepack.runtime.streaming.Statistics`); None where all are there."""
+        return None
 
     @abstractmethod
     def put(

@@ -36,7 +36,7 @@ from moepack.runtime.streaming.residency import Expert, Residency, Statistics
 from moepack.runtime.streaming.source import Source
 from moepack.units import size
 
-__all__ = ["READERS", "StreamingStore", "expert_layers", "statistics_of"]
+__all__ = ["READERS", "StreamingStore", "cut_portions", "expert_layers", "statistics_of"]
 
 READERS = 16
 """Threads that read: drives reach their rate with 8 to 16 reads at a time."""
@@ -165,7 +165,7 @@ class StreamingStore(ExpertStore):
         """Read the chosen experts, in portions where they are larger than the memory; see `ExpertStore.portions`."""
         self._refuse_elsewhere(device)
         matrices, own = self._layers[layer]
-        parts = _cut(own, _numbers(experts, len(own)), self._residency.budget)
+        parts = cut_portions(own, _numbers(experts, len(own)), self._residency.budget)
         for part in self._held([[own[number] for number in part] for part in parts]):
             if len(parts) == 1:
                 self._look_ahead(layer)
@@ -211,7 +211,7 @@ def expert_layers(model: Any) -> list[PackedModule]:
 def statistics_of(model: Any) -> Statistics | None:
     """Return what streaming did so far for a model; None if its experts are not streamed."""
     stores = (module.store for module in model.modules() if isinstance(module, PackedModule))
-    return next((store.statistics for store in stores if isinstance(store, StreamingStore)), None)
+    return next((store.statistics for store in stores if store.statistics is not None), None)
 
 
 def _numbers(experts: Tensor, count: int) -> list[int]:
@@ -219,8 +219,8 @@ def _numbers(experts: Tensor, count: int) -> list[int]:
     return [number for number in sorted(set(experts.flatten().tolist())) if 0 <= number < count]
 
 
-def _cut(experts: Sequence[Expert], numbers: Sequence[int], budget: int) -> list[list[int]]:
-    """Numbers of experts in portions: one if the budget takes them all, else of half the budget or one expert each."""
+def cut_portions(experts: Sequence[Expert], numbers: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut experts' numbers in portions: one if the budget takes all, else of half the budget or one expert each."""
     if sum(experts[number].nbytes for number in numbers) <= budget:
         return [list(numbers)]
     portions: list[list[int]] = [[]]

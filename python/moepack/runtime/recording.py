@@ -1,0 +1,98 @@
+"""Recording the kernels of a function in CUDA graphs, with calls between them that the host takes part in.
+
+What only launches kernels is recorded once and replayed. A call that asks what a router chose waits for the device,
+which no graph can do: such a call is an *interlude*. It ends the graph that is being recorded, runs anew at each replay
+from the tensors that the graph before it has written, and the graph behind it reads what it gave.
+
+Invariants:
+- Graphs and interludes run in the order in which they were recorded, on one stream, so they share one pool of memory.
+- An interlude does not run while it is recorded: what it gives has a known shape and is not read then.
+"""
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["interlude", "record"]
+
+_current = local()
+
+
+def interlude(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+    """Call a function that waits for the device; while this thread records, let replays call it.
+
+    Args:
+        function: takes the tensors; gives float32 of the shape of `x`.
+        x, others: its arguments.
+    """
+    recording: _Recording | None = getattr(_current, "recording", None)
+    return function(x, *others) if recording is None else recording.interlude(function, x, *others)
+
+
+def record(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Record the kernels of a function; they run when the result is called, not before.
+
+    Returns:
+        What runs them, and the function's result, which each run writes anew.
+
+    Raises:
+        RuntimeError: the function does outside of interludes what cannot be recorded.
+    """
+    recording = _Recording()
+    output = recording.of(function)
+    return recording.replay, output
+
+
+class _Recording:
+    """Graphs and interludes in turn."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], Any]] = []
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph
+
+    def of(self, function: Callable[[], Tensor]) -> Tensor:
+        """Record a function; its result."""
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        _current.recording = self
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                self._begin()
+                try:
+                    output = function()
+                except BaseException:
+                    with suppress(RuntimeError):  # it may be what has ended the capture
+                        self._graph.capture_end()
+                    raise
+                self._end()
+        finally:
+            del _current.recording
+        return output
+
+    def replay(self) -> None:
+        """Run everything."""
+        for step in self._steps:
+            step()
+
+    def interlude(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+        """Leave a call to replays; gives where its results will be."""
+        self._end()
+        given = torch.empty_like(x, dtype=torch.float32)
+        self._steps.append(lambda: given.copy_(function(x, *others)))
+        self._begin()
+        return given
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        self._graph.capture_end()
+        self._steps.append(self._graph.replay)

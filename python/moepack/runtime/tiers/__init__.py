@@ -1,0 +1,80 @@
+"""A device with too little memory: of a model's experts it holds some, and the host the others.
+
+`keep_on` puts a model that is loaded on the CPU on a device. Whole experts of formats whose experts are runs of bytes
+of one length come and go (`store`). Of experts that are kept by channels the device holds the first channels, which
+most tokens want, and its kernels read the others from the host's memory (`channels`); of the other formats it holds
+the first layers (`layers`).
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from moepack.checkpoint.architectures import described
+from moepack.errors import LoadError
+from moepack.runtime.decoder import install
+from moepack.runtime.packed import PackedModule
+from moepack.runtime.store import ExpertStore
+from moepack.runtime.streaming.store import expert_layers
+from moepack.runtime.tiers.arena import Budget, Stack, is_slotted
+from moepack.runtime.tiers.channels import CHANNELS, ChannelTier
+from moepack.runtime.tiers.device import Device, Gpu
+from moepack.runtime.tiers.host import Drive, Host, Pin, Pinned
+from moepack.runtime.tiers.layers import LayerTier
+from moepack.runtime.tiers.store import TierStore
+
+__all__ = ["ChannelTier", "Gpu", "LayerTier", "TierStore", "keep_on"]
+
+_CPU = torch.device("cpu")
+
+
+def keep_on(model: Any, device: Device, memory: int, host_memory: int | None = None) -> None:
+    """Move a packed model to a device, of whose memory its weights take a number of bytes.
+
+    Args:
+        model: as `moepack.load` gives it, on the CPU.
+        device: where it computes.
+        memory: the most bytes that weights take there.
+        host_memory: the most that experts take of the host's memory; the others stay on the drive. None keeps all.
+
+    Raises:
+        DeviceMemoryError: what every token needs and the experts of one token are larger than `memory`.
+        LoadError: the model has no packed experts, they have a format without kernels, or are too large for the host.
+    """
+    layers = expert_layers(model)
+    if not layers:
+        raise LoadError("the model has no packed experts that could stay on the host")
+    leaving = {id(layer.get_buffer(projection)) for layer in layers for projection in layer.projections}
+    tensors = (*model.parameters(), *model.buffers())
+    budget = Budget(memory, sum(tensor.nbytes for tensor in tensors if id(tensor) not in leaving))
+    store: ExpertStore
+    if all(CHANNELS in layer.projections for layer in layers):
+        store = ChannelTier(device, layers, budget, host_memory)
+    elif not all(is_slotted(kind) for layer in layers for kind in _kinds(layer)):
+        store = LayerTier(device, layers, budget, host_memory)
+    else:
+        stacks = {layer: _stacks(layer) for layer in layers}
+        top_k = described(model.config.model_type).top_k(vars(model.config))
+        store = TierStore(device, partial(_host, host_memory, stacks, device.pinned), stacks, budget, top_k)
+    for layer in layers:
+        layer.store = store
+        for projection in layer.projections:
+            layer._buffers.pop(projection, None)
+    model.to(device.place)
+    install(model)
+
+
+def _host(memory: int | None, stacks: dict[Any, list[Stack]], pin: Pin) -> Host:
+    return Pinned(stacks, pin) if memory is None else Drive(memory, stacks, pin)
+
+
+def _kinds(layer: PackedModule) -> list[str]:
+    return [getattr(matrix, "kind", "") for matrix in layer.store.fetch(layer, None, _CPU)]
+
+
+def _stacks(layer: PackedModule) -> list[Stack]:
+    """The projections of a layer."""
+    matrices = layer.store.fetch(layer, None, _CPU)
+    pairs = zip(layer.projections, matrices, strict=True)
+    return [Stack(layer.get_buffer(name), matrix) for name, matrix in pairs]

@@ -1,0 +1,220 @@
+"""A store whose experts are on the host, and of which a device holds as many as its memory takes.
+
+What every token needs is on the device. When a layer is called, the router's choice comes to the host, the one moment
+in a layer at which the host waits: which experts are missing is known there alone, and accounting on the device would
+have to keep every expert's state up to date in kernels of its own. Missing experts are copied beside the computation,
+and those that are there are computed meanwhile. A prompt chooses nearly all experts: where they do not fit, they come
+in portions, the next one on its way while one is multiplied.
+
+Invariants:
+- Outputs depend on weights, inputs and the number of slots, never on what happens to be in them: sums have the order of
+  the router's choice, portions that of the experts' numbers.
+- One thread at a time uses slots; what another launches on its stream comes behind.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from threading import RLock
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moepack.arrays import AnyTensor
+from moepack.errors import DeviceMemoryError, LoadError
+from moepack.runtime.store import ExpertStore, Layer, Matrices, Portion
+from moepack.runtime.streaming.residency import Statistics
+from moepack.runtime.tiers.arena import Arena, Budget, Stack, arena_bytes
+from moepack.runtime.tiers.device import Arrival, Device
+from moepack.runtime.tiers.host import Host
+from moepack.units import size
+
+__all__ = ["TierStore"]
+
+
+class _Layer(NamedTuple):
+    """A layer's place in an arena.
+
+    Attributes:
+        arena: which.
+        number: of the layer.
+    """
+
+    arena: Arena
+    number: int
+
+
+class _Portion(NamedTuple):
+    """Experts that are on the device or on their way.
+
+    Attributes:
+        matrices: the arena's; they wait themselves if a call can begin without the late experts.
+        places: [T, k], slots of these experts.
+        arrival: what is to be waited for otherwise.
+    """
+
+    matrices: Matrices
+    places: Tensor
+    arrival: Arrival | None
+
+
+class TierStore(ExpertStore):
+    """Keeps a number of bytes of experts on a device.
+
+    Args:
+        device: where.
+        host: makes what has all experts, once it is known that the device has room.
+        stacks: the projections of each layer, whose experts have one form.
+        budget: what slots may take.
+        top_k: experts that a token chooses in a layer.
+
+    Raises:
+        DeviceMemoryError: the experts of one token do not fit, so that every one would be gone when it is asked for
+            again; the message says what is enough.
+    """
+
+    asks_host = True
+
+    def __init__(
+        self, device: Device, host: Callable[[], Host], stacks: dict[Any, list[Stack]], budget: Budget, top_k: int
+    ) -> None:
+        self._device, self._lock = device, RLock()
+        self._counts = Statistics()
+        self._layers: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
+        counts = slot_counts(stacks, budget, top_k)
+        forms = {form_of(own): own for own in stacks.values()}
+        self._arenas = {form: Arena(device, own, counts[form]) for form, own in forms.items()}
+        for number, (layer, own) in enumerate(stacks.items()):
+            self._layers[layer] = _Layer(self._arenas[form_of(own)], number)
+        self._host = host()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What happened so far; bytes and reads are those that came from the host, `waited` what the device did."""
+        self._counts.waited = self._device.stalled
+        return self._counts
+
+    @property
+    def host_statistics(self) -> Statistics | None:
+        """What reading from the drive did so far; None where the host has all experts."""
+        return self._host.statistics
+
+    def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
+        """Refuse: bytes come when the store is made."""
+        raise LoadError("a model whose experts come and go does not take new weights", **place)
+
+    def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
+        """Refuse: experts are on the device while `portions` says so, and no longer."""
+        raise LoadError("experts that come and go cannot be had all at once")
+
+    def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
+        """Do nothing: the bus is busy with experts that are needed."""
+
+    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """Bring the chosen experts, in portions where they do not fit; see `ExpertStore.portions`."""
+        if device.type != self._device.place.type:
+            raise LoadError(f"experts of '{self._device.place}' cannot be used on '{device}'")
+        arena, (count, *_) = self._layers[layer].arena, next(iter(layer.shapes.values()))
+        chosen = experts.cpu().numpy()
+        chosen = np.where((chosen >= 0) & (chosen < count), chosen, count)
+        parts = _parts(sorted({*chosen.ravel().tolist()} - {count}), arena.slots.count)
+        with self._lock:
+            self._device.enter()
+            try:
+                coming = self._bring(layer, chosen, parts[0], ())
+                for part, following in zip(parts, [*parts[1:], None], strict=True):
+                    here, early = coming, following is not None and len(part) + len(following) <= arena.slots.count
+                    if following is not None and early:
+                        coming = self._bring(layer, chosen, following, part)
+                    if here.arrival is not None:
+                        here.arrival.wait()
+                    yield here.matrices, here.places
+                    if following is not None and not early:
+                        coming = self._bring(layer, chosen, following, ())
+            finally:
+                self._device.leave()
+
+    def _bring(self, layer: Layer, chosen: NDArray[np.int64], experts: Sequence[int], used: Sequence[int]) -> _Portion:
+        """Start to bring a portion's experts, beside those of the portion at hand.
+
+        Their slots go to the device first: behind the experts, on the same bus, they would come after them.
+        """
+        arena, own = self._layers[layer]
+        slots, missing = arena.slots.take([(own, expert) for expert in experts], [(own, expert) for expert in used])
+        new, of_expert = [expert for _, expert in missing], dict(zip(experts, slots, strict=True))
+        there = [expert for expert in experts if expert not in new]
+        splits = bool(new and there) and self._device.overlaps(arena.matrices, layer, torch.from_numpy(chosen))
+        places = _placed(chosen, [experts, there, new] if splits else [experts], of_expert, arena.slots.count)
+        index = self._device.numbers(places)
+        arrivals: list[Arrival] = []
+
+        def send(expert: int, sources: Sequence[Tensor]) -> Arrival:
+            arrivals.append(self._device.bring(arena.copies(of_expert[expert], sources)))
+            self._counts.bytes_read += sum(map(len, sources))
+            return arrivals[-1]
+
+        try:
+            self._host.send(layer, new, send)
+        except BaseException:
+            arena.slots.forget(missing)
+            raise
+        self._count(len(there), len(new))
+        matrices = arena.matrices
+        if splits:
+            matrices = tuple(self._device.beginning(matrices, index[1], index[2], arrivals[-1]))
+        return _Portion(matrices, index[0], None if splits or not arrivals else arrivals[-1])
+
+    def _count(self, hits: int, misses: int) -> None:
+        counts = self._counts
+        counts.hits, counts.misses, counts.reads = counts.hits + hits, counts.misses + misses, counts.reads + misses
+        counts.resident = sum(len(arena.slots) * arena.expert_bytes for arena in self._arenas.values())
+        counts.most = max(counts.most, counts.resident)
+
+
+def form_of(stacks: Sequence[Stack]) -> tuple[Any, ...]:
+    """What is equal where experts of layers fit the same slots."""
+    return tuple(stack.form for stack in stacks)
+
+
+def slot_counts(stacks: dict[Any, list[Stack]], budget: Budget, top_k: int) -> dict[Any, int]:
+    """How many slots each form gets: what a token needs, and of the rest a share by the bytes of its experts.
+
+    Raises:
+        DeviceMemoryError: the experts of one token do not fit.
+    """
+    forms = dict[Any, list[list[Stack]]]()
+    for own in stacks.values():
+        forms.setdefault(form_of(own), []).append(own)
+    experts = {form: sum(own[0].experts for own in layers) for form, layers in forms.items()}
+    wanted = {form: min(top_k * len(layers), experts[form]) for form, layers in forms.items()}
+    sizes = {form: [stack.expert_bytes for stack in layers[0]] for form, layers in forms.items()}
+    demand = sum(arena_bytes(each, wanted[form]) + 64 for form, of_form in sizes.items() for each in of_form)
+    rest = budget.memory - budget.always - demand
+    if rest < 0:
+        raise DeviceMemoryError(
+            f"{size(budget.memory)} of the device's memory are too little: every token needs {size(budget.always)} of "
+            f"it, and its experts take {size(demand)}, without which each would be gone when it is chosen again; "
+            f"{size(budget.always + demand)} is the least that is of use"
+        )
+    total = max(sum(sum(of_form) * experts[form] for form, of_form in sizes.items()), 1)
+    return {
+        form: min(experts[form], wanted[form] + rest * experts[form] // total) for form in sizes
+    }  # rest * (bytes of the form's experts / total) / bytes of an expert
+
+
+def _parts(numbers: list[int], slots: int) -> list[list[int]]:
+    """Ascending experts in portions: one if all fit, else of half the slots, so that two portions do."""
+    most = len(numbers) if len(numbers) <= slots else max(1, slots // 2)
+    return [numbers[first : first + most] for first in range(0, len(numbers), most)] or [[]]
+
+
+def _placed(
+    chosen: NDArray[np.int64], parts: Sequence[Sequence[int]], slots: dict[int, int], none: int
+) -> NDArray[np.int64]:
+    """Slots of some experts in the place of their numbers, and `none` in that of others, for several such parts."""
+    table = np.full((len(parts), int(chosen.max(initial=0)) + 1), none)
+    for row, part in zip(table, parts, strict=True):
+        row[list(part)] = [slots[expert] for expert in part]
+    return np.take(table, chosen, axis=1)  # contiguous, as kernels read it, which `table[:, chosen]` is not

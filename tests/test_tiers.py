@@ -1,0 +1,315 @@
+"""A device with too little memory, stood in for by memory of the host: the right experts in the right slots."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moepack
+from moepack.arrays import as_bytes
+from moepack.methods import create
+from moepack.methods.floe import Floe
+from moepack.methods.floe.thresholds import Decision
+from moepack.runtime.store import matrix_over
+from moepack.runtime.streaming import statistics_of
+from moepack.runtime.streaming.store import expert_layers
+from moepack.runtime.streaming.trace import Trace, hit_rate
+from moepack.runtime.tiers import keep_on, store
+from moepack.runtime.tiers.arena import Arena, Stack
+from moepack.runtime.tiers.device import ChannelCounts, Device
+from moepack.runtime.tiers.slots import Slots
+from runtime_support import logits, tiny_model, write_packed
+
+
+class Skipping(Floe):
+    """Floe with one threshold for all experts, without a text."""
+
+    def prepare(self, checkpoint, model, progress=None):
+        decision = Decision((0.01,) * 4, (), (), (0.7,) * 4, (0.7,) * 4)
+        self._decisions = {layer.name: decision for layer in model.layers if self.arranged(layer)}
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Copies:
+    """Copies that are made when somebody waits for them, as late as a real device may be."""
+
+    def __init__(self, waiting):
+        self.waiting = waiting
+
+    def wait(self):
+        for source, target in self.waiting:
+            target.copy_(source)
+        self.waiting.clear()
+
+    finish = wait
+
+
+class Memory(Device):
+    """Memory of the host in a device's place; its products are the CPU's."""
+
+    place = torch.device("cpu")
+
+    def __init__(self, overlapping=False):
+        self.overlapping, self.begun, self.waiting = overlapping, [], []
+
+    def allocate(self, size):
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def pinned(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def matrix(self, data, like, count):
+        return matrix_over(data)
+
+    def uploaded(self, data, place):
+        return matrix_over(data.clone(), **place), data.nbytes
+
+    def left_on_the_host(self, matrix):
+        self.left = [*getattr(self, "left", []), matrix]
+        return matrix, 16
+
+    def channels(self, records, like, resident):
+        self.resident = resident
+        return matrix_over(records)
+
+    def counts(self, records):
+        return ChannelCounts(self.resident, 3, 100, 7 * self.resident)
+
+    def numbers(self, values):
+        return torch.from_numpy(values)
+
+    def bring(self, copies):
+        self.waiting += copies
+        return Copies(self.waiting)
+
+    def enter(self):
+        pass
+
+    def leave(self):
+        Copies(self.waiting).wait()
+
+    def overlaps(self, matrices, layer, index):
+        return self.overlapping
+
+    def beginning(self, matrices, there, late, arrival):
+        assert there.is_contiguous() and late.is_contiguous()
+        assert not ((there < matrices[0].shape[0]) & (late < matrices[0].shape[0])).any()
+        self.begun.append(late)
+        arrival.wait()
+        return matrices
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_packed(tiny_model("qwen2_moe"), tmp_path_factory.mktemp("packed") / "packed", create("finequant"))
+
+
+def on_memory(directory, memory, host_memory=None, device=None):
+    """A model whose device has so many bytes for its weights."""
+    model = moepack.load(directory, dtype="float32")
+    keep_on(model, device or Memory(), memory, host_memory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def least(directory):
+    """The bytes that a refusal says are enough."""
+    budgets = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "size", lambda count: budgets.append(count) or str(count))
+        with pytest.raises(moepack.DeviceMemoryError, match=r"1 of the device's memory .* is the least that is of use"):
+            on_memory(directory, 1)
+    return budgets[-1]
+
+
+def test_outputs_depend_on_no_slot(directory, least):
+    """Six experts a layer, two of them chosen: prompts come in portions, tokens find some of their experts."""
+    expected = logits(moepack.load(directory, dtype="float32"))
+    found = []
+    for memory in (least, least + 2000, 10**9):
+        model = on_memory(directory, memory)
+        for _ in range(2):
+            found.append(logits(model))
+            for tokens in (1, 3):
+                assert_near(logits(model, tokens=tokens, batch=1), expected_of(directory, tokens))
+    for each in found:
+        assert_near(each, expected)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[4], found[5])
+
+
+def expected_of(directory, tokens):
+    return logits(moepack.load(directory, dtype="float32"), tokens=tokens, batch=1)
+
+
+def assert_near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_budget_is_kept_and_what_happened_is_counted(directory, least):
+    model, roomy = on_memory(directory, least), on_memory(directory, 10**9)
+    for each in (model, roomy):
+        for tokens in range(1, 9):
+            logits(each, tokens=tokens, batch=1)
+    counts, all_there = statistics_of(model), statistics_of(roomy)
+    assert counts.hits + counts.misses == all_there.hits + all_there.misses
+    assert counts.misses > all_there.misses > 0 and counts.bytes_read > all_there.bytes_read
+    assert all_there.misses == all_there.reads <= 12  # each expert once
+    assert counts.most <= least < all_there.most + sum(p.nbytes for p in model.parameters())
+    assert counts.resident <= counts.most
+
+
+def test_the_least_budget_is_of_use_and_one_byte_less_is_refused(directory, least):
+    on_memory(directory, least)
+    with pytest.raises(moepack.DeviceMemoryError, match="without which each would be gone"):
+        on_memory(directory, least - 1)
+
+
+def test_experts_on_the_drive_come_through_the_host(directory, least):
+    expected = logits(moepack.load(directory, dtype="float32"))
+    model = on_memory(directory, least, host_memory=200_000)
+    assert_near(logits(model), expected)
+    assert expert_layers(model)[0].store.host_statistics is not None
+    with pytest.raises(moepack.LoadError, match="too little for experts"):
+        on_memory(directory, least, host_memory=1000)
+
+
+def test_a_read_error_leaves_no_slot_behind(directory, least, monkeypatch):
+    model = on_memory(directory, least)
+    expected, tier = logits(model), expert_layers(model)[0].store
+    send = tier._host.send
+
+    def failing(layer, experts, to):
+        send(layer, experts[:1], to)
+        raise moepack.LoadError("the drive is gone")
+
+    monkeypatch.setattr(tier._host, "send", failing)
+    with pytest.raises(moepack.LoadError, match="gone"):
+        logits(model)
+    monkeypatch.undo()
+    assert torch.equal(logits(model), expected)
+
+
+def test_calls_begin_with_the_experts_that_are_there(directory, least):
+    device = Memory(overlapping=True)
+    model = on_memory(directory, least, device=device)
+    expected = expected_of(directory, 1)
+    logits(model, tokens=9, batch=1)
+    for _ in range(2):
+        assert_near(logits(model, tokens=1, batch=1), expected)
+    assert device.begun
+    for late in device.begun:
+        count = expert_layers(model)[0].store._layers[expert_layers(model)[0]].arena.slots.count
+        assert 0 < int((late < count).sum()) < late.numel()
+
+
+def test_threads_take_turns(directory, least):
+    model = on_memory(directory, least)
+    expected = [logits(model, tokens=tokens, batch=1) for tokens in range(1, 9)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda tokens: logits(model, tokens=tokens, batch=1), list(range(1, 9)) * 3))
+    for one, other in zip(found, expected * 3, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_first_layers_of_other_formats_are_on_the_device(packed):
+    expected = moepack.load(packed, dtype="float32")
+    layers = expert_layers(expected)
+    sizes = [sum(buffer.nbytes for buffer in layer.buffers()) for layer in layers]
+    always = sum(tensor.nbytes for tensor in (*expected.parameters(), *expected.buffers())) - sum(sizes)
+    for memory, left in ((10**9, 0), (always + sizes[0] + 48, 1), (always + 48 * len(sizes), len(sizes))):
+        device = Memory()
+        model = on_memory(packed, memory, device=device)
+        assert torch.equal(logits(model), logits(expected))
+        assert len(getattr(device, "left", [])) == 3 * left
+    with pytest.raises(moepack.DeviceMemoryError, match="every token needs"):
+        on_memory(packed, always)
+    with pytest.raises(moepack.LoadError, match="of the host's memory"):
+        on_memory(packed, always + 1000, host_memory=sum(sizes) - 1)
+
+
+def test_what_cannot_be_is_refused(directory, least):
+    with pytest.raises(moepack.LoadError, match="does not take new weights"):
+        expert_layers(on_memory(directory, least))[0].attach("gate_proj", torch.zeros(64, dtype=torch.uint8))
+    for arguments in ({}, {"device": "cpu"}, {"device_map": "auto"}):
+        with pytest.raises(ValueError, match="device_memory is for models on one GPU"):
+            moepack.load(directory, device_memory="1GB", **arguments)
+
+
+def test_experts_by_channels_keep_the_first_channels_on_the_device(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, moe_intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    directory = write_packed(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "packed", Skipping(""))
+    expected = moepack.load(directory, dtype="float32")
+    records = sum(layer.get_buffer("channels").nbytes for layer in expert_layers(expected))
+    always = sum(tensor.nbytes for tensor in (*expected.parameters(), *expected.buffers())) - records
+    device = Memory()
+    model = on_memory(directory, always + records // 4, device=device)
+    assert torch.equal(logits(model), logits(expected))
+    assert 0.2 * 96 < device.resident <= 24
+    counts = statistics_of(model)
+    assert (counts.hits, counts.misses, counts.bytes_read) == (2 * device.resident, 6, 600)
+    assert not expert_layers(model)[0].store.asks_host
+    with pytest.raises(moepack.DeviceMemoryError, match="every token needs"):
+        on_memory(directory, always - 1)
+    with pytest.raises(moepack.LoadError, match="of the host's memory"):
+        on_memory(directory, 10**9, host_memory=records - 1)
+
+
+@pytest.mark.parametrize("kind", ["groupwise", "codebook"])
+def test_a_tensor_over_slots_multiplies_as_the_tensor_of_its_experts(kind):
+    random = np.random.default_rng(0)
+    for path in sorted((GOLDEN / kind).glob("*.bin")):
+        data = as_bytes(np.fromfile(path, np.uint8))
+        matrix = matrix_over(data)
+        experts, _, columns = matrix.shape
+        if not experts:
+            continue
+        stack = Stack(data, matrix)
+        arena = Arena(Memory(), [stack], min(experts, 3))
+        order = random.permutation(experts)[:3].tolist()
+        for slot, expert in enumerate(order):
+            for source, target in arena.copies(slot, [stack.payloads()[expert]]):
+                target.copy_(source)
+        x = random.standard_normal((2, columns), np.float32)
+        for slot, expert in enumerate(order):
+            assert np.array_equal(arena.matrices[0].matmul(x, slot), matrix.matmul(x, expert))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.lists(st.lists(st.integers(0, 12), unique=True, max_size=9), max_size=40))
+def test_slots_hold_each_expert_once_and_the_call_s_for_sure(count, calls):
+    slots, before = Slots(count), {}
+    used = []
+    for call in calls:
+        call = call[:count]
+        kept = [expert for expert in used if expert in before and expert not in call][: count - len(call)]
+        places, missing = slots.take(call, kept)
+        assert set(missing) == {expert for expert in call if expert not in before}
+        new = {places[call.index(expert)] for expert in missing}
+        now = {expert: place for expert, place in before.items() if place not in new}
+        assert all(now[expert] == before[expert] for expert in kept)
+        assert all(now.get(expert, place) == place for expert, place in zip(call, places, strict=True))
+        before = now | dict(zip(call, places, strict=True))
+        assert len(set(before.values())) == len(before) == len(slots) <= count
+        used = call
+    slots.forget(list(before))
+    assert len(slots) == 0
+
+
+def test_slots_hit_as_the_replayed_policy_says():
+    trace = Trace(np.random.default_rng(1).integers(0, 12, (200, 3, 2)), 12)
+    for capacity in (7, 20):
+        slots, hits = Slots(capacity), 0
+        for request in trace.requests:
+            hits += not slots.take([request])[1]
+        assert hits == round(hit_rate(trace, "whole experts", capacity) * len(trace.requests))
