@@ -1,0 +1,233 @@
+"""Decoding with too little memory on a GPU: tokens a second of a made-up model, and what crosses the bus for each.
+
+    PYTHONPATH=python python benches/gpu/store.py [--layers 4] [--only NAME ...] [--results FILE]
+    PYTHONPATH=python python benches/gpu/store.py --packed DIR --text FILE [--chars 12000]
+
+The model has Mixtral-8x7B's shapes and few layers; weights repeat and tokens are drawn, so every expert is as likely as
+any other, and every channel: the worst case of what is kept on the device. "all" has everything on the GPU, the others
+as many bytes of it as a quarter of the experts of 4 bits. "launched" decodes operation by operation, without graphs.
+"CPU" computes everything on the processor. One sequence; the first steps are left out.
+
+The second form needs no GPU: of a real model of `floe`, the share of the channels that a text's tokens want that are
+among the first of each expert, which is what a device that keeps these hits.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import device_name
+from models import decoding
+from numpy.typing import NDArray
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+
+import floe
+import groupwise
+import moepack
+from moepack import _core
+from moepack.integrations.loading import open_tokenizer
+from moepack.runtime.backends import backend_for
+from moepack.runtime.decoder import install
+from moepack.runtime.device import DeviceStore
+from moepack.runtime.experts import PackedExperts, SparseExperts
+from moepack.runtime.store import MappedStore
+from moepack.runtime.streaming import statistics_of
+from moepack.runtime.streaming.store import expert_layers
+from moepack.runtime.tiers import Gpu, keep_on
+
+WIDTH, INNER, EXPERTS, TOP_K, VOCABULARY = 4096, 14336, 8, 2, 4096
+PROMPT, WARM, STEPS = 8, 8, 48
+
+Tensors = dict[str, NDArray[np.uint8]]
+
+
+def settings(layers: int) -> Any:
+    """The configuration."""
+    from transformers import MixtralConfig
+
+    return MixtralConfig(
+        hidden_size=WIDTH, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        num_hidden_layers=layers, vocab_size=VOCABULARY, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=4096, sliding_window=None,
+    )  # fmt: skip
+
+
+@cache
+def integers(bits: int) -> Tensors:
+    """All projections of a layer in groups of 64."""
+    make = partial(groupwise.make, EXPERTS, seed=0, bits=bits, group=64, symmetric=bits > 2, dtype=torch.bfloat16)
+    gate, down = make(INNER, WIDTH), make(WIDTH, INNER)
+    return {"gate_proj": gate, "up_proj": gate, "down_proj": down}
+
+
+@cache
+def sparse(bits: int, sparsity: float) -> Tensors:
+    """An up projection of 2 bits, and records of so many, of which inputs of norm `WIDTH ** 0.5` skip a share."""
+    up = integers(2)["up_proj"]
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).numpy()
+    threshold = float(np.quantile(np.abs(_core.PackedTensor(up).matmul(x, 0)), sparsity))
+    one = floe.records(1, INNER, WIDTH, 0, bits, threshold)
+    start = _core.PackedTensor(one).sections()["records"][0]
+    head = one[:start].copy()
+    head[16:24] = np.array([EXPERTS], np.uint64).view(np.uint8)
+    head[128 : 128 + 4 * EXPERTS] = np.full(EXPERTS, threshold, np.float32).view(np.uint8)
+    return {"up_proj": up, "channels": np.concatenate([head, np.tile(one[start:], EXPERTS)])}
+
+
+def model_of(tensors: Tensors, layers: int, device: str = "cpu") -> Any:
+    """A model whose experts are these in every layer."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings(layers), dtype=torch.bfloat16)
+    store = MappedStore() if device == "cpu" else DeviceStore(torch.device(device))
+    kind = SparseExperts if "channels" in tensors else PackedExperts
+    for layer in model.model.layers:
+        shapes = {name: _core.PackedTensor(data).shape for name, data in tensors.items()}
+        layer.mlp.experts = kind(shapes, functional.silu)
+        for name, data in tensors.items():
+            store.put(layer.mlp.experts, name, data, tensor=name)
+    generator = torch.Generator().manual_seed(2)
+    piece = torch.randn(1 << 22, generator=generator).bfloat16()
+    for path, module in model.named_modules():
+        for name, tensor in [(name, tensor) for name, tensor in module._parameters.items() if tensor is not None]:
+            values = piece.repeat(-(-tensor.numel() // len(piece)))[: tensor.numel()].view(tensor.shape)
+            values = values * (0 if "norm" in path else tensor.shape[-1] ** -0.5) + ("norm" in path)
+            module._parameters[name] = torch.nn.Parameter(values.to(device), requires_grad=False)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    install(model)
+    return model.eval()
+
+
+def tiered(tensors: Tensors, layers: int, share: float = 0.25) -> Any:
+    """A model with as many bytes on the GPU as that share of all experts of 4 bits, and what every token needs."""
+    model = model_of(tensors, layers)
+    packed = sum(buffer.nbytes for layer in expert_layers(model) for buffer in layer.buffers())
+    always = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) - packed
+    whole = layers * sum(data.nbytes for data in integers(4).values())
+    keep_on(model, Gpu(torch.device("cuda")), always + int(share * whole) + (1 << 20))
+    return model
+
+
+@torch.inference_mode()
+def decode(model: Any, steps: int = STEPS, warm: int = WARM) -> float:
+    """Milliseconds of a step."""
+    device = next(model.parameters()).device
+    tokens = torch.randint(VOCABULARY, (PROMPT + warm + steps,), generator=torch.Generator().manual_seed(3)).to(device)
+    past, start = DynamicCache(config=model.config), 0.0
+    model(tokens[None, :PROMPT], past_key_values=past, use_cache=True)
+    for step in range(warm + steps):
+        if step == warm:
+            wait()
+            start = time.perf_counter()
+        place = PROMPT + step
+        model(tokens[None, place : place + 1], past_key_values=past, use_cache=True)
+    wait()
+    return 1000 * (time.perf_counter() - start) / steps
+
+
+def wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(make: Callable[[], Any], mode: str = "native") -> dict[str, Any]:
+    """Tokens a second of a model, and what a step brought to the GPU."""
+    model = make()
+    with decoding(mode):
+        decode(model)  # what is slow once at each length of the cache
+        before = statistics_of(model)
+        before = None if before is None else (before.hits, before.misses, before.bytes_read, before.waited)
+        took = decode(model)
+    row: dict[str, Any] = {"tokens/s": round(1000 / took, 1), "ms": round(took, 3)}
+    row["replayed"] = getattr(model.model.forward, "steps", 0)
+    if before is not None and (after := statistics_of(model)) is not None:
+        hits, misses, moved = after.hits - before[0], after.misses - before[1], after.bytes_read - before[2]
+        steps = PROMPT + WARM + STEPS
+        row |= {"hits": round(hits / max(hits + misses, 1), 3), "MB a token": round(moved / steps / 1e6, 1)}
+        row["stalled ms"] = round(1000 * (after.waited - before[3]) / steps, 3)
+    if torch.cuda.is_available():
+        row["GPU GB"] = round(torch.cuda.memory_allocated() / 1e9, 2)
+    return row
+
+
+def cases(layers: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What is measured, by name."""
+    all_there = partial(model_of, layers=layers, device="cuda")
+    quarter = partial(tiered, layers=layers)
+    found = {
+        "int2 all": lambda: measure(lambda: all_there(integers(2))),
+        "int2 all, launched": lambda: measure(lambda: all_there(integers(2)), "transformers"),
+        "int4 all": lambda: measure(lambda: all_there(integers(4))),
+        "int4 whole experts": lambda: measure(lambda: quarter(integers(4))),
+        "int4 whole experts, launched": lambda: measure(lambda: quarter(integers(4)), "transformers"),
+        "int4 whole experts, half": lambda: measure(lambda: quarter(integers(4), share=0.5)),
+        "int4 CPU": lambda: measure(lambda: model_of(integers(4), layers)),
+    }
+    for bits, sparsity in ((4, 0.8), (4, 0.9), (8, 0.8), (8, 0.9)):
+        made = partial(sparse, bits, sparsity)
+        found[f"channels of {bits} bits, {sparsity:.0%}"] = lambda made=made: measure(lambda: quarter(made()))  # type: ignore[misc]
+    return found
+
+
+@torch.inference_mode()
+def first_channels(directory: Path, text: str) -> dict[str, float]:
+    """The share of wanted channels among the first of each expert, by how many are kept."""
+    model, tokenizer = moepack.load(directory, dtype="float32"), open_tokenizer(directory)
+    layers = expert_layers(model)
+    wanted = torch.zeros(layers[0].shapes["channels"][1], dtype=torch.int64)
+
+    def note(layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+        matrices = layer.store.fetch(layer, None, given[0].device)
+        ups = backend_for(given[0].device).wanted_channels(matrices, given[0], given[1], None)
+        wanted.add_((ups != 0).sum((0, 1)))
+
+    for layer in layers[1:]:  # the first skips nothing
+        layer.register_forward_pre_hook(note)
+    for window in torch.tensor(tokenizer(text).input_ids).split(256):
+        model(window[None], use_cache=False)
+    shares = (0.1, 0.25, 0.5)
+    return {
+        f"{share:.0%}": round(float(wanted[: int(share * len(wanted))].sum() / wanted.sum()), 3) for share in shares
+    }
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--packed", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--chars", type=int, default=12_000)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--results", type=Path)
+    given = parser.parse_args()
+    if given.packed is not None:
+        print(given.packed.name, first_channels(given.packed, given.text.read_text()[: given.chars]))
+        return
+    found: dict[str, Any] = device_name() if torch.cuda.is_available() else {}
+    found |= {"layers": given.layers, "threads": torch.get_num_threads(), "cases": {}}
+    for name, run in cases(given.layers).items():
+        if given.only and name not in given.only:
+            continue
+        start = time.perf_counter()
+        found["cases"][name] = run()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(name, found["cases"][name], f"({time.perf_counter() - start:.0f} s)", flush=True)
+        if given.results:
+            given.results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
