@@ -25,6 +25,7 @@ from moepack.runtime.backends.gpu.channels import KERNELS as CHANNELS
 from moepack.runtime.backends.gpu.device import allocate
 from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix, Late
+from moepack.runtime.experts import PackedExperts
 
 __all__ = ["Arrival", "ChannelCounts", "Copy", "Device", "Gpu", "pinned"]
 
@@ -271,7 +272,7 @@ class Gpu(Device):
     def overlaps(self, matrices: Sequence[Matrix], layer: Any, index: Tensor) -> bool:
         """See `Device.overlaps`: where kernels take the call, in two launches of gate and up projections."""
         projections = cast(Sequence[DeviceMatrix], matrices)
-        return has_kernels(projections, index, getattr(layer, "act_fn", None))
+        return isinstance(layer, PackedExperts) and has_kernels(projections, index, layer.act_fn)
 
     def beginning(self, matrices: Sequence[Matrix], there: Tensor, late: Tensor, arrival: Arrival) -> Sequence[Matrix]:
         """See `Device.beginning`."""
