@@ -8,10 +8,10 @@ say they made. Greedy, and no answer ends early where the model does not end it 
 of clients goes on for so long, and the server's own memory is told over time: what it grows by after the first quarter
 is a leak.
 
-`--random` makes the random model of `benches/llama.py` in four bits (groups of 32, activations of eight bits) with a
-tokenizer, and the same weights as `moepack export --to gguf` writes them for llama.cpp's own server (xllamacpp from
-PyPI). Both servers take turns, `--rounds` times, and the medians over rounds count; only one runs at a time. Each
-answers as many at a time as there are clients.
+`--random` makes the random model of `benches/llama.py` with a tokenizer: in four bits (groups of 32, activations of
+eight bits), the same weights as `moepack export --to gguf` writes them for llama.cpp's own server (xllamacpp from PyPI),
+and random codes of four bits in codebooks. The servers take turns, `--rounds` times, and the medians over rounds count;
+only one runs at a time. Each answers as many at a time as there are clients.
 """
 
 from __future__ import annotations
@@ -146,22 +146,23 @@ def tokenizer(directory: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(directory)
 
 
-def random_model(directory: Path) -> tuple[Path, Path]:
-    """The packed random model and its GGUF file, made if they are not there."""
+def random_models(directory: Path) -> dict[str, Path]:
+    """The random model by side, made where it is not there."""
     from moepack.export import export
     from moepack.methods.finequant import FineQuant
     from moepack.pipeline import compress
 
-    packed, file = directory / "random", directory / "random.gguf"
+    methods = {"int4": FineQuant(bits=4, group_size=32, dense_bits=4), "codebook": llama.random_method()}
     directory.mkdir(parents=True, exist_ok=True)
-    if not packed.exists():
+    if missing := [name for name in methods if not (directory / name).exists()]:
         with tempfile.TemporaryDirectory(dir=directory) as model:
             llama.source(Path(model))
             tokenizer(Path(model))
-            compress(model, packed, method=FineQuant(bits=4, group_size=32, dense_bits=4))
-    if not file.exists():
-        export(packed, file, "gguf")
-    return packed, file
+            for name in missing:
+                compress(model, directory / name, method=methods[name])
+    if not (directory / "int4.gguf").exists():
+        export(directory / "int4", directory / "int4.gguf", "gguf")
+    return {name: directory / name for name in ("int4", "codebook", "int4.gguf")}
 
 
 def peer(options: argparse.Namespace) -> None:
@@ -203,7 +204,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="How long each number of clients asks.")
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--mode", default=None, help="compute mode of moepack; int8 beside llama.cpp")
     parser.add_argument("--out", type=Path, default=Path("build/serve.json"))
     for name, kind in (("--peer", Path), ("--port", int), ("--slots", int)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -215,15 +215,18 @@ def main() -> None:
     options = arguments()
     if options.peer:
         return peer(options)
-    packed, file = random_model(options.directory) if options.random else (options.model, None)
     settings = ["--slots", str(max(options.clients)), "--threads", str(options.threads)]
-    mode = options.mode or ("int8" if options.random else None)
-    ours = [sys.executable, "-m", "moepack", "serve", str(packed), *settings, *(["--mode", mode] if mode else [])]
-    if file is None:
-        figures: dict[str, Any] = {"moepack": measure("moepack", ours, options)}
+    serve = [sys.executable, "-m", "moepack", "serve"]
+    if options.random:
+        models = random_models(options.directory)
+        commands = {
+            "moepack int4": [*serve, str(models["int4"]), *settings, "--mode", "int8"],
+            "moepack codebook": [*serve, str(models["codebook"]), *settings],
+            "llama.cpp Q4_0": [sys.executable, __file__, "--peer", str(models["int4.gguf"]), *settings],
+        }
+        figures = contest(commands, options)
     else:
-        theirs = [sys.executable, __file__, "--peer", str(file), *settings]
-        figures = contest({"moepack": ours, "llama.cpp": theirs}, options)
+        figures = {"moepack": measure("moepack", [*serve, str(options.model), *settings], options)}
     machine.save(options.out, options.threads, figures)
     return None
 
