@@ -58,7 +58,7 @@ def test_bytes_are_those_of_a_local_run_though_a_node_dies(mixtral: Path, tmp_pa
     moepack.compress(mixtral, tmp_path / "alone", method="finequant", bits=4, threads=1)
     assert support.contents(tmp_path / "shared") == support.contents(tmp_path / "alone")
     assert killing.left < 0
-    for name in ("auto", "qmoe", "codequant"):
+    for name in ("milo", "qmoe"):
         for place, address in (("alone", None), ("shared", nodes.address)):
             method = methods(tmp_path)[name]
             moepack.compress(mixtral, tmp_path / name / place, method=method, ray=address, threads=1)

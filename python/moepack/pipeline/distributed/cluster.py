@@ -66,7 +66,7 @@ class Cluster:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 self.ray.init(**options)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, self.ray.exceptions.RayError) as error:
             raise ClusterError(f"cannot connect to a Ray cluster: {error}", file=self.address) from error
 
     @property
