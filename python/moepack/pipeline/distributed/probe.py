@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 __all__ = ["Findings", "look"]
 
@@ -31,15 +32,18 @@ class Findings(NamedTuple):
 
 def look(stamps: Mapping[str, str]) -> Findings:
     """Look at this machine; `stamps` are size, time of the last write and inode of files, by their paths."""
+    version = _attribute("moepack", "__version__")
+    # Torch loads moepack as a plugin: with another version that may fail.
+    capability = _attribute("torch.backends.cpu", "get_cpu_capability")
+    return Findings(platform.node(), version, _unseen(stamps), capability() if capability else "")
+
+
+def _attribute(module: str, name: str) -> Any:
+    """What a module has under a name; None where it does not load, for whatever reason."""
     try:
-        from torch.backends import cpu
-
-        from moepack import __version__ as version
-
-        processor = cpu.get_cpu_capability()
-    except ImportError:
-        return Findings(platform.node(), None, (), "")
-    return Findings(platform.node(), version, _unseen(stamps), processor)
+        return getattr(import_module(module), name)
+    except Exception:
+        return None
 
 
 def _unseen(stamps: Mapping[str, str]) -> tuple[str, ...]:
