@@ -38,8 +38,9 @@ impl Backend {
     }
 
     /// [`Backend::of_floats`] for a format whose exact mode has integer dot products; `None` also where those are faster:
-    /// with AVX2 and NEON that have them, and with AVX-512 on Intel, which starts twice as many of them as dot products of bf16 (256
-    /// tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 by panels).
+    /// with AVX2 that has them, and with AVX-512 on Intel, which starts twice as many of them as dot products of bf16 (256
+    /// tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 by panels). NEON is not measured: for 16 weights its
+    /// exact mode takes three dot products, where floats take four multiplications after conversions.
     pub fn of_bf16(isa: Isa) -> Option<Backend> {
         let integers = match isa {
             #[cfg(target_arch = "x86_64")]
