@@ -50,6 +50,7 @@ from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.runtime.store import MappedStore
+from moepack.runtime.streaming.channels import RECORDS
 
 CHANNELS, COLUMNS = 14336, 4096
 SHARES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -303,7 +304,7 @@ def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[
         resident = moved = weights = 0.0
         for record in PackedDirectory.open(out).manifest.packed().values():
             module = sparse.get(record.module)
-            if record.projection == "channels" and module is not None:
+            if record.projection in RECORDS and module is not None:
                 moved += 8 * record.nbytes * module.computed / module.asked
                 continue
             resident += 8 * record.nbytes * (module is not None)
@@ -345,8 +346,8 @@ def spread(options: argparse.Namespace, **settings: Any) -> dict[str, Any]:
             module.store = store
         loss = evaluate(model, options.text, options.chars, tokenizer=open_tokenizer(options.model)).loss
         packed = PackedDirectory.open(out).manifest.packed().values()
-        records = sum(8 * record.nbytes for record in packed if record.projection == "channels")
-        others = sum(8 * record.nbytes for record in packed if record.projection != "channels")
+        records = sum(8 * record.nbytes for record in packed if record.projection in RECORDS)
+        others = sum(8 * record.nbytes for record in packed if record.projection not in RECORDS)
         weights = sum(3 * math.prod(module.shapes["up_proj"]) for module in sparse.values())
         wanted = store.wanted / store.asked * records / weights
         return {"loss": loss, "deciding": others / weights, "records": records / weights, "wanted": wanted.tolist()}

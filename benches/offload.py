@@ -14,18 +14,23 @@ stream beside whole experts of the same directory in the same memory, and beside
 Each side runs in a process of its own whose memory, page cache included, is limited by a control
 group to the budget and what the process itself takes; where no group can be made, the mapped side has all memory and
 the figures say so. The page cache forgets the model's files before each run.
+
+Two floors tell what bounds a side: the bytes of a token at the drive's rate (`drive`: reads past the page cache, as
+many at a time and as large as the side's own), and computing alone (`resident`: the same store, with memory for all).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -172,7 +177,8 @@ def measure(options: argparse.Namespace) -> None:
     from moepack.memory import process_memory
     from moepack.runtime.streaming import StreamingStore, statistics_of
 
-    streamed = {"host_memory": options.memory} if options.side == "streamed" else {}
+    guess = {"streamed": True, "resident": True, "not guessed": False}.get(options.side)
+    streamed = {} if guess is None else {"host_memory": options.memory, "guess": guess}
     side = llama.Packed(options.directory / "packed", options.threads, **streamed)
     if options.side == "whole experts":
         StreamingStore(options.memory).take(side.model)
@@ -195,8 +201,45 @@ def measure(options: argparse.Namespace) -> None:
             "bytes_per_second": counts["bytes_read"] / max(counts["waited"], 1e-9),
             "waited": counts["waited"] / seconds,
             "most": after.most,
+            "guessed_right": counts["right"] / max(counts["guessed"], 1),
+            "recalled": counts["right"] / max(counts["wanted"], 1),
+            "bytes_guessed": counts["bytes_guessed"] / options.tokens,
+            "bytes_in_vain": (counts["bytes_guessed"] - counts["bytes_used"]) / options.tokens,
+            "hidden": counts["hidden"] / seconds,
         }
     print(json.dumps(figures))
+
+
+def drive(directory: Path, length: int) -> float:
+    """Bytes a second of the drive: pieces of a length all over the largest file, by as many threads as stores use."""
+    from moepack.runtime.streaming.source import PAGE, Source
+    from moepack.runtime.streaming.store import READERS
+
+    file = max(directory.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    source, length = Source(file), max(PAGE, length // PAGE * PAGE)
+    source.forget()
+    places = np.random.default_rng(0).permutation(file.stat().st_size // length)[: (512 << 20) // length] * length
+    memory = [memoryview(mmap.mmap(-1, length)) for _ in range(READERS)]
+
+    def read(thread: int) -> None:
+        for place in places[thread::READERS].tolist():
+            source.read(memory[thread], place)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(read, range(READERS)))
+    return len(places) * length / (time.perf_counter() - start)
+
+
+def floors(directory: Path, figures: dict[str, Any], resident: float) -> dict[str, float]:
+    """Seconds of a token: at the drive's rate, computing alone, and what was measured."""
+    rate = drive(directory, int(figures["bytes_per_read"]))
+    return {
+        "drive_bytes_per_second": rate,
+        "drive": figures["bytes_per_token"] / rate,
+        "compute": 1 / resident,
+        "measured": 1 / figures["tokens_per_second"],
+    }
 
 
 def main() -> None:
@@ -224,15 +267,19 @@ def main() -> None:
         directory = llama.build(options.directory, [])["moepack codebook4"]
     total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     figures: dict[str, Any] = {"model_bytes": total, "memory": int(options.share * total)}
-    sides = ("streamed", *(("whole experts",) if options.model == "channels" else ()), "mapped")
-    for side in sides:
-        rounds = [run(side, directory, figures["memory"], options) for _ in range(options.rounds)]
+    sides = ("streamed", "not guessed", *(("whole experts",) if options.model == "channels" else ()), "mapped")
+    for side in (*sides, "resident"):
+        memory = 2 * total if side == "resident" else figures["memory"]
+        rounds = [run(side, directory, memory, options) for _ in range(options.rounds)]
         rounds.sort(key=lambda found: found["tokens_per_second"])
         figures[side] = rounds[len(rounds) // 2]
         print(side, json.dumps(figures[side]), flush=True)
     for side in sides[1:]:
         ratio = figures["streamed"]["tokens_per_second"] / figures[side]["tokens_per_second"]
         print(f"streamed / {side}: {ratio:.2f}")
+    for side in sides[:-1]:
+        figures[side]["floors"] = floors(directory, figures[side], figures["resident"]["tokens_per_second"])
+        print(f"{side}, seconds a token:", json.dumps(figures[side]["floors"]))
     machine.save(options.out, options.threads, figures)
     return None
 

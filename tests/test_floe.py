@@ -143,7 +143,8 @@ def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Pa
         assert isinstance(module, RefinedExperts)
         gate, up, down, records = (torch.from_numpy(module.matrix(name).dequantize()) for name in module.projections)
         fine, columns = records.double().chunk(2, 2)
-        thresholds = module.matrix("channels").parameters("thresholds")
+        fine, columns = fine + gate.double(), columns + down.double().mT
+        thresholds = module.matrix("residuals").parameters("thresholds")
         assert len(set(thresholds.tolist())) == 1 and 0 < thresholds[0] < np.inf
         x, index = torch.randn(5, up.shape[2]), torch.tensor([[0, 1], [2, 1], [3, 0], [9, 2], [1, 3]])
         weights, expected, computed = torch.rand(5, 2), torch.zeros(5, up.shape[2]).double(), 0
@@ -166,10 +167,11 @@ def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Pa
         PackedDirectory.open(tmp_path / "out"),
         describe(Checkpoint.open(tmp_path / "plain")).layers[1].projections,
     )
-    records = opened.blob(gate.packed_name.replace("gate_proj", "channels")).dequantize()
-    assert torch.equal(gate.expert(2).float(), torch.from_numpy(records[2]).chunk(2, 1)[0].bfloat16().float())
+    records = opened.blob(gate.packed_name.replace("gate_proj", "residuals")).dequantize()
+    fine = torch.from_numpy(records[2]).chunk(2, 1)[0] + torch.from_numpy(opened.blob(gate.packed_name).dequantize()[2])
+    assert torch.equal(gate.expert(2), fine.bfloat16())
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--matrices"]).output
-    assert "int8 channels" in shown and "coded" in shown
+    assert "int4 residuals" in shown and "coded" in shown
 
 
 def test_it_generates_streams_exports_and_is_shown(directory: Path, mixtral: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "kmeans",
     "pack_int3",
     "packed_bytes",
+    "refine_channels",
     "refine_codebooks",
     "round_priced",
     "set_threads",
@@ -529,6 +530,32 @@ def gated_experts(
     Raises:
         TypeError: a projection is no packed tensor.
         ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
+    """
+
+def refine_channels(
+    channels: PackedTensor,
+    x: _Vector,
+    experts: NDArray[np.int64],
+    weights: _Floats,
+    ups: _Floats,
+    gates: _Floats,
+    inner: _Floats,
+    isa: str | None = None,
+) -> tuple[_Floats, int]:
+    """Compute what records add to coarse copies of a layer, where they hold the differences of finer weights.
+
+    Args:
+        channels, x, experts, weights, ups, isa: as for `sparse_channels`.
+        gates: g, [tokens, top_k, hidden], the outputs of the coarse gates.
+        inner: [tokens, top_k, hidden]; where u_c is not zero it becomes h_c = silu(g_c + gate_c x) * u_c.
+
+    Returns:
+        For each token the sum over its experts and those channels of weight * h_c * down_c, float32 [tokens, columns];
+        and how many channels that were.
+
+    Raises:
+        CorruptionError: `channels` is of another format.
+        ValueError: sizes do not match, or the processor lacks the set.
     """
 
 def sparse_channels(

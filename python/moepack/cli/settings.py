@@ -119,9 +119,7 @@ Samples = Annotated[int | None, _option("samples", "windows of the text; default
 SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a window; default 512.", min=1)]
 Bits = Annotated[
     str | None,
-    _option(
-        "bits", "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2. floe: 16, 8 (default), 4."
-    ),
+    _option("bits", "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2. floe: 16, 8, 4."),
 ]
 BitsPerWeight = Annotated[
     float | None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
-from moepack.export.names import CHANNELS, Experts, experts_of
+from moepack.export.names import CHANNELS, RESIDUALS, Experts, experts_of
 from moepack.format.directory import PackedDirectory
 from moepack.format.shard import Entry
 
@@ -94,12 +94,15 @@ def _joined(layer: Experts, values: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def _projection(source: PackedDirectory, layer: Experts, projection: str) -> torch.Tensor:
     """The values of a projection, `[E, R, C]` bfloat16."""
-    if projection in layer.packed and (CHANNELS not in layer.packed or projection == "up_proj"):
-        return _values(source, layer.packed[projection])
-    gate, down = _values(source, layer.packed[CHANNELS]).chunk(2, dim=2)
-    return gate if projection == "gate_proj" else down.transpose(1, 2)
+    records = next((name for name in (CHANNELS, RESIDUALS) if name in layer.packed), None)
+    if records is None or projection == "up_proj":
+        return torch.from_numpy(source.blob(layer.packed[projection]).dequantize("bfloat16")).view(torch.bfloat16)
+    gate, down = _values(source, layer.packed[records]).chunk(2, dim=2)
+    half = gate if projection == "gate_proj" else down.transpose(1, 2)
+    coarse = _values(source, layer.packed[projection]) if records == RESIDUALS else 0.0
+    return (half + coarse).bfloat16()
 
 
 def _values(source: PackedDirectory, name: str) -> torch.Tensor:
-    """The values of a packed tensor, `[E, R, C]` bfloat16."""
-    return torch.from_numpy(source.blob(name).dequantize("bfloat16")).view(torch.bfloat16)
+    """The values of a packed tensor, `[E, R, C]` float32."""
+    return torch.from_numpy(source.blob(name).dequantize())

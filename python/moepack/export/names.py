@@ -18,10 +18,13 @@ from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.errors import CorruptionError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
 
-__all__ = ["CHANNELS", "Experts", "experts_of"]
+__all__ = ["CHANNELS", "RESIDUALS", "Experts", "experts_of"]
 
 CHANNELS = "channels"
 """The projection that stands for gate and down: rows of the one beside columns of the other."""
+
+RESIDUALS = "residuals"
+"""The same of what is to be added to gate and down."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Experts:
             return [tuple(p for p in places if places[p].parameter == name) for name in self.form.parameters]
         if self.layout.stacked:
             return self.layout.tensors.values()
-        names = ("gate_proj", "up_proj", "down_proj") if CHANNELS in self.packed else self.packed
+        names = ("gate_proj", "up_proj", "down_proj") if {CHANNELS, RESIDUALS} & self.packed.keys() else self.packed
         return [(projection,) for projection in names]
 
     def name(self, projection: str, expert: int) -> str:

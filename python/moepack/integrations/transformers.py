@@ -360,8 +360,8 @@ def _sparse(
     if not is_silu(original.act_fn):
         raise UnsupportedModelError(f"'{path}' has another activation than SiLU, which packed channels need")
     experts, rows, columns = stock["up_proj"]
-    every = {**stock, "channels": (experts, rows, 2 * columns)}
-    expected = {name: every[name] for name in twin.projections}
+    records = experts, rows, 2 * columns
+    expected = {name: stock.get(name, records) for name in twin.projections}
     _require_shapes(path, shapes, expected)
     return twin(expected, original.act_fn)
 

@@ -13,7 +13,7 @@ __all__ = ["EXPERTS", "ORDER", "MatrixRow", "RoleSize", "Row", "add_up", "read_r
 
 EXPERTS = "experts"
 
-ORDER = ("gate_proj", "up_proj", "channels", "down_proj")
+ORDER = ("gate_proj", "up_proj", "channels", "down_proj", "residuals")
 """Projections of experts in the order of the computation."""
 
 
@@ -127,7 +127,8 @@ def _format(record: TensorRecord) -> str:
         if isinstance(recall := details.get("recall"), dict):
             guessed = {name: recall.get(name) for name in ("experts", "channels")}
             shares += [f", {share:.0%} of {name} foreseen" for name, share in guessed.items() if share is not None]
-        return "".join((width, " channels", *shares))
+        kind = "residuals" if record.projection == "residuals" else "channels"
+        return "".join((width, f" {kind}", *shares))
     return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 

@@ -309,26 +309,27 @@ class SparseExperts(PackedExperts):
 
 
 class RefinedExperts(SparseExperts):
-    """Sparse experts whose skipped channels are computed from coarse copies, which decide, too.
+    """Sparse experts that are computed from coarse copies, which decide, too; some of their channels are refined.
 
-    A channel's part of the output is known about from coarse gate and up projections; where it is large, gate row and
-    down column come from the record, and elsewhere from the coarse copies.
+    A channel's part of the output is known about from coarse gate and up projections; where it is large, its record
+    tells what finer gate rows and down columns add to the coarse ones.
 
     Args:
-        shapes: (E, R, C) of coarse `gate_proj`, `up_proj` (E, I, H) and `down_proj` (E, H, I), and of `channels`.
+        shapes: (E, R, C) of coarse `gate_proj`, `up_proj` (E, I, H) and `down_proj` (E, H, I), and of `residuals`
+            (E, I, 2 H).
         act_fn: SiLU.
     """
 
-    projections = ("gate_proj", "up_proj", "down_proj", "channels")
+    projections = ("gate_proj", "up_proj", "down_proj", "residuals")
 
     def _portions(
         self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int]]:
         backend = backend_for(x.device)
-        coarse, ups = backend.coarse_experts(matrices, x, index, weights, self.mode, self._deciding(len(x)))
-        yield coarse, 0
-        for part in self.store.channels(self, index, ups):
-            yield backend.sparse_channels(matrices[-1], x, index, weights, part)
+        coarse = backend.coarse_channels(matrices, x, index, weights, self.mode, self._deciding(len(x)))
+        for part in self.store.channels(self, index, coarse.ups):
+            yield backend.refined_channels(matrices[-1], x, index, weights, coarse, part)
+        yield backend.coarse_outputs(matrices[-2], coarse, index, weights, self.mode), 0
 
 
 class PackedSwitchExperts(_Experts):

@@ -4,11 +4,11 @@ use moepack_core::formats::channels::View;
 use moepack_core::gemm::layer::{Layer, Routing};
 use moepack_core::gemm::sparse::{self, Ups};
 use moepack_core::pool;
-use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2, PyReadonlyArray3};
+use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2, PyReadonlyArray3, PyReadwriteArray3};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-use crate::arrays::{Activations, chosen_isa, lengths, products, values};
+use crate::arrays::{Activations, chosen_isa, lengths, places, products, values};
 use crate::dense::DenseMatrix;
 use crate::error::detached;
 pub use crate::packed::Packed;
@@ -151,6 +151,52 @@ pub fn sparse_channels<'py>(
                 channels: View::parse(records)?,
             };
             layer.forward(x, routing, y, isa, &*pool::current()?)
+        };
+        computed = detached(py, forward)?;
+        Ok(())
+    })?;
+    Ok((y, computed))
+}
+
+/// What records add to coarse copies of a layer, where they hold the differences of finer gates and down projections.
+///
+/// Args:
+///     channels, x, experts, weights, ups, isa: as for `sparse_channels`.
+///     gates: g, float32 [tokens, top_k, hidden], the outputs of the coarse gates.
+///     inner: float32 [tokens, top_k, hidden], C-contiguous; where u_c is not zero it becomes h_c = silu(g_c + gate_c x) * u_c.
+///
+/// Returns: for each token the sum over its experts and those channels of weight * h_c * down_c, and how many they were.
+///
+/// Raises: as `sparse_experts`.
+#[pyfunction]
+#[pyo3(signature = (channels, x, experts, weights, ups, gates, inner, isa=None))]
+#[allow(clippy::too_many_arguments)] // Python's signature
+pub fn refine_channels<'py>(
+    py: Python<'py>,
+    channels: &PackedTensor,
+    x: Activations<'py>,
+    experts: PyReadonlyArray2<'py, i64>,
+    weights: PyReadonlyArray2<'py, f32>,
+    ups: PyReadonlyArray3<'py, f32>,
+    gates: PyReadonlyArray3<'py, f32>,
+    mut inner: PyReadwriteArray3<'py, f32>,
+    isa: Option<&str>,
+) -> PyResult<(Bound<'py, PyArray2<f32>>, u64)> {
+    let (isa, routing) = (chosen_isa(isa)?, routing(&experts, &weights)?);
+    let records = channels.array().bind(py).try_readonly()?;
+    let (records, ups, gates) = (
+        values(&records, "data")?,
+        values(&ups, "ups")?,
+        values(&gates, "gates")?,
+    );
+    let (columns, inner, mut computed) = (x.shape()[1], places(&mut inner)?, 0);
+    let y = products(py, &x, columns, columns, |x, y| {
+        let forward = || {
+            let layer = sparse::Layer {
+                ups: Ups::Refining { ups, gates },
+                channels: View::parse(records)?,
+            };
+            layer.refine(x, routing, y, inner, isa, &*pool::current()?)
         };
         computed = detached(py, forward)?;
         Ok(())

@@ -37,7 +37,7 @@ mod _core {
     #[pymodule_export]
     use super::error::{CorruptionError, UnknownFormatError};
     #[pymodule_export]
-    use super::layer::{gated_experts, sparse_channels, sparse_experts};
+    use super::layer::{gated_experts, refine_channels, sparse_channels, sparse_experts};
     #[pymodule_export]
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]

@@ -8,10 +8,12 @@ import torch
 from moepack.checkpoint import MoeLayer, Projection
 from moepack.errors import UnsupportedModelError
 
-__all__ = ["CHANNELS", "UP", "Channels", "by_channels"]
+__all__ = ["CHANNELS", "DOWN", "GATE", "RESIDUALS", "UP", "Channels", "by_channels"]
 
-UP, CHANNELS = "up_proj", "channels"
+GATE, UP, DOWN, CHANNELS = "gate_proj", "up_proj", "down_proj", "channels"
 """The projections of an arranged layer."""
+RESIDUALS = "residuals"
+"""Records beside coarse copies: what finer values add to them."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,19 @@ def by_channels(layer: MoeLayer, coarse: bool = False) -> MoeLayer:
     """Return a layer with the up projection and records in place of its three projections, or beside coarse ones.
 
     The records have the name of the stock down projection, in another shape: a reader that does not know them fails.
-    Beside coarse projections they have a name of their own.
+    Beside coarse projections they are residuals, under a name of their own.
 
     Raises:
         UnsupportedModelError: its experts have no gate.
     """
     found = {projection.name: projection for projection in layer.projections}
-    if set(found) != {"gate_proj", UP, "down_proj"}:
+    if set(found) != {GATE, UP, DOWN}:
         raise UnsupportedModelError(f"'{layer.name}' has no experts with a gate, which floe needs")
-    gate, up, down = found["gate_proj"], found[UP], found["down_proj"]
+    gate, up, down = found[GATE], found[UP], found[DOWN]
     experts, rows, columns = gate.shape
     shape, parts = (experts, rows, 2 * columns), (*gate.parts, *down.parts)
-    name = f"{down.packed_name.removesuffix(down.name)}{CHANNELS}" if coarse else down.packed_name
-    records = Channels(CHANNELS, shape, name, parts, gate.checkpoint, gate, down, coarse)
+    kind = RESIDUALS if coarse else CHANNELS
+    name = f"{down.packed_name.removesuffix(down.name)}{kind}" if coarse else down.packed_name
+    records = Channels(kind, shape, name, parts, gate.checkpoint, gate, down, coarse)
     first = (gate, up, down) if coarse else (up,)
     return MoeLayer(layer.name, (*first, records), layer.router, layer.shared)

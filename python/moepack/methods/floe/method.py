@@ -4,7 +4,7 @@ A channel is skipped where the up projection's output is smaller than the expert
 11). Records of gate row and down column keep bf16, or 8 or 4 bits; up projections are group-wise integers.
 
 With coarse copies of all projections, as coded integers (`moepack.methods.rate`), nothing is skipped: the copies decide
-and compute, and records refine the channels that matter most.
+and compute, and records hold what finer values of the channels that matter most add to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moepack.format.hub import PREDICTORS
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
-from moepack.methods.floe.channels import CHANNELS, UP, by_channels
+from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
 from moepack.methods.rate import Rate
@@ -57,7 +57,8 @@ class Floe(Method):
     Attributes:
         calibration: text file, JSON lines, directory or data set of the hub.
         sparsity: the share of channels that each expert skips, 0 to 1.
-        bits: of the values of records: 16 (bfloat16), 8 or 4.
+        bits: of the values of records: 16 (bfloat16), 8 or 4; by default 8, and 4 beside coarse copies, whose residuals
+            are small.
         up_bits: of up projections, 2, 3, 4 or 8.
         group_size: columns of an up projection that share a scale and an offset.
         solver: of up projections, "lsq" (least squares) or "hqq" (the paper's).
@@ -71,7 +72,7 @@ class Floe(Method):
 
     calibration: str
     sparsity: float = 0.8
-    bits: int = 8
+    bits: int | None = None
     up_bits: int = 2
     group_size: int = 64
     solver: str = "lsq"
@@ -81,18 +82,21 @@ class Floe(Method):
     sequence_length: int = 512
     device: str = "cpu"
     name: ClassVar[str] = "floe"
+    _bits: int = field(default=8, init=False, repr=False)
     _decisions: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
     _dense: set[str] = field(default_factory=set, init=False, repr=False)
     _layers: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    _names: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False)
     _coarse: Rate | None = field(default=None, init=False, repr=False)
     _calibration_sha256: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.bits = as_number(self.bits, "bits")
+        default = 8 if self.coarse_bits is None else 4
+        self.bits = self._bits = default if self.bits is None else as_number(self.bits, "bits")
         if not 0 <= self.sparsity <= 1:
             raise ValueError(f"sparsity must be 0 to 1, not {self.sparsity}")
-        if self.bits not in (4, 8, 16):
-            raise ValueError(f"bits must be 4, 8 or 16, not {self.bits}")
+        if self._bits not in (4, 8, 16):
+            raise ValueError(f"bits must be 4, 8 or 16, not {self._bits}")
         if self.up_bits not in BITS:
             raise ValueError(f"up_bits must be one of {', '.join(map(str, BITS))}, not {self.up_bits}")
         if self.group_size not in (16, 32, 64, 128, 256):
@@ -123,6 +127,7 @@ class Floe(Method):
         """Put gate and down projection together, channel by channel; see `Method.arranged`."""
         found = by_channels(layer, coarse=self._coarse is not None)
         self._layers |= {projection.packed_name: layer.name for projection in found.projections}
+        self._names[layer.name] = {projection.name: projection.packed_name for projection in found.projections}
         return found
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
@@ -130,7 +135,7 @@ class Floe(Method):
         other = packed_bytes(shape, DENSE_BITS, self.group_size, symmetric=False)
         if self._coarse is not None:
             other = self._coarse.bound(shape, role)
-        return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self.bits))
+        return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
 
     def expected(self, weights: Weights) -> Expected:
         """Return the size, which shape and settings fix, but for coarse copies and the first layers' up projections."""
@@ -138,7 +143,7 @@ class Floe(Method):
             return self._coarse.expected(weights)
         if weights.name.endswith(f".{UP}"):
             return Expected(packed_bytes(weights.shape, self.up_bits, self.group_size, symmetric=False), exact=False)
-        return Expected(_core.packed_bytes("channels", weights.shape, bits=self.bits), exact=True)
+        return Expected(_core.packed_bytes("channels", weights.shape, bits=self._bits), exact=True)
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Find the thresholds; runs the model over the calibration set, again when a job is resumed."""
@@ -169,6 +174,11 @@ class Floe(Method):
         """What a deciding matrix of the packed tensor `name` becomes."""
         if self._coarse is None:
             return self._up(matrix, self._layers[name]).values()
+        return self._coarse_values(name, matrix)
+
+    def _coarse_values(self, name: str, matrix: Tensor) -> Tensor:
+        """What a coarse copy of the packed tensor `name` holds of a matrix [R, C]."""
+        assert self._coarse is not None
         codes, step = self._coarse.rounded(name, matrix)
         return codes.float() * step
 
@@ -202,7 +212,7 @@ class Floe(Method):
 
     def _is_coarse(self, name: str) -> bool:
         """Whether the packed tensor `name` is a coarse copy."""
-        return self._coarse is not None and not name.endswith(f".{CHANNELS}")
+        return self._coarse is not None and not name.endswith(f".{RESIDUALS}")
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize an up projection, or the records of gate and down."""
@@ -210,11 +220,11 @@ class Floe(Method):
         if weights.name not in self._layers:
             raise InvalidTensorError("floe packs all experts of a model, or none", tensor=weights.name)
         weights = self._ordered(stage.layer, weights, name)
-        if self._coarse is not None and name != CHANNELS:
+        if self._coarse is not None and name != RESIDUALS:
             return self._coarse.solve(replace(stage, tensors={name: weights}))
         experts, rows, columns = weights.shape
         solved: list[dict[str, Tensor]] = [{} for _ in range(experts)]
-        work = self._solve_records if name == CHANNELS else self._solve_up
+        work = self._solve_up if name == UP else self._solve_records
 
         def solve(expert: int) -> None:
             solved[expert] = work(stage.layer, weights.expert(expert), weights.sources[expert])
@@ -239,13 +249,23 @@ class Floe(Method):
     def _solve_records(self, layer: str, records: Tensor, source: str) -> dict[str, Tensor]:
         if not bool(torch.isfinite(records).all()):
             raise InvalidTensorError("holds NaN or infinite weights", tensor=source)
-        if self.bits == 16:
-            return {"values": records.to(torch.bfloat16).view(torch.uint16)}
-        halves = records.float().chunk(2, dim=1)
+        halves = self._halves(layer, records)
+        if self._bits == 16:
+            return {"values": torch.cat(halves, dim=1).to(torch.bfloat16).view(torch.uint16)}
         found = [
-            quantize_groupwise(half, self.bits, RECORD_GROUP, dtype=torch.bfloat16, name=source) for half in halves
+            quantize_groupwise(half, self._bits, RECORD_GROUP, dtype=torch.bfloat16, name=source) for half in halves
         ]
         return {part: torch.cat([getattr(half, part) for half in found], dim=1) for part in ("codes", "scales")}
+
+    def _halves(self, layer: str, records: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate rows and down columns [I, H], or what they add to coarse copies."""
+        gate, down = records.chunk(2, dim=1)
+        if self._coarse is None:
+            return gate.float(), down.float()
+        names = self._names[layer]
+        coarse_gate = self._coarse_values(names[GATE], gate.contiguous())
+        coarse_down = self._coarse_values(names[DOWN], down.T.contiguous())
+        return gate.float() - coarse_gate, down.float() - coarse_down.T
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack what was found, records with their thresholds."""
@@ -257,11 +277,11 @@ class Floe(Method):
             if weights.name.endswith(f".{UP}"):
                 return self._packed_up(weights, parts, self._width(layer))
             decision = self._decisions[layer]
-            records: Any = parts["values"] if self.bits == 16 else (parts["codes"], parts["scales"])
-            blob = _core.encode_channels(records, np.array(decision.thresholds, np.float32), bits=self.bits)
+            records: Any = parts["values"] if self._bits == 16 else (parts["codes"], parts["scales"])
+            blob = _core.encode_channels(records, np.array(decision.thresholds, np.float32), bits=self._bits)
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
-        return PackedTensor("channels", blob, {"bits": self.bits, **decision.details()})
+        return PackedTensor("channels", blob, {"bits": self._bits, **decision.details()})
 
     def _packed_up(self, weights: Weights, parts: Mapping[str, Any], bits: int) -> PackedTensor:
         blob = _core.encode_groupwise(

@@ -22,14 +22,12 @@ from moepack.calibration import Calibrator, LayerRun, Samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.stage import Stage
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
-from moepack.methods.floe.channels import UP
+from moepack.methods.floe.channels import GATE, UP
 from moepack.methods.floe.predictors import HELD_OUT, Pair, fitted
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.runtime.prediction import Predictor
 
 __all__ = ["Decision", "Quantized", "decide"]
-
-GATE = "gate_proj"
 
 Quantized = Callable[[str, Tensor], Tensor]
 """The values [R, C] that a matrix of the packed tensor of that name will have, from its weights."""

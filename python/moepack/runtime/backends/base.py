@@ -7,7 +7,7 @@ above it, stores included, know tensors, packed matrices that only their backend
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from moepack.errors import DeviceError, LoadError
 
-__all__ = ["Activation", "Backend", "Matrix", "is_silu"]
+__all__ = ["Activation", "Backend", "Coarse", "Matrix", "is_silu"]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -32,6 +32,20 @@ class Matrix(Protocol):
     def format(self) -> str:
         """Name of the format, for people."""
         ...
+
+
+class Coarse(NamedTuple):
+    """What coarse copies know of the channels of each token's experts, [T, k, I] float32.
+
+    Attributes:
+        gates: outputs of the gate.
+        ups: outputs of the up projection; zero where a channel is not refined.
+        inner: silu(gate) * up, what the down projection multiplies.
+    """
+
+    gates: Tensor
+    ups: Tensor
+    inner: Tensor
 
 
 class Backend(ABC):
@@ -159,7 +173,7 @@ class Backend(ABC):
         """Decide which channels of each token's experts are computed from records; errors as of `sparse_experts`.
 
         Args:
-            matrices: as of `sparse_experts`, or of `coarse_experts`.
+            matrices: as of `sparse_experts`, or of `coarse_channels`.
             x, index, mode: as of `sparse_experts`.
             weights: as of `sparse_experts`; coarse copies decide by them.
             deciding: [T, H], what decides in place of `x`, which the outputs are still of.
@@ -169,7 +183,7 @@ class Backend(ABC):
         """
         raise DeviceError("experts of which some channels are computed run on the CPU")
 
-    def coarse_experts(
+    def coarse_channels(
         self,
         matrices: Sequence[Matrix],
         x: Tensor,
@@ -177,22 +191,38 @@ class Backend(ABC):
         weights: Tensor,
         mode: str | None,
         deciding: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Decide which channels are refined, and compute the others; see `RefinedExperts`.
+    ) -> Coarse:
+        """Compute what coarse copies know of all channels, and decide which are refined; see `RefinedExperts`.
 
         Args:
-            matrices: coarse gate, up and down projections, and records.
+            matrices: coarse gate, up and down projections, and records of what finer values add to gate and down.
             x, index, weights, mode: as of `sparse_experts`.
             deciding: as of `wanted_channels`.
-
-        Returns:
-            [T, H] float32, the outputs without the channels that are refined, and what `sparse_channels` takes for
-            those.
 
         Raises:
             DeviceError: the device has no such products.
         """
-        raise DeviceError("experts of which some channels are computed run on the CPU")
+        raise DeviceError("experts of which some channels are refined run on the CPU")
+
+    def refined_channels(
+        self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, coarse: Coarse, ups: Tensor
+    ) -> tuple[Tensor, int]:
+        """Refine channels; arguments and errors as of `coarse_channels`.
+
+        Args:
+            records: what finer values add.
+            x, index, weights: of the call.
+            coarse: what `coarse_channels` gave; its `inner` becomes that of the refined channels.
+            ups: its `ups`, or a part of them.
+
+        Returns:
+            [T, H] float32, what the records' down columns add to the outputs, and how many channels were refined.
+        """
+        raise DeviceError("experts of which some channels are refined run on the CPU")
+
+    def coarse_outputs(self, down: Matrix, coarse: Coarse, index: Tensor, weights: Tensor, mode: str | None) -> Tensor:
+        """Sum the outputs [T, H] of each token's experts by the coarse down projection, from all channels' `inner`."""
+        raise DeviceError("experts of which some channels are refined run on the CPU")
 
     def sparse_channels(
         self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor

@@ -33,8 +33,8 @@ from moepack.units import size
 
 __all__ = ["ChannelStore", "Records"]
 
-CHANNELS = "channels"
-"""The projection that holds records."""
+RECORDS = ("channels", "residuals")
+"""Projections that hold records; such a layer has one of them, its last."""
 
 LEAST_BLOCKS = 16
 """Blocks for which there must be room: those of two records of common sizes, and their neighbours."""
@@ -96,22 +96,22 @@ class ChannelStore(StreamingStore):
     def suits(cls, model: Any, memory: int) -> bool:
         """Whether all experts of a model are kept by channels, and memory takes what decides over them."""
         layers = expert_layers(model)
-        if not layers or any(CHANNELS not in layer.projections for layer in layers):
+        if not layers or any(layer.projections[-1] not in RECORDS for layer in layers):
             return False
-        records = sum(layer.get_buffer(CHANNELS).nbytes for layer in layers)
+        records = sum(layer.get_buffer(layer.projections[-1]).nbytes for layer in layers)
         total: int = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         return total - records + LEAST_BLOCKS * BLOCK <= memory
 
     def _streamed(self, layer: PackedModule) -> tuple[str, ...]:
-        return (CHANNELS,)
+        return layer.projections[-1:]
 
     def _take_layer(self, layer: PackedModule) -> list[Region]:
         matrices = list(layer.store.fetch(layer, None, torch.device("cpu")))
-        at = layer.projections.index(CHANNELS)
-        payloads, (experts, channels, _) = expert_payloads(matrices[at]), layer.shapes[CHANNELS]
+        name, payloads = layer.projections[-1], expert_payloads(matrices[-1])
+        experts, channels, _ = layer.shapes[name]
         whole = np.array([[payloads[0, 0], payloads[-1, 1]]])
-        region = self._region(layer, CHANNELS, whole)
-        matrices[at] = self._adopt(layer, CHANNELS, region)
+        region = self._region(layer, name, whole)
+        matrices[-1] = self._adopt(layer, name, region)
         nbytes = int(whole[0, 1] - whole[0, 0]) // max(experts * channels, 1)
         self._layers[layer] = Records(tuple(matrices), region, int(whole[0, 0]) - region.start(0), nbytes, channels)
         return [region]
@@ -138,7 +138,7 @@ class ChannelStore(StreamingStore):
 
     def _share(self, layer: PackedModule) -> float:
         """The share of channels that tokens are expected to compute, by the manifest; all where it does not say."""
-        place = layer.places[CHANNELS]
+        place = layer.places[layer.projections[-1]]
         details = PackedDirectory.open(Path(place["file"]).parent).manifest.tensors[place["tensor"]].details
         skipped = [share for share in details.get("achieved_sparsity", ()) if share is not None]
         return 1 - sum(skipped) / len(skipped) if skipped else 1.0
@@ -150,7 +150,7 @@ class ChannelStore(StreamingStore):
 
     def channels(self, layer: Layer, experts: Tensor, ups: Tensor) -> Iterator[Tensor]:
         """Read the records of the channels that are wanted, in portions; see `ExpertStore.channels`."""
-        own, channels = self._layers[layer], layer.shapes[CHANNELS][1]
+        own, channels = self._layers[layer], self._layers[layer].channels
         parts = own.portions(_records(layer, experts, ups), self._residency.budget)
         foreseen: list[tuple[Layer, Tensor, Tensor]] = []
         ahead = partial(self._foreseen, layer, foreseen) if len(parts) == 1 and layer in self._next else None
@@ -176,7 +176,7 @@ class ChannelStore(StreamingStore):
 
 def _records(layer: Layer, experts: Tensor, ups: Tensor) -> NDArray[np.int64]:
     """The records that experts [T, k] want, ascending, each once; `ups` [T, k, I] is zero for skipped channels."""
-    count, channels, _ = layer.shapes[CHANNELS]
+    count, channels, _ = list(layer.shapes.values())[-1]
     known = (experts >= 0) & (experts < count)
     tokens, slots, wanted = torch.where((ups != 0) & known[..., None])
     numbers = (experts[tokens, slots].long() * channels + wanted).numpy()

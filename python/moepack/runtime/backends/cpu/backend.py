@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from moepack._core import PackedTensor, gated_experts, sparse_channels, sparse_experts
+from moepack._core import PackedTensor, gated_experts, refine_channels, sparse_channels, sparse_experts
 from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
-from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
+from moepack.runtime.backends.base import Activation, Backend, Coarse, Matrix, is_silu
 from moepack.runtime.backends.cpu.views import activations
 from moepack.runtime.compute import product_mode
 
@@ -81,8 +81,9 @@ class CpuBackend(Backend):
         if getattr(matrices[-1], "kind", "") == CHANNELS:
             if len(matrices) == 2:
                 return self.sparse_experts(matrices, x, index, weights, mode)[0]
-            outputs, ups = self.coarse_experts(matrices, x, index, weights, mode)
-            return outputs.add_(self.sparse_channels(matrices[-1], x, index, weights, ups)[0])
+            coarse = self.coarse_channels(matrices, x, index, weights, mode)
+            refined, _ = self.refined_channels(matrices[-1], x, index, weights, coarse, coarse.ups)
+            return refined.add_(self.coarse_outputs(matrices[-2], coarse, index, weights, mode))
         weights = weights.float().contiguous()
         if len(matrices) == 3 and is_silu(activation) and all(isinstance(matrix, PackedTensor) for matrix in matrices):
             gate, up, down = cast(Sequence[PackedTensor], matrices)
@@ -122,7 +123,7 @@ class CpuBackend(Backend):
         ups = by.ups if deciding is None else places.product(up, x, mode)
         return places.placed(ups.masked_fill_(by.below, 0))
 
-    def coarse_experts(
+    def coarse_channels(
         self,
         matrices: Sequence[Matrix],
         x: Tensor,
@@ -130,15 +131,28 @@ class CpuBackend(Backend):
         weights: Tensor,
         mode: str | None,
         deciding: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend.coarse_experts`."""
+    ) -> Coarse:
+        """See `Backend.coarse_channels`."""
         places = _Places(index, matrices[0].shape[0])
         by = places.judged(matrices, x, weights, mode)
         below = by.below if deciding is None else places.judged(matrices, deciding, weights, mode).below
-        assert by.inner is not None
-        outputs = _product(matrices[2], by.inner.masked_fill_(~below, 0), places.offsets, mode)
-        ups = by.ups.masked_fill_(below, 0)
-        return _weighted_sum(outputs, places.positions, weights.float()), places.placed(ups)
+        assert by.gates is not None and by.inner is not None
+        return Coarse(*map(places.placed, (by.gates, by.ups.masked_fill(below, 0), by.inner)))
+
+    def refined_channels(
+        self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, coarse: Coarse, ups: Tensor
+    ) -> tuple[Tensor, int]:
+        """See `Backend.refined_channels`."""
+        choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
+        known = ups.numpy(), coarse.gates.numpy(), coarse.inner.numpy()
+        y, computed = refine_channels(cast(PackedTensor, records), activations(x), *choice, *known)
+        return torch.from_numpy(y), computed
+
+    def coarse_outputs(self, down: Matrix, coarse: Coarse, index: Tensor, weights: Tensor, mode: str | None) -> Tensor:
+        """See `Backend.coarse_outputs`."""
+        places = _Places(index, down.shape[0])
+        outputs = _product(down, places.taken(coarse.inner), places.offsets, mode)
+        return _weighted_sum(outputs, places.positions, weights.float())
 
     def sparse_channels(
         self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor
@@ -154,11 +168,12 @@ class _Judged(NamedTuple):
 
     Attributes:
         ups: outputs of the up projection.
-        inner: silu(gate) * up of coarse copies; None without.
+        gates, inner: outputs of the coarse gate, and silu(gate) * up; None without coarse copies.
         below: which channels are below their threshold.
     """
 
     ups: Tensor
+    gates: Tensor | None
     inner: Tensor | None
     below: Tensor
 
@@ -182,12 +197,16 @@ class _Places:
         thresholds = torch.from_numpy(own)[self.index.reshape(-1)[self._pairs].long()][:, None]
         if len(deciders) == 1:
             ups = self.product(deciders[0], x, mode)
-            return _Judged(ups, None, ups.abs() < thresholds)
+            return _Judged(ups, None, None, ups.abs() < thresholds)
         assert weights is not None
-        ups = self.product(deciders[1], x, mode)
-        inner = functional.silu(self.product(deciders[0], x, mode)).mul_(ups)
+        gates, ups = (self.product(matrix, x, mode) for matrix in deciders[:2])
+        inner = functional.silu(gates).mul_(ups)
         sizes = inner.abs().mul_(weights.reshape(-1)[self._pairs].float().abs()[:, None])
-        return _Judged(ups, inner, sizes < thresholds)
+        return _Judged(ups, gates, inner, sizes < thresholds)
+
+    def taken(self, values: Tensor) -> Tensor:
+        """The rows [N, I] of the pairs, from where they stand in the index, [T, k, I]."""
+        return values.reshape(-1, values.shape[-1])[self._pairs]
 
     def placed(self, values: Tensor) -> Tensor:
         """Put rows [N, I] where their pairs stand in the index: [T, k, I], zero elsewhere."""

@@ -34,6 +34,23 @@ pub enum Ups<'a> {
     Of(&'a dyn Projection),
     /// Outputs u, tokens x top_k x I: channels are skipped where u is zero, for they add nothing.
     Given(&'a [f32]),
+    /// The same of coarse up projections, and the outputs of coarse gates: records hold what finer weights add.
+    Refining {
+        /// Outputs u, zero where a channel is skipped.
+        ups: &'a [f32],
+        /// Outputs of the gates, tokens x top_k x I.
+        gates: &'a [f32],
+    },
+}
+
+impl<'a> Ups<'a> {
+    /// The outputs that the caller has.
+    fn given(self) -> &'a [f32] {
+        match self {
+            Ups::Of(_) => &[],
+            Ups::Given(values) | Ups::Refining { ups: values, .. } => values,
+        }
+    }
 }
 
 /// The projections of a layer: the records of gate and down are E x I x 2 H.
@@ -60,15 +77,62 @@ impl Layer<'_> {
         isa: Isa,
         pool: &ThreadPool,
     ) -> Result<u64> {
-        let (x, isa) = (x.into(), isa.require()?);
+        let pass = self.run(x.into(), &routing, y, isa, pool)?;
+        Ok(pass.map_or(0, |pass| pass.computed.into_inner()))
+    }
+
+    /// Computes what the records of refined channels add to the outputs of coarse copies, but for what their values
+    /// silu(gate) * u, which go to `inner` (tokens x top_k x I, kept for other channels), add through coarse columns.
+    ///
+    /// Returns how many channels were refined.
+    ///
+    /// # Errors
+    /// As of `forward`; the layer must be [`Ups::Refining`].
+    pub fn refine<'a>(
+        &self,
+        x: impl Into<Activations<'a>>,
+        routing: Routing,
+        y: &mut [f32],
+        inner: &mut [f32],
+        isa: Isa,
+        pool: &ThreadPool,
+    ) -> Result<u64> {
+        let (Ups::Refining { ups, .. }, true) = (self.ups, inner.len() == self.ups.given().len()) else {
+            return Err(Error::InvalidArgument("refining needs coarse outputs".into()));
+        };
+        let Some(pass) = self.run(x.into(), &routing, y, isa, pool)? else {
+            return Ok(0);
+        };
+        let rows = self.channels.layout().shape().rows;
+        let refined = pass.inner.as_ref().map_or(&[][..], Output::values);
+        for (values, &pair) in refined.chunks_exact(rows.max(1)).zip(&pass.pairs) {
+            let own = pair * rows..(pair + 1) * rows;
+            let places = inner[own.clone()].iter_mut().zip(&ups[own]).zip(values);
+            places
+                .filter(|((_, up), _)| **up != 0.0)
+                .for_each(|((inner, _), value)| *inner = *value);
+        }
+        Ok(pass.computed.into_inner())
+    }
+
+    /// Computes the layer; nothing where there are no tokens.
+    fn run<'a>(
+        &'a self,
+        x: Activations,
+        routing: &Routing,
+        y: &mut [f32],
+        isa: Isa,
+        pool: &ThreadPool,
+    ) -> Result<Option<Pass<'a>>> {
+        let isa = isa.require()?;
         let columns = self.channels.layout().half();
-        self.check(&routing)?;
+        self.check(routing)?;
         routing.check(columns, &x, y)?;
         if x.len() == 0 {
-            return Ok(0);
+            return Ok(None);
         }
         let tokens = x.len() / columns;
-        let pass = Pass::new(*self, &routing, tokens, pool.current_num_threads(), isa);
+        let pass = Pass::new(*self, routing, tokens, pool.current_num_threads(), isa);
         let bands = columns.div_ceil(BAND);
         let y = Output::new(y, columns, tokens * bands);
         region::run(pool, Threads::of(pass.alone(), tokens), |thread| {
@@ -81,7 +145,7 @@ impl Layer<'_> {
                 unsafe { y.fill(unit, token..token + 1, band.clone(), &pass.sum(token, band)) }
             });
         });
-        Ok(pass.computed.into_inner())
+        Ok(Some(pass))
     }
 
     /// Says whether the two fit together, and to a routing.
@@ -94,9 +158,14 @@ impl Layer<'_> {
                     (up.experts, up.rows, 2 * up.columns) == (records.experts, records.rows, records.columns);
                 (fits, format!("{up:?}"))
             }
-            Ups::Given(values) => {
-                let fits = routing.experts.len().checked_mul(records.rows) == Some(values.len());
-                (fits, format!("{} outputs", values.len()))
+            Ups::Given(values) | Ups::Refining { ups: values, .. } => {
+                let gates = match self.ups {
+                    Ups::Refining { gates, .. } => gates.len(),
+                    _ => values.len(),
+                };
+                let count = routing.experts.len().checked_mul(records.rows);
+                let fits = count == Some(values.len()) && gates == values.len();
+                (fits, format!("{} outputs of up, {gates} of gates", values.len()))
             }
         };
         match fits {
@@ -144,6 +213,8 @@ struct Pass<'a> {
     blocks: usize,
     /// Outputs of all blocks, places x (blocks x filled up columns).
     parts: Output<'a>,
+    /// Where channels are refined: their values behind SiLU, places x channels.
+    inner: Option<Output<'a>>,
     /// For each token, its experts' places and weights.
     terms: Vec<Vec<(usize, f32)>>,
     computed: AtomicU64,
@@ -172,10 +243,12 @@ impl<'a> Pass<'a> {
         Pass {
             up: match layer.ups {
                 Ups::Of(up) => Some(Up::new(up, &job, threads)),
-                Ups::Given(_) => None,
+                Ups::Given(_) | Ups::Refining { .. } => None,
             },
             tokens: Slots::new(tokens),
             pairs,
+            inner: matches!(layer.ups, Ups::Refining { .. })
+                .then(|| Output::owned(job.list.len(), rows, job.tasks.len() * blocks)),
             parts: Output::owned(job.list.len(), blocks * part, job.tasks.len() * blocks),
             terms: terms.collect(),
             computed: AtomicU64::new(0),
@@ -227,28 +300,26 @@ impl<'a> Pass<'a> {
     /// The outputs of the up projection of a place.
     fn outputs(&self, place: usize) -> &[f32] {
         let rows = self.layer.channels.layout().shape().rows;
-        match (self.layer.ups, &self.up) {
-            (Ups::Given(values), _) => &values[self.pairs[place] * rows..][..rows],
-            (_, up) => &up.as_ref().map_or(&[][..], |up| up.outputs.values())[place * rows..][..rows],
+        match &self.up {
+            Some(up) => &up.outputs.values()[place * rows..][..rows],
+            None => &self.layer.ups.given()[self.pairs[place] * rows..][..rows],
         }
     }
 
     /// The phase of the channels.
     fn channels(&self, thread: &mut Thread) {
         let part = self.part();
-        let (mut list, mut sums) = (Vec::new(), Vec::new());
+        let (mut list, mut values, mut sums) = (Vec::new(), Vec::new(), Vec::new());
         thread.phase(self.job.tasks.len() * self.blocks, |unit| {
             let (task, block) = (unit / self.blocks, unit % self.blocks);
             let places = self.job.tasks[task].places.clone();
             let rows = self.layer.channels.layout().shape().rows;
-            self.wanted(
-                task,
-                block * self.step..((block + 1) * self.step).min(rows),
-                &mut list,
-            );
+            let channels = block * self.step..((block + 1) * self.step).min(rows);
+            self.wanted(task, channels.clone(), &mut list);
             sums.clear();
             sums.resize(places.len() * part, 0.0);
-            self.block(task, &list, &mut sums);
+            self.block(task, &list, &mut values, &mut sums);
+            self.keep(unit, places.clone(), channels, &list, &values);
             self.computed.fetch_add(list.len() as u64, Ordering::Relaxed);
             // SAFETY: a place is of one task, and the blocks of a task have columns of their own.
             unsafe {
@@ -270,7 +341,7 @@ impl<'a> Pass<'a> {
         let threshold = self.layer.channels.threshold(task.expert);
         let passes = |up: f32| match self.layer.ups {
             Ups::Of(_) => up.abs() >= threshold || up.is_nan(),
-            Ups::Given(_) => up != 0.0,
+            Ups::Given(_) | Ups::Refining { .. } => up != 0.0,
         };
         list.clear();
         for channel in channels {
@@ -280,8 +351,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Adds the channels of a list to the sums of the task's places.
-    fn block(&self, task: usize, list: &[(usize, usize)], sums: &mut [f32]) {
+    /// Adds the channels of a list to the sums of the task's places; `values` become theirs behind SiLU.
+    fn block(&self, task: usize, list: &[(usize, usize)], values: &mut Vec<f32>, sums: &mut [f32]) {
+        values.clear();
         let (task, channels, part) = (&self.job.tasks[task], &self.layer.channels, self.part());
         let (width, rows) = (channels.layout().width(), channels.layout().shape().rows);
         let record = |channel: usize| task.expert * rows + channel;
@@ -291,10 +363,32 @@ impl<'a> Pass<'a> {
                 channels.halves(record(list.get(number + 1).map_or(channel, |pair| pair.0)));
             let x = self.tokens.get(self.job.list[place]);
             let mut value = [rows::dot(self.isa, width, gate, next_gate, x)];
+            if let Ups::Refining { gates, .. } = self.layer.ups {
+                value[0] += gates[self.pairs[place] * rows + channel];
+            }
             gated(self.isa, &mut value, &self.outputs(place)[channel..][..1]);
+            values.push(value[0]);
             let sums = &mut sums[(place - task.places.start) * part..][..part];
             rows::add(self.isa, width, down, next_down, value[0], sums);
         }
+    }
+
+    /// Keeps the values of a unit's channels, zero for those that are skipped, where they are asked for.
+    fn keep(
+        &self,
+        unit: usize,
+        places: Range<usize>,
+        channels: Range<usize>,
+        list: &[(usize, usize)],
+        values: &[f32],
+    ) {
+        let Some(inner) = &self.inner else { return };
+        let mut all = vec![0.0; places.len() * channels.len()];
+        for (&(channel, place), &value) in list.iter().zip(values) {
+            all[(place - places.start) * channels.len() + channel - channels.start] = value;
+        }
+        // SAFETY: a place is of one task, and the blocks of a task have channels of their own.
+        unsafe { inner.fill(unit, places, channels, &all) }
     }
 
     /// Some columns of a token's output.

@@ -4,7 +4,8 @@
 //! The up projection may be of any format; gate and down come as records of channels ([`crate::formats::channels`]), and a
 //! record that no token of a call wants is never touched. A wanted one is read once, whatever the number of tokens: its first
 //! half gives the gate, its second half is added to the outputs. Who has decided already gives the outputs u, zero where a
-//! channel is skipped: records that are read from a drive must be known before they are multiplied.
+//! channel is skipped: records that are read from a drive must be known before they are multiplied. Where coarse copies of
+//! all projections compute a first approximation, records may hold what finer weights add to them ([`Ups::Refining`]).
 //!
 //! A call is one parallel region: the up projection, channels, the sum over blocks of channels. A unit of work of the second
 //! phase is a block of an expert's channels for all of its tokens. How many blocks there are depends on sizes alone, each

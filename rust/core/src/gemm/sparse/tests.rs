@@ -213,6 +213,81 @@ fn given_outputs_are_computed_where_they_are_not_zero() {
 }
 
 #[test]
+fn records_refine_coarse_gates_and_tell_what_coarse_columns_multiply() {
+    let setting = Setting::new(Width::Int4, 150, 130, 7, 0.0);
+    let count = setting.experts.len() * setting.rows;
+    let ups: Vec<f32> = numbers(count, 4)
+        .into_iter()
+        .map(|up| if up.abs() < 0.6 { 0.0 } else { up })
+        .collect();
+    let before = numbers(count, 8);
+    let routing = Routing {
+        experts: &setting.experts,
+        weights: &setting.weights,
+        top_k: TOP_K,
+    };
+    let refine = |gates: &[f32], isa: Isa, threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        let layer = Layer {
+            ups: Ups::Refining { ups: &ups, gates },
+            channels: View::parse(&setting.channels).unwrap(),
+        };
+        let (mut y, mut inner) = (vec![f32::NAN; setting.x.len()], before.clone());
+        let computed = layer.refine(&setting.x[..], routing, &mut y, &mut inner, isa, &pool)?;
+        crate::Result::Ok((y, inner, computed))
+    };
+    let gates = numbers(count, 6);
+    let (y, inner, computed) = refine(&gates, Isa::Scalar, 1).unwrap();
+    let mut outputs = vec![0.0; y.len()];
+    let mut wanted = 0;
+    for (at, (&up, &value)) in ups.iter().zip(&inner).enumerate() {
+        let (pair, channel) = (at / setting.rows, at % setting.rows);
+        let (token, expert) = (pair / TOP_K, setting.experts[pair] as usize);
+        if up == 0.0 || expert > 2 {
+            assert_eq!(value, before[at]);
+            continue;
+        }
+        wanted += 1;
+        let columns = setting.columns;
+        let (gate, down) = setting.values[(expert * setting.rows + channel) * 2 * columns..][..2 * columns]
+            .split_at(columns);
+        let x = &setting.x[token * columns..][..columns];
+        let product: f64 = gate
+            .iter()
+            .zip(x)
+            .map(|(w, x)| f64::from(*w) * f64::from(*x))
+            .sum();
+        let sum = product + f64::from(gates[at]);
+        let exact = sum / (1.0 + (-sum).exp()) * f64::from(up);
+        assert!(
+            (f64::from(value) - exact).abs() <= 1e-4 * (1.0 + exact.abs()),
+            "{value} {exact}"
+        );
+        for (y, down) in outputs[token * columns..][..columns].iter_mut().zip(down) {
+            *y += f64::from(setting.weights[pair]) * f64::from(value) * f64::from(*down);
+        }
+    }
+    assert_eq!(computed, wanted);
+    for (found, exact) in y.iter().zip(&outputs) {
+        assert!(
+            (f64::from(*found) - exact).abs() <= 1e-3 * (1.0 + exact.abs()),
+            "{found} {exact}"
+        );
+    }
+    for isa in isas() {
+        assert_eq!(
+            refine(&gates, isa, 8).unwrap(),
+            (y.clone(), inner.clone(), computed),
+            "{isa:?}"
+        );
+    }
+    assert!(refine(&gates[1..], Isa::Scalar, 1).is_err());
+}
+
+#[test]
 fn what_is_no_number_reaches_the_output() {
     let mut setting = Setting::new(Width::Bf16, 20, 64, 1, 1e30);
     setting.experts = vec![1, 2];
