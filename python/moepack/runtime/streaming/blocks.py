@@ -45,6 +45,9 @@ HALF_LIFE = 256
 GUESSED = 4
 """One part in so many of the budget is read on a guess at most."""
 
+PAUSE = 32
+"""Calls that make no guess after one that took longer than the reads of its call: there the processor is short."""
+
 BATCH = 64
 """One part in so many of the budget goes at least when room is needed: choosing looks at all blocks."""
 
@@ -78,7 +81,7 @@ class Blocks:
         self._use = 1.0
         self._pool, self._readers = ThreadPoolExecutor(readers, thread_name_prefix="moepack-read"), readers
         self._changed = Condition()
-        self._held = self._resident = 0
+        self._held = self._resident = self._pause = 0
         self._unused = np.zeros(self.first[-1], bool)
         self._statistics = Statistics()
         self._guesses = Guesses(self._changed, self._begin)
@@ -94,7 +97,8 @@ class Blocks:
 
         Args:
             blocks: which.
-            meanwhile: is called while reads are under way, if any are.
+            meanwhile: is called while reads are under way, if any are; not for some calls after one that took longer
+                than they did.
 
         Raises:
             CorruptionError, LoadError: one cannot be read; none is held.
@@ -239,7 +243,7 @@ class Blocks:
             for number in range(min(self._readers, len(pieces))):
                 reads.append(self._pool.submit(_read_all, pieces[number :: self._readers]))
             if reads and meanwhile is not None:
-                meanwhile()
+                self._use_time(meanwhile, reads)
             wait(reads)
             done = all(read.exception() is None for read in reads)
         finally:
@@ -249,6 +253,14 @@ class Blocks:
             self._settle(missing, pieces, done)
         for read in reads:
             read.result()
+
+    def _use_time(self, meanwhile: Callable[[], None], reads: Sequence[Future[None]]) -> None:
+        """Call something while reads are under way; if it took longer than they did, leave it for a while."""
+        if self._pause:
+            self._pause -= 1
+            return
+        meanwhile()
+        self._pause = PAUSE if all(read.done() for read in reads) else 0
 
     def _settle(self, missing: Numbers, pieces: Sequence[Piece], done: bool, guessed: bool = False) -> None:
         """Say to everyone who waits for blocks how their reads ended."""
