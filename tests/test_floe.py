@@ -27,6 +27,7 @@ from moepack.pipeline import compress
 from moepack.runtime.backends.cpu import CpuBackend
 from moepack.runtime.experts import RefinedExperts, SparseExperts
 from moepack.runtime.streaming import statistics_of
+from moepack.runtime.streaming.blocks import BLOCK
 from oracle import channels as oracle
 
 
@@ -161,6 +162,15 @@ def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Pa
         matrices = [module.matrix(name) for name in module.projections]
         traced = CpuBackend().experts(matrices, x, index, weights, module.act_fn, module.mode)
         assert torch.equal(traced, module(x, index, weights))
+    ids = support.inputs(model, batch=2, tokens=1)["input_ids"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moepack.MoepackWarning)
+        records = sum(module.get_buffer("residuals").nbytes for module in sparse_modules(model))
+        least = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) - records + 20 * BLOCK
+        streamed = moepack.load(tmp_path / "out", dtype="float32", mode="exact", host_memory=least)
+    generated = [each.generate(ids, max_new_tokens=6, do_sample=False) for each in (model, streamed)]
+    counts = statistics_of(streamed)
+    assert torch.equal(*generated) and counts is not None and counts.guessed and counts.most <= 20 * BLOCK
     assert 0.05 < sum(module.computed / module.asked for module in sparse_modules(model)) / 2 < 0.6
     export(tmp_path / "out", tmp_path / "plain")
     opened, (gate, _, down) = (
@@ -197,9 +207,12 @@ def test_it_generates_streams_exports_and_is_shown(directory: Path, mixtral: Pat
         export(directory, tmp_path / "gguf", to="compressed-tensors")
 
 
+@pytest.mark.parametrize("coarse", [{}, {"coarse_bits": 2.0}], ids=["paper", "coarse"])
 @pytest.mark.parametrize("sparsity", [0.0, 1.0])
-def test_nothing_and_everything_may_be_skipped(mixtral: Path, text: Path, tmp_path: Path, sparsity: float) -> None:
-    compress(mixtral, tmp_path / "out", method=method(text, sparsity=sparsity, dense_layers=0))
+def test_nothing_and_everything_may_be_skipped(
+    mixtral: Path, text: Path, tmp_path: Path, sparsity: float, coarse: dict[str, float]
+) -> None:
+    compress(mixtral, tmp_path / "out", method=method(text, sparsity=sparsity, dense_layers=0, **coarse))
     model = moepack.load(tmp_path / "out", dtype="float32")
     support.logits(model)
     shares = {module.computed / module.asked for module in sparse_modules(model)}
