@@ -12,12 +12,12 @@ not in a cache: the up projection has 2 bits, records 4, 8 or 16. Thresholds are
 tokens. Beside it stand the same layer with nothing skipped, and gate, up and down as ordinary tensors of the same bits.
 The fastest call counts, by the processor's time of one thread, otherwise by the clock.
 
-`rules` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5;
-the first sparse layer stays whole): the up projection's output, the gate's after SiLU, their product, or that times
-the router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each
-layer; all weights are bf16, so this is what the rule alone costs. `packed` measures packed models: by `floe`, with and
-without coarse copies, and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse
-copies) and those that a token moves. `equal` sets the
+`rules` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5; the
+first sparse layer stays whole): the up projection's output, the gate's after SiLU, their product, or that times the
+router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each layer;
+all weights are bf16, so this is what the rule alone costs. `packed` measures packed models: by `floe`, with and without
+coarse copies, and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse copies),
+those that a token moves, and what it loses more where guesses decide over channels (`--approximate`). `equal` sets the
 paper's form beside coarse copies in the same memory and with the same bytes moved: what decides leaves memory for the
 channels of each expert that are stored first, which the calibration text wanted most, and only others are moved. The
 paper's form skips 50 to 80 %, with up projections of 2 or 4 bits; between the points the increase is interpolated, and
@@ -50,6 +50,7 @@ from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.runtime.store import MappedStore
+from moepack.runtime.streaming import foresee
 from moepack.runtime.streaming.channels import RECORDS
 
 CHANNELS, COLUMNS = 14336, 4096
@@ -310,7 +311,12 @@ def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[
             resident += 8 * record.nbytes * (module is not None)
             moved += 8 * record.nbytes * (module is None)
             weights += math.prod(record.shape) * (3 if module is not None and len(module.projections) == 2 else 1)
-        return {"loss": loss, "resident": resident / weights, "moved": moved / weights}
+        found = {"loss": loss, "resident": resident / weights, "moved": moved / weights}
+        if sparse:
+            foresee(model, out, approximate=True)
+            guessed = evaluate(model, options.text, options.chars, tokenizer=open_tokenizer(options.model)).loss
+            found["approximation"] = guessed - loss
+        return found
 
 
 class Counting(MappedStore):
