@@ -322,6 +322,11 @@ class RefinedExperts(SparseExperts):
 
     projections = ("gate_proj", "up_proj", "down_proj", "residuals")
 
+    def packed_bytes(self) -> list[torch.Tensor] | None:
+        """As of other modules on the CPU; elsewhere None: a device that multiplies by whole records would be wrong."""
+        found = super().packed_bytes()
+        return found if found is not None and found[-1].is_cpu else None
+
     def _portions(
         self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int]]:
