@@ -18,6 +18,7 @@ __all__ = [
     "UnknownFormatError",
     "__version__",
     "available_isas",
+    "coded_frame",
     "coded_from_device",
     "coded_to_device",
     "decode_coded",
@@ -278,6 +279,10 @@ def decode_coded(data: _Bytes) -> NDArray[np.int32]:
 def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
     """Return the layout of a coded tensor for GPUs, with segments of so many chunks of 256 columns, 1 to 16, by default
     what suits them; CorruptionError, ValueError."""
+
+def coded_frame(data: _Bytes) -> tuple[_Bytes, NDArray[np.uint64]]:
+    """Return the layout of a coded tensor for GPUs without its records, uint8, and where each stream starts in the
+    tensor, and the last one ends, uint64 [streams + 1]; CorruptionError."""
 
 def coded_from_device(data: _Bytes) -> _Bytes:
     """Undo `coded_to_device`; CorruptionError."""

@@ -96,6 +96,25 @@ def test_automatic_maps_fall_back_to_the_cpu_by_layers(directory):
     assert_near(logits(model.eval()), expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_layers_on_two_gpus(directory):
+    cpu, model = moepack.load(directory, dtype="float32"), moepack.load(directory, dtype="float32", device_map="auto")
+    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert {buffer.device.index for module in experts for buffer in module.buffers()} == {0, 1}
+    assert_near(logits(model), logits(cpu))
+    prompt, options = ids(9), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found, expected = model.generate(prompt.cuda(), **options), cpu.generate(prompt, **options)
+    assert (found.cpu() == expected).float().mean() > 0.6
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_a_model_on_the_second_gpu(directory):
+    model = moepack.load(directory, dtype="float32", device="cuda:1")
+    with torch.inference_mode():
+        found = model(ids(20).to("cuda:1")).logits.cpu()
+    assert_near(found, logits(moepack.load(directory, dtype="float32")))
+
+
 def test_generation_replays_graphs(directory):
     model = moepack.load(directory, dtype="bfloat16", device="cuda")
     prompt = ids(9, batch=3).cuda()
@@ -160,6 +179,17 @@ def test_coded_tensors_have_another_layout_on_a_gpu():
     np.testing.assert_array_equal(out.float().cpu().numpy(), 0.25 * codes)
     back = open_tensor(matrix.data.cpu().numpy())
     np.testing.assert_array_equal(back.decode(), codes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stream_rows"), [((1, 1, 1), 16), ((3, 79, 256), 64), ((2, 33, 777), 16), ((1, 64, 5000), None)]
+)
+def test_layouts_made_on_a_gpu_are_those_of_the_core(shape, stream_rows):
+    random = np.random.default_rng(0)
+    codes = np.rint(random.standard_normal(shape) * random.choice((1, 9), shape, p=(0.99, 0.01))).astype(np.int8)
+    packed = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3, stream_rows=stream_rows)
+    matrix = upload(torch.from_numpy(packed), Uploader(GPU))
+    np.testing.assert_array_equal(matrix.data.cpu().numpy(), _core.coded_to_device(packed))
 
 
 def test_operators_obey_torch():

@@ -13,7 +13,7 @@ from moepack.errors import DeviceError
 from moepack.runtime.backends.gpu import channels as channel_kernels
 from moepack.runtime.backends.gpu import codebook as codebook_kernels
 from moepack.runtime.backends.gpu import coded as coded_kernels
-from moepack.runtime.backends.gpu import compiler
+from moepack.runtime.backends.gpu import coded_upload, compiler
 from moepack.runtime.backends.gpu import groupwise as groupwise_kernels
 from moepack.runtime.backends.gpu import ternary as ternary_kernels
 from moepack.runtime.backends.gpu.families import FAMILIES
@@ -51,11 +51,15 @@ PROGRAMS = {
     "dict16, 4 tokens": ternary(1, 4, 32),
     "coded": coded_kernels._program(1),
     "coded, 16 tokens": coded_kernels._program(16),
+    "coded upload": coded_upload._program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
 }
 """A program of each kind of inner loop."""
 
-KERNELS = {"channels.cu": {"choose", "compute", "add", "dequantize", "gather"}}
+KERNELS = {
+    "channels.cu": {"choose", "compute", "add", "dequantize", "gather"},
+    "coded_upload.cu": {"measure", "write_records"},
+}
 """The kernels of sources that have no products of whole matrices."""
 
 _USE = re.compile(
@@ -147,7 +151,8 @@ def test_decoding_takes_few_operations(name):
 
 
 def test_every_family_has_programs():
-    assert {program.source for program in PROGRAMS.values()} == {f"{module}.cu" for module in FAMILIES.values()}
+    families = {f"{module}.cu" for module in FAMILIES.values()}
+    assert {program.source for program in PROGRAMS.values()} == families | {"coded_upload.cu"}
     assert {path.name for path in compiler.sources().glob("*.cu")} == {p.source for p in PROGRAMS.values()}
 
 

@@ -27,6 +27,19 @@ pub fn coded_to_device<'py>(
     Ok(made.into_pyarray(py))
 }
 
+/// The layout for GPUs of a coded tensor but its records, and where each stream starts.
+#[pyfunction]
+pub fn coded_frame<'py>(
+    py: Python<'py>,
+    data: PyReadonlyArray1<'py, u8>,
+) -> PyResult<(Bound<'py, PyArray1<u8>>, Bound<'py, PyArray1<u64>>)> {
+    let data = values(&data, "data")?;
+    let frame = detached(py, || {
+        Coded::parse(data)?.view(data)?.device_frame(&*pool::current()?)
+    })?;
+    Ok((frame.bytes.into_pyarray(py), frame.streams.into_pyarray(py)))
+}
+
 /// Undoes `coded_to_device`.
 #[pyfunction]
 pub fn coded_from_device<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {

@@ -23,6 +23,7 @@ from moepack.errors import DeviceError, LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
 from moepack.runtime.backends.gpu import channels, coded, prompt
+from moepack.runtime.backends.gpu.coded_upload import lay_out
 from moepack.runtime.backends.gpu.device import allocate, require
 from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
@@ -190,8 +191,10 @@ def upload(
         DeviceError: the GPU cannot run the kernels.
     """
     opened = open_tensor(data.numpy(), file=file, tensor=tensor)
-    if rearrange := REARRANGED.get(opened.kind):
-        data = as_bytes(rearrange(data.numpy()))
+    if opened.kind == "coded":
+        packed = as_bytes(coded.packed(data.numpy()))
+        with torch.cuda.device(uploader.device):
+            return _prepared(lay_out(packed, opened.details()["stream_rows"], uploader, f"'{tensor}'"), opened)
     if opened.kind not in FAMILIES:
         raise LoadError(f"a tensor of the kind '{opened.kind}' runs on the CPU alone", file=file, tensor=tensor)
     place = allocate(len(data), uploader.device, f"'{tensor}'")

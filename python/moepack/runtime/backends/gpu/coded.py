@@ -18,7 +18,7 @@ from moepack.runtime.backends.gpu.layer import BLOCK_ROWS, TYPES, Struct
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Argument, Program
 
-__all__ = ["KERNELS", "CodedKernels", "uploaded"]
+__all__ = ["KERNELS", "CodedKernels", "packed", "uploaded"]
 
 MAGIC = b"MOEPRDEV"
 HEADER_WORDS = 24
@@ -69,16 +69,16 @@ def uploaded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     Raises:
         CorruptionError: the bytes are no such tensor.
     """
-    return _core.coded_to_device(_packed(data))
+    return _core.coded_to_device(packed(data))
 
 
-def _packed(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def packed(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The packed tensor of either layout."""
     return _core.coded_from_device(data) if data[: len(MAGIC)].tobytes() == MAGIC else data
 
 
 def _open(data: NDArray[np.uint8]) -> OpenTensor:
-    return _core.PackedTensor(_packed(data))
+    return _core.PackedTensor(packed(data))
 
 
 register("coded-device", MAGIC, _open)

@@ -3,6 +3,9 @@
 //! A GPU gives a warp the 64 lanes of a row block, two to a thread, and they cannot afford to agree on whose the next
 //! byte is. So every lane gets its own bytes. Symbols, states and bytes stay what they are; nothing is encoded anew.
 //!
+//! A GPU makes the records of what is uploaded to it (`cuda/coded_upload.cu`), behind what [`CodedView::device_frame`]
+//! gives; here they are made for bytes on a GPU that are checked again, and for tests.
+//!
 //! A row block is cut into *segments* of columns, which warps decode independently, and these into *chunks* of 256
 //! columns, which fit shared memory. Rows that do not exist decode what does not matter. The layout is a header of
 //! 64-bit words and eight sections, each from the next multiple of 64:
@@ -221,12 +224,45 @@ impl Source<'_> {
     }
 }
 
+/// A layout without its records: header and `starts` say that they have no bytes.
+pub struct Frame {
+    /// The sections before the records, and room behind them.
+    pub bytes: Vec<u8>,
+    /// Where each stream starts in the packed tensor, states first, and where the last one ends.
+    pub streams: Vec<u64>,
+}
+
 impl CodedView<'_> {
     /// The layout for GPUs, with segments of so many chunks, by default what suits the columns.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): such segments, or so many bytes, do not exist.
     pub fn to_device(&self, of_segment: Option<usize>, pool: &ThreadPool) -> Result<Vec<u8>> {
+        self.laid_out(of_segment, pool, |cut, stream, tables| {
+            self.records(cut, stream, tables)
+        })
+    }
+
+    /// All of the layout but its records, for whoever makes them on a GPU.
+    ///
+    /// # Errors
+    /// As for [`CodedView::to_device`].
+    pub fn device_frame(&self, pool: &ThreadPool) -> Result<Frame> {
+        let bytes = self.laid_out(None, pool, |cut, stream, _| Part {
+            lengths: vec![0; cut.blocks_of(stream).len() * cut.chunks()],
+            ..Part::default()
+        })?;
+        let streams = self.coded.starts.iter().map(|start| start.at as u64).collect();
+        Ok(Frame { bytes, streams })
+    }
+
+    /// The layout whose records, or their lengths alone, `records` gives for each stream.
+    fn laid_out(
+        &self,
+        of_segment: Option<usize>,
+        pool: &ThreadPool,
+        records: impl Fn(&Cut, usize, &[[u32; SLOTS]]) -> Part + Sync,
+    ) -> Result<Vec<u8>> {
         if self.layout().low_bits() > 0 {
             return invalid(
                 "GPUs have no kernel for codes with low bits, which more than 5 bits a weight have",
@@ -235,13 +271,17 @@ impl CodedView<'_> {
         let cut = Cut::new(self.layout(), of_segment)?;
         let tables: Vec<_> = self.coded.tables.iter().map(entries).collect();
         pool.install(|| {
-            let streams = (0..cut.streams()).into_par_iter();
-            let parts: Vec<Part> = streams.map(|stream| self.part(&cut, stream, &tables)).collect();
-            self.assemble(&cut, &tables, &parts)
+            let parts = (0..cut.streams()).into_par_iter().map(|stream| {
+                let mut part = records(&cut, stream, &tables);
+                self.correct(&cut, stream, &mut part);
+                part
+            });
+            self.assemble(&cut, &tables, &parts.collect::<Vec<_>>())
         })
     }
 
-    fn part(&self, cut: &Cut, stream: usize, tables: &[[u32; SLOTS]]) -> Part {
+    /// The records of a stream, and their lengths.
+    fn records(&self, cut: &Cut, stream: usize, tables: &[[u32; SLOTS]]) -> Part {
         let start = &self.coded.starts[stream];
         let (states, bytes) = self.data[start.at..].split_at(STATE_BYTES);
         let length = self.coded.starts[stream + 1].at - start.at - STATE_BYTES;
@@ -275,7 +315,6 @@ impl CodedView<'_> {
                 part.lengths.push(part.records.len() - start);
             }
         }
-        self.correct(cut, stream, &mut part);
         part
     }
 

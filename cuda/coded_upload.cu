@@ -1,0 +1,147 @@
+// Makes the records of coded integers for GPUs (rust/core, formats/coded/device) of a packed tensor's streams, which
+// have been copied as they are.
+//
+// A stream's 64 lanes share a run of bytes; records give each lane its own. A warp decodes a stream, two lanes to a
+// thread: which lanes take bytes is known to all by two ballots. Twice: `measure` gives the bytes of each record, and
+// `write_records` writes them where the sums of these say.
+//
+// Launch: a warp a stream, WARPS to a block.
+//
+// Bounds: the chain from a register (64 weights) to the next, some 100 to 200 cycles, with as many streams at a time as
+// there are; a projection of a layer of Mixtral-8x7B has 1,792 of 4,096 registers.
+#include "common/ptx.cuh"
+#include "common/types.cuh"
+
+#if defined(__CUDACC__)
+namespace moepack {
+
+constexpr int WARPS = 4, LANES = 64, QUADS = 64, STATE_BYTES = 128, UNIT = 16, BLOCK_ROWS = 16;
+
+struct Upload {
+    const u8* packed;
+    const i64* streams;  // where each starts in `packed`, and the last one ends
+    const u32* tables;   // 256 words for each: {0, frequency, slot - start, symbol} of each slot
+    const u32* blocks;   // of each row block, in the lowest byte: its table
+    const u32* starts;   // of each record, in units
+    int* units;          // of each record
+    u8* records;
+    int count, of_expert;      // streams
+    int stream_blocks;         // row blocks of a stream
+    int row_blocks;            // of an expert
+    int rows, quads, chunks, of_segment;
+};
+
+// A thread's lanes, `lane` and 32 more, of a stream that is being decoded.
+struct Lanes {
+    u32 state[2];
+    const u8* bytes;
+    i64 at = 0, length;
+
+    MOEPACK_DEVICE Lanes(const u8* stream, i64 size) : bytes(stream + STATE_BYTES), length(size - STATE_BYTES) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int lane = threadIdx.x % WARP + i * WARP;
+            state[i] = stream[lane] << 8 | stream[LANES + lane];
+        }
+    }
+
+    // Decodes a register; lanes from `active` on do nothing. Calls take(i, byte) where a lane takes a byte.
+    template <class Take>
+    MOEPACK_DEVICE void next(const u32* table, int active, Take take) {
+        u32 full[2], taken[2], below = (1u << threadIdx.x % WARP) - 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 entry = table[state[i] & 255];
+            full[i] = (entry >> 8 & 255) * (state[i] >> 8) + (entry >> 16 & 255);
+            taken[i] = __ballot_sync(~0u, int(threadIdx.x % WARP) + i * WARP < active && full[i] < 256);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            bool takes = taken[i] >> threadIdx.x % WARP & 1;
+            u32 byte = takes ? bytes[at + __popc(taken[i] & below) + (i ? __popc(taken[0]) : 0)] : 0;
+            if (takes) take(i, byte);
+            if (int(threadIdx.x % WARP) + i * WARP < active) state[i] = takes ? full[i] << 8 | byte : full[i];
+        }
+        at = least(at + __popc(taken[0]) + __popc(taken[1]), length);
+    }
+};
+
+// Goes through the records of this warp's stream: begin(record, whether it begins a segment, lanes), take(i, byte) for
+// each byte, end(record, begins).
+template <class Begin, class Take, class End>
+MOEPACK_DEVICE void for_records(const Upload& upload, Begin begin, Take take, End end) {
+    int stream = blockIdx.x * WARPS + threadIdx.x / WARP;
+    if (stream >= upload.count) return;
+    i64 start = upload.streams[stream];
+    Lanes lanes(upload.packed + start, upload.streams[stream + 1] - start);
+    int first = stream % upload.of_expert * upload.stream_blocks;
+    int last = least(first + upload.stream_blocks, upload.row_blocks);
+    i64 expert = i64(stream / upload.of_expert) * upload.row_blocks;
+    const u32* table = upload.tables + (upload.blocks[expert + first] & 255) * 256;
+    for (int block = first; block < last; ++block) {
+        int active = least(upload.rows - block * BLOCK_ROWS, BLOCK_ROWS) * 4;
+        for (int chunk = 0; chunk < upload.chunks; ++chunk) {
+            i64 record = (expert + block) * upload.chunks + chunk;
+            bool begins = chunk % upload.of_segment == 0;
+            begin(record, begins, lanes);
+            int quads = least(upload.quads - chunk * QUADS, QUADS);
+            for (int quad = 0; quad < quads; ++quad) lanes.next(table, active, take);
+            end(record, begins);
+        }
+    }
+}
+
+// The sum of the lanes before this one.
+MOEPACK_DEVICE int sum_before(int value) {
+    int sum = value;
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        int other = __shfl_up_sync(~0u, sum, distance);
+        if (int(threadIdx.x % WARP) >= distance) sum += other;
+    }
+    return sum - value;
+}
+
+}  // namespace moepack
+
+using namespace moepack;
+
+extern "C" __global__ void __launch_bounds__(WARPS * WARP) measure(Upload upload) {
+    int count = 0;
+    for_records(
+        upload, [&](i64, bool, const Lanes&) { count = 0; }, [&](int, u32) { ++count; },
+        [&](i64 record, bool begins) {
+            int bytes = __shfl_sync(~0u, sum_before(count) + count, WARP - 1) + LANES + (begins ? STATE_BYTES : 0);
+            if (threadIdx.x % WARP == 0) upload.units[record] = ceil_div(bytes, UNIT);
+        });
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * WARP) write_records(Upload upload) {
+    __shared__ u8 kept[WARPS][2][WARP][QUADS + 4];  // four more: neighbours are in different banks
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count[2];
+    for_records(
+        upload,
+        [&](i64 record, bool begins, const Lanes& lanes) {
+            u16* states = reinterpret_cast<u16*>(upload.records + i64(upload.starts[record]) * UNIT);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                count[i] = 0;
+                if (begins) states[i * WARP + lane] = u16(lanes.state[i]);
+            }
+        },
+        [&](int i, u32 byte) { kept[warp][i][lane][count[i]++] = u8(byte); },
+        [&](i64 record, bool begins) {
+            u8* counts = upload.records + i64(upload.starts[record]) * UNIT + (begins ? STATE_BYTES : 0);
+            u8* bytes = counts + LANES;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                int before = sum_before(count[i]);
+                counts[i * WARP + lane] = u8(count[i]);
+                for (int j = 0; j < count[i]; ++j) bytes[before + j] = kept[warp][i][lane][j];
+                bytes += __shfl_sync(~0u, before + count[i], WARP - 1);
+            }
+            int left = int(upload.records - bytes) & (UNIT - 1);
+            if (lane < left) bytes[lane] = 0;
+        });
+}
+#endif
