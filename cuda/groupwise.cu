@@ -21,8 +21,8 @@
 // Bounds: bytes of codes and parameters over the memory's rate, 8 us for 4096 x 14336 weights of 3 bits in groups of 64
 // on an H100, or instructions: a chunk, 64 weights a lane, takes 155 and some 55 to copy the next, and 234 with 32
 // tokens; 96 decode. One token takes 17 us, of which a little more than half passes in the main loop: four warps a
-// scheduler issue 0.56 instructions a cycle. The rest is the launch, activations and sums. 16 tokens take 23 us, 4 of
-// them for the launches that lay cells out and add the parts of sums; 32 take 30 us.
+// scheduler issue 0.56 instructions a cycle. The rest is the launch, activations and sums. 16 tokens take 20 us, 32
+// take 25: 11 and 14 of them in the main loop, 4 and 6 for activations.
 #include "common/factors.cuh"
 #include "common/integers.cuh"
 #include "common/kernels.cuh"
@@ -82,6 +82,12 @@ struct Groupwise {
         constexpr int QUADS = Decoder::UNITS * 8;
         Place place = Decoder::place(quad % QUADS);
         return {quad / QUADS * Decoder::UNITS + place.step, place.lane, place.half};
+    }
+
+    // The quad of a chunk that a lane of four has in a product.
+    static MOEPACK_DEVICE constexpr int quad(int product, int lane) {
+        constexpr int PRODUCTS = Decoder::UNITS * 2;
+        return product / PRODUCTS * Decoder::UNITS * 8 + Decoder::quad(product % PRODUCTS, lane);
     }
 
     // Chunks of a block of rows from one on.

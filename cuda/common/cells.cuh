@@ -88,6 +88,58 @@ MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, c
     }
 }
 
+// A cell of a tile for warpgroups, of which this lane of four has the quads of eight products.
+template <class Format, Mode MODE, Type TYPE>
+struct TileCell {
+    int at, k, slot;
+    Stored<TYPE> quad[8];
+
+    // The `item`-th cell: places run inside chunks. The last one stands in for those behind it.
+    MOEPACK_DEVICE void load(const Problem& problem, const Routing& routing, const Cells& cells, const Divisor& places,
+                             int item) {
+        item = least(item, cells.places * int(cells.width.by) - 1);
+        k = places.quotient(item), at = cells.start + item - k * cells.places, slot = routing.order[at];
+        int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot), first = (cells.chunk + k) * CHUNK;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) quad[i].load(problem.x, row, first + Format::quad(i, threadIdx.x % 4) * 4);
+    }
+
+    MOEPACK_DEVICE void write(const Problem& problem, const Routing& routing, const Cells& cells, u8* to) const {
+        const Tile& tile = routing.tile[routing.at[at]];
+        float weight = MODE == Mode::combine && problem.weights ? problem.weights[slot] : 1.0f;
+        int before = (tile.start - cells.start) * int(cells.width.by) + tile.tokens * k;
+        to += before * (VALUE_BYTES + 4 * Format::NOTES);
+        write_tile<Format>(to, at - tile.start, tile.tokens, quad, weight);
+    }
+};
+
+// Makes many cells for warpgroups, so that a warp writes the words of eight tokens side by side. `meanwhile` as above.
+template <class Format, Mode MODE, Type TYPE, class Meanwhile>
+MOEPACK_DEVICE void make_tiles(const Problem& problem, const Routing& routing, const Cells& cells, u8* to,
+                               Meanwhile meanwhile) {
+    constexpr int BATCH = TYPE == Type::f32 ? 1 : 2, STRIDE = THREADS / 4;
+    int items = cells.places * int(cells.width.by);
+    Divisor places = {u32(cells.places), ~0u / u32(cells.places)};
+    for (int first = threadIdx.x / 4;; first += BATCH * STRIDE) {
+        TileCell<Format, MODE, TYPE> cell[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) cell[i].load(problem, routing, cells, places, first + i * STRIDE);
+        bool last = first - int(threadIdx.x) / 4 + BATCH * STRIDE >= items;
+        if (last) meanwhile();
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) cell[i].write(problem, routing, cells, to);
+        if (last) return;
+    }
+}
+
+template <class Format, Mode MODE, class Meanwhile>
+MOEPACK_DEVICE void make_tiles(const Problem& problem, const Routing& routing, const Cells& cells, u8* to,
+                               Meanwhile meanwhile) {
+    if (problem.x.type == Type::f32) make_tiles<Format, MODE, Type::f32>(problem, routing, cells, to, meanwhile);
+    else if (problem.x.type == Type::f16) make_tiles<Format, MODE, Type::f16>(problem, routing, cells, to, meanwhile);
+    else make_tiles<Format, MODE, Type::bf16>(problem, routing, cells, to, meanwhile);
+}
+
 // Makes the cells of all slots, in global memory, by all blocks of a launch.
 template <class Format, Mode MODE>
 MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {

@@ -3,7 +3,8 @@
 //
 // A product takes a *quad*, four neighbouring columns, from each of the four lanes of a row. Codes<bits, WIDE> says
 // which words a lane reads, what it makes of them, and which quads these are: `place` turns it around for the
-// activations. WIDE takes fewer instructions; the others let each product lie in one group of 16 columns.
+// activations, and `quad` gives the quad of a product and a lane. WIDE takes fewer instructions; the others let each
+// product lie in one group of 16 columns.
 //
 //     bits   a lane t's words of UNITS units         its quads, in the order of products
 //     2      0, 1                                    t, 4 + t
@@ -74,6 +75,10 @@ struct Codes<2, WIDE> {
         return {0, quad % 4, quad / 4};
     }
 
+    MOEPACK_BOTH static constexpr int quad(int product, int lane) {
+        return product * 4 + lane;
+    }
+
     MOEPACK_BOTH void decode(const u32 (&word)[WORDS], u32 (&quad)[2][2]) const {
         field.quad(word[0], quad[0]);
         field.quad(word[1], quad[1]);
@@ -101,6 +106,10 @@ struct Codes<3, false> {
 
     MOEPACK_BOTH static constexpr Place place(int quad) {
         return {0, quad % 4, quad / 4};
+    }
+
+    MOEPACK_BOTH static constexpr int quad(int product, int lane) {
+        return product * 4 + lane;
     }
 
     MOEPACK_BOTH void decode(const u32 (&word)[WORDS], u32 (&quad)[2][2]) const {
@@ -140,6 +149,10 @@ struct Codes<3, true> {
         return {product / 2, quad / 8 * 2 + pair, product % 2};
     }
 
+    MOEPACK_BOTH static constexpr int quad(int product, int lane) {
+        return lane / 2 * 8 + (product < 2 ? lane % 2 * 2 + product : product * 2 + lane % 2);
+    }
+
     MOEPACK_BOTH void decode(const u32 (&word)[WORDS], u32 (&quad)[4][2]) const {
 #if defined(__CUDACC__)
 #pragma unroll
@@ -173,6 +186,10 @@ struct Codes<4, false> {
         return {0, quad % 4, quad / 4};
     }
 
+    MOEPACK_BOTH static constexpr int quad(int product, int lane) {
+        return product * 4 + lane;
+    }
+
     MOEPACK_BOTH void decode(const u32 (&word)[WORDS], u32 (&quad)[2][2]) const {
         field.quad(word[0], quad[0]);
         field.quad(word[1], quad[1]);
@@ -194,6 +211,10 @@ struct Codes<4, true> {
 
     MOEPACK_BOTH static constexpr Place place(int quad) {
         return {0, quad / 2, quad % 2};
+    }
+
+    MOEPACK_BOTH static constexpr int quad(int product, int lane) {
+        return lane * 2 + product;
     }
 
     MOEPACK_BOTH void decode(const u32 (&word)[WORDS], u32 (&quad)[2][2]) const {
@@ -222,6 +243,10 @@ struct Codes<8, WIDE> {
         return {0, quad % 4, quad / 4};
     }
 
+    MOEPACK_BOTH static constexpr int quad(int product, int lane) {
+        return product * 4 + lane;
+    }
+
     MOEPACK_BOTH void decode(const u32 (&word)[WORDS], u32 (&quad)[2][2]) const {
 #if defined(__CUDACC__)
 #pragma unroll
@@ -232,5 +257,16 @@ struct Codes<8, WIDE> {
         }
     }
 };
+
+template <class Decoder>
+MOEPACK_BOTH constexpr bool inverts_place() {
+    for (int i = 0; i < Decoder::UNITS * 8; ++i) {
+        Place place = Decoder::place(Decoder::quad(i / 4, i % 4));
+        if (place.step * 2 + place.half != i / 4 || place.lane != i % 4) return false;
+    }
+    return true;
+}
+static_assert(inverts_place<Codes<2, true>>() && inverts_place<Codes<3, false>>() && inverts_place<Codes<3, true>>() &&
+              inverts_place<Codes<4, false>>() && inverts_place<Codes<4, true>>() && inverts_place<Codes<8, true>>());
 
 }  // namespace moepack

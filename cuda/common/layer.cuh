@@ -12,8 +12,12 @@
 // Each warp streams its chunks through a ring of its own in shared memory (cp.async, DEPTH - 1 chunks in flight) and
 // runs ahead over ends of rounds and units, so that memory never waits for a barrier. Activations come in *rounds*: as
 // many cells (common/tokens.cuh) as fit. Cells that a launch before has laid out come a round ahead, to one of two
-// halves; of few tokens blocks make their own. What the warps of a row block have summed meets in shared memory; every
-// sum has one order, which the routing and the launch determine.
+// halves; otherwise blocks make their own. What the warps of a row block have summed meets in shared memory; every sum
+// has one order, which the routing and the launch determine.
+//
+// In COMBINE a *team*, blocks in a row, shares a unit's chunks. It is a cluster, each block of which adds the sums of
+// all for its share of the outputs; or, where there are no clusters or too few at a time, its blocks write parts, which
+// another launch adds.
 //
 // A launch begins while the one in front of it ends (`enter_launch`): of a linear layer its first chunks are then on
 // their way already.
@@ -22,8 +26,9 @@
 //     Matrix                     what the launch says of the weights
 //     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
 //     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
-//     MAKES_CELLS                launches may give no `cells`: blocks make them
-//     TOGETHER                   warpgroups multiply: four warps that have four row blocks and the same chunks
+//     MAKES_CELLS                launches may give no `cells`: blocks make them, and always where it is TOGETHER
+//     TOGETHER                   warpgroups multiply: four warps that have four row blocks and the same chunks; it
+//                                gives quad(product, lane) as well
 //     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step,
 //                                part)` gives part[i], the row's for token i, summed from `first` on by `step`
 //     Lane(lane)                 constants of a lane
@@ -101,7 +106,7 @@ struct Layer {
         : problem(problem), routing(routing),
           matrix(MODE == Mode::gated && threadIdx.x >= THREADS / 2 ? second : first), lane(threadIdx.x % WARP),
           columns(MODE == Mode::combine ? problem.tokens : least(problem.slots(), MOST_TOKENS)),
-          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / (problem.cells ? 2 * CELL : CELL)},
+          schedule{problem, routing, int(shared_size() - cells_at() - SLACK) / (are_laid_out() ? 2 * CELL : CELL)},
           ahead(cursor()), here(cursor()),
           policy(read_once()), constants(threadIdx.x % WARP) {
         ring = into = from = shared_memory + threadIdx.x / WARP * RING;
@@ -118,6 +123,11 @@ struct Layer {
     static MOEPACK_DEVICE Round even(Round round) {
         round.number = even(round.number), round.begin = even(round.begin), round.end = even(round.end);
         return round;
+    }
+
+    // Whether a launch before has made the cells.
+    MOEPACK_DEVICE bool are_laid_out() const {
+        return !Format::TOGETHER && problem.cells;
     }
 
     MOEPACK_DEVICE int cells_at() const {
@@ -175,13 +185,17 @@ struct Layer {
     template <class Meanwhile>
     MOEPACK_DEVICE void make_cells_of(const Round& round, Meanwhile meanwhile) {
         constexpr int GROUPS = THREADS / 16;
+        Cells made = cells_of(round);
+        bool few = made.places * int(made.width.by) <= 2 * GROUPS;
+        if constexpr (Format::TOGETHER)
+            if (!few) return make_tiles<Format, MODE>(problem, routing, made, cells, meanwhile);
         if constexpr (Format::MAKES_CELLS)
-            make_cells<Format, MODE>(problem, routing, cells_of(round), cells, threadIdx.x / 16, GROUPS, meanwhile);
+            make_cells<Format, MODE>(problem, routing, made, cells, threadIdx.x / 16, GROUPS, meanwhile);
     }
 
     // Starts to bring activations to the half of the cells that the current round does not read.
     MOEPACK_DEVICE void prepare(const Round& round, const Unit& activations) {
-        if (problem.cells && activations != staged) copy_cells(round, other_cells());
+        if (are_laid_out() && activations != staged) copy_cells(round, other_cells());
     }
 
     // Goes on to a round whose activations `prepare` has seen. The first one starts the ring behind what it reads, so
@@ -192,10 +206,9 @@ struct Layer {
 #pragma unroll 1
             for (int i = problem.index ? 1 : 2; staged.first < 0 && i < Format::DEPTH; ++i) fetch();
         };
-        if (problem.cells) {
+        if (are_laid_out()) {
             start();
             wait_cells();
-            if (Format::TOGETHER) publish_operands();
             cells = other_cells();
         } else {
             __syncthreads();
@@ -319,38 +332,66 @@ struct Layer {
         for (; tile < end; ++tile) correct(routing.tile[tile]);
     }
 
-    // The sum over the warps of an output; `sums` is zero again.
-    MOEPACK_DEVICE float take(int block, int column, int row) {
-        float part[WARPS], total = 0;
+    // The sums over the warps of four neighbouring rows; `sums` is zero again.
+    MOEPACK_DEVICE void take(int block, int column, int row, float (&total)[4]) {
         float* from = sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row;
-        int step = columns * BLOCK_ROWS, parts = 1 << here.part_bits;
-        if (parts == 1) {
-            total = *from, *from = 0;
-            return total;
+        total[0] = total[1] = total[2] = total[3] = 0;
+#pragma unroll 4
+        for (int i = 0; i < 1 << here.part_bits; ++i, from += columns * BLOCK_ROWS) {
+            float4& part = *reinterpret_cast<float4*>(from);
+            total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+            part = {0, 0, 0, 0};
         }
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) part[i] = i < parts ? from[i * step] : 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            total += part[i];
-            if (i < parts) from[i * step] = 0;
-        }
-        return total;
     }
 
+    // The same of all blocks of a cluster, whose `sums` stay.
+    MOEPACK_DEVICE void take_of_cluster(int block, int column, int row, float (&total)[4]) const {
+        Shared from = shared_address(sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row);
+        int blocks = 1 << problem.split_bits;
+        total[0] = total[1] = total[2] = total[3] = 0;
+#pragma unroll 1
+        for (int i = 0; i < 1 << here.part_bits; ++i, from += columns * BLOCK_ROWS * 4) {
+#pragma unroll 1
+            for (int first = 0; first < blocks; first += 4) {
+                // Four are asked for at a time; those behind the last are not added.
+                float4 part[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) part[j] = load_of_block(from, least(first + j, blocks - 1));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (first + j >= blocks) break;
+                    total[0] += part[j].x, total[1] += part[j].y, total[2] += part[j].z, total[3] += part[j].w;
+                }
+            }
+        }
+    }
+
+    MOEPACK_DEVICE bool is_cluster() const {
+        return MODE == Mode::combine && HAS_CLUSTERS && problem.split_bits && !problem.in_parts;
+    }
+
+    // Writes the outputs of a unit, each block of a cluster its share; a thread four rows of a token.
     MOEPACK_DEVICE void write(const Unit& unit, int split) {
         const Tile& tile = routing.tile[problem.chunks.quotient(unit.first)];
-        int bits = 4 + 31 - __clz(problem.row_blocks), outputs = MODE == Mode::combine ? problem.tokens : tile.tokens;
-        for (int item = threadIdx.x; item < outputs << bits; item += THREADS) {
-            int column = item >> bits, place = item & ((1 << bits) - 1), block = place / BLOCK_ROWS;
-            float value = take(block, column, place % BLOCK_ROWS);
-            if (MODE == Mode::gated)
-                value = silu(value) * take(problem.row_blocks + block, column, place % BLOCK_ROWS);
-            place += unit.rows << bits;
-            if (place >= problem.rows) continue;
-            int line = MODE == Mode::combine ? split * problem.tokens + column : routing.order[tile.start + column];
-            float& to = problem.out[i64(line) * problem.rows + place];
-            to = MODE == Mode::multiply ? silu(to) * value : value;
+        int bits = 2 + 31 - __clz(problem.row_blocks), outputs = MODE == Mode::combine ? problem.tokens : tile.tokens;
+        bool shared = is_cluster();
+        int first = shared ? split * THREADS + threadIdx.x : threadIdx.x;
+        for (int item = first; item < outputs << bits; item += shared ? THREADS << problem.split_bits : THREADS) {
+            int column = item >> bits, place = (item & ((1 << bits) - 1)) * 4, block = place / BLOCK_ROWS;
+            float value[4], up[4];
+            if (shared) take_of_cluster(block, column, place % BLOCK_ROWS, value);
+            else take(block, column, place % BLOCK_ROWS, value);
+            if (MODE == Mode::gated) take(problem.row_blocks + block, column, place % BLOCK_ROWS, up);
+            place += unit.rows << (bits + 2);
+            int line = MODE != Mode::combine ? routing.order[tile.start + column]
+                                             : column + (problem.in_parts ? split * problem.tokens : 0);
+            float* to = problem.out + i64(line) * problem.rows + place;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (place + i >= problem.rows) break;
+                if (MODE == Mode::gated) to[i] = silu(value[i]) * up[i];
+                else to[i] = MODE == Mode::multiply ? silu(to[i]) * value[i] : value[i];
+            }
         }
     }
 
@@ -360,18 +401,27 @@ struct Layer {
 
     // Writes the outputs of a unit.
     MOEPACK_DEVICE void finish(const Round& round) {
-        int split = problem.splits > 1 ? round.number % problem.splits : 0;
+        int split = schedule.split();
         if constexpr (Corrects<Format>::value) correct(round.unit, split);
-        __syncthreads();
+        if (is_cluster()) wait_for_cluster<true>();
+        else __syncthreads();
         write(round.unit, split);
+        if (is_cluster()) wait_for_cluster<false>(), clear();
         __syncthreads();
     }
 
+    MOEPACK_DEVICE void clear() {
+        float4* all = reinterpret_cast<float4*>(sums);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS / 4; i += THREADS) all[i] = {0, 0, 0, 0};
+    }
+
     MOEPACK_DEVICE void run() {
-        for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS; i += THREADS) sums[i] = 0;
-        int units = schedule.units(), share = units / gridDim.x, more = units % gridDim.x;
-        int first = blockIdx.x * share + least<int>(blockIdx.x, more);
-        stop = even(first + share + (blockIdx.x < more));
+        clear();
+        int team = blockIdx.x >> problem.split_bits;
+        int units = schedule.units(), share = problem.teams.quotient(units), more = problem.teams.remainder(units);
+        int first = team * share + least(team, more);
+        stop = even(first + share + (team < more));
         ahead.start(first, stop);
         // Without an index chunks are known before the launch in front has ended.
         if (!problem.index) fetch(), enter_launch();
@@ -405,7 +455,7 @@ MOEPACK_DEVICE void lay_out_layer(const Problem& problem) {
     __shared__ Routing routing;
     enter_launch();
     build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts, problem.top_k.by);
-    lay_out<Format, MODE>(problem, routing);
+    if constexpr (!Format::TOGETHER) lay_out<Format, MODE>(problem, routing);
 }
 
 // out[i] = the sum of parts[split][i], i < count: what `combine` of so many splits leaves to add.

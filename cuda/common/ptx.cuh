@@ -5,6 +5,13 @@
 
 namespace moepack {
 
+// Clusters of blocks, which read each other's shared memory: Hopper and newer.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool HAS_CLUSTERS = true;
+#else
+constexpr bool HAS_CLUSTERS = false;
+#endif
+
 // Lets the compiler hold a value in its register instead of computing it again where it is used.
 MOEPACK_BOTH void hold(u32& value) {
 #if defined(__CUDA_ARCH__)
@@ -185,6 +192,30 @@ MOEPACK_DEVICE void let_next_launch_begin() {
 #endif
 }
 
+// Waits for all threads of the cluster; what they have `written` to shared memory before may then be read.
+template <bool WRITTEN>
+MOEPACK_DEVICE void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    if (WRITTEN) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Four floats at a place of the shared memory of a block of the cluster.
+MOEPACK_DEVICE float4 load_of_block(Shared place, int rank) {
+    float4 v = {0, 0, 0, 0};
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %4, %5;"
+                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(place), "r"(rank)
+                 : "memory");
+#endif
+    return v;
+}
+
 // What many blocks read: no wish of the L2.
 constexpr u64 KEEP = 0x1000000000000000;
 
@@ -203,6 +234,12 @@ MOEPACK_DEVICE Quad load_quad(const void* from) {
     Quad q;
     asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(from));
     return q;
+}
+
+MOEPACK_DEVICE Pair load_pair(const void* from) {
+    Pair p;
+    asm("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(p.x), "=r"(p.y) : "l"(from));
+    return p;
 }
 
 // What reads each byte once asks the L2 to drop it first, so that activations stay there.

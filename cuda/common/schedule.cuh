@@ -40,12 +40,13 @@ struct Problem {
     Activations x;
     const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
     const float* weights;  // [tokens * top_k], or null: 1
-    float* out;            // [slots, rows]; combine: [splits, tokens, rows]
+    float* out;            // [slots, rows]; combine: [tokens, rows], or parts, [splits, tokens, rows]
     u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
     int tokens, experts, rows;
     int row_blocks;        // of a row tile: a power of two, at most the warps of a matrix
-    int splits;            // combine: parts of the sum over chunks, which the caller adds; otherwise 1
-    Divisor top_k, chunks, row_tiles;
+    int split_bits;        // combine: 2^split_bits blocks, a team, share a sum over chunks; otherwise 0
+    int in_parts;          // whether the blocks of a team write parts of sums; otherwise they are a cluster
+    Divisor top_k, chunks, row_tiles, teams;
 
     MOEPACK_BOTH int blocks() const {
         return ceil_div(rows, BLOCK_ROWS);
@@ -84,7 +85,12 @@ struct Schedule {
     }
 
     MOEPACK_DEVICE int units() const {
-        return int(problem.row_tiles.by) * (MODE == Mode::combine ? problem.splits : routing.tiles);
+        return int(problem.row_tiles.by) * (MODE == Mode::combine ? 1 : routing.tiles);
+    }
+
+    // This block's part of the sums of its units.
+    MOEPACK_DEVICE int split() const {
+        return MODE == Mode::combine ? blockIdx.x & ((1 << problem.split_bits) - 1) : 0;
     }
 
     MOEPACK_DEVICE Unit unit(int number) const {
@@ -92,10 +98,8 @@ struct Schedule {
             int tile = problem.row_tiles.quotient(number);
             return {tile * chunks(), (tile + 1) * chunks(), problem.row_tiles.remainder(number)};
         }
-        u32 total = u32(routing.tiles * chunks()), splits = problem.splits;
-        if (splits == 1) return {0, int(total), number};
-        u32 split = u32(number) % splits;
-        return {int(total * split / splits), int(total * (split + 1) / splits), int(u32(number) / splits)};
+        int total = routing.tiles * chunks();
+        return {total * split() >> problem.split_bits, total * (split() + 1) >> problem.split_bits, number};
     }
 
     // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.

@@ -61,6 +61,31 @@ MOEPACK_DEVICE void to_floats(Type type, const u32 (&word)[8], float (&value)[8]
     }
 }
 
+// A quad as it is stored: activations of type f32 take twice the words.
+template <Type TYPE>
+struct Stored {
+    u32 word[TYPE == Type::f32 ? 4 : 2];
+
+    // Of a row, from a column on; zeros behind the row's end.
+    MOEPACK_DEVICE void load(const Activations& x, i64 row, int column) {
+        constexpr int BYTES = TYPE == Type::f32 ? 4 : 2;
+        const u8* from = static_cast<const u8*>(x.data) + (row * x.columns + column) * BYTES;
+        if constexpr (TYPE == Type::f32) {
+            Quad quad = column < x.columns ? load_quad(from) : Quad{0, 0, 0, 0};
+            word[0] = quad.x, word[1] = quad.y, word[2] = quad.z, word[3] = quad.w;
+        } else {
+            Pair pair = column < x.columns ? load_pair(from) : Pair{0, 0};
+            word[0] = pair.x, word[1] = pair.y;
+        }
+    }
+
+    MOEPACK_DEVICE float value(int i) const {
+        if constexpr (TYPE == Type::f32) return __uint_as_float(word[i]);
+        else if constexpr (TYPE == Type::f16) return half_value(u16(word[i / 2] >> (i % 2 * 16)));
+        else return __uint_as_float(i % 2 ? word[i / 2] & 0xffff0000 : word[i / 2] << 16);
+    }
+};
+
 // The power of two that scales values of up to `largest` to [2^14, 2^15), and its inverse.
 struct Scale {
     float factor, inverse;
@@ -81,6 +106,12 @@ MOEPACK_DEVICE void write_quad(u8* cells, int token, int tokens, Place place, Pa
         u8* to = cells + (place.step * tokens + token) * STEP_BYTES + place.lane * 16 + place.half * 8;
         *reinterpret_cast<Pair*>(to) = pair;
     }
+}
+
+// The sum of four rounded values, which weights with an offset are multiplied by.
+MOEPACK_DEVICE float sum_of(Pair pair) {
+    return half_value(u16(pair.x)) + half_value(u16(pair.x >> 16)) + half_value(u16(pair.y)) +
+           half_value(u16(pair.y >> 16));
 }
 
 // Writes a cell; sixteen lanes call it, each with eight columns of the chunk, both halves of a warp together.
@@ -104,9 +135,7 @@ MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&v
         float f = scale.factor;
         Pair pair = {to_half2(v[0] * f, v[2] * f), to_half2(v[1] * f, v[3] * f)};
         if (exists) write_quad<Format::TOGETHER>(cells, token, tokens, place, pair);
-        // Of the rounded values, which weights with an offset are multiplied by.
-        sum += half_value(u16(pair.x)) + half_value(u16(pair.x >> 16));
-        sum += half_value(u16(pair.y)) + half_value(u16(pair.y >> 16));
+        sum += sum_of(pair);
     }
     if (exists && lane == 0) notes[0] = scale.inverse * weight;
     if constexpr (Format::SUMS > 0) {
@@ -114,6 +143,34 @@ MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&v
 #pragma unroll
         for (int distance = LANES / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
         if (exists && lane % LANES == 0) notes[1 + lane / LANES] = sum * scale.inverse * weight;
+    }
+}
+
+// Writes a cell for warpgroups; four lanes call it, whole warps together, each with its quads of eight products.
+template <class Format, Type TYPE>
+MOEPACK_DEVICE void write_tile(u8* cells, int token, int tokens, const Stored<TYPE> (&quad)[8], float weight) {
+    int lane = threadIdx.x % 4;
+    float largest = 0, sum[most(Format::SUMS, 1)] = {};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) largest = fmaxf(largest, fabsf(quad[i / 4].value(i % 4)));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    Scale scale = scale_of(largest);
+#pragma unroll
+    for (int product = 0; product < 8; ++product) {
+        const Stored<TYPE>& q = quad[product];
+        float f = scale.factor;
+        Pair pair = {to_half2(q.value(0) * f, q.value(2) * f), to_half2(q.value(1) * f, q.value(3) * f)};
+        write_quad<true>(cells, token, tokens, {product / 2, lane, product % 2}, pair);
+        if constexpr (Format::SUMS > 0) sum[product * Format::SUMS / 8] += sum_of(pair);
+    }
+    float* notes = reinterpret_cast<float*>(cells + tokens * VALUE_BYTES) + token * Format::NOTES;
+    if (lane == 0) notes[0] = scale.inverse * weight;
+#pragma unroll
+    for (int group = 0; group < Format::SUMS; ++group) {
+        sum[group] += __shfl_xor_sync(~0u, sum[group], 1);
+        sum[group] += __shfl_xor_sync(~0u, sum[group], 2);
+        if (lane == 0) notes[1 + group] = sum[group] * scale.inverse * weight;
     }
 }
 #endif

@@ -19,7 +19,7 @@ struct Described {
     u64 bits;  // distance of eight columns, of the two halves of K, address: all in units of 16 bytes
 
     MOEPACK_DEVICE Described(const void* first, int columns)
-        : bits(u64(128 >> 4) << 32 | u64(columns) << 16 | shared_address(first) >> 4) {}
+        : bits(u64(128 >> 4) << 32 | u64(columns) << 16 | (shared_address(first) & 0x3ffff) >> 4) {}
 
     // Operand B of a product that lies `bytes` further on.
     MOEPACK_DEVICE u64 after(int bytes) const {

@@ -16,6 +16,7 @@ from moepack.runtime.backends.gpu.layer import (
     TOKENS,
     TYPES,
     Blocks,
+    Device,
     LayerKernels,
     Struct,
     device_of,
@@ -56,7 +57,9 @@ _TURNED = 32768
 class CodebookKernels(LayerKernels):
     """Kernels of `codebook`."""
 
-    lays_out = True
+    def lays_out(self, most: int, device: Device) -> bool:
+        """See `LayerKernels.lays_out`."""
+        return True
 
     def cell_bytes(self, matrix: DeviceMatrix) -> int:
         """See `LayerKernels.cell_bytes`."""

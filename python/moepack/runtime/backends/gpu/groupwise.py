@@ -17,10 +17,10 @@ from moepack.runtime.backends.gpu.layer import (
     THREADS,
     TOKENS,
     Blocks,
+    Device,
     LayerKernels,
     Struct,
     device_of,
-    tile_tokens,
 )
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Argument, Program
@@ -34,6 +34,9 @@ _FACTORS = np.dtype(
     + [(name, np.int32) for name in ("most", "columns", "rows", "unused")]
 )
 _COMPENSATED = np.dtype([("matrix", _MATRIX), ("factors", _FACTORS)])
+_FEW = 4
+"""Most tokens of a linear layer that single warps multiply where there are warpgroups."""
+
 _HEADER = 128
 """Bytes before the blocks of a group-wise tensor."""
 
@@ -47,7 +50,14 @@ class GroupwiseKernels(LayerKernels):
     V x takes memory of torch's allocator and a launch of its own.
     """
 
-    lays_out = True
+    def tile_tokens(self, slots: int, tokens: int, device: Device) -> int:
+        """See `LayerKernels.tile_tokens`; linear layers of more than four tokens are left to warpgroups."""
+        few = _FEW if device.has_warpgroups and slots == tokens else TOKENS[0]
+        return TOKENS[0] if tokens <= few else TOKENS[-1]
+
+    def lays_out(self, most: int, device: Device) -> bool:
+        """See `LayerKernels.lays_out`; blocks make the cells of warpgroups faster than a launch of their own."""
+        return most == TOKENS[0] or not device.has_warpgroups
 
     def prepare(self, matrix: DeviceMatrix) -> None:
         """See `Kernels.prepare`."""
@@ -93,10 +103,11 @@ class GroupwiseKernels(LayerKernels):
         struct = self.struct(matrix)
         if matrix.kind != "compensated":
             return struct, None
-        slots, most = int(problem["tokens"][0] * problem["top_k"]["by"][0]), int(matrix.tables["most"])
+        tokens, most = int(problem["tokens"][0]), int(matrix.tables["most"])
+        slots = tokens * int(problem["top_k"]["by"][0])
         product = torch.empty((slots, max(most, 1)), dtype=torch.float32, device=matrix.device)
         struct["factors"]["product"] = product.data_ptr()
-        program = self.program(matrix, tile_tokens(int(problem["tokens"][0])))
+        program = self.program(matrix, self.tile_tokens(slots, tokens, device_of(product)))
         grid = max(1, min(slots * most, 2 * RESIDENT * device_of(product).processors))
         program.launch("multiply_by_right", grid, THREADS, [problem, struct["factors"].copy(), shared], early=True)
         return struct, product

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
-from moepack.runtime.backends.gpu.program import Argument, Program
+from moepack.runtime.backends.gpu.program import Argument, Program, is_hopper
 
 __all__ = [
     "BLOCK_ROWS",
@@ -21,6 +21,7 @@ __all__ = [
     "TOKENS",
     "TYPES",
     "Blocks",
+    "Device",
     "Division",
     "LayerKernels",
     "Struct",
@@ -53,6 +54,12 @@ _FEW_CELLS = 128
 _OWN_CELLS = 200
 """Most cells of a block that it makes itself of more tokens: a launch of its own takes longer."""
 
+_SPLITS = (1, 2, 4, 8, 16)
+"""Blocks that may share a sum."""
+
+_MOST_OF_CLUSTER = 8
+"""Blocks of a cluster that every GPU with clusters takes."""
+
 _SLACK_CELLS = 12
 """More cells than what kernels read behind the last one (SLACK)."""
 
@@ -60,9 +67,8 @@ _DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
 _PROBLEM = np.dtype(
     [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
     + [(name, np.uint64) for name in ("index", "weights", "out", "cells")]
-    + [(name, np.int32) for name in ("tokens", "experts", "rows", "row_blocks", "splits")]
-    + [(name, _DIVISOR) for name in ("top_k", "chunks", "row_tiles")]
-    + [("unused", np.int32)]
+    + [(name, np.int32) for name in ("tokens", "experts", "rows", "row_blocks", "split_bits", "in_parts")]
+    + [(name, _DIVISOR) for name in ("top_k", "chunks", "row_tiles", "teams")]
 )
 
 Struct = NDArray[Any]
@@ -101,18 +107,27 @@ class Division(NamedTuple):
 
     Attributes:
         row_blocks: blocks of 16 rows of a row tile.
-        splits: parts of the sum over columns.
+        teams: how many share the row tiles.
+        splits: blocks of a team, which share the sum over columns.
+        in_parts: whether they write parts of it, which another launch adds; otherwise they are a cluster.
     """
 
     row_blocks: int
+    teams: int
     splits: int = 1
+    in_parts: bool = False
 
 
 class LayerKernels(ABC):
     """The launches of a family whose Format fills `Layer` (`cuda/common/layer.cuh`)."""
 
-    lays_out = False
-    """Whether there are kernels `lay_out_tokens` and `lay_out_hidden`."""
+    def tile_tokens(self, slots: int, tokens: int, device: Device) -> int:
+        """Most tokens of a tile of a launch of so many slots and tokens, one of `TOKENS`."""
+        return TOKENS[0] if tokens <= TOKENS[0] else TOKENS[-1]
+
+    def lays_out(self, most: int, device: Device) -> bool:
+        """Whether `lay_out_tokens` and `lay_out_hidden` may make the cells of tiles of at most so many tokens."""
+        return False
 
     @abstractmethod
     def cell_bytes(self, matrix: DeviceMatrix) -> int:
@@ -183,18 +198,39 @@ class LayerKernels(ABC):
     def by_slot(self, matrices: list[DeviceMatrix], slots: int, tokens: int) -> Division:
         """How to cut a launch that writes a row for each slot; more rows of a tile share its activations."""
         _, _, columns = matrices[0].shape
-        if tokens > TOKENS[0]:
-            return Division(self.blocks(tile_tokens(tokens)).warps // len(matrices))
-        return Division(4 if slots > _FEW * 4 or columns > 16 * CHUNK else 2)
+        most = self._tile(matrices[0], slots, tokens)
+        blocks = self._blocks_at_a_time(matrices[0], most)
+        if most > TOKENS[0]:
+            return Division(self.blocks(most).warps // len(matrices), blocks)
+        return Division(4 if slots > _FEW * 4 or columns > 16 * CHUNK else 2, blocks)
 
     def of_sum(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
         """How to cut the launch that sums the outputs of each token."""
-        warps, resident = self.blocks(tile_tokens(tokens))
-        blocks, resident = -(-matrix.shape[1] // BLOCK_ROWS), resident * device_of(matrix.data).processors
-        if tokens > _FEW:
-            of_tile = 4 if tokens <= TOKENS[0] else warps
-            return Division(of_tile, max(1, min(16, resident // -(-blocks // of_tile))))
-        return Division(next(of_tile for of_tile in (4, 2, 1) if of_tile == 1 or blocks // of_tile > 0.8 * resident))
+        most, row_blocks = self._tile(matrix, slots, tokens), -(-matrix.shape[1] // BLOCK_ROWS)
+        at_a_time = self._blocks_at_a_time(matrix, most)
+        if tokens <= _FEW:
+            fits = (of_tile for of_tile in (4, 2, 1) if of_tile == 1 or row_blocks // of_tile > 0.8 * at_a_time)
+            return Division(next(fits), at_a_time)
+        of_tile = 4 if most == TOKENS[0] else self.blocks(most).warps
+        tiles = -(-row_blocks // of_tile)
+        splits = max(splits for splits in _SPLITS if splits == 1 or tiles * splits <= at_a_time)
+        if splits == 1:
+            return Division(of_tile, at_a_time)
+        clusters = self._clusters_at_a_time(matrix, most, splits, self._shared(matrix, most, tokens))
+        in_parts = clusters < tiles
+        return Division(of_tile, max(1, at_a_time // splits) if in_parts else clusters, splits, in_parts)
+
+    def _tile(self, matrix: DeviceMatrix, slots: int, tokens: int) -> int:
+        return self.tile_tokens(slots, tokens, device_of(matrix.data))
+
+    def _blocks_at_a_time(self, matrix: DeviceMatrix, most: int) -> int:
+        return self.blocks(most).resident * device_of(matrix.data).processors
+
+    def _clusters_at_a_time(self, matrix: DeviceMatrix, most: int, size: int, shared: int) -> int:
+        device = matrix.data.device.index
+        if size > _MOST_OF_CLUSTER or not is_hopper(device):
+            return 0
+        return _clusters(self.program(matrix, most), size, 32 * self.blocks(most).warps, shared, device)
 
     def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
         """Launch a kernel that writes a row for each slot."""
@@ -208,7 +244,8 @@ class LayerKernels(ABC):
 
     def _sum(self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor) -> None:
         """Launch the kernel that sums the outputs of each token; of half of them at a time where memory is short."""
-        if self._shared(matrix, len(out)) > device_of(out).most_shared and len(out) > 1:
+        most = self._tile(matrix, len(x), len(out))
+        if self._shared(matrix, most, len(out)) > device_of(out).most_shared and len(out) > 1:
             per_token = len(x) // len(out)
             for tokens in (slice(0, len(out) // 2), slice(len(out) // 2, len(out))):
                 slots = slice(tokens.start * per_token, tokens.stop * per_token)
@@ -217,7 +254,7 @@ class LayerKernels(ABC):
             return
         division = self.of_sum(matrix, len(x), len(out))
         parts = out
-        if division.splits > 1:
+        if division.in_parts:
             parts = torch.empty((division.splits, *out.shape), dtype=torch.float32, device=out.device)
         x = padded(self.activations(matrix, x))
         problem = _problem(matrix, x, index, weights, parts, len(out), division)
@@ -225,7 +262,7 @@ class LayerKernels(ABC):
         struct, before = self.launched(matrix, problem, 1)
         self._launch("combine", matrix, problem, [struct])
         del cells, before
-        if division.splits > 1:
+        if division.in_parts:
             grid = min(-(-out.numel() // THREADS), 8 * device_of(out).processors)
             arguments: list[Argument] = [parts, out, out.numel(), division.splits]
             self.program(matrix, TOKENS[0]).launch("add_splits", grid, THREADS, arguments, early=True)
@@ -238,10 +275,11 @@ class LayerKernels(ABC):
         """
         tokens, top_k, chunks = problem["tokens"][0], problem["top_k"]["by"][0], problem["chunks"]["by"][0]
         # Blocks share a sum out by columns, other launches by experts.
-        parts = problem["splits"][0] if kernel == "lay_out_hidden" else min(problem["experts"][0], tokens * top_k)
-        many = _OWN_CELLS * parts if tokens > TOKENS[0] and device_of(matrix.data).has_warpgroups else 0
+        hidden, device = kernel == "lay_out_hidden", device_of(matrix.data)
+        parts = 1 << problem["split_bits"][0] if hidden else min(problem["experts"][0], tokens * top_k)
+        many = _OWN_CELLS * parts if tokens > TOKENS[0] and device.has_warpgroups else 0
         own = _FEW_CELLS if tokens <= _FEW else many
-        if not self.lays_out or tokens * top_k * chunks <= own:
+        if not self.lays_out(self._tile(matrix, tokens * top_k, tokens), device) or tokens * top_k * chunks <= own:
             return None
         cells = torch.empty(
             int(tokens * top_k * chunks) * self.cell_bytes(matrix), dtype=torch.uint8, device=matrix.device
@@ -252,24 +290,23 @@ class LayerKernels(ABC):
 
     def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, structs: list[Struct]) -> None:
         """Launch a kernel of a matrix with as many blocks as run at a time."""
-        tokens = int(problem["tokens"][0])
-        warps, resident = self.blocks(tile_tokens(tokens))
-        grid = resident * device_of(of.data).processors
-        program, shared = self.program(of, tile_tokens(tokens)), self._shared(of, tokens) if structs else 0
-        program.launch(kernel, grid, 32 * warps, [problem, *structs], shared, early=True)
+        tokens, top_k = int(problem["tokens"][0]), int(problem["top_k"]["by"][0])
+        most, team = self._tile(of, tokens * top_k, tokens), 1 << int(problem["split_bits"][0])
+        grid, shared, cluster = self._blocks_at_a_time(of, most), 0, 1
+        if structs:
+            outputs = tokens if kernel == "combine" else min(tokens * top_k, most)
+            grid, shared = team * int(problem["teams"]["by"][0]), self._shared(of, most, outputs)
+            cluster = 1 if problem["in_parts"][0] else team
+        arguments, threads = [problem, *structs], 32 * self.blocks(most).warps
+        self.program(of, most).launch(kernel, grid, threads, arguments, shared, early=True, cluster=cluster)
 
-    def _shared(self, matrix: DeviceMatrix, tokens: int) -> int:
+    def _shared(self, matrix: DeviceMatrix, most: int, outputs: int) -> int:
         """Bytes of dynamic shared memory of a block: at least its rings, sums and, twice, the cells of a tile."""
-        warps, resident = self.blocks(tile_tokens(tokens))
+        warps, resident = self.blocks(most)
         cells = 2 * TOKENS[-1] + _SLACK_CELLS
-        least = warps * (self.ring_bytes(matrix) + tokens * BLOCK_ROWS * 4) + cells * self.cell_bytes(matrix)
+        least = warps * (self.ring_bytes(matrix) + outputs * BLOCK_ROWS * 4) + cells * self.cell_bytes(matrix)
         device = device_of(matrix.data)
         return max(least, min(device.shared // resident - _STATIC_BYTES, device.most_shared) // 128 * 128)
-
-
-def tile_tokens(tokens: int) -> int:
-    """Most tokens of a tile of a launch of so many tokens."""
-    return next((most for most in TOKENS if tokens <= most), TOKENS[-1])
 
 
 def device_of(tensor: Tensor) -> Device:
@@ -283,6 +320,11 @@ def _device(index: int) -> Device:
     most = properties.shared_memory_per_block_optin - _STATIC_BYTES
     warpgroups = (properties.major, properties.minor) == (9, 0)
     return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, most, warpgroups)
+
+
+@cache
+def _clusters(program: Program, size: int, threads: int, shared: int, device: int) -> int:
+    return program.clusters("combine", size, threads, shared)
 
 
 def padded(x: Tensor) -> Tensor:
@@ -310,6 +352,7 @@ def _problem(
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
     top_k = 1 if index is None else index.shape[1]
     tiles = -(-rows // (BLOCK_ROWS * division.row_blocks))
-    divisors = map(_divisor, (top_k, -(-columns // CHUNK), tiles))
-    values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, tokens, experts, rows, *division, *divisors, 0)
+    divisors = map(_divisor, (top_k, -(-columns // CHUNK), tiles, division.teams))
+    cut = division.row_blocks, division.splits.bit_length() - 1, division.in_parts
+    values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, tokens, experts, rows, *cut, *divisors)
     return np.array([values], _PROBLEM)

@@ -19,7 +19,7 @@ from torch import Tensor
 from moepack.errors import DeviceError
 from moepack.runtime.backends.gpu.compiler import Cubin, architecture, compile_source
 
-__all__ = ["Program"]
+__all__ = ["Program", "is_hopper"]
 
 Argument = Tensor | int | float | np.generic | np.ndarray[Any, Any] | None
 
@@ -27,7 +27,12 @@ Argument = Tensor | int | float | np.generic | np.ndarray[Any, Any] | None
 class _Attribute(ctypes.Structure):
     """The driver's CUlaunchAttribute."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("unused", ctypes.c_char * 60))
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_uint * 3),
+        ("unused", ctypes.c_char * 52),
+    )
 
 
 class _Configuration(ctypes.Structure):
@@ -43,11 +48,11 @@ class _Configuration(ctypes.Structure):
     )
 
 
-_EARLY = _Attribute(id=6, value=1)
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+_CLUSTER, _EARLY = 4, 6
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
-_LEAST_EARLY = (9, 0)
-"""The oldest compute capability that has it."""
+_HOPPER = (9, 0)
+"""The oldest compute capability that has them."""
 
 
 class Program:
@@ -104,6 +109,7 @@ class Program:
         shared: int = 0,
         *,
         early: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Launch a kernel on torch's current stream of the current device.
 
@@ -115,6 +121,7 @@ class Program:
                 structures are passed as they are (`np.uint64(address)` for an address).
             shared: bytes of dynamic shared memory.
             early: whether the kernel may begin before the one in front of it has ended, which it waits for itself.
+            cluster: blocks of a cluster, if the device has clusters; the grid is a multiple.
 
         Raises:
             DeviceError: the driver refuses the launch.
@@ -122,18 +129,38 @@ class Program:
         kernel = self.kernel(name, shared)
         passed = [_passed(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(passed))(*(value.ctypes.data for value in passed))
-        configuration = _Configuration(
-            _three(grid), _three(block), shared, torch.cuda.current_stream().cuda_stream, ctypes.pointer(_EARLY),
-            int(early and _can_begin_early(torch.cuda.current_device())),
-        )  # fmt: skip
+        configuration = _configuration(grid, block, shared, early=early, cluster=cluster)
         function = ctypes.c_void_p(kernel.kernel.ptr)
         if error := _driver().cuLaunchKernelEx(ctypes.byref(configuration), function, pointers, None):
             raise DeviceError(f"the driver does not launch '{name}' of {self.source}: error {error}")
+
+    def clusters(self, name: str, cluster: int, block: int, shared: int) -> int:
+        """Return how many clusters of so many blocks the current device runs at a time; arguments as for `launch`."""
+        kernel, found = self.kernel(name, shared), ctypes.c_int()
+        configuration = _configuration(cluster, block, shared, early=False, cluster=cluster)
+        function = ctypes.c_void_p(kernel.kernel.ptr)
+        if error := _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(configuration)):
+            raise DeviceError(f"the driver does not run clusters of '{name}' of {self.source}: error {error}")
+        return found.value
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def _configuration(
+    grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int, *, early: bool, cluster: int
+) -> _Configuration:
+    """A launch on torch's current stream."""
+    wanted = [_Attribute(_EARLY, value=_three(1))] * early + [_Attribute(_CLUSTER, value=_three(cluster))] * (
+        cluster > 1
+    )
+    attributes = wanted if is_hopper(torch.cuda.current_device()) else []
+    return _Configuration(
+        _three(grid), _three(block), shared, torch.cuda.current_stream().cuda_stream,
+        (_Attribute * len(attributes))(*attributes), len(attributes),
+    )  # fmt: skip
 
 
 def _three(size: int | tuple[int, ...]) -> Any:
@@ -152,8 +179,9 @@ def _passed(argument: Argument) -> NDArray[Any]:
 
 
 @cache
-def _can_begin_early(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= _LEAST_EARLY
+def is_hopper(device: int) -> bool:
+    """Whether launches may begin early and blocks be clusters: a GPU is of Hopper's generation or newer."""
+    return torch.cuda.get_device_capability(device) >= _HOPPER
 
 
 @cache
