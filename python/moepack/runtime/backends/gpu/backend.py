@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moepack._core import PackedTensor
 from moepack.arrays import as_bytes
-from moepack.errors import DeviceError, LoadError
+from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
 from moepack.runtime.backends.gpu import channels, coded, prompt
@@ -100,10 +100,7 @@ class GpuBackend(Backend):
     ) -> Tensor:
         """See `Backend.experts`."""
         if cast(DeviceMatrix, matrices[-1]).kind == CHANNELS:
-            if len(matrices) == 2:
-                return self.sparse_experts(matrices, x, index, weights, mode)[0]
-            outputs, ups = self.coarse_experts(matrices, x, index, weights, mode)
-            return outputs.add_(self.sparse_channels(matrices[-1], x, index, weights, ups)[0])
+            return self.sparse_experts(matrices, x, index, weights, mode)[0]
         projections = cast(Sequence[DeviceMatrix], matrices)
         x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
         rows = projections[-1].shape[1]
@@ -133,43 +130,6 @@ class GpuBackend(Backend):
         with _current([up, index, weights], x):
             for part in _calls(index, x, index, weights, out):
                 channels.KERNELS.sparse(up, records, *part)
-        return out, 0
-
-    def coarse_experts(
-        self,
-        matrices: Sequence[Matrix],
-        x: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        mode: str | None,
-        deciding: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend.coarse_experts`; nothing else than `x` decides."""
-        if deciding is not None:
-            raise DeviceError("guesses decide over channels on the CPU alone")
-        gate, up, down, records = cast(Sequence[DeviceMatrix], matrices)
-        x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        ups = torch.zeros((*index.shape, up.shape[1]), dtype=torch.float32, device=x.device)
-        if not (index.numel() and all(up.shape)):
-            return out, ups
-        with _current([gate, up, down, index, weights], x):
-            for part in _calls(index, x, index, weights, out, ups):
-                channels.KERNELS.coarse(gate, up, down, records, *part)
-        return out, ups
-
-    def sparse_channels(
-        self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor
-    ) -> tuple[Tensor, int]:
-        """See `Backend.sparse_channels`; the number is 0, as of `sparse_experts`."""
-        matrix = cast(DeviceMatrix, records)
-        x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        with _current([index, weights, ups], x):
-            for part in _calls(index, x, index, weights, ups, out) if ups.numel() else ():
-                tokens, chosen, scales, some, to = part
-                flat = some.reshape(-1, some.shape[-1])
-                channels.KERNELS.chosen(matrix, tokens, chosen, scales, flat, matrix.tables["any"], to)
         return out, 0
 
 

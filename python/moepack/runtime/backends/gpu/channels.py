@@ -12,7 +12,6 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.layer import TYPES, device_of, padded
@@ -49,7 +48,7 @@ class ChannelKernels:
 
     - `computed`, int64 [3]: channels that were computed, that the tokens' experts have, and that were computed and are
       resident, over all calls and replays;
-    - `thresholds`, float32 [E], and `any`, as many of the least that no channel falls below but by being zero;
+    - `thresholds`, float32 [E];
     - `resident`, uint8 [E, n, bytes], the records of the first channels; only where the others are on the host.
     """
 
@@ -59,7 +58,6 @@ class ChannelKernels:
         matrix.tables["computed"] = torch.zeros(3, dtype=torch.int64, device=device)
         thresholds = matrix.data[start : start + size].view(torch.float32)[: matrix.shape[0]]
         matrix.tables["thresholds"] = thresholds.to(device, copy=True)
-        matrix.tables["any"] = torch.full_like(matrix.tables["thresholds"], torch.finfo(torch.float32).tiny)
         _program(matrix.details["bits"]).load()
 
     def keep(self, matrix: DeviceMatrix, channels: int) -> None:
@@ -93,25 +91,6 @@ class ChannelKernels:
         """
         ups = torch.empty((index.numel(), up.shape[1]), dtype=torch.float32, device=x.device)
         kernels_of(up.kind).project(up, x, index, ups)
-        self.chosen(channels, x, index, weights, ups, channels.tables["thresholds"], out)
-
-    def chosen(
-        self,
-        channels: DeviceMatrix,
-        x: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        ups: Tensor,
-        thresholds: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Sum the outputs of the channels that thresholds choose.
-
-        Args:
-            channels, x, index, weights, out: as of `sparse`.
-            ups: [T * k, I] float32, what an up projection gave.
-            thresholds: [E] float32, below which a channel is skipped.
-        """
         slots, (experts, rows, columns) = index.numel(), channels.shape
         columns //= 2
         listed = torch.empty((slots, rows), dtype=torch.int32, device=x.device)
@@ -123,7 +102,7 @@ class ChannelKernels:
         x, computed = padded(x), channels.tables["computed"]
         tensors = (index, weights, ups, tokens, listed, counts, offsets, parts, out, computed)
         values = (
-            _records(channels, thresholds), x.data_ptr(), TYPES[x.dtype], x.shape[1],
+            _records(channels, channels.tables["thresholds"]), x.data_ptr(), TYPES[x.dtype], x.shape[1],
             *(tensor.data_ptr() for tensor in tensors), slots, index.shape[1], experts, columns, blocks, 0,
         )  # fmt: skip
         arguments: list[Argument] = [np.array([values], _SPARSE)]
@@ -131,37 +110,6 @@ class ChannelKernels:
         program.launch("choose", slots, 1024, arguments, early=True)
         program.launch("compute", blocks, 512, arguments, early=True)
         program.launch("add", (-(-columns // 128), len(index)), 1024, arguments, early=True)
-
-    def coarse(
-        self,
-        gate: DeviceMatrix,
-        up: DeviceMatrix,
-        down: DeviceMatrix,
-        channels: DeviceMatrix,
-        x: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        out: Tensor,
-        ups: Tensor,
-    ) -> None:
-        """Decide by coarse copies which channels are refined, and compute the others; launches as those of `Kernels`.
-
-        Args:
-            gate, up, down: [E, I, H], [E, I, H], [E, H, I], the copies.
-            channels, x, index, weights: as of `sparse`.
-            out: [T, H] float32, the outputs without refined channels.
-            ups: [T, k, I] float32, zero in rows of skipped experts: the outputs of `up`, zero where a channel is not
-                refined.
-        """
-        gates, flat = torch.zeros_like(ups), ups.view(-1, ups.shape[-1])
-        kernels_of(gate.kind).project(gate, x, index, gates.view(-1, ups.shape[-1]))
-        kernels_of(up.kind).project(up, x, index, flat)
-        inner = functional.silu(gates).mul_(ups)
-        thresholds = channels.tables["thresholds"][index.clamp(0, gate.shape[0] - 1)]
-        below = inner.abs().mul_(weights.abs().unsqueeze(-1)) < thresholds.unsqueeze(-1)
-        hidden = inner.masked_fill_(~below, 0).view_as(flat)
-        kernels_of(down.kind).combine(down, hidden, index, weights, out)
-        ups.masked_fill_(below, 0)
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
