@@ -344,7 +344,7 @@ struct Layer {
         }
     }
 
-    // The same of all blocks of a cluster, whose `sums` stay.
+    // Adds up what all blocks of a cluster hold in `sums`, which stay.
     MOEPACK_DEVICE void take_of_cluster(int block, int column, int row, float (&total)[4]) const {
         Shared from = shared_address(sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row);
         int blocks = 1 << problem.split_bits;

@@ -66,7 +66,7 @@ template <Type TYPE>
 struct Stored {
     u32 word[TYPE == Type::f32 ? 4 : 2];
 
-    // Of a row, from a column on; zeros behind the row's end.
+    // Loads part of a row, from a column on; zeros behind the row's end.
     MOEPACK_DEVICE void load(const Activations& x, i64 row, int column) {
         constexpr int BYTES = TYPE == Type::f32 ? 4 : 2;
         const u8* from = static_cast<const u8*>(x.data) + (row * x.columns + column) * BYTES;

@@ -24,7 +24,7 @@ CHANNELS = "channels"
 """The projection that stands for gate and down: rows of the one beside columns of the other."""
 
 RESIDUALS = "residuals"
-"""The same of what is to be added to gate and down."""
+"""The projection of residuals: what is added to the rows of gate and to the columns of down."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ LEARNT = 16_384
 """The most tokens that are learnt from."""
 
 WIDTH, STEPS, BATCH, RATE = 256, 400, 512, 3e-3
-"""Of the network: neurons, at most, steps of Adam, tokens a step, and its learning rate."""
+"""The network: neurons, at most, steps of Adam, tokens a step, and its learning rate."""
 
 GAIN = 0.005
 """What a fitted map must recall more than the simpler one before it to be kept instead."""

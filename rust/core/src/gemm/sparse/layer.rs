@@ -34,7 +34,7 @@ pub enum Ups<'a> {
     Of(&'a dyn Projection),
     /// Outputs u, tokens x top_k x I: channels are skipped where u is zero, for they add nothing.
     Given(&'a [f32]),
-    /// The same of coarse up projections, and the outputs of coarse gates: records hold what finer weights add.
+    /// Outputs of coarse up and gate projections: records hold what finer weights add.
     Refining {
         /// Outputs u, zero where a channel is skipped.
         ups: &'a [f32],
