@@ -3,7 +3,7 @@
     python benches/activations.py MODEL ... --text TEXT [--chars N] [--out FILE]
 
 Each row rounds the inputs of one kind of layer, asymmetric, over a token's range: as they are; clipped to 0.8 of the
-range; turned by Hadamard's matrix in blocks of the largest power of two that divides the columns, and turned back.
+range; rotated by Hadamard's matrix in blocks of the largest power of two that divides the columns, and rotated back.
 Differences of the loss from the original's, nats a token, as JSON and a table.
 """
 
@@ -22,7 +22,7 @@ from torch.nn import functional
 import machine
 import moepack
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.solvers.activations import block_width, round_activations, turned
+from moepack.solvers.activations import block_width, rotated, round_activations
 
 ROLES = {
     "queries, keys, values": ("q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa"),
@@ -43,9 +43,9 @@ def clipped(x: Tensor) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Turn, round, turn back."""
+    """Rotate, round, rotate back."""
     width = block_width(x.shape[-1])
-    return turned(round_activations(turned(x, width), 4), width)
+    return rotated(round_activations(rotated(x, width), 4), width)
 
 
 CHANGES: dict[str, Change] = {"plain": lambda x: round_activations(x, 4), "clipped": clipped, "Hadamard": spread}

@@ -10,7 +10,7 @@
 // |w|, and that of float32 sums: bfloat16 activations no 2^7 times smaller than the largest are exact. Infinities and
 // NaNs give NaN.
 //
-// Tensors whose products round activations to 8 or 4 bits, or turn them by Hadamard's matrix, have their tokens
+// Tensors whose products round activations to 8 or 4 bits, or rotate them by Hadamard's matrix, have their tokens
 // prepared by a launch of its own, `prepare_tokens`, a block a token: the grid is that of the CPU, to the bit.
 //
 // Launch: common/layer.cuh; one token of a layer, and up to four of a linear layer, have kernels of their own (`Few`).
@@ -454,7 +454,7 @@ MOEPACK_DEVICE void run_few(const Few& few, const Codebook::Matrix& first, const
 // ---------------------------------------------------------------- whole rows
 
 // Multiplies values in shared memory by Sylvester's matrix of `width` columns, unscaled; all threads of a block.
-MOEPACK_DEVICE void turn(float* values, int width) {
+MOEPACK_DEVICE void rotate(float* values, int width) {
     for (int half = 1; half < width; half *= 2) {
         __syncthreads();
         for (int i = threadIdx.x; i < width / 2; i += blockDim.x) {
@@ -467,10 +467,10 @@ MOEPACK_DEVICE void turn(float* values, int width) {
     __syncthreads();
 }
 
-// Turns the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones.
+// Rotates the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones.
 // If there are more columns than shared memory holds floats, the last rounds come first: they add up parts of the row.
 template <class Value, class Use>
-MOEPACK_DEVICE void turn_row(int columns, int width, Value value, Use use) {
+MOEPACK_DEVICE void rotate_row(int columns, int width, Value value, Use use) {
     constexpr int MOST_WIDTH = 32768;
     float* values = reinterpret_cast<float*>(shared_memory);
     float unit = __fdiv_rn(1.0f, __fsqrt_rn(float(width)));
@@ -485,7 +485,7 @@ MOEPACK_DEVICE void turn_row(int columns, int width, Value value, Use use) {
             }
             values[i] = sum;
         }
-        turn(values, part);
+        rotate(values, part);
         for (int i = threadIdx.x; i < part; i += blockDim.x) use(start + i, __fmul_rn(values[i], unit));
         __syncthreads();
     }
@@ -539,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) combine_few(Few few
     run_few<false>(few, matrix, matrix);
 }
 
-// Turns each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at
+// Rotates each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at
 // all).
 extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out) {
     enter_launch();
@@ -551,7 +551,7 @@ extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, fl
         if (!(fabsf(value) < __uint_as_float(0x7f800000))) odd = 1;
     };
     auto value = [&](int column) { return activation(x, start + column); };
-    if (width > 1) turn_row(x.columns, width, value, use);
+    if (width > 1) rotate_row(x.columns, width, value, use);
     else for (int i = threadIdx.x; i < x.columns; i += blockDim.x) use(i, value(i));
     if (bits == 0) return;
     Grid grid(block_largest(low), block_largest(high), bits);
@@ -573,13 +573,13 @@ MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, i
     return __fmul_rn(scales[place], float(centroid));
 }
 
-// Writes the values of `count` rows, counted through all experts, from `first` on, turned back by matrices of `width`.
+// Writes the values of `count` rows, counted through all experts, from `first` on, rotated back by matrices of `width`.
 extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width,
                                       int wide, void* out) {
     for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
         auto value = [&](int column) { return weight(matrix, rows, first + i, column); };
         auto use = [&](int column, float value) { store_value(out, i * columns + column, value, wide); };
-        if (width > 1) turn_row(columns, width, value, use);
+        if (width > 1) rotate_row(columns, width, value, use);
         else for (int column = threadIdx.x; column < columns; column += blockDim.x) use(column, value(column));
     }
 }

@@ -7,7 +7,7 @@ import torch
 from moepack import _core
 from moepack.codebook import CodebookTensor, encode_codebook
 from moepack.errors import InvalidTensorError
-from moepack.solvers.activations import Rounding, block_width, round_activations, turned
+from moepack.solvers.activations import Rounding, block_width, rotated, round_activations
 from moepack.solvers.codebooks import ClusterSettings, cluster, look_up
 from moepack.solvers.fixed_point import fixed_point
 from moepack.solvers.kmeans import kmeans
@@ -157,12 +157,12 @@ def test_what_makes_no_sense_is_refused():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_turned_activations_are_those_of_the_kernels(bits):
+def test_rotated_activations_are_those_of_the_kernels(bits):
     x = torch.randn(9, 192, generator=torch.Generator().manual_seed(2))
     x[:, 5] *= 30
     width = block_width(192)
     assert width == 64 and block_width(7) == block_width(0) == 1
-    torch.testing.assert_close(turned(turned(x, width), width), x)
+    torch.testing.assert_close(rotated(rotated(x, width), width), x)
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (1, 5, 192)).astype(np.uint8)
     blob = _core.PackedTensor(_core.encode_codebook(

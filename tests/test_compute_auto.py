@@ -54,7 +54,7 @@ FORMATS: dict[str, Callable[[], Bytes]] = {
     **{f"int{bits}": lambda bits=bits: integers(bits) for bits in (2, 3, 4, 8)},
     "compensated": compensated,
     **{f"codebook{bits}": lambda bits=bits: codebook(bits) for bits in (2, 3, 4)},
-    "turned codebook4": lambda: codebook(4, hadamard=128),
+    "rotated codebook4": lambda: codebook(4, hadamard=128),
     "fsv8": lambda: ternary("fsv8"),
     "dict16": lambda: ternary("dict16"),
 }

@@ -48,7 +48,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(text, tmp_path_factory):
-    """A packed DeepSeek of two bits with turned inputs, and what it was made of."""
+    """A packed DeepSeek of two bits with rotated inputs, and what it was made of."""
     base = tmp_path_factory.mktemp("packed")
     source = tiny_models.build("deepseek_v2", base / "source")
     settings = {"samples": 6, "sequence_length": 64, "steps": 1, "rotation": "random", "weight_bits": 2}

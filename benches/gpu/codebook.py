@@ -1,4 +1,4 @@
-"""Cases of codebook weights: activations as they are, rounded to 8 and 4 bits, and turned."""
+"""Cases of codebook weights: activations as they are, rounded to 8 and 4 bits, and rotated."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +19,7 @@ columns, which of normal columns is below 8 root mean squares."""
 
 
 def make(
-    experts: int, rows: int, columns: int, seed: int, *, bits: int, activation_bits: int, block: int, turned: bool
+    experts: int, rows: int, columns: int, seed: int, *, bits: int, activation_bits: int, block: int, rotated: bool
 ) -> NDArray[np.uint8]:
     """A packed tensor of random codes and centroids; more than 2^22 are the same 512 rows over and over."""
     large = experts * rows * columns > 1 << 22
@@ -31,7 +31,7 @@ def make(
         centroids = (np.round(centroids / 257).astype(np.int16) * 256).astype(np.int16)
     scales = random.uniform(0.5, 1.5, (*shape, blocks)).astype(np.float32) * np.float32(5e-5 * columns**-0.5)
     codes = random.integers(0, 1 << bits, (*shape, columns), dtype=np.uint8)
-    width = columns & -columns if turned else 1
+    width = columns & -columns if rotated else 1
     data = _core.encode_codebook(
         codes, centroids, scales, bits=bits, block=block or 1 << 20, ndim=3, activation_bits=activation_bits,
         hadamard=width,
@@ -40,11 +40,11 @@ def make(
 
 
 def seen(details: Mapping[str, Any], x: Tensor) -> Tensor:
-    """What products see of activations [N, C], float64: turned, rounded on the grid of the CPU, turned back."""
+    """What products see of activations [N, C], float64: rotated, rounded on the grid of the CPU, rotated back."""
     width, bits = details["hadamard"], details["activation_bits"]
     if not bits:
         return x.double()
-    values = _turned(x.float(), width)
+    values = _rotated(x.float(), width)
     low, high = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True).clamp(min=0)
     # A tensor: torch multiplies by the inverse of a number.
     top = torch.full_like(low, (1 << bits) - 1)
@@ -52,10 +52,10 @@ def seen(details: Mapping[str, Any], x: Tensor) -> Tensor:
     inverse = 1 / step
     zero = (-low * inverse + 0.5).floor().clamp(min=0).minimum(top)
     codes = (values * inverse + (zero + 0.5)).clamp(min=0).minimum(top).floor()
-    return _turned((step * (codes - zero)).double(), width)
+    return _rotated((step * (codes - zero)).double(), width)
 
 
-def _turned(x: Tensor, width: int) -> Tensor:
+def _rotated(x: Tensor, width: int) -> Tensor:
     """Each `width` columns by Hadamard's matrix, in the core's order of operations."""
     if width == 1:
         return x
@@ -68,16 +68,16 @@ def _turned(x: Tensor, width: int) -> Tensor:
     return (parts * (1 / torch.tensor(float(width), dtype=x.dtype).sqrt())).view(x.shape)
 
 
-def _name(bits: int, activation_bits: int, block: int, turned: bool) -> str:
+def _name(bits: int, activation_bits: int, block: int, rotated: bool) -> str:
     parts = [
         f"codebook {bits} bits A{activation_bits or 16}",
         f"block {block}" if block else "",
-        "turned" if turned else "",
+        "rotated" if rotated else "",
     ]
     return " ".join(part for part in parts if part)
 
 
 SPECIFICATIONS = {
-    _name(*key): partial(make, bits=key[0], activation_bits=key[1], block=key[2], turned=key[3])
+    _name(*key): partial(make, bits=key[0], activation_bits=key[1], block=key[2], rotated=key[3])
     for key in [*product((4, 3, 2), (0, 8), (0,), (False,)), (4, 0, 128, False), (4, 4, 256, True), (2, 8, 0, True)]
 }

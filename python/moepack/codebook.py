@@ -92,7 +92,7 @@ class CodebookTensor(BlobTensor):
 
     @property
     def hadamard(self) -> int:
-        """Columns that products turn together by Hadamard's matrix (docs/format.md, section 7); 1 for not at all."""
+        """Columns that products rotate together by Hadamard's matrix (docs/format.md, section 7); 1 for not at all."""
         return int(self._details["hadamard"])
 
     def matmul(self, x: Array, mode: Mode | None = None, activation_bits: int | None = None) -> Array:

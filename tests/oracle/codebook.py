@@ -24,7 +24,7 @@ class Tensor:
     hadamard: int = 1
 
     def weights(self) -> NDArray[np.float32]:
-        """Dequantize: one product, rounded once; turned back where products turn activations."""
+        """Dequantize: one product, rounded once; rotated back where products rotate activations."""
         block = np.arange(self.codes.shape[2]) // self.block
         found = np.take_along_axis(
             self.centroids[:, :, block].astype(np.float32), self.codes[..., None].astype(np.int64), -1

@@ -3,8 +3,8 @@
 The range of a token is that of its values and zero, so that zero stays zero (CodeQuant, section 4: asymmetric min-max).
 Calibration and benches simulate with it what packed layers compute.
 
-Before they are rounded, activations may be turned by Hadamard's matrix in blocks of columns (QuaRot; CodeQuant_had in
-section 4.1): an outlier is then spread over its block. Residual streams are turned offline; this is for inputs that no
+Before they are rounded, activations may be rotated by Hadamard's matrix in blocks of columns (QuaRot; CodeQuant_had in
+section 4.1): an outlier is then spread over its block. Residual streams are rotated offline; this is for inputs that no
 offline rotation reaches, those behind a gate above all.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Rounding", "block_width", "round_activations", "turned"]
+__all__ = ["Rounding", "block_width", "rotated", "round_activations"]
 
 _UNREACHED = ("o_proj", "down_proj", "w2", "kv_b_proj", "q_b_proj")
-"""Layers whose inputs a rotation of the residual stream does not turn."""
+"""Layers whose inputs a rotation of the residual stream does not reach."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,24 @@ class Rounding:
 
     Attributes:
         bits: 4 or 8; 0 leaves them as they are.
-        hadamard: turn the inputs of layers that a rotation of the residual stream does not reach.
+        hadamard: rotate the inputs of layers that a rotation of the residual stream does not reach.
     """
 
     bits: int = 0
     hadamard: bool = False
 
     def width(self, layer: str, columns: int) -> int:
-        """Columns that the layer of this name turns together; 1 for not at all."""
+        """Columns that the layer of this name rotates together; 1 for not at all."""
         return block_width(columns) if self.hadamard and layer.rsplit(".", 1)[-1] in _UNREACHED else 1
 
     def __call__(self, x: Tensor, layer: str) -> Tensor:
-        """Round what a layer reads, [..., C]; turned back, so that its weights are those of the model."""
+        """Round what a layer reads, [..., C]; rotated back, so that its weights are those of the model."""
         if not self.bits:
             return x
         width = self.width(layer, x.shape[-1])
         if width == 1:
             return round_activations(x, self.bits)
-        return turned(round_activations(turned(x.float(), width), self.bits), width).to(x.dtype)
+        return rotated(round_activations(rotated(x.float(), width), self.bits), width).to(x.dtype)
 
 
 def block_width(columns: int) -> int:
@@ -50,7 +50,7 @@ def block_width(columns: int) -> int:
     return columns & -columns or 1
 
 
-def turned(x: Tensor, width: int) -> Tensor:
+def rotated(x: Tensor, width: int) -> Tensor:
     """Multiply blocks of `width` columns, a power of two, by Hadamard's matrix; [..., C], as the kernels do it."""
     half, y = 1, x
     while half < width:

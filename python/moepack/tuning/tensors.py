@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack import _core
-from moepack.solvers.activations import round_activations, turned
+from moepack.solvers.activations import rotated, round_activations
 from moepack.solvers.codebooks import look_up
 from moepack.solvers.fixed_point import centroid_bits, fixed_point, split_blocks
 
@@ -51,7 +51,7 @@ class Books(TunedTensor):
 
     Attributes:
         moves: [E, R, B, K], of each centroid, relative to the largest of its codebook.
-        bits, block, width: bits of a code, columns that share a codebook, columns that are turned together.
+        bits, block, width: bits of a code, columns that share a codebook, columns that are rotated together.
         activation_bits: 0, 4 or 8.
     """
 
@@ -69,7 +69,7 @@ class Books(TunedTensor):
         )
         self.ndim, self.block = blob.ndim, min(details["block_size"], max(blob.shape[2], 1))
         codes = torch.from_numpy(blob.decode())
-        values = turned(torch.from_numpy(blob.dequantize()), self.width)
+        values = rotated(torch.from_numpy(blob.dequantize()), self.width)
         parts = zip(split_blocks(codes, self.block), split_blocks(values, self.block), strict=True)
         clusters = torch.zeros(*codes.shape[:2], 1 << self.bits)
         first = torch.stack([clusters.scatter(-1, code.long(), value) for code, value in parts], -2)
@@ -83,15 +83,15 @@ class Books(TunedTensor):
         return self.first + self.units * self.moves
 
     def weights(self) -> Tensor:
-        """The turned weights [E, R, C] as they will be stored."""
+        """The rotated weights [E, R, C] as they will be stored."""
         centroids = self.centroids()
         step = self.units / (127 if self.activation_bits else 32_639)
         rounded = (centroids / step.clamp(min=1e-30)).round() * step
         return look_up(self.codes, centroids + (rounded - centroids).detach(), self.block)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Activations turned and rounded."""
-        x = turned(x.float(), self.width)
+        """Activations rotated and rounded."""
+        x = rotated(x.float(), self.width)
         return x + (round_activations(x.detach(), self.activation_bits) - x.detach())
 
     def products(self, x: Tensor, counts: list[int]) -> Tensor:

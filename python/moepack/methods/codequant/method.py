@@ -62,11 +62,11 @@ class CodeQuant(Method):
             error of earlier layers (docs/methods/codequant.md has what that does).
         weigh_tokens: let a token count in an expert's objective what the layer's weighted sum makes of it (equation
             6), not 1.
-        rotation: "learned", "random", "hadamard" or "none": what turns the residual stream, folded into all weights
+        rotation: "learned", "random", "hadamard" or "none": what rotates the residual stream, folded into all weights
             before they are clustered (see `moepack.methods.codequant.rotation`).
         rotation_steps: gradient steps of a learned rotation.
         seed: of the rotation.
-        hadamard: turn what the output and down projections (and DeepSeek's projections of latents) read by Hadamard's
+        hadamard: rotate what the output and down projections (and DeepSeek's projections of latents) read by Hadamard's
             matrix while the model runs: no offline rotation reaches these inputs. By default where activations have 4
             bits.
         permute: with blocks, order the inner dimension of feed-forward layers so that codebooks serve columns that
@@ -115,7 +115,7 @@ class CodeQuant(Method):
         if self.drift is None:
             self.drift = 0.75 if self.activation_bits == 8 else 0.0
         if self.hadamard and self.activation_bits == 16:
-            raise ValueError("hadamard turns activations before they are rounded: it needs activation_bits 8 or 4")
+            raise ValueError("hadamard rotates activations before they are rounded: it needs activation_bits 8 or 4")
         width = None if self.block == ROW else self._width(self.block)
         self._solver = ClusterSettings(
             bits=self.weight_bits,

@@ -10,7 +10,7 @@ from torch import Tensor
 from moepack import _core
 from moepack.calibration.moments import Moments
 from moepack.methods.base import PackedTensor, Shape, Solution, Stage, Weights
-from moepack.solvers.activations import Rounding, turned
+from moepack.solvers.activations import Rounding, rotated
 from moepack.solvers.codebooks import ClusterSettings, cluster, look_up
 from moepack.solvers.fixed_point import centroid_bits, fixed_point
 
@@ -38,9 +38,9 @@ def solve(stage: Stage, settings: ClusterSettings, rounding: Rounding, weigh_tok
     moments = stage.moments() if weigh_tokens else _unweighted(stage.hessians())
     stacked = torch.cat(list(stage.weights.values()), 1)
     width = rounding.width(next(iter(stage.tensors)), stacked.shape[-1])
-    hessians, drift = (turned(turned(part, width).mT, width).mT for part in (moments.hessians, moments.drift))
-    clustered = cluster(turned(stacked, width), hessians, drift, settings)
-    values = turned(look_up(clustered.codes, clustered.centroids, settings.block), width)
+    hessians, drift = (rotated(rotated(part, width).mT, width).mT for part in (moments.hessians, moments.drift))
+    clustered = cluster(rotated(stacked, width), hessians, drift, settings)
+    values = rotated(look_up(clustered.codes, clustered.centroids, settings.block), width)
     reasons = zip(stage.experts, clustered.reasons, strict=True)
     rounded = {} if stage.dense else {expert: reason for expert, reason in reasons if reason is not None}
     found, first = {}, 0

@@ -1,6 +1,6 @@
 """What a rotation is learned on: the normalised states that attention and feed-forward layers of the model read.
 
-With a norm's weights folded into the layers behind it, these layers read h / rms(h), and a rotation turns exactly that.
+With a norm's weights folded into the layers behind it, these layers read h / rms(h), to which a rotation is applied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Products by codebook weights on a GPU: launches of `cuda/codebook.cu`.
 
-Tensors that were made for rounded activations, or store turned weights, have their tokens prepared by another launch.
+Tensors that were made for rounded activations, or store rotated weights, have their tokens prepared by another launch.
 """
 
 from functools import cache
@@ -50,8 +50,8 @@ _CELL_BYTES = 256
 _ROW_THREADS = 512
 """Threads of a block in kernels that have a block for each row."""
 
-_TURNED = 32768
-"""Most columns that a block turns at a time."""
+_ROTATED = 32768
+"""Most columns that a block rotates at a time."""
 
 
 class CodebookKernels(LayerKernels):
@@ -66,7 +66,7 @@ class CodebookKernels(LayerKernels):
         return 272
 
     def specification(self, matrix: DeviceMatrix) -> tuple[int, int, int, int]:
-        """Bits of codes, bytes of a centroid; bits of activations and columns turned together."""
+        """Bits of codes, bytes of a centroid; bits of activations and columns rotated together."""
         details = matrix.details
         rounded = details["activation_bits"]
         return details["bits"], 1 if rounded else 2, rounded, details["hadamard"]
@@ -136,30 +136,30 @@ class CodebookKernels(LayerKernels):
         self.program(first, TOKENS[0]).launch(kernel, grid, _FEW_THREADS, arguments, shared, early=True)
 
     def activations(self, matrix: DeviceMatrix, x: Tensor) -> Tensor:
-        """Tokens turned and rounded, float32; x itself where the tensor wants neither."""
-        *_, bits, turned = self.specification(matrix)
-        if not bits and turned == 1:
+        """Tokens rotated and rounded, float32; x itself where the tensor wants neither."""
+        *_, bits, rotated = self.specification(matrix)
+        if not bits and rotated == 1:
             return x
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         tokens = np.array([(x.data_ptr(), TYPES[x.dtype], x.shape[1])], _ACTIVATIONS)
-        arguments: list[Argument] = [tokens, turned, bits, out]
+        arguments: list[Argument] = [tokens, rotated, bits, out]
         program = self.program(matrix, TOKENS[0])
-        program.launch("prepare_tokens", len(x), _ROW_THREADS, arguments, _turned_bytes(turned), early=True)
+        program.launch("prepare_tokens", len(x), _ROW_THREADS, arguments, _rotated_bytes(rotated), early=True)
         return out
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
         _, rows, columns = matrix.shape
-        turned = matrix.details["hadamard"]
+        rotated = matrix.details["hadamard"]
         count = len(out) * rows
         if not count * columns:
             return
         grid = min(count, 16 * device_of(out).processors)
         arguments: list[Argument] = [
-            self.struct(matrix), np.int64(first * rows), np.int64(count), rows, columns, turned,
+            self.struct(matrix), np.int64(first * rows), np.int64(count), rows, columns, rotated,
             int(out.dtype is torch.float32), out,
         ]  # fmt: skip
-        self.program(matrix, TOKENS[0]).launch("dequantize", grid, _ROW_THREADS, arguments, _turned_bytes(turned))
+        self.program(matrix, TOKENS[0]).launch("dequantize", grid, _ROW_THREADS, arguments, _rotated_bytes(rotated))
 
 
 KERNELS = CodebookKernels()
@@ -174,8 +174,8 @@ def _few_bytes(matrix: DeviceMatrix, slots: int, tokens: int) -> int:
     return size if size <= device_of(matrix.data).most_shared and slots * chunks * chunks < 1 << 20 else 0
 
 
-def _turned_bytes(turned: int) -> int:
-    return 4 * min(turned, _TURNED) if turned > 1 else 0
+def _rotated_bytes(rotated: int) -> int:
+    return 4 * min(rotated, _ROTATED) if rotated > 1 else 0
 
 
 @cache

@@ -30,7 +30,7 @@ impl Layout {
         match Layout::of(shape, bits, activation_bits, block.min(whole), hadamard) {
             Some(layout) => Ok(layout),
             None => invalid(format!(
-                "{shape:?} of {bits} bits, activations of {activation_bits}, blocks of {block}, turned by {hadamard} \
+                "{shape:?} of {bits} bits, activations of {activation_bits}, blocks of {block}, rotated by {hadamard} \
                  cannot be packed"
             )),
         }
