@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use crate::arrays::values;
 use crate::error::detached;
 
-type Bytes<'py> = PyResult<Bound<'py, PyArray1<u8>>>;
+type Array<'py, T> = Bound<'py, PyArray1<T>>;
 
 /// The layout for GPUs of a coded tensor.
 #[pyfunction]
@@ -17,7 +17,7 @@ pub fn coded_to_device<'py>(
     py: Python<'py>,
     data: PyReadonlyArray1<'py, u8>,
     segment_chunks: Option<usize>,
-) -> Bytes<'py> {
+) -> PyResult<Array<'py, u8>> {
     let data = values(&data, "data")?;
     let made = detached(py, || {
         Coded::parse(data)?
@@ -32,7 +32,7 @@ pub fn coded_to_device<'py>(
 pub fn coded_frame<'py>(
     py: Python<'py>,
     data: PyReadonlyArray1<'py, u8>,
-) -> PyResult<(Bound<'py, PyArray1<u8>>, Bound<'py, PyArray1<u64>>)> {
+) -> PyResult<(Array<'py, u8>, Array<'py, u64>)> {
     let data = values(&data, "data")?;
     let frame = detached(py, || {
         Coded::parse(data)?.view(data)?.device_frame(&*pool::current()?)
@@ -42,7 +42,7 @@ pub fn coded_frame<'py>(
 
 /// Undoes `coded_to_device`.
 #[pyfunction]
-pub fn coded_from_device<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> Bytes<'py> {
+pub fn coded_from_device<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> PyResult<Array<'py, u8>> {
     let data = values(&data, "data")?;
     let packed = detached(py, || device::from_device(data, &*pool::current()?))?;
     Ok(packed.into_pyarray(py))
