@@ -411,9 +411,7 @@ struct Layer {
     }
 
     MOEPACK_DEVICE void clear() {
-        float4* all = reinterpret_cast<float4*>(sums);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS / 4; i += THREADS) all[i] = {0, 0, 0, 0};
+        for (int i = threadIdx.x; i < WARPS * columns * BLOCK_ROWS; i += THREADS) sums[i] = 0;
     }
 
     MOEPACK_DEVICE void run() {
