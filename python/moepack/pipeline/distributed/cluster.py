@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,9 @@ __all__ = ["Cluster"]
 LOCAL = "local"
 RETRIES = 4
 """How often a task is repeated whose node or process died."""
+
+KNOCK = 10.0
+"""Seconds that a cluster has to answer its address."""
 
 LOOK, PATIENCE = 5.0, 60.0
 """Seconds between looks at the nodes while a result is waited for; for how long none may be able to run a task."""
@@ -63,6 +67,7 @@ class Cluster:
         if self.address == LOCAL:
             options |= {"num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
         try:
+            _knock(self.address)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 self.ray.init(**options)
@@ -154,6 +159,19 @@ class Cluster:
         self._running.clear()
         if self._own:
             self.ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """See that somebody listens at an address HOST:PORT: Ray would try again for minutes.
+
+    Raises:
+        OSError: nobody does.
+        ValueError: the port is no number.
+    """
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in host:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK):
+            pass
 
 
 def _refuse(found: probe.Findings) -> None:
