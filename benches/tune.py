@@ -102,7 +102,8 @@ def main() -> None:
         bench = Bench(path, options)
         for rate in options.rates:
             rows += bench.rows(rate)
-    named = {name: str(value) for name, value in vars(options).items() if name not in ("out", "models", "text")}
+    given = {name: value for name, value in vars(options).items() if name not in ("out", "models", "text")}
+    named = {name: value.name if isinstance(value, Path) else str(value) for name, value in given.items()}
     machine.save(options.out, options.threads, {"settings": named, "rows": rows}, options.device)
 
 

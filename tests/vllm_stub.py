@@ -74,8 +74,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(self, layer: Any, **_: Any) -> None:
         layer.w13_weight = nn.Parameter(torch.empty(0))
 
-    def apply(self, layer: nn.Module, *arguments: Any, **others: Any) -> torch.Tensor:
-        raise NotImplementedError
+    def apply(self, layer: nn.Module, *arguments: Any, **others: Any) -> torch.Tensor: ...
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None: ...
 

@@ -191,9 +191,7 @@ class PackedTensor:
             x: [tokens, columns], sorted by expert.
             offsets: [experts + 1], ascending from 0 to the number of tokens: expert e takes the tokens `offsets[e]` to
                 `offsets[e + 1]`.
-            mode: as in `matmul`.
-            isa: as in `matmul`.
-            activation_bits: as in `matmul`.
+            mode, isa, activation_bits: as in `matmul`.
 
         Raises:
             ValueError: sizes or offsets do not match, there is no such mode, or the processor lacks the set.
@@ -203,8 +201,7 @@ class PackedTensor:
 
         Args:
             y: [tokens, rows], sorted by expert.
-            offsets: as in `matmul_grouped`.
-            isa: the instruction set.
+            offsets, isa: as in `matmul_grouped`.
 
         Raises:
             ValueError: sizes or offsets do not match, or the processor lacks the set.
@@ -309,8 +306,8 @@ def encode_codebook(
         block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
         ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
-        hadamard: columns that products turn together by Hadamard's matrix before they multiply, a power of two that
-            divides the columns, 1 for not at all; codes and centroids are those of the turned weights.
+        hadamard: columns that products rotate together by Hadamard's matrix before they multiply, a power of two that
+            divides the columns, 1 for not at all; codes and centroids are those of the rotated weights.
     """
 
 def encode_compensated(base: _Bytes, ranks: NDArray[np.int64], right: _Factor, left: _Factor, *, bits: int) -> _Bytes:
@@ -476,12 +473,11 @@ class Decoder:
     Args:
         layers: for each layer a mapping (`moepack.runtime.plan` writes them).
         rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
-            what turned values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
+            what rotated values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
         norm: of the output: weight, epsilon, and what is added to the weight.
 
     Raises:
-        TypeError: a layer is described in another way.
-        KeyError: the same.
+        TypeError, KeyError: a layer is described in another way.
     """
 
     def __new__(
@@ -551,16 +547,12 @@ def refine_channels(
 
     Args:
         channels, x, experts, weights, ups, isa: as for `sparse_channels`.
-        gates: g, [tokens, top_k, hidden], the outputs of the coarse gates.
+        gates: g, as `ups`, the outputs of the coarse gates.
         inner: [tokens, top_k, hidden]; where u_c is not zero it becomes h_c = silu(g_c + gate_c x) * u_c.
 
     Returns:
-        For each token the sum over its experts and those channels of weight * h_c * down_c, float32 [tokens, columns];
-        and how many channels that were.
-
-    Raises:
-        CorruptionError: `channels` is of another format.
-        ValueError: sizes do not match, or the processor lacks the set.
+        For each token the sum over its experts and those channels of weight * h_c * down_c, float32 [tokens, columns],
+        and their number; errors as `sparse_experts`.
     """
 
 def sparse_channels(
@@ -579,11 +571,7 @@ def sparse_channels(
 
     Returns:
         For each token the sum over its experts and their channels c with u_c not zero of
-        weight * silu(gate_c x) * u_c * down_c, float32 [tokens, columns]; and how many channels that were.
-
-    Raises:
-        CorruptionError: `channels` is of another format.
-        ValueError: sizes do not match, or the processor lacks the set.
+        weight * silu(gate_c x) * u_c * down_c, float32 [tokens, columns], and their number; errors as `sparse_experts`.
     """
 
 def sparse_experts(
@@ -600,11 +588,8 @@ def sparse_experts(
     Args:
         up: experts x hidden x columns, of any format; its outputs u decide.
         channels: of the format `channels`, experts x hidden x 2 columns.
-        x: [tokens, columns].
-        experts: int64 [tokens, top_k]; a number that is no expert's is skipped.
-        weights: float32 [tokens, top_k].
+        x, experts, weights, isa: as for `gated_experts`.
         mode: of the products with `up`; None is the format's default.
-        isa: the instruction set, by default the active one.
 
     Returns:
         For each token the sum over its experts and their channels c with |u_c| >= threshold of

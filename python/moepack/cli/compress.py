@@ -26,12 +26,7 @@ EPILOG = "\n\n".join(
 
 def compress_command(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Directory of a checkpoint (safetensors), or a model of the hub: ORGANIZATION/NAME@REVISION."
-        ),
-    ],
+    model: options.Checkpoint,
     out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
     size: settings.Size = None,
     bits_per_weight: settings.BitsPerWeight = None,
@@ -39,22 +34,11 @@ def compress_command(
     calibration: settings.Calibration = None,
     prefer: settings.Prefer = None,
     device: settings.Device = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")] = False,
+    dry_run: options.DryRun = False,
+    report: options.Report = False,
     threads: options.Threads = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Share the work with a Ray cluster: its address, auto for the one that this machine is in, or local "
-            "for one of this machine's own. All nodes see MODEL under the same path and have this moepack; each task "
-            "uses --threads cores. The same bytes as without. Needs the extra: pip install 'moepack[ray]'.",
-        ),
-    ] = None,
-    mtp_bits: Annotated[
-        int | None,
-        typer.Option(help="Bits for the experts of multi-token prediction; without, they are kept as they are."),
-    ] = None,
+    ray: options.Ray = None,
+    mtp_bits: options.MtpBits = None,
     resume: options.Resume = True,
     quiet: options.Quiet = False,
     method: Annotated[str, typer.Option(help=f"For research: {', '.join(settings.METHODS)}.")] = "auto",

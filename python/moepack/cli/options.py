@@ -9,6 +9,25 @@ Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads to u
 Resume = Annotated[bool, typer.Option(help="Continue an interrupted run of the same job; --no-resume starts over.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
+Checkpoint = Annotated[
+    str,
+    typer.Argument(help="Directory of a checkpoint (safetensors), or a model of the hub: ORGANIZATION/NAME@REVISION."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")]
+Report = Annotated[bool, typer.Option("--report", help="List what was chosen for every tensor.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Share the work with a Ray cluster: its address, auto for the one that this machine is in, or local "
+        "for one of this machine's own. All nodes see MODEL under the same path and have this moepack; each task "
+        "uses --threads cores. The same bytes as without. Needs the extra: pip install 'moepack[ray]'.",
+    ),
+]
+MtpBits = Annotated[
+    int | None, typer.Option(help="Bits for the experts of multi-token prediction; without, they are kept as they are.")
+]
+
 AnyModel = Annotated[Path, typer.Argument(help="Model directory or hub id (ORGANIZATION/NAME), packed or not.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")]
 Mode = Annotated[str | None, typer.Option(help="Products of packed weights: auto, exact, bf16 or int8.")]

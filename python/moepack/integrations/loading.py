@@ -70,9 +70,8 @@ def load(
         guess: with `host_memory`, read ahead what the next layer is likely to want; it changes no output.
         approximate: where experts are kept by channels, let what enters the layer before decide which ones are
             computed: what was guessed is never waited for, and outputs change.
-        device_memory: the most that the weights may take of the memory of `device`, a GPU. What every token needs stays
-            there; experts come from the host's memory as they are chosen, and the rest keeps those of the last tokens
-            (docs/gpu.md).
+        device_memory: the most that the weights may take of the memory of `device`, a GPU; experts come from the host's
+            memory as they are chosen (docs/gpu.md).
 
     Returns:
         The model of the class that config.json names, such as `...ForCausalLM` or `...ForConditionalGeneration`.
@@ -82,8 +81,7 @@ def load(
         LoadError: the directory is no packed model, needs a newer moepack, is to be resident and larger than the
             available memory, or needs more than `host_memory`.
         DeviceError: the GPU cannot be used: there is none, or it or its driver is too old.
-        DeviceMemoryError: the GPU has too little memory, or `device_memory` is too little for the experts of one token;
-            the message says how much is missing, or of use.
+        DeviceMemoryError: the GPU, or `device_memory`, is too small; the message says by how much.
         CorruptionError: its files contradict each other or are truncated.
         ValueError: there is no such dtype or mode, or arguments exclude each other.
     """

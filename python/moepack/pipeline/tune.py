@@ -73,12 +73,7 @@ def tune(
     target, settings = Path(os.path.abspath(out)), settings or TuneSettings()
     refuse_existing(target)
     original = resolve_model(original)
-    source = PackedDirectory.open(Path(packed))
-    if others := {record.kind for record in source.manifest.packed().values()} - {*KINDS}:
-        message = f"only {' and '.join(KINDS)} tensors can be fine-tuned, not {min(others)}"
-        raise UnsupportedModelError(message, file=packed)
-    for file, record in source.manifest.files.items():
-        check_size(source.path / file, record.size)
+    source = _tunable(Path(packed))
     checkpoint = open_checkpoint(original)
     # Behind a plus follows what the checkpoint was changed by before it was packed.
     if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
@@ -98,6 +93,17 @@ def tune(
     finally:
         workspace.close()
     return tuned
+
+
+def _tunable(packed: Path) -> PackedDirectory:
+    """The directory, whose tensors can be fine-tuned and whose files are whole."""
+    source = PackedDirectory.open(packed)
+    if others := {record.kind for record in source.manifest.packed().values()} - {*KINDS}:
+        message = f"only {' and '.join(KINDS)} tensors can be fine-tuned, not {min(others)}"
+        raise UnsupportedModelError(message, file=packed)
+    for file, record in source.manifest.files.items():
+        check_size(source.path / file, record.size)
+    return source
 
 
 def _space(source: PackedDirectory) -> int:

@@ -52,7 +52,7 @@ def _place(record: TensorRecord) -> tuple[str, int]:
 
 
 def _is_rotated(directory: PackedDirectory) -> bool:
-    """Whether the weights were turned before they were packed: then they are not those of the checkpoint."""
+    """Whether the weights were rotated before they were packed: then they are not those of the checkpoint."""
     return str(directory.manifest.settings.get("rotation", "none")) not in ("none", "", "None", "False")
 
 

@@ -108,8 +108,8 @@ def _packed(gguf: Any, model: Model, source: PackedDirectory, tensors: dict[str,
 
 def _packed_piece(piece: Piece, tensor: GroupwiseTensor) -> _Tensor:
     """A tensor of rows of a packed one, in blocks where they stay rows."""
-    if piece.turned:
-        return _turned(piece, tensor.dequantize, tensor.shape)
+    if piece.transposed:
+        return _transposed(piece, tensor.dequantize, tensor.shape)
     kind = {4: "Q4_0", 8: "Q8_0"}[tensor.bits]
     return _Tensor(piece.name, _shape(piece, tensor.shape), kind, lambda: blocks(tensor, piece.order))
 
@@ -130,12 +130,12 @@ def _dense(gguf: Any, model: Model, source: PackedDirectory) -> Iterator[_Tensor
 
 def _dense_piece(piece: Piece, entry: Entry) -> _Tensor:
     """A tensor of rows of one that was never packed, bit for bit where they stay rows."""
-    if piece.turned:
-        return _turned(piece, lambda: _values(entry), entry.shape)
+    if piece.transposed:
+        return _transposed(piece, lambda: _values(entry), entry.shape)
     return _Tensor(piece.name, _shape(piece, entry.shape), entry.dtype, lambda: _bytes(entry, piece.order))
 
 
-def _turned(piece: Piece, values: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> _Tensor:
+def _transposed(piece: Piece, values: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> _Tensor:
     """A tensor of columns, in float32."""
     *others, rows, columns = _shape(piece, shape)
     order = torch.from_numpy(piece.order)

@@ -1,7 +1,7 @@
 """Attention to latents (DeepSeek-V2) as llama.cpp computes it: absorbed, with one head of keys and values.
 
-llama.cpp multiplies queries by each head's share of `kv_b_proj` for keys, turned, and the sums of latents by that for
-values; so the file has both by themselves. Keys' shares are written in float32: turned, they are no blocks any more.
+llama.cpp multiplies queries by each head's share of `kv_b_proj` for keys, transposed, and the sums of latents by that for
+values; so the file has both by themselves. Keys' shares are written in float32: transposed, they are no blocks any more.
 """
 
 from dataclasses import dataclass
@@ -52,15 +52,15 @@ class LatentModel(Model):
 
     def write_attention(self, writer: Any, config: Config) -> None:
         """Write the hyperparameters of attention: of latents, and of the heads that they stand for."""
-        rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         if config.get("q_lora_rank") is not None:
             writer.add_q_lora_rank(config["q_lora_rank"])
         writer.add_head_count_kv(1)
-        writer.add_key_length(rank + turned)
+        writer.add_key_length(rank + rotary)
         writer.add_value_length(rank)
-        writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
         writer.add_value_length_mla(config["v_head_dim"])
-        writer.add_rope_dimension_count(turned)
+        writer.add_rope_dimension_count(rotary)
 
     def pieces(self, name: str, rows: int, config: Config) -> list[Piece]:
         """Take `kv_b_proj` apart; as for `Model`."""
@@ -69,4 +69,4 @@ class LatentModel(Model):
         keys = config["qk_nope_head_dim"]
         heads = np.arange(rows).reshape(config["num_attention_heads"], keys + config["v_head_dim"])
         stem = name.replace("attn_kv_b", "attn_{}_b")
-        return [Piece(stem.format("k"), heads[:, :keys], turned=True), Piece(stem.format("v"), heads[:, keys:])]
+        return [Piece(stem.format("k"), heads[:, :keys], transposed=True), Piece(stem.format("v"), heads[:, keys:])]

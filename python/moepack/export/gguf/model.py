@@ -28,12 +28,12 @@ class Piece:
     Attributes:
         name: llama.cpp's.
         order: which rows, in any shape, which becomes the tensor's; None for all as they are.
-        turned: the last two axes change places.
+        transposed: the last two axes change places.
     """
 
     name: str
     order: NDArray[np.int64] | None = None
-    turned: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -136,13 +136,13 @@ class Device(ABC):
         """Seconds that the device has waited for copies so far."""
         return 0.0
 
+    @abstractmethod
     def overlaps(self, matrices: Sequence[Matrix], layer: Any, index: Tensor) -> bool:
         """Whether a call of a layer can begin with the experts that are there."""
-        return False
 
+    @abstractmethod
     def beginning(self, matrices: Sequence[Matrix], there: Tensor, late: Tensor, arrival: Arrival) -> Sequence[Matrix]:
         """Matrices of a call that computes the experts in `there` [T, k], and waits itself for those in `late`."""
-        raise NotImplementedError
 
 
 class _Copies:
