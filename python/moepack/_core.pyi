@@ -274,8 +274,7 @@ def decode_coded(data: _Bytes) -> NDArray[np.int32]:
     """Return the codes of a coded tensor, int32 [experts, rows, columns], however large; CorruptionError."""
 
 def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
-    """Return the layout of a coded tensor for GPUs, with segments of so many chunks of 256 columns, 1 to 16, by default
-    what suits them; CorruptionError, ValueError."""
+    """Return the layout of a coded tensor for GPUs, in segments of 1 to 16 chunks of 256 columns; CorruptionError."""
 
 def coded_frame(data: _Bytes) -> tuple[_Bytes, NDArray[np.uint64]]:
     """Return the layout of a coded tensor for GPUs without its records, uint8, and where each stream starts in the

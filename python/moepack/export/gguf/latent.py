@@ -1,7 +1,8 @@
 """Attention to latents (DeepSeek-V2) as llama.cpp computes it: absorbed, with one head of keys and values.
 
-llama.cpp multiplies queries by each head's share of `kv_b_proj` for keys, transposed, and the sums of latents by that for
-values; so the file has both by themselves. Keys' shares are written in float32: transposed, they are no blocks any more.
+llama.cpp multiplies queries by each head's share of `kv_b_proj` for keys, transposed, and the sums of latents by that
+for values; so the file has both by themselves. Keys' shares are written in float32: transposed, they are no blocks any
+more.
 """
 
 from dataclasses import dataclass
