@@ -20,6 +20,11 @@ def drawn(shape, deviation=1.5, seed=0):
     return np.rint(rng.standard_normal(shape) * deviation * rng.uniform(0.5, 1.5, (*shape[:2], 1))).astype(np.int32)
 
 
+def paths(indices):
+    """Dependent codes of indices."""
+    return oracle.dependent(indices.astype(np.int64)).astype(np.int32)
+
+
 def scales(shape):
     """A scale a row."""
     return np.random.default_rng(1).uniform(0.5, 1.5, shape[:2]).astype(np.float32)
@@ -55,6 +60,10 @@ def test_an_independent_reader_gets_codes_and_scales(shape, deviation):
         np.testing.assert_array_equal(read.codes, codes)
         np.testing.assert_array_equal(_core.decode_coded(data), codes)
         np.testing.assert_array_equal(_core.PackedTensor(data).dequantize(), read.weights())
+    data = _core.encode_coded(paths(codes), scales(shape), ndim=3, dependent=True)
+    assert data[8] == 3 and _core.PackedTensor(data).details()["dependent"]
+    np.testing.assert_array_equal(oracle.read(data.tobytes()).codes, paths(codes))
+    np.testing.assert_array_equal(_core.decode_coded(data), paths(codes))
 
 
 @pytest.mark.parametrize(("deviation", "version"), [(3, 1), (60, 2)])
@@ -66,9 +75,13 @@ def test_low_bits_are_kept_apart_where_a_table_lists_too_few_integers(deviation,
     assert details["exceptions"] < 0.003 * 128 * 512
 
 
-def test_gpus_refuse_low_bits():
-    data = _core.encode_coded(drawn((1, 128, 512), 60), np.ones((1, 1), np.float32), ndim=2, low_bits=3)
+def test_gpus_refuse_low_bits_and_dependent_codes():
+    one = np.ones((1, 1), np.float32)
+    data = _core.encode_coded(drawn((1, 128, 512), 60), one, ndim=2, low_bits=3)
     with pytest.raises(ValueError, match="low bits"):
+        _core.coded_to_device(data)
+    data = _core.encode_coded(paths(drawn((1, 16, 8))), one, ndim=2, dependent=True)
+    with pytest.raises(ValueError, match="dependent"):
         _core.coded_to_device(data)
 
 
@@ -92,6 +105,11 @@ def test_wrong_arguments_are_refused():
         _core.encode_coded(codes, one, ndim=2, stream_rows=32)
     with pytest.raises(ValueError, match="too large"):
         _core.encode_coded(np.full((1, 4, 4), -(2**31), np.int32), one, ndim=2)
+    for bad in (codes, 2 * codes, np.full((1, 4, 4), 3, np.int32)):
+        with pytest.raises(ValueError, match="no path of states in row 0"):
+            _core.encode_coded(bad, one, ndim=2, dependent=True)
+    with pytest.raises(ValueError, match="no low bits"):
+        _core.encode_coded(paths(codes), one, ndim=2, dependent=True, low_bits=1)
     with pytest.raises(TypeError):
         _core.encode_coded(codes.astype(np.float32), one, ndim=2)
 
@@ -109,10 +127,11 @@ def test_sizes_are_near_the_entropy(columns, deviation):
 
 
 @pytest.mark.parametrize("mode", ["auto", "exact", "bf16", "int8"])
-@pytest.mark.parametrize("deviation", [1.5, 80])
-def test_products_are_those_of_the_weights(mode, deviation):
+@pytest.mark.parametrize(("deviation", "form"), [(1.5, {"low_bits": 3}), (80, {"low_bits": 3}), (3, {"dependent": True})])
+def test_products_are_those_of_the_weights(mode, deviation, form):
     shape = (3, 130, 300)
-    blob = _core.PackedTensor(_core.encode_coded(drawn(shape, deviation), scales(shape), ndim=3, low_bits=3))
+    codes = paths(drawn(shape, deviation)) if "dependent" in form else drawn(shape, deviation)
+    blob = _core.PackedTensor(_core.encode_coded(codes, scales(shape), ndim=3, **form))
     x = np.random.default_rng(4).standard_normal((33, 300)).astype(np.float32)
     offsets = np.array([0, 2, 2, 33])
     for isa in _core.available_isas():

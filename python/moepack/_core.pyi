@@ -258,6 +258,7 @@ def encode_coded(
     ndim: int,
     stream_rows: int | None = None,
     low_bits: int = 0,
+    dependent: bool = False,
 ) -> _Bytes:
     """Entropy code integers, uint8 [bytes]; a weight is `scale * code`.
 
@@ -268,6 +269,7 @@ def encode_coded(
         ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         stream_rows: rows that are coded together, 16 or 64; by default what suits the columns.
         low_bits: low bits of codes that may be kept apart, 0 to 3; as many are as leave the fewest bytes.
+        dependent: codes are odd and follow paths of states (docs/format.md, section 9); ValueError otherwise.
     """
 
 def decode_coded(data: _Bytes) -> NDArray[np.int32]:
@@ -277,8 +279,7 @@ def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
     """Return the layout of a coded tensor for GPUs, in segments of 1 to 16 chunks of 256 columns; CorruptionError."""
 
 def coded_frame(data: _Bytes) -> tuple[_Bytes, NDArray[np.uint64]]:
-    """Return the layout of a coded tensor for GPUs without its records, uint8, and where each stream starts in the
-    tensor, and the last one ends, uint64 [streams + 1]; CorruptionError."""
+    """Return that without records, and each stream's start and the end in the tensor, uint64; CorruptionError."""
 
 def coded_from_device(data: _Bytes) -> _Bytes:
     """Undo `coded_to_device`; CorruptionError."""

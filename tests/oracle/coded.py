@@ -64,22 +64,39 @@ def decode(table: tuple[int, bytes], stream: bytes, rows: list[int], registers: 
     return out
 
 
+NEXT = [(0, 2), (5, 7), (1, 3), (6, 4), (2, 0), (4, 6), (3, 1), (7, 5)]
+
+
+def dependent(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The codes [E, R, C] of indices."""
+    codes, states = np.zeros_like(indices), np.zeros((*indices.shape[:2], QUAD), np.int64)
+    for column in range(indices.shape[2]):
+        index, state = indices[..., column], states[..., column % QUAD]
+        codes[..., column] = np.where(state % 2 == 0, 4 * index + 1, -4 * index - 1)
+        states[..., column % QUAD] = np.array(NEXT)[state, index % 2]
+    return codes
+
+
 def read(data: bytes) -> Tensor:
     """Read a tensor, checking everything."""
     magic, version, ndim, blocks, row_scales, wide, count, symbols = struct.unpack_from("<8sH6B", data)
     experts, rows, columns, payload, exceptions, entry, size = struct.unpack_from("<5Q2B", data, 16)
-    low_bits = data[58]
-    assert magic == b"MOEPRANS" and version == (2 if low_bits else 1) and low_bits <= 3 and not any(data[59:64])
+    low_bits, paths = data[58:60]
+    assert magic == b"MOEPRANS" and (low_bits, paths) in {1: [(0, 0)], 2: [(1, 0), (2, 0), (3, 0)], 3: [(0, 1)]}[version]
+    assert not any(data[60:64])
     sections, quads = Sections(data), -(-columns // QUAD)
     tables = sections.take(count * (1 + symbols))
     parts = [tables[i : i + 1 + symbols] for i in range(0, len(tables), 1 + symbols)]
     found = [(struct.unpack("b", part[:1])[0], part[1:]) for part in parts]
+    trimmed = [(lowest, frequencies.rstrip(b"\0")) for lowest, frequencies in found]
     scales = sections.take((experts * rows if row_scales else 1) * (4 if wide else 2))
     words = np.frombuffer(scales, np.uint32 if wide else np.uint16)
     values = (words if wide else words.astype(np.uint32) << 16).view(np.float32)
     streams = -(-rows // (BLOCK * blocks)) if columns else 0
     index, listed = sections.take(experts * streams * entry), sections.take(exceptions * size)
+    assert not paths or all(-32 <= lowest and lowest % 2 == 0 and lowest + len(each) <= 32 for lowest, each in trimmed)
     stored, codes = sections.take(payload), np.zeros((experts, rows, columns), np.int64)
+    changes = np.zeros_like(codes)
     at = exception = 0
     for number in range(experts * streams):
         expert, stream = divmod(number, streams)
@@ -104,8 +121,8 @@ def read(data: bytes) -> Tensor:
                 row, column = first + BLOCK * block + lane // QUAD, QUAD * quad + lane % QUAD
                 low = sum((plane >> lane & 1) << bit for bit, plane in enumerate(own))
                 if column < columns:
-                    difference = differences.pop(LANES * number_of_register + lane, 0)
-                    codes[expert, row, column] = 2**low_bits * code + low + difference
+                    codes[expert, row, column] = 2**low_bits * code + low
+                    changes[expert, row, column] = differences.pop(LANES * number_of_register + lane, 0)
                 else:
                     assert not low
             assert not any(plane >> len(register) for plane in own)
@@ -114,4 +131,5 @@ def read(data: bytes) -> Tensor:
     assert (at, exception) == (payload, exceptions)
     end = sections.at - -(-payload // 64) * 64 + payload
     assert not any(data[end:]) and len(data) == -(-(end + 64) // 64) * 64
+    codes = dependent(codes) + 4 * changes if paths else codes + changes
     return Tensor(ndim, codes, values.reshape((experts, rows) if row_scales else (1, 1)))

@@ -142,7 +142,7 @@ pub enum Integers<'py> {
 
 /// Entropy codes integers.
 #[pyfunction]
-#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None, low_bits=0))]
+#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None, low_bits=0, dependent=false))]
 pub fn encode_coded<'py>(
     py: Python<'py>,
     codes: Integers<'py>,
@@ -150,8 +150,12 @@ pub fn encode_coded<'py>(
     ndim: u8,
     stream_rows: Option<usize>,
     low_bits: usize,
+    dependent: bool,
 ) -> Bytes<'py> {
-    let form = (stream_rows, low_bits);
+    if dependent && low_bits > 0 {
+        return invalid("dependent codes have no low bits".into());
+    }
+    let form = (stream_rows, low_bits, dependent);
     match &codes {
         Integers::Bytes(codes) => encode_integers(py, codes, &scales, ndim, form),
         Integers::Shorts(codes) => encode_integers(py, codes, &scales, ndim, form),
@@ -164,7 +168,7 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     codes: &PyReadonlyArray3<'py, T>,
     scales: &PyReadonlyArray2<'py, f32>,
     ndim: u8,
-    (stream_rows, low_bits): (Option<usize>, usize),
+    (stream_rows, low_bits, dependent): (Option<usize>, usize, bool),
 ) -> Bytes<'py> {
     let shape = shape(codes, ndim);
     if ![[1, 1], [shape.experts, shape.rows]]
@@ -180,7 +184,11 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     }
     let (codes, scales) = (values(codes, "codes")?, values(scales, "scales")?);
     packed(py, || {
-        coded::encode_with_low_bits(codes, scales, shape, stream_rows, low_bits, &*pool::current()?)
+        let pool = &*pool::current()?;
+        match dependent {
+            true => coded::encode_dependent(codes, scales, shape, stream_rows, pool),
+            false => coded::encode_with_low_bits(codes, scales, shape, stream_rows, low_bits, pool),
+        }
     })
 }
 

@@ -4,7 +4,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 /// `sum` + the dot product of each four unsigned bytes of codes with the four signed bytes of `x` beside them. Codes are
-/// below 64, or below 128 with `DOT_PRODUCTS`.
+/// below 128, and `x` is at most 127 in magnitude.
 ///
 /// # Safety
 /// The processor has dot products of bytes if `DOT_PRODUCTS` says so.
@@ -16,7 +16,7 @@ pub unsafe fn dot<const DOT_PRODUCTS: bool>(sum: int32x4_t, codes: uint8x16_t, x
         // SAFETY: the caller's.
         return unsafe { sdot(sum, codes, x) };
     }
-    // Two products are at most 2 * 63 * 128 in magnitude: they fit 16 bits.
+    // Two products are at most 2 * 127 * 127 in magnitude: they fit 16 bits.
     let low = vmull_s8(vget_low_s8(codes), vget_low_s8(x));
     vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(codes, x)))
 }

@@ -62,9 +62,10 @@ impl Tensor for Coded {
             .with("exceptions", layout.exceptions())
             .with("row_scales", layout.has_row_scales())
             .with("dtype", layout.scale_type());
-        match layout.low_bits() {
-            0 => details,
-            bits => details.with("low_bits", bits),
+        match (layout.is_dependent(), layout.low_bits()) {
+            (true, _) => details.with("dependent", true),
+            (false, 0) => details,
+            (false, bits) => details.with("low_bits", bits),
         }
     }
 

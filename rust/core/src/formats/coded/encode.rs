@@ -8,7 +8,7 @@ use super::fit::{self, Frequencies, Histogram, INTEGERS};
 use super::give_off::{self, GiveOff};
 use super::layout::STATE_BYTES;
 use super::table::Table;
-use super::{BLOCK_ROWS, LANES, Layout, MAX_LOW_BITS, QUAD, invalid, planes};
+use super::{BLOCK_ROWS, LANES, Layout, MAX_LOW_BITS, QUAD, invalid, planes, trellis};
 use crate::Result;
 use crate::simd::{self, Isa, vectorized};
 use crate::types::Shape;
@@ -28,6 +28,8 @@ pub trait Code: Copy + Default + Send + Sync + PartialOrd + Into<i32> + From<i8>
     fn low(self) -> u8;
     /// The code without so many of its low bits.
     fn high(self, bits: usize) -> Self;
+    /// The index of a dependent code ([`super::trellis`]).
+    fn index(self) -> Self;
 }
 
 macro_rules! code {
@@ -39,6 +41,11 @@ macro_rules! code {
 
             fn high(self, bits: usize) -> Self {
                 self >> bits
+            }
+
+            fn index(self) -> Self {
+                let mirrored = self & 3 != 1;
+                (if mirrored { self.wrapping_neg() } else { self }) >> 2
             }
         }
     };
@@ -81,7 +88,33 @@ pub fn encode_with_low_bits<T: Code>(
             "a code has at most {MAX_LOW_BITS} low bits, not {low_bits}"
         ));
     }
+    encode_as(codes, scales, Layout::new(shape, stream_rows)?, low_bits, pool)
+}
+
+/// As [`encode`], of dependent codes ([`super::trellis`]).
+///
+/// # Errors
+/// As [`encode`]; codes of a row that follow no path of states.
+pub fn encode_dependent<T: Code>(
+    codes: &[T],
+    scales: &[f32],
+    shape: Shape,
+    stream_rows: Option<usize>,
+    pool: &ThreadPool,
+) -> Result<Vec<u8>> {
     let mut layout = Layout::new(shape, stream_rows)?;
+    layout.dependent = true;
+    encode_as(codes, scales, layout, 0, pool)
+}
+
+fn encode_as<T: Code>(
+    codes: &[T],
+    scales: &[f32],
+    mut layout: Layout,
+    low_bits: usize,
+    pool: &ThreadPool,
+) -> Result<Vec<u8>> {
+    let shape = layout.shape;
     let counted =
         shape.weights() == Some(codes.len()) && (scales.len() == 1 || shape.all_rows() == Some(scales.len()));
     if !counted {
@@ -146,7 +179,10 @@ impl<'a, T: Code> Source<'a, T> {
     /// The codes of a stream, counted without so many low bits.
     fn histogram(&self, stream: usize, low_bits: usize) -> Histogram {
         let blocks = (0..self.layout.blocks).map(|block| self.block(stream, block));
-        Histogram::new(blocks, low_bits)
+        match self.layout.dependent {
+            true => Histogram::new(blocks, |code: T| code.index().into()),
+            false => Histogram::new(blocks, |code: T| code.into() >> low_bits),
+        }
     }
 
     /// Histograms of streams that are spread evenly over the tensor.
@@ -177,7 +213,8 @@ impl<'a, T: Code> Source<'a, T> {
     /// Tables fitted to a sample.
     fn tables(&self) -> Vec<Frequencies> {
         let sample = self.sample(self.layout.low_bits);
-        fit::tables(&sample, self.streams() as f64 / sample.len().max(1) as f64)
+        let weight = self.streams() as f64 / sample.len().max(1) as f64;
+        fit::tables(&sample, weight, self.layout.dependent)
     }
 
     fn encode_all(&self, tables: &[Frequencies]) -> Result<Vec<Stream>> {
@@ -229,12 +266,24 @@ impl<'a, T: Code> Source<'a, T> {
         planes
     }
 
+    /// What streams code of a row's codes; `None` of dependent ones that follow no path of states.
+    fn integers<'c>(&self, codes: &'c [T], buffer: &'c mut Vec<T>) -> Option<&'c [T]> {
+        match (self.layout.dependent, self.layout.low_bits) {
+            (true, _) => trellis::indices(codes, buffer)?,
+            (false, 0) => return Some(codes),
+            (false, bits) => {
+                buffer.clear();
+                buffer.extend(codes.iter().map(|code| code.high(bits)));
+            }
+        }
+        Some(buffer)
+    }
+
     /// Writes the symbols of a stream in the order of decoding; returns its exceptions.
     fn symbols(&self, stream: usize, coder: &Coder, buffers: &mut Buffers<T>) -> Result<Vec<(u32, i32)>> {
         let (quads, columns) = (self.layout.quads(), self.layout.shape.columns);
-        let favourite = coder.table.favourite();
-        let usual = i32::from(coder.table.lowest()) + i32::from(favourite);
-        let low_bits = self.layout.low_bits;
+        let favourites = coder.favourites(self.layout.dependent);
+        let (favourite, shift) = (favourites[0], self.layout.shift());
         let Buffers {
             symbols, row, high, ..
         } = buffers;
@@ -245,22 +294,27 @@ impl<'a, T: Code> Source<'a, T> {
         let mut exceptions = Vec::new();
         for (block, registers) in symbols.chunks_exact_mut(quads).enumerate() {
             for (number, codes) in self.block(stream, block).chunks_exact(columns).enumerate() {
-                let codes = match low_bits {
-                    0 => codes,
-                    bits => {
-                        high.clear();
-                        high.extend(codes.iter().map(|code| code.high(bits)));
-                        &*high
-                    }
+                let wrong = |what: &str| {
+                    let row = self.first_row(stream, block) + number;
+                    invalid(format!("{what} in row {row} of all experts'"))
                 };
-                if coder.look_up(codes, row) {
-                    for (column, code) in take_out(codes, row, favourite) {
-                        if !(-LARGEST..=LARGEST).contains(&(code << low_bits)) {
-                            let row = self.first_row(stream, block) + number;
-                            return invalid(format!("a code in row {row} of all experts' is too large"));
+                let Some(integers) = self.integers(codes, high) else {
+                    return wrong("dependent codes follow no path of states");
+                };
+                if coder.look_up(integers, row) {
+                    for (column, integer) in take_out(integers, row, favourites) {
+                        if !(-LARGEST..=LARGEST).contains(&(integer << shift)) {
+                            return wrong("a code is too large");
                         }
                         let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
-                        exceptions.push((place as u32, (code - usual) << low_bits));
+                        let usual = i32::from(coder.table.lowest()) + i32::from(row[column]);
+                        let mirrored = self.layout.dependent && codes[column].low() & 3 == 3;
+                        let difference = if mirrored {
+                            usual - integer
+                        } else {
+                            integer - usual
+                        };
+                        exceptions.push((place as u32, difference << self.layout.low_bits));
                     }
                 }
                 for (symbols, register) in row.as_chunks::<QUAD>().0.iter().zip(&mut *registers) {
@@ -273,23 +327,24 @@ impl<'a, T: Code> Source<'a, T> {
     }
 }
 
-/// Replaces what is no symbol by the favourite; gives the columns and codes of these places.
-fn take_out<T: Code>(codes: &[T], symbols: &mut [u8], favourite: u8) -> impl Iterator<Item = (usize, i32)> {
+/// Replaces what is no symbol by the favourite of the integer's parity; gives the columns and integers of these places.
+fn take_out<T: Code>(integers: &[T], symbols: &mut [u8], favourites: [u8; 2]) -> Vec<(usize, i32)> {
     let none = symbols
         .iter_mut()
         .enumerate()
         .filter(|(_, symbol)| **symbol == NONE);
-    none.map(move |(column, symbol)| {
-        *symbol = favourite;
-        (column, codes[column].into())
+    none.map(|(column, symbol)| {
+        *symbol = favourites[usize::from(integers[column].low() & 1)];
+        (column, integers[column].into())
     })
+    .collect()
 }
 
 /// What a thread keeps from stream to stream.
 #[derive(Default)]
 struct Buffers<T> {
     symbols: Vec<Register>,
-    /// The codes of a row without their low bits.
+    /// What streams code of a row's codes.
     high: Vec<T>,
     /// The symbols of a row.
     row: Vec<u8>,
@@ -322,6 +377,14 @@ impl Coder {
             *step = Step::new(frequency, start);
         }
         coder
+    }
+
+    /// The symbols that stand in the place of exceptions whose integers are even, and odd.
+    fn favourites(&self, dependent: bool) -> [u8; 2] {
+        match dependent {
+            true => [0, 1].map(|parity| self.table.favourite(parity, 2)),
+            false => [self.table.favourite(0, 1); 2],
+        }
     }
 
     /// Looks up the symbols of codes; returns whether there are codes without one, whose symbol is none of the table.

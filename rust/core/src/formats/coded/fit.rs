@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::table::{SLOTS, Table};
-use super::{LANES, layout::MAX_TABLES};
+use super::{LANES, layout::MAX_TABLES, trellis};
 
 /// About what an exception takes, in bits, beside the symbol in its place.
 const EXCEPTION_BITS: f64 = 32.0;
@@ -31,18 +31,17 @@ pub(super) struct Histogram {
 }
 
 impl Histogram {
-    /// Counts integers without so many low bits.
-    pub fn new<T: Copy + Into<i32>>(
+    /// Counts the integers of codes.
+    pub fn new<T: Copy>(
         runs: impl Iterator<Item = impl AsRef<[T]>>,
-        low_bits: usize,
+        integer: impl Fn(T) -> i32,
     ) -> Histogram {
         // Neighbours have counts of their own: to count the same integer again takes as long as to store and load.
         let mut counts = [[0u32; INTEGERS + 1]; 4];
         for run in runs {
             for codes in run.as_ref().chunks(4) {
                 for (counts, &code) in counts.iter_mut().zip(codes) {
-                    let high = code.into() >> low_bits;
-                    counts[(high.wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
+                    counts[(integer(code).wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
                 }
             }
         }
@@ -113,16 +112,17 @@ fn cost(histogram: &Histogram, costs: &[f32; INTEGERS]) -> f64 {
 pub(super) fn bits_by_one_table(sample: &[Histogram]) -> f64 {
     let counts = Histogram::sum(sample.iter());
     let others: f64 = sample.iter().map(|histogram| f64::from(histogram.others)).sum();
-    let costs = fitted(&counts).costs();
+    let costs = fitted(&counts, false).costs();
     let rarest = costs.iter().copied().fold(EXCEPTION_BITS as f32, f32::max);
     let pairs = counts.iter().zip(costs).chain(std::iter::once((&others, rarest)));
     let bits: f64 = pairs.map(|(count, cost)| count * f64::from(cost)).sum();
     bits / (counts.iter().sum::<f64>() + others).max(1.0)
 }
 
-/// Tables for streams of which some, with `weight` streams for each, were counted: as many as pay for themselves.
-pub(super) fn tables(sample: &[Histogram], weight: f64) -> Vec<Frequencies> {
-    let mut best = vec![fitted(&Histogram::sum(sample.iter()))];
+/// Tables for streams, of dependent codes or others, of which some, with `weight` streams for each, were counted: as many
+/// as pay for themselves.
+pub(super) fn tables(sample: &[Histogram], weight: f64, dependent: bool) -> Vec<Frequencies> {
+    let mut best = vec![fitted(&Histogram::sum(sample.iter()), dependent)];
     let costs = best[0].costs();
     let length = |histogram: &Histogram| cost(histogram, &costs);
     let mut order: Vec<(f64, usize)> = sample.iter().map(length).zip(0..).collect();
@@ -130,7 +130,7 @@ pub(super) fn tables(sample: &[Histogram], weight: f64) -> Vec<Frequencies> {
     let mut least = order.iter().map(|(bits, _)| bits * weight).sum::<f64>();
     let mut groups = 2;
     while groups <= MAX_TABLES && groups <= sample.len() {
-        let (found, bits) = clustered(sample, &order, groups);
+        let (found, bits) = clustered(sample, &order, groups, dependent);
         let stored: usize = found.iter().map(|table| 8 * (1 + table.counts.len())).sum();
         let bits = bits * weight + stored as f64;
         if bits > least * (1.0 - WORTHWHILE) {
@@ -143,7 +143,12 @@ pub(super) fn tables(sample: &[Histogram], weight: f64) -> Vec<Frequencies> {
 }
 
 /// Tables of so many groups of streams, which start as neighbours in the given order, and the bits of all streams.
-fn clustered(sample: &[Histogram], order: &[(f64, usize)], groups: usize) -> (Vec<Frequencies>, f64) {
+fn clustered(
+    sample: &[Histogram],
+    order: &[(f64, usize)],
+    groups: usize,
+    dependent: bool,
+) -> (Vec<Frequencies>, f64) {
     let mut group_of = vec![0; sample.len()];
     for (place, &(_, stream)) in order.iter().enumerate() {
         group_of[stream] = place * groups / order.len();
@@ -156,7 +161,7 @@ fn clustered(sample: &[Histogram], order: &[(f64, usize)], groups: usize) -> (Ve
         };
         let found = (0..groups).into_par_iter().map(|group| {
             let any = members(group).next().is_some();
-            any.then(|| fitted(&Histogram::sum(members(group))))
+            any.then(|| fitted(&Histogram::sum(members(group)), dependent))
         });
         tables = found
             .collect::<Vec<_>>()
@@ -171,13 +176,16 @@ fn clustered(sample: &[Histogram], order: &[(f64, usize)], groups: usize) -> (Ve
     (tables, bits)
 }
 
-/// The cheapest frequencies for counts of integers.
-fn fitted(counts: &[f64; INTEGERS]) -> Frequencies {
-    let first = heaviest(counts);
+/// The cheapest frequencies for counts of integers, which may be the indices of dependent codes.
+fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
+    let first = match dependent {
+        true => (i32::from(trellis::LOWEST) + 128) as usize,
+        false => heaviest(counts),
+    };
     let window = &counts[first..first + LANES];
     let total = counts.iter().sum::<f64>().max(1.0);
     let tries = RAREST.map(|share| {
-        let frequencies = shared_out(window, total * share);
+        let frequencies = shared_out(window, total * share, dependent);
         let found = Frequencies {
             lowest: (first as i32 - 128) as i8,
             counts: frequencies,
@@ -189,7 +197,10 @@ fn fitted(counts: &[f64; INTEGERS]) -> Frequencies {
         )
     });
     let best = tries.into_iter().min_by(|a, b| a.0.total_cmp(&b.0));
-    best.map_or_else(|| unreachable!("there are tries"), |(_, found)| trimmed(found))
+    match best {
+        Some((_, found)) => trimmed(found, if dependent { 2 } else { 1 }),
+        None => unreachable!("there are tries"),
+    }
 }
 
 /// The start of the 64 neighbouring integers that occur most often together, as near to the middle as may be.
@@ -204,8 +215,8 @@ fn heaviest(counts: &[f64; INTEGERS]) -> usize {
 }
 
 /// 256 slots for integers that occur so often: one at least for each that occurs more often than `rarest`, then one after
-/// the other where it saves most. At least two integers get some.
-fn shared_out(counts: &[f64], rarest: f64) -> Vec<u8> {
+/// the other where it saves most. At least two integers get some, of dependent codes an even and an odd one.
+fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8> {
     let total = counts.iter().sum::<f64>().max(1.0);
     let mut slots: Vec<u8> = counts
         .iter()
@@ -214,6 +225,15 @@ fn shared_out(counts: &[f64], rarest: f64) -> Vec<u8> {
             false => 0,
         })
         .collect();
+    for parity in 0..if dependent { 2 } else { 0 } {
+        let places = || (parity..counts.len()).step_by(2);
+        let most = places()
+            .max_by(|&a, &b| counts[a].total_cmp(&counts[b]))
+            .unwrap_or(parity);
+        if places().all(|place| slots[place] == 0) {
+            slots[most] = 1;
+        }
+    }
     let middle = counts.len() / 2;
     let first = slots.iter().position(|&slots| slots > 0).unwrap_or(middle);
     if slots.iter().filter(|&&slots| slots > 0).count() < 2 {
@@ -240,10 +260,10 @@ fn shared_out(counts: &[f64], rarest: f64) -> Vec<u8> {
     }
 }
 
-/// Removes the integers without slots from both ends of a table.
-fn trimmed(found: Frequencies) -> Frequencies {
+/// Removes the integers without slots from both ends of a table, `step` of them at a time from its start.
+fn trimmed(found: Frequencies, step: usize) -> Frequencies {
     let Frequencies { lowest, counts } = found;
-    let first = counts.iter().position(|&slots| slots > 0).unwrap_or(0);
+    let first = counts.iter().position(|&slots| slots > 0).unwrap_or(0) / step * step;
     let last = counts.iter().rposition(|&slots| slots > 0).unwrap_or(0);
     Frequencies {
         lowest: lowest.wrapping_add(first as i8),

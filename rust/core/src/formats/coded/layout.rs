@@ -43,6 +43,8 @@ pub struct Layout {
     pub(super) exception: usize,
     /// Bits of a code below its symbol's integer.
     pub(super) low_bits: usize,
+    /// Whether codes are dependent ([`super::trellis`]).
+    pub(super) dependent: bool,
 }
 
 impl Layout {
@@ -67,6 +69,7 @@ impl Layout {
             entry: 4,
             exception: 4,
             low_bits: 0,
+            dependent: false,
         };
         match layout.is_valid() {
             true => Ok(layout),
@@ -117,6 +120,16 @@ impl Layout {
     /// Bits of a code that are stored as they are, below its symbol's integer.
     pub fn low_bits(&self) -> usize {
         self.low_bits
+    }
+
+    /// Whether codes follow paths of states ([`super::trellis`]), and streams code their indices.
+    pub fn is_dependent(&self) -> bool {
+        self.dependent
+    }
+
+    /// The factor of stored differences, in bits: what a code is of its symbol's integer, or of its index.
+    pub(super) fn shift(&self) -> usize {
+        if self.dependent { 2 } else { self.low_bits }
     }
 
     /// Bytes of a stream's bit planes, behind its renormalization bytes: those of the registers of row blocks that exist.
@@ -201,7 +214,10 @@ impl Layout {
     }
 
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
-        let version = if data.get(8) == Some(&1) { 1 } else { VERSION };
+        let version = match data.get(8) {
+            Some(&version @ 1..3) => version.into(),
+            _ => VERSION,
+        };
         let header: &[u8; HEADER_BYTES] = header::read(data, "coded tensor", MAGIC, version)?;
         let size = |at: usize| {
             let word = header[at..at + 8].try_into().map_or(u64::MAX, u64::from_le_bytes);
@@ -224,8 +240,9 @@ impl Layout {
             entry: header[56].into(),
             exception: header[57].into(),
             low_bits: header[58].into(),
+            dependent: header[59] == 1,
         };
-        let low_bits = if version == 1 { 0..=0 } else { 1..=MAX_LOW_BITS };
+        let low_bits = if version == 2 { 1..=MAX_LOW_BITS } else { 0..=0 };
         let known = matches!(layout.blocks, 1 | 4)
             && (1..=MAX_TABLES).contains(&layout.tables)
             && (2..=64).contains(&layout.symbols)
@@ -234,7 +251,8 @@ impl Layout {
                 .all(|width| matches!(width, 4 | 8))
             && header[12..14].iter().all(|&flag| flag <= 1)
             && low_bits.contains(&layout.low_bits)
-            && header[59..].iter().all(|&byte| byte == 0);
+            && header[59] == u8::from(version == 3)
+            && header[60..].iter().all(|&byte| byte == 0);
         match known && layout.is_valid() {
             true => Ok(layout),
             false => corrupt(format!("{layout:?} is no layout")),
@@ -243,7 +261,11 @@ impl Layout {
 
     pub(super) fn write(&self, out: &mut [u8]) {
         out[..8].copy_from_slice(&MAGIC);
-        let version = if self.low_bits == 0 { 1 } else { VERSION };
+        let version: u16 = match (self.dependent, self.low_bits) {
+            (true, _) => 3,
+            (false, 0) => 1,
+            (false, _) => 2,
+        };
         out[8..10].copy_from_slice(&version.to_le_bytes());
         out[10..16].copy_from_slice(&[
             self.shape.ndim,
@@ -264,5 +286,6 @@ impl Layout {
             field.copy_from_slice(&(size as u64).to_le_bytes());
         }
         out[56..59].copy_from_slice(&[self.entry, self.exception, self.low_bits].map(|field| field as u8));
+        out[59] = self.dependent.into();
     }
 }

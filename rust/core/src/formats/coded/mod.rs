@@ -20,13 +20,16 @@
 //! may keep r *low bits* of each code apart, as they are: a code is 2^r times a symbol's integer plus its low bits. Bit p
 //! of a register's codes is a *bit plane* of 8 bytes.
 //!
+//! Codes may be *dependent* ([`trellis`]): streams code their indices, and differences of exceptions count for four.
+//!
 //! ```text
 //!  0 8s magic "MOEPRANS"       14 u8 tables T, at most 64        40 u64 bytes of the payload
-//!  8 u16 version 1 or 2        15 u8 symbols K of a table, 2-64  48 u64 exceptions
+//!  8 u16 version 1, 2 or 3     15 u8 symbols K of a table, 2-64  48 u64 exceptions
 //! 10 u8 ndim 2 or 3            16 u64 experts E                  56 u8 bytes of an index entry, 4 or 8
 //! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
-//!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 0 in version 1, 1 to 3 in version 2
-//!                                                                59 5 zeros
+//!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 1 to 3 in version 2, else 0
+//!                                                                59 u8 1 of dependent codes, version 3, else 0
+//!                                                                60 4 zeros
 //! 12 u8 a scale a row 0 or 1
 //! 13 u8 type of scales: 0 bf16, 1 f32
 //! tables     T times: the lowest code, i8, and K frequencies, u8, which add up to 256
@@ -56,11 +59,12 @@ mod rows;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;
+pub mod trellis;
 mod verify;
 mod view;
 
-pub use decode::{Chain, Register, decode, side_by_side};
-pub use encode::{Code, encode, encode_with_low_bits};
+pub use decode::{Affine, Chain, Register, decode, side_by_side};
+pub use encode::{Code, encode, encode_dependent, encode_with_low_bits};
 pub use layout::Layout;
 pub use planes::lows;
 pub use table::Table;
@@ -70,8 +74,8 @@ use crate::{Error, Result};
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"MOEPRANS";
-/// The newest version: tensors with low bits. Others are written as version 1.
-pub const VERSION: u16 = 2;
+/// The newest version: dependent codes. Version 2 has low bits, version 1 neither.
+pub const VERSION: u16 = 3;
 /// Most low bits of a code.
 pub const MAX_LOW_BITS: usize = 3;
 /// Rows of a row block.

@@ -119,9 +119,13 @@ impl Table {
         (symbol < self.count && self.frequencies[symbol] > 0).then_some(symbol as u8)
     }
 
-    /// The most frequent symbol, the lowest of them.
-    pub(super) fn favourite(&self) -> u8 {
-        let most = self.frequencies.iter().max();
-        self.frequencies.iter().position(|f| Some(f) == most).unwrap_or(0) as u8
+    /// The most frequent symbol among every `step`-th from `first` on, the lowest of them.
+    pub(super) fn favourite(&self, first: usize, step: usize) -> u8 {
+        let symbols = (first..self.count).step_by(step);
+        let better = |best: usize, next: usize| match self.frequencies[next] > self.frequencies[best] {
+            true => next,
+            false => best,
+        };
+        symbols.reduce(better).unwrap_or(0) as u8
     }
 }

@@ -52,6 +52,25 @@ pub(crate) fn encoded_with_low_bits(codes: &[i32], shape: Shape, stream_rows: Op
     encode_with_low_bits(codes, &[0.5], shape, stream_rows, MAX_LOW_BITS, &pool).unwrap()
 }
 
+/// Dependent codes that have given indices, of those beyond 2^27 the nearest.
+pub(crate) fn dependent(indices: &[i32], columns: usize) -> Vec<i32> {
+    let rows = indices.chunks(columns.max(1));
+    let codes = rows.flat_map(|row| {
+        let mut states = [0u8; QUAD];
+        row.iter().enumerate().map(move |(column, index)| {
+            let (index, state) = (index.clamp(&-(1 << 27), &(1 << 27)), &mut states[column % QUAD]);
+            let sign = 1 - 2 * i32::from(*state % 2);
+            *state = trellis::NEXT[usize::from(2 * *state) + (index & 1) as usize];
+            sign * (4 * index + 1)
+        })
+    });
+    codes.collect()
+}
+
+pub(crate) fn encoded_dependent(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
+    encode_dependent(codes, &[0.5], shape, stream_rows, &pool::current().unwrap()).unwrap()
+}
+
 fn isas() -> impl Iterator<Item = Isa> {
     [Isa::Scalar, Isa::Avx2, Isa::Avx512]
         .into_iter()
@@ -69,10 +88,15 @@ fn decoded(view: &CodedView, isa: Isa) -> Vec<i32> {
     codes
 }
 
-/// Encodes, checks and decodes on every instruction set.
+/// Encodes codes, as indices, too, checks and decodes on every instruction set.
 fn round_trip(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
     let data = encoded_with_low_bits(codes, shape, stream_rows);
-    for data in [&encoded(codes, shape, stream_rows), &data] {
+    let paths = dependent(codes, shape.columns);
+    for (data, codes) in [
+        (&encoded(codes, shape, stream_rows), codes),
+        (&encoded_dependent(&paths, shape, stream_rows), &paths),
+        (&data, codes),
+    ] {
         let coded = Coded::parse(data).unwrap();
         let view = coded.view(data).unwrap();
         for isa in isas() {
@@ -145,6 +169,10 @@ fn types_of_codes_give_the_same_bytes() {
     let data = encoded(&codes, shape, None);
     assert!(encode(&short, &[0.5], shape, None, &pool).unwrap() == data);
     assert!(encode(&byte, &[0.5], shape, None, &pool).unwrap() == data);
+    let codes = dependent(&codes, shape.columns);
+    let short: Vec<i16> = codes.iter().map(|&code| code as i16).collect();
+    let data = encoded_dependent(&codes, shape, None);
+    assert!(encode_dependent(&short, &[0.5], shape, None, &pool).unwrap() == data);
 }
 
 #[test]
@@ -185,6 +213,8 @@ fn arguments_out_of_range_are_refused() {
     refused(&[1; 6], &[1.0], matrix(2, 3), Some(32));
     refused(&[i32::MIN; 6], &[1.0], matrix(2, 3), None);
     refused(&[], &[1.0], matrix(0, MAX_COLUMNS + 1), None);
+    let error = encode_dependent(&[1, 1, 1, 3, 5, 1], &[1.0], matrix(1, 6), None, &pool).unwrap_err();
+    assert!(error.to_string().contains("row 0"), "{error}");
     assert!(encode_with_low_bits(&[1], &[1.0], matrix(1, 1), None, MAX_LOW_BITS + 1, &pool).is_err());
 }
 
@@ -268,8 +298,12 @@ fn rows_that_are_looked_up_are_those_of_the_whole() {
     let mut codes = gaussian(shape, 60.0, 4);
     codes[40 * 67 + 3] = 5000;
     let copy = |_, codes: &[i32], out: &mut [i32]| out.copy_from_slice(codes);
-    for stream_rows in [16, 64] {
-        let data = encoded_with_low_bits(&codes, shape, Some(stream_rows));
+    let paths = dependent(&codes, 67);
+    for (stream_rows, codes, data) in [16, 64].into_iter().flat_map(|stream_rows| {
+        let plain = encoded_with_low_bits(&codes, shape, Some(stream_rows));
+        let other = encoded_dependent(&paths, shape, Some(stream_rows));
+        [(stream_rows, &codes, plain), (stream_rows, &paths, other)]
+    }) {
         let coded = Coded::parse(&data).unwrap();
         let view = coded.view(&data).unwrap();
         for isa in isas() {
@@ -281,7 +315,7 @@ fn rows_that_are_looked_up_are_those_of_the_whole() {
                     .flat_map(|row| &codes[row * 67..][..67])
                     .copied()
                     .collect();
-                assert!(out == wanted, "{rows:?} on {}", isa.name());
+                assert!(out == wanted, "{rows:?} of {stream_rows} on {}", isa.name());
             }
         }
         assert!(
@@ -319,10 +353,20 @@ fn damaged_bytes_are_found_or_harmless() {
         ndim: 3,
     };
     let mut random = Random(1);
-    for (stream_rows, deviation) in [(16, 2.0), (64, 2.0), (16, 80.0), (64, 80.0)] {
+    for (stream_rows, deviation, paths) in [
+        (16, 2.0, false),
+        (64, 2.0, false),
+        (16, 80.0, false),
+        (64, 80.0, false),
+        (16, 2.0, true),
+        (64, 2.0, true),
+    ] {
         let mut codes = gaussian(shape, deviation, 9);
         codes[100] = 9999;
-        let data = encoded_with_low_bits(&codes, shape, Some(stream_rows));
+        let data = match paths {
+            true => encoded_dependent(&dependent(&codes, shape.columns), shape, Some(stream_rows)),
+            false => encoded_with_low_bits(&codes, shape, Some(stream_rows)),
+        };
         let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
         let (mut flips, mut found) = (0, 0);
         for _ in 0..600 {
@@ -351,6 +395,8 @@ fn hostile_headers_are_refused() {
     let data = encoded(&gaussian(shape, 1.0, 9), shape, None);
     for (at, value) in [
         (8, 2u64),
+        (8, 3),
+        (59, 1),
         (10, 4),
         (11, 2),
         (12, 2),
@@ -377,6 +423,19 @@ fn hostile_headers_are_refused() {
         let width = if (16..56).contains(&at) { 8 } else { 1 };
         bad[at..at + width].copy_from_slice(&value.to_le_bytes()[..width]);
         assert!(Coded::parse(&bad).is_err(), "{value} at {at}");
+    }
+}
+
+#[test]
+fn tables_of_dependent_codes_start_at_even_indices_within_reach() {
+    let shape = matrix(16, 64);
+    let data = encoded_dependent(&dependent(&gaussian(shape, 1.0, 9), 64), shape, None);
+    let table = Layout::read(&data).unwrap().sections().unwrap()[0].start;
+    assert_eq!(data[table] % 2, 0);
+    for lowest in [data[table].wrapping_add(1), (-34i8) as u8, 30] {
+        let mut bad = data.clone();
+        bad[table] = lowest;
+        assert!(Coded::parse(&bad).is_err());
     }
 }
 

@@ -77,7 +77,7 @@ impl CodedView<'_> {
         }
         let mut registers = [Register::ZERO; LANES];
         for block in 0..layout.blocks {
-            chain.set_rows(rows);
+            chain.start_block(rows);
             for first in (0..layout.quads()).step_by(LANES) {
                 let count = LANES.min(layout.quads() - first);
                 decode(isa, std::slice::from_mut(&mut chain), count, &mut registers);

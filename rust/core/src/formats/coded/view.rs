@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::decode::{Chain, Register, decode};
 use super::layout::{ALIGNMENT, Layout, STATE_BYTES};
 use super::table::Table;
-use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid, lows};
+use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid, lows, trellis};
 use crate::simd::Isa;
 use crate::{Error, Result};
 
@@ -70,6 +70,9 @@ impl Coded {
         let Some(tables) = tables.collect::<Option<Vec<_>>>() else {
             return corrupt("frequencies do not add up, or stand for more than a signed byte");
         };
+        if layout.dependent && !tables.iter().all(trellis::holds) {
+            return corrupt("a table that dependent codes cannot have");
+        }
         let starts = starts(&layout, &data[sections[2].clone()], sections[4].start)?;
         Ok(Coded {
             layout,
@@ -179,6 +182,7 @@ impl<'a> CodedView<'a> {
             &self.coded.tables[start.table],
             &self.data[start.at..],
             self.coded_bytes(stream),
+            self.coded.layout.dependent,
         )
     }
 
@@ -190,7 +194,10 @@ impl<'a> CodedView<'a> {
 
     /// The exceptions of a stream of all experts' streams. Places and differences are unchecked.
     pub fn exceptions(&self, stream: usize) -> impl Iterator<Item = Exception> + use<'a> {
-        let width = self.coded.layout.exception;
+        let (width, factor) = (
+            self.coded.layout.exception,
+            if self.coded.layout.dependent { 4 } else { 1 },
+        );
         let [first, next] = [stream, stream + 1].map(|stream| self.coded.starts[stream].exception);
         let section = &self.data[self.coded.sections[3].clone()];
         section[first * width..next * width]
@@ -208,7 +215,7 @@ impl<'a> CodedView<'a> {
                 };
                 Exception {
                     place: word(place) as usize,
-                    difference,
+                    difference: difference.wrapping_mul(factor),
                 }
             })
     }
@@ -292,13 +299,14 @@ impl<'a> CodedView<'a> {
         for block in 0..count.div_ceil(BLOCK_ROWS).min(layout.blocks) {
             let rows = layout.rows_of(stream, block);
             let wanted = rows.min(count - block * BLOCK_ROWS);
-            chain.set_rows(rows);
+            chain.start_block(rows);
             decode(
                 isa,
                 std::slice::from_mut(&mut chain),
                 layout.quads(),
                 &mut registers,
             );
+            chain.codes(isa, &mut registers);
             if layout.low_bits > 0 && rows > 0 {
                 let place = block * layout.quads()..(block + 1) * layout.quads();
                 lows(isa, self.planes(number, place), &mut low_bits);
@@ -306,7 +314,7 @@ impl<'a> CodedView<'a> {
             for (row, codes) in codes.chunks_exact_mut(columns).take(wanted).enumerate() {
                 for (column, code) in codes.iter_mut().enumerate() {
                     let (register, lane) = (column / QUAD, row * QUAD + column % QUAD);
-                    let high = i32::from(chain.table().lowest()) + i32::from(registers[register].0[lane]);
+                    let high = i32::from(registers[register].0[lane] as i8);
                     *code = (high << layout.low_bits) + i32::from(low_bits[register].0[lane]);
                 }
             }

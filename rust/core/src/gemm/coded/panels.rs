@@ -73,7 +73,7 @@ impl<'a> Panels<'a> {
         let mut registers = vec![Register::ZERO; PIECE * chains.len()];
         for block in 0..layout.stream_blocks() {
             for (chain, stream) in chains.iter_mut().zip(streams.clone()) {
-                chain.set_rows(layout.rows_of(stream, block));
+                chain.start_block(layout.rows_of(stream, block));
             }
             let blocks = streams
                 .clone()
@@ -81,12 +81,12 @@ impl<'a> Panels<'a> {
             for at in (0..layout.quads()).step_by(PIECE) {
                 let count = PIECE.min(layout.quads() - at);
                 decode(self.isa, &mut chains, count, &mut registers);
-                let decoded = registers.chunks_exact(count).zip(&chains);
+                let decoded = registers.chunks_exact(count).zip(&mut chains);
                 for ((registers, chain), block) in decoded.zip(blocks.clone()) {
                     if let Some(open) = block.checked_sub(first).and_then(|block| open.get_mut(block)) {
                         let codes = &mut open.codes[at..at + count];
                         codes.copy_from_slice(registers);
-                        super::products::shift(self.isa, codes, chain.table().lowest());
+                        chain.codes(self.isa, codes);
                         let (stream, block) =
                             (block / layout.stream_blocks(), block % layout.stream_blocks());
                         if layout.low_bits() > 0 && layout.rows_of(stream, block) > 0 {

@@ -5,20 +5,7 @@ use super::neon;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD, Register};
-use crate::simd::{Isa, vectorized};
-
-vectorized! {
-    /// Makes codes of symbols, as signed bytes: adds the lowest.
-    pub(super) fn shift(registers: &mut [Register], lowest: i8) = shift_portable;
-}
-
-#[inline(always)]
-fn shift_portable(registers: &mut [Register], lowest: i8) {
-    for register in registers {
-        let shifted = register.0.iter_mut();
-        shifted.for_each(|byte| *byte = byte.wrapping_add(lowest as u8));
-    }
-}
+use crate::simd::Isa;
 
 /// Adds to the sum of each lane the products of its codes, signed bytes, by four activations a register. `isa` must have
 /// been found available.
@@ -53,15 +40,19 @@ pub(super) fn of_rows(sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
     std::array::from_fn(|row| (quads[row][0] + quads[row][1]) + (quads[row][2] + quads[row][3]))
 }
 
-/// For each row the products of its symbols, below 64, by four bytes a register. `isa` must have been found available.
+/// For each row the products of bytes by four signed ones a register, which are no -128. The bytes are below 64, or `wide`,
+/// below 128. `isa` must have been found available.
 #[inline]
-pub(super) fn bytes(isa: Isa, symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+pub(super) fn bytes(isa: Isa, symbols: &[Register], x: &[i8], wide: bool) -> [i32; BLOCK_ROWS] {
     // Kernels rely on it.
     assert!(x.len() >= QUAD * symbols.len());
     match isa {
         // SAFETY: the processor runs the set.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { x86::bytes_avx2(symbols, x) },
+        Isa::Avx2 if wide => unsafe { x86::bytes_avx2::<true>(symbols, x) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { x86::bytes_avx2::<false>(symbols, x) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { x86::bytes_avx512(symbols, x) },

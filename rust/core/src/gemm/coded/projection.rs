@@ -8,7 +8,7 @@ use super::prepared::Token;
 use super::{MODES, PIECE, Precision, products};
 use crate::Result;
 use crate::formats::coded::{
-    BLOCK_ROWS, Chain, CodedView, LANES, QUAD, Register, decode, lows, side_by_side,
+    Affine, BLOCK_ROWS, Chain, CodedView, LANES, QUAD, Register, decode, lows, side_by_side,
 };
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
@@ -18,6 +18,9 @@ use crate::types::{Activations, Mode, Shape};
 
 /// Tokens that share what is decoded, at most: their sums stay in caches.
 const TOKENS: usize = 16;
+
+/// Bytes that stand for themselves.
+const BYTES: Affine = Affine { factor: 1, offset: 0 };
 
 /// A coded tensor with a mode and an instruction set.
 #[derive(Debug, Clone, Copy)]
@@ -196,25 +199,32 @@ impl<'a> Coded<'a> {
         let width = parts * part.tokens.len();
         for block in 0..layout.stream_blocks() {
             for (chain, stream) in chains.iter_mut().zip(streams.clone()) {
-                chain.set_rows(layout.rows_of(stream, block));
+                chain.start_block(layout.rows_of(stream, block));
             }
             sums.clear();
             sums.resize(chains.len() * width, [0.0; LANES]);
             for first in (0..layout.quads()).step_by(PIECE) {
                 let count = PIECE.min(layout.quads() - first);
                 decode(self.isa, chains, count, registers);
-                let pieces = chains.iter().zip(registers.chunks_exact_mut(count));
+                let pieces = chains.iter_mut().zip(registers.chunks_exact_mut(count));
                 let pieces = pieces.zip(streams.clone()).zip(sums.chunks_exact_mut(width));
                 for (((chain, registers), stream), sums) in pieces {
                     let (high, low) = sums.split_at_mut(part.tokens.len());
-                    self.piece(first, chain.table().lowest(), registers, part.tokens, high);
+                    let affine = match self.precision {
+                        Precision::Exact => {
+                            chain.codes(self.isa, registers);
+                            BYTES
+                        }
+                        Precision::Int8 => chain.counts(self.isa, registers),
+                    };
+                    self.piece(first, affine, registers, part.tokens, high);
                     if layout.low_bits() > 0 && layout.rows_of(stream, block) > 0 {
                         let place = block * layout.quads() + first;
                         let planes = self
                             .view
                             .planes(expert * layout.streams() + stream, place..place + count);
                         lows(self.isa, planes, &mut low_bits[..count]);
-                        self.piece(first, 0, &mut low_bits[..count], part.tokens, low);
+                        self.piece(first, BYTES, &low_bits[..count], part.tokens, low);
                     }
                 }
             }
@@ -249,22 +259,20 @@ impl<'a> Coded<'a> {
     fn piece(
         &self,
         first: usize,
-        lowest: i8,
-        registers: &mut [Register],
+        affine: Affine,
+        registers: &[Register],
         tokens: &[&Token],
         sums: &mut [[f32; LANES]],
     ) {
-        if self.precision == Precision::Exact {
-            products::shift(self.isa, registers, lowest);
-        }
         for (token, sums) in tokens.iter().zip(sums) {
             match self.precision {
                 Precision::Exact => products::exact(self.isa, registers, &token.values[QUAD * first..], sums),
                 Precision::Int8 => {
                     let (unit, sum) = token.units[first / PIECE];
-                    let products = products::bytes(self.isa, registers, &token.bytes[QUAD * first..]);
+                    let x = &token.bytes[QUAD * first..];
+                    let products = products::bytes(self.isa, registers, x, affine.factor > 1);
                     for (sums, product) in sums.iter_mut().zip(products) {
-                        *sums += unit * (product + sum * i32::from(lowest)) as f32;
+                        *sums += unit * (affine.factor * product + affine.offset * sum) as f32;
                     }
                 }
             }

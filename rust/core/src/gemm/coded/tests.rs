@@ -1,6 +1,6 @@
 use super::*;
-use crate::formats::coded::tests::{Random, gaussian};
-use crate::formats::coded::{self as format, MAX_LOW_BITS, encode_with_low_bits};
+use crate::formats::coded::tests::{Random, dependent, gaussian};
+use crate::formats::coded::{self as format, MAX_LOW_BITS, encode_dependent, encode_with_low_bits};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 use crate::simd::Isa;
@@ -23,20 +23,27 @@ impl Case {
         let scales: Vec<f32> = (0..shape.experts * shape.rows)
             .map(|row| 0.1 + row as f32 / 7.0)
             .collect();
-        let data = encode_with_low_bits(
-            &codes,
-            &scales,
-            shape,
-            Some(stream_rows),
-            MAX_LOW_BITS,
-            &pool::current().unwrap(),
-        )
-        .unwrap();
+        let pool = pool::current().unwrap();
+        let rows = Some(stream_rows);
+        let data = encode_with_low_bits(&codes, &scales, shape, rows, MAX_LOW_BITS, &pool).unwrap();
         Case {
             shape,
             data,
             codes,
             scales,
+        }
+    }
+
+    /// Dependent codes that have the indices of others.
+    fn dependent(&self) -> Case {
+        let codes = dependent(&self.codes, self.shape.columns);
+        let pool = pool::current().unwrap();
+        let data = encode_dependent(&codes, &self.scales, self.shape, None, &pool).unwrap();
+        Case {
+            codes,
+            data,
+            shape: self.shape,
+            scales: self.scales.clone(),
         }
     }
 
@@ -108,8 +115,12 @@ fn products_are_those_of_the_codes() {
             ndim: 3,
         };
         for (stream_rows, deviation) in [(16, 0.3), (64, 1.5), (16, 12.0), (64, 30.0), (16, 90.0)] {
-            let case = Case::new(shape, stream_rows, deviation);
-            for count in [1, 3, 19] {
+            let plain = Case::new(shape, stream_rows, deviation);
+            let cases = [plain.dependent(), plain];
+            for (case, count) in cases
+                .iter()
+                .flat_map(|case| [1, 3, 19].map(|count| (case, count)))
+            {
                 let mut offsets = vec![0, count];
                 offsets.resize(experts + 1, count + 2);
                 let x = tokens(offsets[experts], columns);
@@ -135,12 +146,12 @@ fn a_token_gets_the_same_alone_and_among_others() {
         columns: 300,
         ndim: 2,
     };
-    let case = Case::new(shape, 16, 2.0);
+    let plain = Case::new(shape, 16, 2.0);
     let x = tokens(40, 300);
-    for (mode, isa) in [Mode::Exact, Mode::Int8]
-        .into_iter()
-        .flat_map(|mode| isas().map(move |isa| (mode, isa)))
-    {
+    for (case, mode, isa) in [plain.dependent(), plain].iter().flat_map(|case| {
+        let modes = [Mode::Exact, Mode::Int8].into_iter();
+        modes.flat_map(move |mode| isas().map(move |isa| (case, mode, isa)))
+    }) {
         let all = case.check(mode, isa, &x, &[0, 40]);
         for token in [0, 17, 39] {
             let alone = case.check(mode, isa, &x[token * 300..][..300], &[0, 1]);

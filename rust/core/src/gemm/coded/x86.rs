@@ -62,12 +62,13 @@ pub(super) unsafe fn exact_avx512(codes: &[Register], x: &[f32], sums: &mut [f32
     }
 }
 
-/// See [`super::products::bytes`]. Two products of a symbol below 64 by a byte, and two of those sums, fit 16 bits.
+/// See [`super::products::bytes`]. Two products of a byte below 128 by one of at most 127 fit 16 bits, and so do two of
+/// those sums where bytes are below 64.
 ///
 /// # Safety
 /// The processor has AVX2; there are four activations a register.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn bytes_avx2(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+pub(super) unsafe fn bytes_avx2<const WIDE: bool>(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
     let (pairs, last) = symbols.as_chunks::<2>();
     let mut sums = [_mm256_setzero_si256(); 2];
     let mut add = |words: [__m256i; 2]| {
@@ -81,10 +82,15 @@ pub(super) unsafe fn bytes_avx2(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_R
             let x = x.as_ptr().add(2 * QUAD * number);
             [words_avx2(first, x), words_avx2(second, x.add(QUAD))]
         };
-        add([
-            _mm256_add_epi16(first[0], second[0]),
-            _mm256_add_epi16(first[1], second[1]),
-        ]);
+        if WIDE {
+            add(first);
+            add(second);
+        } else {
+            add([
+                _mm256_add_epi16(first[0], second[0]),
+                _mm256_add_epi16(first[1], second[1]),
+            ]);
+        }
     }
     for symbols in last {
         // SAFETY: the caller's activations.

@@ -16,8 +16,9 @@ use std::ops::Range;
 
 use super::layout::STATE_BYTES;
 use super::table::Table;
+use super::trellis::{self, States};
 use super::{BLOCK_ROWS, LANES, QUAD};
-use crate::simd::Isa;
+use crate::simd::{Isa, vectorized};
 
 /// A byte of each lane: 16 rows by four columns of symbols, rows first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,11 +45,22 @@ pub struct Chain<'a> {
     low: Register,
     /// Rows whose lanes read bytes.
     rows: usize,
+    /// The states of dependent codes.
+    states: Option<States>,
+}
+
+/// What bytes of symbols stand for: a code is `factor` times the byte plus `offset`.
+#[derive(Debug, Clone, Copy)]
+pub struct Affine {
+    /// 1, or 2 of dependent codes, whose bytes are below 128.
+    pub factor: i32,
+    /// The integer of a zero.
+    pub offset: i32,
 }
 
 impl<'a> Chain<'a> {
     /// A decoder of the first `length` bytes of `tensor`, behind which there are at least 64 more.
-    pub(super) fn new(table: &'a Table, tensor: &'a [u8], length: usize) -> Chain<'a> {
+    pub(super) fn new(table: &'a Table, tensor: &'a [u8], length: usize, dependent: bool) -> Chain<'a> {
         let (states, bytes) = tensor.split_at(STATE_BYTES);
         let length = length - STATE_BYTES;
         assert!(bytes.len() >= length + LANES);
@@ -65,19 +77,43 @@ impl<'a> Chain<'a> {
             high: register(0),
             low: register(LANES),
             rows: BLOCK_ROWS,
+            states: dependent.then_some(States::START),
         }
     }
 
-    /// The stream's table.
+    /// Starts a row block that has so many rows: lanes of others read no bytes.
     #[inline]
-    pub fn table(&self) -> &'a Table {
-        self.table
+    pub fn start_block(&mut self, rows: usize) {
+        self.rows = rows.min(BLOCK_ROWS);
+        self.states = self.states.as_ref().map(|_| States::START);
     }
 
-    /// Says how many rows the row block has that is decoded next: lanes of others read no bytes.
+    /// Makes codes, or what is above their low bits, signed bytes, of symbols: all that were decoded since the last call
+    /// or the start of the row block. `isa` must have been found available.
     #[inline]
-    pub fn set_rows(&mut self, rows: usize) {
-        self.rows = rows.min(BLOCK_ROWS);
+    pub fn codes(&mut self, isa: Isa, symbols: &mut [Register]) {
+        match &mut self.states {
+            None => shift(isa, symbols, self.table.lowest()),
+            Some(states) => states.pass::<false>(isa, self.table.lowest(), symbols),
+        }
+    }
+
+    /// As [`codes`](Self::codes), but bytes that are not negative and stand for codes.
+    #[inline]
+    pub fn counts(&mut self, isa: Isa, symbols: &mut [Register]) -> Affine {
+        match &mut self.states {
+            None => Affine {
+                factor: 1,
+                offset: self.table.lowest().into(),
+            },
+            Some(states) => {
+                states.pass::<true>(isa, self.table.lowest(), symbols);
+                Affine {
+                    factor: 2,
+                    offset: trellis::OFFSET,
+                }
+            }
+        }
     }
 
     /// Whether the lanes of some rows are in the state in which encoding started.
@@ -99,6 +135,19 @@ impl<'a> Chain<'a> {
     /// Whether all bytes have been read.
     pub(super) fn is_read(&self) -> bool {
         self.at == self.length
+    }
+}
+
+vectorized! {
+    /// Makes integers of symbols, as signed bytes: adds the lowest.
+    fn shift(registers: &mut [Register], lowest: i8) = shift_portable;
+}
+
+#[inline(always)]
+fn shift_portable(registers: &mut [Register], lowest: i8) {
+    for register in registers {
+        let shifted = register.0.iter_mut();
+        shifted.for_each(|byte| *byte = byte.wrapping_add(lowest as u8));
     }
 }
 

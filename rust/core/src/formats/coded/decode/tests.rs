@@ -37,8 +37,8 @@ fn all_sets_decode_any_bytes_alike() {
                 .map(|i| random_bytes(&mut random, 400 + 90 * i))
                 .collect();
             let chain = |i: usize| {
-                let mut chain = Chain::new(&tables[i], &data[i], data[i].len() - LANES);
-                chain.set_rows(16 - i);
+                let mut chain = Chain::new(&tables[i], &data[i], data[i].len() - LANES, false);
+                chain.start_block(16 - i);
                 chain
             };
             let decoded = |isa| {

@@ -268,6 +268,9 @@ impl CodedView<'_> {
                 "GPUs have no kernel for codes with low bits, which more than 5 bits a weight have",
             );
         }
+        if self.layout().is_dependent() {
+            return invalid("GPUs have no kernel for dependent codes");
+        }
         let cut = Cut::new(self.layout(), of_segment)?;
         let tables: Vec<_> = self.coded.tables.iter().map(entries).collect();
         pool.install(|| {

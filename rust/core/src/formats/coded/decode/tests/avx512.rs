@@ -86,8 +86,8 @@ fn the_steps_of_avx512_decode_as_portable_rust_does() {
     for round in 0..60 {
         let table = table(&mut random, [2, 5, 20, 64][round % 4]);
         let data = random_bytes(&mut random, 900);
-        let mut chain = Chain::new(&table, &data, data.len() - LANES);
-        chain.set_rows(16 - round % 5);
+        let mut chain = Chain::new(&table, &data, data.len() - LANES, false);
+        chain.start_block(16 - round % 5);
         let mut other = chain.clone();
         for _ in 0..30 {
             let mut wanted = [Register::ZERO];
