@@ -127,7 +127,9 @@ def test_sizes_are_near_the_entropy(columns, deviation):
 
 
 @pytest.mark.parametrize("mode", ["auto", "exact", "bf16", "int8"])
-@pytest.mark.parametrize(("deviation", "form"), [(1.5, {"low_bits": 3}), (80, {"low_bits": 3}), (3, {"dependent": True})])
+@pytest.mark.parametrize(
+    ("deviation", "form"), [(1.5, {"low_bits": 3}), (80, {"low_bits": 3}), (3, {"dependent": True})]
+)
 def test_products_are_those_of_the_weights(mode, deviation, form):
     shape = (3, 130, 300)
     codes = paths(drawn(shape, deviation)) if "dependent" in form else drawn(shape, deviation)

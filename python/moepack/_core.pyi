@@ -263,8 +263,7 @@ def encode_coded(
     """Entropy code integers, uint8 [bytes]; a weight is `scale * code`.
 
     Args:
-        codes: int8, int16 or int32 [experts, rows, columns], none beyond 2^30 in magnitude; small ones near each other
-            take the fewest bits.
+        codes: int8, int16 or int32 [experts, rows, columns], none beyond 2^30 in magnitude.
         scales: float32 [experts, rows], or [1, 1] for the whole tensor; finite.
         ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
         stream_rows: rows that are coded together, 16 or 64; by default what suits the columns.

@@ -82,7 +82,9 @@ def read(data: bytes) -> Tensor:
     magic, version, ndim, blocks, row_scales, wide, count, symbols = struct.unpack_from("<8sH6B", data)
     experts, rows, columns, payload, exceptions, entry, size = struct.unpack_from("<5Q2B", data, 16)
     low_bits, paths = data[58:60]
-    assert magic == b"MOEPRANS" and (low_bits, paths) in {1: [(0, 0)], 2: [(1, 0), (2, 0), (3, 0)], 3: [(0, 1)]}[version]
+    assert (
+        magic == b"MOEPRANS" and (low_bits, paths) in {1: [(0, 0)], 2: [(1, 0), (2, 0), (3, 0)], 3: [(0, 1)]}[version]
+    )
     assert not any(data[60:64])
     sections, quads = Sections(data), -(-columns // QUAD)
     tables = sections.take(count * (1 + symbols))
@@ -94,7 +96,7 @@ def read(data: bytes) -> Tensor:
     values = (words if wide else words.astype(np.uint32) << 16).view(np.float32)
     streams = -(-rows // (BLOCK * blocks)) if columns else 0
     index, listed = sections.take(experts * streams * entry), sections.take(exceptions * size)
-    assert not paths or all(-32 <= lowest and lowest % 2 == 0 and lowest + len(each) <= 32 for lowest, each in trimmed)
+    assert not paths or all(lowest >= -32 and lowest % 2 == 0 and lowest + len(each) <= 32 for lowest, each in trimmed)
     stored, codes = sections.take(payload), np.zeros((experts, rows, columns), np.int64)
     changes = np.zeros_like(codes)
     at = exception = 0

@@ -127,4 +127,24 @@ proptest! {
         let packed = coded::encode_with_low_bits(&codes, &scales, shape, None, low_bits, pool()).expect("it is packed");
         kernel_twins::read(&packed).expect("it is multiplied");
     }
+
+    #[test]
+    fn dependent_integers(shape in shapes(), spread in 1..15u32, seed: u32) {
+        let mut next = noise(seed);
+        let codes = many(shape.weights().unwrap() / shape.columns.max(1), || {
+            let mut states = [0; coded::QUAD];
+            many(shape.columns, || (next(spread) + next(spread)) as i32 - spread as i32)
+                .into_iter()
+                .enumerate()
+                .map(|(column, index)| {
+                    let state = &mut states[column % coded::QUAD];
+                    let sign = 1 - 2 * (*state as i32 % 2);
+                    *state = coded::trellis::NEXT[2 * *state + (index & 1) as usize].into();
+                    sign * (4 * index + 1)
+                })
+                .collect::<Vec<_>>()
+        });
+        let packed = coded::encode_dependent(&codes.concat(), &[0.5], shape, None, pool()).expect("it is packed");
+        kernel_twins::read(&packed).expect("it is multiplied");
+    }
 }

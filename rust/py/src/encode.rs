@@ -153,7 +153,7 @@ pub fn encode_coded<'py>(
     dependent: bool,
 ) -> Bytes<'py> {
     if dependent && low_bits > 0 {
-        return invalid("dependent codes have no low bits".into());
+        return invalid("dependent codes have no low bits");
     }
     let form = (stream_rows, low_bits, dependent);
     match &codes {

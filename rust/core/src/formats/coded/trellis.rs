@@ -44,7 +44,7 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
             return None;
         }
         let index = code.index();
-        *state = NEXT[usize::from(2 * *state | index.low() & 1)];
+        *state = NEXT[usize::from(2 * *state + (index.low() & 1))];
         out.push(index);
     }
     Some(())
@@ -86,7 +86,7 @@ impl States {
                     true => half.wrapping_add(LANES as u8),
                     false => half.wrapping_mul(2) | 1,
                 };
-                *state = NEXT[usize::from(2 * *state | parity)];
+                *state = NEXT[usize::from(2 * *state + parity)];
             }
         }
     }
@@ -103,10 +103,11 @@ fn neon<const HALVES: bool>(states: &mut States, lowest: i8, registers: &mut [Re
     let [next, odd] = [&NEXT, &ODD].map(|table| unsafe { vld1q_u8(table.as_ptr()) });
     for part in 0..LANES / 16 {
         let states = &mut states.0.0[16 * part..][..16];
-        // SAFETY: there are 16 bytes, here and below.
+        // SAFETY: there are 16 bytes.
         let mut state = unsafe { vld1q_u8(states.as_ptr()) };
         for register in &mut *registers {
             let bytes = &mut register.0[16 * part..][..16];
+            // SAFETY: there are 16 bytes.
             let symbols = unsafe { vld1q_u8(bytes.as_ptr()) };
             let half = veorq_u8(
                 vaddq_u8(vaddq_u8(symbols, symbols), twice),
@@ -116,9 +117,11 @@ fn neon<const HALVES: bool>(states: &mut States, lowest: i8, registers: &mut [Re
                 true => vaddq_u8(half, middle),
                 false => vorrq_u8(vaddq_u8(half, half), one),
             };
+            // SAFETY: there are 16 bytes.
             unsafe { vst1q_u8(bytes.as_mut_ptr(), found) };
             state = vqtbl1q_u8(next, vorrq_u8(vaddq_u8(state, state), vandq_u8(symbols, one)));
         }
+        // SAFETY: there are 16 bytes.
         unsafe { vst1q_u8(states.as_mut_ptr(), state) };
     }
 }
@@ -145,21 +148,24 @@ mod x86 {
         let [next, odd] = [&NEXT, &ODD]
             .map(|table| unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())) });
         for half in 0..2 {
-            // SAFETY: a register has 64 bytes and is aligned, here and below.
+            // SAFETY: a register has 64 bytes and is aligned.
             let mut state = unsafe { _mm256_load_si256(states.0.0.as_ptr().cast::<__m256i>().add(half)) };
             for register in &mut *registers {
-                let place = unsafe { register.0.as_mut_ptr().cast::<__m256i>().add(half) };
-                let symbols = unsafe { _mm256_load_si256(place) };
+                let place = register.0.as_mut_ptr().cast::<__m256i>();
+                // SAFETY: as above.
+                let symbols = unsafe { _mm256_load_si256(place.add(half)) };
                 let doubled = _mm256_add_epi8(_mm256_add_epi8(symbols, symbols), twice);
                 let halves = _mm256_xor_si256(doubled, _mm256_shuffle_epi8(odd, state));
                 let found = match HALVES {
                     true => _mm256_add_epi8(halves, middle),
                     false => _mm256_or_si256(_mm256_add_epi8(halves, halves), one),
                 };
-                unsafe { _mm256_store_si256(place, found) };
+                // SAFETY: as above.
+                unsafe { _mm256_store_si256(place.add(half), found) };
                 let edges = _mm256_or_si256(_mm256_add_epi8(state, state), _mm256_and_si256(symbols, one));
                 state = _mm256_shuffle_epi8(next, edges);
             }
+            // SAFETY: as above.
             unsafe { _mm256_store_si256(states.0.0.as_mut_ptr().cast::<__m256i>().add(half), state) };
         }
     }
@@ -179,10 +185,11 @@ mod x86 {
         // SAFETY: both have 16 bytes.
         let [next, odd] = [&NEXT, &ODD]
             .map(|table| unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())) });
-        // SAFETY: a register has 64 bytes and is aligned, here and below.
+        // SAFETY: a register has 64 bytes and is aligned.
         let mut state = unsafe { _mm512_load_si512(states.0.0.as_ptr().cast()) };
         for register in registers {
             let place = register.0.as_mut_ptr().cast::<__m512i>();
+            // SAFETY: as above.
             let symbols = unsafe { _mm512_load_si512(place) };
             let doubled = _mm512_add_epi8(_mm512_add_epi8(symbols, symbols), twice);
             let halves = _mm512_xor_si512(doubled, _mm512_shuffle_epi8(odd, state));
@@ -190,10 +197,12 @@ mod x86 {
                 true => _mm512_add_epi8(halves, middle),
                 false => _mm512_or_si512(_mm512_add_epi8(halves, halves), one),
             };
+            // SAFETY: as above.
             unsafe { _mm512_store_si512(place, found) };
             let edges = _mm512_or_si512(_mm512_add_epi8(state, state), _mm512_and_si512(symbols, one));
             state = _mm512_shuffle_epi8(next, edges);
         }
+        // SAFETY: as above.
         unsafe { _mm512_store_si512(states.0.0.as_mut_ptr().cast(), state) };
     }
 }

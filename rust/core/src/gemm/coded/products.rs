@@ -40,19 +40,16 @@ pub(super) fn of_rows(sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
     std::array::from_fn(|row| (quads[row][0] + quads[row][1]) + (quads[row][2] + quads[row][3]))
 }
 
-/// For each row the products of bytes by four signed ones a register, which are no -128. The bytes are below 64, or `wide`,
-/// below 128. `isa` must have been found available.
+/// For each row the products of bytes by four signed ones a register, which are no -128. The bytes are below 64, or if
+/// `WIDE` below 128. `isa` must have been found available.
 #[inline]
-pub(super) fn bytes(isa: Isa, symbols: &[Register], x: &[i8], wide: bool) -> [i32; BLOCK_ROWS] {
+pub(super) fn bytes<const WIDE: bool>(isa: Isa, symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
     // Kernels rely on it.
     assert!(x.len() >= QUAD * symbols.len());
     match isa {
         // SAFETY: the processor runs the set.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 if wide => unsafe { x86::bytes_avx2::<true>(symbols, x) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { x86::bytes_avx2::<false>(symbols, x) },
+        Isa::Avx2 => unsafe { x86::bytes_avx2::<WIDE>(symbols, x) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { x86::bytes_avx512(symbols, x) },

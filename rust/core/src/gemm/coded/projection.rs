@@ -270,7 +270,10 @@ impl<'a> Coded<'a> {
                 Precision::Int8 => {
                     let (unit, sum) = token.units[first / PIECE];
                     let x = &token.bytes[QUAD * first..];
-                    let products = products::bytes(self.isa, registers, x, affine.factor > 1);
+                    let products = match affine.factor {
+                        1 => products::bytes::<false>(self.isa, registers, x),
+                        _ => products::bytes::<true>(self.isa, registers, x),
+                    };
                     for (sums, product) in sums.iter_mut().zip(products) {
                         *sums += unit * (affine.factor * product + affine.offset * sum) as f32;
                     }
