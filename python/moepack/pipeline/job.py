@@ -3,7 +3,7 @@
 Everything is written to `OUT.partial` beside `OUT`: a shard for each MoE layer, shards of dense tensors copied byte for
 byte, the small files, at last the manifest; then the directory is renamed. So `OUT` is either complete or absent, and
 the anonymous memory stays below 1 GiB + 4 x the largest layer: the codes of one projection, one expert in floating
-point, the blobs of one layer.
+point, the blobs of two layers, one of which is written while the next is packed.
 """
 
 import math
@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from moepack import _core
-from moepack.calibration import LayerRun
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.quantized import open_checkpoint
@@ -46,6 +46,7 @@ from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
 from moepack.pipeline.soundness import check_source
 from moepack.pipeline.sources import Sources
+from moepack.pipeline.writer import ShardWriter
 from moepack.progress import Progress, Silent
 from moepack.runtime.threads import set_threads
 
@@ -273,17 +274,19 @@ class Job:
         workspace.reserve(space_bound(self.plan, self.checkpoint, workspace.done))
         self.progress.start(sum(map(_weights, self.plan.shards)), self._done_weights(workspace))
         try:
-            self._write_layers(workspace)
-            for shard in self.plan.shards:
-                if shard.file not in workspace.done:
-                    self.progress.stage("dense tensors")
-                    workspace.append(_write_dense(workspace.path / shard.file, self.checkpoint, shard.names))
+            with ShardWriter(workspace) as writer:
+                self._write_layers(workspace, writer)
+                for shard in self.plan.shards:
+                    if shard.layer is None and shard.file not in workspace.done:
+                        self.progress.stage("dense tensors")
+                        path = workspace.path / shard.file
+                        writer.begin(partial(_write_dense, path, self.checkpoint, shard.names))
             self.progress.stage("manifest")
             self._write_small_files(workspace)
         finally:
             self.progress.finish()
 
-    def _write_layers(self, workspace: Workspace) -> None:
+    def _write_layers(self, workspace: Workspace, writer: ShardWriter) -> None:
         """Pack the layers that are missing; the model passes through those that an interrupted run finished."""
         shards = [(shard, shard.layer) for shard in self.plan.shards if shard.layer is not None]
         missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
@@ -296,31 +299,20 @@ class Job:
             with naming_files(self.checkpoint):
                 run = next(runs)
                 if record is None:
-                    workspace.append(self._write_layer(workspace.path / shard.file, layer, run))
-                elif run is not None:
-                    self.packer.pack(layer, run, _read_layer(workspace.path / record.name, layer, record))
-                self._book(workspace.done[shard.file])
+                    packed = self.packer.pack(layer, run, {})
+                    beyond = layer in self.model.beyond
+                    writer.begin(partial(_write_layer, workspace.path / shard.file, layer, packed, beyond))
+                    self._advance(0)
+                else:
+                    packed = _read_layer(workspace.path / record.name, layer, record)
+                    if run is not None:
+                        self.packer.pack(layer, run, packed)
+                self._book(layer, packed)
 
-    def _book(self, shard: ShardRecord) -> None:
-        for name, record in shard.tensors.items():
-            if not record.beyond:
-                self.assignment.method.book(name, record.nbytes)
-
-    def _write_layer(self, path: Path, layer: PackedLayer, run: LayerRun | None) -> ShardRecord:
-        packed = self.packer.pack(layer, run, {})
-        tensors = {name: (weights, packed[name]) for name, weights in layer_tensors(layer).items()}
-        written = write_shard(
-            path, [_packed_entry(weights.name, tensor) for weights, tensor in tensors.values()], _METADATA
-        )
-        self._advance(0)
-        records, beyond = {}, {BEYOND: True} if layer in self.model.beyond else {}
-        for name, (weights, tensor) in tensors.items():
-            place = (layer.name, name) if weights.ndim == 3 else (name, WEIGHT)
-            records[weights.name] = TensorRecord(
-                path.name, tensor.kind, "U8", weights.shape[-weights.ndim :], tensor.data.nbytes,
-                written.crc32[weights.name], *place, weights.nbytes, {**tensor.details, **beyond},
-            )  # fmt: skip
-        return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
+    def _book(self, layer: PackedLayer, packed: Mapping[str, PackedTensor]) -> None:
+        if layer not in self.model.beyond:
+            for name, weights in layer_tensors(layer).items():
+                self.assignment.method.book(weights.name, packed[name].data.nbytes)
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())
@@ -389,6 +381,20 @@ def _packed_entry(name: str, tensor: PackedTensor) -> Entry:
 
 def _view(data: Any) -> memoryview:
     return memoryview(data)
+
+
+def _write_layer(path: Path, layer: PackedLayer, packed: Mapping[str, PackedTensor], beyond: bool) -> ShardRecord:
+    """Write the packed tensors of a layer; `beyond` says that the model as transformers runs it does not have it."""
+    tensors = {name: (weights, packed[name]) for name, weights in layer_tensors(layer).items()}
+    entries = [_packed_entry(weights.name, tensor) for weights, tensor in tensors.values()]
+    written, records, more = write_shard(path, entries, _METADATA), {}, {BEYOND: True} if beyond else {}
+    for name, (weights, tensor) in tensors.items():
+        place = (layer.name, name) if weights.ndim == 3 else (name, WEIGHT)
+        records[weights.name] = TensorRecord(
+            path.name, tensor.kind, "U8", weights.shape[-weights.ndim :], tensor.data.nbytes,
+            written.crc32[weights.name], *place, weights.nbytes, {**tensor.details, **more},
+        )  # fmt: skip
+    return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
 
 
 def _write_dense(path: Path, checkpoint: Checkpoint, names: tuple[str, ...]) -> ShardRecord:
