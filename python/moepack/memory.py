@@ -4,10 +4,11 @@ Anonymous memory is what counts: pages of mapped weights belong to the page cach
 program needs them.
 """
 
+import gc
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,19 @@ def anonymous_bytes() -> int:
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Keep Python from looking for cyclic garbage: what makes many objects that all stay, as importing does, would be
+    looked through again and again, a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def available_bytes() -> int | None:

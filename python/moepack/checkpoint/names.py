@@ -17,6 +17,7 @@ from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.model import Part
 from moepack.checkpoint.reader import Checkpoint
 from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.memory import without_collector
 
 __all__ = ["Names", "Source", "UnknownConversion", "check_tensors"]
 
@@ -160,6 +161,7 @@ def _stacked(name: str, shape: tuple[int, ...], experts: int) -> list[Part]:
     return [Part(name, (slice(rows * expert, rows * (expert + 1)),)) for expert in range(experts)]
 
 
+@without_collector()
 def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
     """Hold every tensor that the model needs against the checkpoint; none is read.
 
