@@ -94,6 +94,7 @@ def build(directory: Path, layers: int, experts: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     text = " ".join(WORDS[(i * i + i // 7) % len(WORDS)] for i in range(1 << 18))
     (directory.parent / "calibration.txt").write_text(text)
+    os.sync()  # what is measured does not wait for what was built
 
 
 def _tensors(group: dict[str, torch.Size], pool: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
