@@ -329,13 +329,16 @@ impl<'a, T: Code> Source<'a, T> {
 
 /// Replaces what is no symbol by the favourite of the integer's parity; gives the columns and integers of these places.
 fn take_out<T: Code>(integers: &[T], symbols: &mut [u8], favourites: [u8; 2]) -> Vec<(usize, i32)> {
-    let none = symbols
-        .iter_mut()
-        .enumerate()
-        .filter(|(_, symbol)| **symbol == NONE);
-    none.map(|(column, symbol)| {
-        *symbol = favourites[usize::from(integers[column].low() & 1)];
-        (column, integers[column].into())
+    // They are few: most runs have none, which is found faster than places.
+    let runs = symbols.chunks_mut(LANES).zip(integers.chunks(LANES)).enumerate();
+    let runs = runs.filter(|(_, (symbols, _))| symbols.contains(&NONE));
+    runs.flat_map(|(number, (symbols, integers))| {
+        let places = symbols.iter_mut().zip(integers).zip(LANES * number..);
+        let none = places.filter(|((symbol, _), _)| **symbol == NONE);
+        none.map(move |((symbol, &integer), column)| {
+            *symbol = favourites[usize::from(integer.low() & 1)];
+            (column, integer.into())
+        })
     })
     .collect()
 }
@@ -389,8 +392,8 @@ impl Coder {
 
     /// Looks up the symbols of codes; returns whether there are codes without one, whose symbol is none of the table.
     fn look_up<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
-        if self.gapless && self.subtract(codes, symbols) {
-            return false;
+        if self.gapless {
+            return self.subtract(codes, symbols);
         }
         let mut highest = 0;
         for (&code, symbol) in codes.iter().zip(symbols) {
@@ -401,17 +404,22 @@ impl Coder {
         highest == NONE
     }
 
-    /// Subtracts the lowest integer, without looking anything up; returns whether all integers are in the table.
+    /// Does the same by subtracting the lowest integer.
     fn subtract<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
         let lowest = self.table.lowest();
         let highest = (i32::from(lowest) + self.table.count as i32 - 1) as i8;
         let (first, last) = (T::from(lowest), T::from(highest));
         let mut outside = false;
         for (&code, symbol) in codes.iter().zip(symbols) {
-            *symbol = code.low().wrapping_sub(lowest as u8);
-            outside |= (code < first) | (code > last);
+            let none = (code < first) | (code > last);
+            *symbol = if none {
+                NONE
+            } else {
+                code.low().wrapping_sub(lowest as u8)
+            };
+            outside |= none;
         }
-        !outside
+        outside
     }
 
     /// Encodes symbols from the last to the first; lanes of rows that do not exist stay at zero.
@@ -570,11 +578,13 @@ fn assemble(mut layout: Layout, scales: &[f32], tables: &[Frequencies], streams:
         bytes[width..].copy_from_slice(&place[..layout.exception - width]);
     }
     let mut payload = &mut out[sections[4].clone()];
-    for part in parts() {
-        let (bytes, behind) = payload.split_at_mut(part.len());
-        bytes.copy_from_slice(part);
-        payload = behind;
-    }
+    let places: Vec<_> = parts()
+        .map(|part| (payload.split_off_mut(..part.len()), part))
+        .collect();
+    places.into_par_iter().for_each(|(place, part)| match place {
+        Some(place) => place.copy_from_slice(part),
+        None => unreachable!("the payload has room for all parts"),
+    });
     out
 }
 

@@ -38,12 +38,15 @@ impl Histogram {
     ) -> Histogram {
         // Neighbours have counts of their own: to count the same integer again takes as long as to store and load.
         let mut counts = [[0u32; INTEGERS + 1]; 4];
-        for run in runs {
-            for codes in run.as_ref().chunks(4) {
-                for (counts, &code) in counts.iter_mut().zip(codes) {
-                    counts[(integer(code).wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
-                }
+        let mut add = |codes: &[T]| {
+            for (counts, &code) in counts.iter_mut().zip(codes) {
+                counts[(integer(code).wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
             }
+        };
+        for run in runs {
+            let (fours, rest) = run.as_ref().as_chunks::<4>();
+            fours.iter().for_each(|four| add(four));
+            add(rest);
         }
         let [first, second, third, fourth] = counts;
         let sum = |i: usize| first[i] + second[i] + third[i] + fourth[i];
