@@ -9,12 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moepack.solvers.priced import BLOCK_ROWS, CLASSES, LARGEST, PRICE, Lengths, Profile, classes_of, round_priced
+from moepack.solvers.priced import (
+    BLOCK_ROWS,
+    CLASSES,
+    LARGEST,
+    NARROWEST,
+    PRICE,
+    Lengths,
+    Profile,
+    round_priced,
+)
 
 
 def lengths(seed: int) -> Lengths:
     generator = torch.Generator().manual_seed(seed)
     return Lengths(torch.rand(CLASSES, 2 * LARGEST + 1, generator=generator) * 12)
+
+
+def classes_of(values: torch.Tensor) -> torch.Tensor:
+    """The classes [blocks] int64 of the row blocks of a matrix [R, C], by their root mean squares."""
+    squares = torch.stack([block.double().square().mean() for block in values.split(BLOCK_ROWS)])
+    octaves = 0.5 * torch.log2(squares)
+    return (4 * (octaves - NARROWEST)).round().nan_to_num(0, CLASSES - 1, 0).clamp(0, CLASSES - 1).long()
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,6 +21,8 @@ __all__ = [
     "coded_frame",
     "coded_from_device",
     "coded_to_device",
+    "count_integers",
+    "count_values",
     "decode_coded",
     "encode_channels",
     "encode_codebook",
@@ -51,7 +53,9 @@ __version__: str
 
 _Bytes: TypeAlias = NDArray[np.uint8]
 _Floats: TypeAlias = NDArray[np.float32]
+_Counts: TypeAlias = list[tuple[int, NDArray[np.uint64]]]
 _Factor: TypeAlias = tuple[_Bytes, _Floats] | _Floats
+_Integers: TypeAlias = NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32]
 _Vector: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 """float32, or bfloat16 as its bits."""
 
@@ -252,7 +256,7 @@ def encode_channels(records: tuple[_Bytes, _Floats] | NDArray[np.uint16], thresh
     """
 
 def encode_coded(
-    codes: NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32],
+    codes: _Integers,
     scales: _Floats,
     *,
     ndim: int,
@@ -364,29 +368,25 @@ def kmeans(
     """
 
 def round_priced(
-    weights: _Vector,
-    lengths: _Floats,
-    *,
-    step: float,
-    price: float,
-    width: float = 1.0,
-    isa: str | None = None,
-) -> NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32]:
-    """Round weights w to the integers q of least `(w / step - q)^2 + price * bits(q)`.
+    weights: _Vector, lengths: _Floats, out: _Integers, *, step: float, price: float, width: float = 1.0
+) -> int:
+    """Round weights w to the integers q of least `(w / step - q)^2 + price * bits(q)`; return their largest magnitude.
 
     Args:
         weights: float32, or bfloat16 as its bits in uint16; [rows, columns], finite.
         lengths: float32 [N, 2 L + 1], bits of the integers from -L to L (at most 1,023) in each class of row blocks
-            (16 rows) by their root mean square: a quarter of an octave each from 2^-24 on. The last class also has all
-            wider row blocks; one class has them all.
-        step: what an integer is worth.
-        price: squared steps that a bit is worth.
+            (16 rows) by root mean square: a quarter of an octave each from 2^-24 on, the last with all wider ones.
+        out: takes the integers, or their low bits where the largest does not fit; beyond L the nearest, at most 2^30.
+        step, price: what an integer is worth; squared steps that a bit is worth.
         width: classes are those of the weights in units of it.
-
-    Returns:
-        [rows, columns], of the narrowest of the types that holds all of them. Beyond L it is the nearest integer, at
-        most 2^30 in magnitude.
     """
+
+def count_values(values: _Floats, *, classes: int, bins: int, reach: float) -> _Counts:
+    """Count finite weights [rows, columns] in bins of equal width from -`reach` to `reach` root mean squares of their
+    class, as of `round_priced`: each class that has some, with its [bins]; the ends have all beyond."""
+
+def count_integers(values: _Floats, integers: _Integers, *, classes: int, largest: int) -> _Counts:
+    """Count the integers [1, rows, columns] of weights by class: each with [2 `largest` + 3], the ends all beyond."""
 
 def refine_codebooks(
     targets: _Floats,

@@ -54,11 +54,10 @@ CLASSES, NARROWEST = 128, -24.0
 BINS, REACH = 4096, 16
 """Bins of a class in a profile; the magnitude of the last ones in root mean squares, where all beyond are counted."""
 
-PIECE = 1 << 18
-"""Values that are looked at together."""
-
 ROUNDS = 4
 """Rounds of rounding and counting; another one moves the rate by less than a thousandth."""
+
+_WIDER = {torch.int8: torch.int16, torch.int16: torch.int32}
 
 HALF_COUNT = 0.5
 """What is added to every count, so that symbols that a sample lacks have a length."""
@@ -77,15 +76,6 @@ def exception_bits(largest: int) -> float:
 def low_bits_of(largest: int) -> int:
     """The most low bits that the coder may keep apart, by the largest magnitude with a length of its own."""
     return 0 if largest == LARGEST else 3
-
-
-def classes_of(values: Tensor) -> Tensor:
-    """The classes [blocks] int64 of the row blocks of a matrix [R, C] float32, by their root mean squares."""
-    squares = values.square().double().mean(1)
-    blocks = torch.arange(len(squares)) // BLOCK_ROWS
-    counts = torch.bincount(blocks).double()
-    octaves = 0.5 * torch.log2(torch.zeros_like(counts).index_add_(0, blocks, squares) / counts)
-    return (4 * (octaves - NARROWEST)).round().nan_to_num(0, CLASSES - 1, 0).clamp(0, CLASSES - 1).long()
 
 
 def _scale(number: int) -> float:
@@ -120,14 +110,8 @@ class Profile:
             values: [R, C] float32, finite.
             factor: how many weights each of them stands for.
         """
-        found: dict[int, Tensor] = {}
-        for part in _pieces(values):
-            for number, rows in _by_class(part):
-                places = part[rows] / _scale(number) * (BINS / (2 * REACH)) + BINS / 2
-                counts = torch.bincount(places.clamp_(0, BINS - 1).short().flatten(), minlength=BINS)
-                found[number] = found[number] + counts if number in found else counts
-        for number, counts in found.items():
-            self.counts[number] += counts * factor
+        for number, counts in _core.count_values(values.contiguous().numpy(), classes=CLASSES, bins=BINS, reach=REACH):
+            self.counts[number] += torch.from_numpy(counts).double() * factor
 
     def bits(self, step: float, lengths: Lengths, price: float = PRICE) -> float:
         """Bits of the weights rounded to a step."""
@@ -148,7 +132,7 @@ class Profile:
         counts = torch.zeros(CLASSES, 2 * largest + 1, dtype=torch.float64)
         for number in self.counts.sum(1).nonzero().flatten().tolist():
             values = _centers() * (_scale(number) / step)
-            symbols = lengths.cheapest(values, number, price).int()  # as bytes they could not be compared with L
+            symbols = lengths.cheapest(values, number, price)
             listed = symbols.abs() <= largest
             counts[number].index_add_(0, symbols[listed].long() + largest, self.counts[number][listed])
         return counts
@@ -170,24 +154,31 @@ class Lengths:
         return self.bits.shape[1] // 2
 
     def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
-        """The integers of values [n] of class `number`, given in units of the step."""
-        lengths = self.bits[number : number + 1].numpy()
-        return torch.from_numpy(_core.round_priced(values[None].numpy(), lengths, step=1.0, price=price))[0]
+        """The integers of values [n] of class `number`, given in units of the step; int32."""
+        lengths, found = self.bits[number : number + 1].numpy(), torch.empty(1, len(values), dtype=torch.int32)
+        _core.round_priced(values[None].numpy(), lengths, found.numpy(), step=1.0, price=price)
+        return found[0]
 
     def total(self, values: Tensor, symbols: Tensor) -> float:
         """Bits of all symbols [R, C] that a matrix [R, C] was rounded to, classes being those of the matrix."""
-        largest, counts = self.largest, torch.zeros(CLASSES, 2 * self.largest + 3, dtype=torch.int64)
-        for part, own in zip(_pieces(values), _pieces(symbols), strict=True):
-            for number, rows in _by_class(part):
-                found = own[rows].int().clamp_(-largest - 1, largest + 1).short() + (largest + 1)
-                counts[number] += torch.bincount(found.flatten(), minlength=2 * largest + 3)
-        exceptions = counts[:, [0, -1]]
-        counts[:, [1, -2]] += exceptions
-        lengths = (counts[:, 1:-1] * self.bits.double()).sum()
-        return float(lengths + exception_bits(largest) * exceptions.sum())
+        total, given, integers = 0.0, values.contiguous().numpy(), symbols.contiguous()[None].numpy()
+        for number, found in _core.count_integers(given, integers, classes=CLASSES, largest=self.largest):
+            counts = torch.from_numpy(found).double()
+            exceptions = counts[[0, -1]]
+            counts[[1, -2]] += exceptions
+            total += float(counts[1:-1] @ self.bits[number].double() + exception_bits(self.largest) * exceptions.sum())
+        return total
 
 
-def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = PRICE, *, width: float = 1.0) -> Tensor:
+def round_priced(
+    values: Tensor,
+    step: float,
+    lengths: Lengths,
+    price: float = PRICE,
+    *,
+    width: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
     """Round a matrix.
 
     Args:
@@ -196,30 +187,21 @@ def round_priced(values: Tensor, step: float, lengths: Lengths, price: float = P
         lengths: bits of the symbols.
         price: squared steps that a bit is worth.
         width: classes are those of the values in units of it.
+        out: [R, C] of an integer type that takes the integers if it holds all of them; a new int8 tensor by default.
 
     Returns:
-        [R, C] of the narrowest of int8, int16 and int32 that holds all of them.
+        `out`, or where integers are too large for it a new tensor of the narrowest of int16 and int32 that holds them.
 
     Raises:
         ValueError: a value is NaN or infinite.
     """
     values = values.contiguous() if values.dtype == torch.bfloat16 else values.float().contiguous()
     given = (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
-    return torch.from_numpy(_core.round_priced(given, lengths.bits.numpy(), step=step, price=price, width=width))
-
-
-def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:
-    """Rows of a matrix, whole row blocks, few enough to stay in the cache with what is made of them."""
-    blocks = PIECE // max(BLOCK_ROWS * matrix.shape[1], 1)
-    return torch.split(matrix, BLOCK_ROWS * max(blocks, 1))
-
-
-def _by_class(values: Tensor) -> list[tuple[int, Tensor]]:
-    """The rows of each class of a matrix, [n] int64."""
-    if values.numel() == 0:
-        return []
-    classes = classes_of(values).repeat_interleave(BLOCK_ROWS)[: len(values)]
-    return [(number, (classes == number).nonzero().flatten()) for number in sorted(set(classes.tolist()))]
+    found = torch.empty(values.shape, dtype=torch.int8) if out is None else out
+    settings = {"step": step, "price": price, "width": width}
+    while _core.round_priced(given, lengths.bits.numpy(), found.numpy(), **settings) > torch.iinfo(found.dtype).max:
+        found = torch.empty(values.shape, dtype=_WIDER[found.dtype])
+    return found
 
 
 def _centers() -> Tensor:

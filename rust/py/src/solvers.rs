@@ -1,15 +1,19 @@
 //! Solvers that are written in Rust: clustering, refinement of codebooks, least-squares grids.
 
+use moepack_core::simd::Isa;
 use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, priced};
-use moepack_core::{pool, simd};
+use moepack_core::{Result, pool, simd};
 use numpy::{IntoPyArray, PyReadonlyArray4, PyReadwriteArray2};
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray2, PyReadonlyArray3};
 use pyo3::prelude::*;
+use rayon::ThreadPool;
 
 use crate::arrays::{Activations, chosen_isa, contiguous, lengths, optional, places, values, zeros};
+use crate::encode::Integers;
 use crate::error::{invalid, raise};
 
 type Floats<'py> = Bound<'py, PyArray2<f32>>;
+type Counts<'py> = PyResult<Vec<(usize, Bound<'py, PyArray1<u64>>)>>;
 type Codes<'py> = Bound<'py, PyArray2<u8>>;
 type Sums<'py> = Bound<'py, PyArray1<f64>>;
 
@@ -164,20 +168,30 @@ pub fn fit_groups<'py>(
     Ok(found)
 }
 
+/// Integers of any width that are written.
+#[derive(FromPyObject)]
+pub enum Places<'py> {
+    #[pyo3(transparent)]
+    Bytes(PyReadwriteArray2<'py, i8>),
+    #[pyo3(transparent)]
+    Shorts(PyReadwriteArray2<'py, i16>),
+    #[pyo3(transparent)]
+    Words(PyReadwriteArray2<'py, i32>),
+}
+
 /// Rounds weights to integers with the length of their code in mind.
 #[pyfunction]
-#[pyo3(signature = (weights, lengths, *, step, price, width=1.0, isa=None))]
-pub fn round_priced<'py>(
-    py: Python<'py>,
-    weights: Activations<'py>,
-    lengths: PyReadonlyArray2<'py, f32>,
+#[pyo3(signature = (weights, lengths, out, *, step, price, width=1.0))]
+pub fn round_priced(
+    py: Python<'_>,
+    weights: Activations<'_>,
+    lengths: PyReadonlyArray2<'_, f32>,
+    mut out: Places<'_>,
     step: f64,
     price: f64,
     width: f64,
-    isa: Option<&str>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let ([rows, columns], [_, integers]) = (weights.shape(), crate::arrays::lengths(&*lengths));
-    let isa = chosen_isa(isa)?;
+) -> PyResult<i32> {
+    let ([_, columns], [_, integers]) = (weights.shape(), crate::arrays::lengths(&*lengths));
     let problem = priced::Problem {
         weights: weights.values()?,
         columns,
@@ -187,14 +201,85 @@ pub fn round_priced<'py>(
         integers,
         price,
     };
-    let found = py
-        .detach(|| priced::round(problem, isa, &*pool::current()?))
-        .map_err(raise)?;
-    Ok(match found {
-        priced::Integers::I8(found) => found.into_pyarray(py).reshape([rows, columns])?.into_any(),
-        priced::Integers::I16(found) => found.into_pyarray(py).reshape([rows, columns])?.into_any(),
-        priced::Integers::I32(found) => found.into_pyarray(py).reshape([rows, columns])?.into_any(),
+    match &mut out {
+        Places::Bytes(out) => rounded(py, problem, places(out)?),
+        Places::Shorts(out) => rounded(py, problem, places(out)?),
+        Places::Words(out) => rounded(py, problem, places(out)?),
+    }
+}
+
+fn rounded<T: priced::Integer>(py: Python<'_>, problem: priced::Problem, out: &mut [T]) -> PyResult<i32> {
+    let isa = chosen_isa(None)?;
+    py.detach(|| priced::round(problem, out, isa, &*pool::current()?))
+        .map_err(raise)
+}
+
+/// Counts weights by their root mean squares' class and where they lie in it.
+#[pyfunction]
+#[pyo3(signature = (values, *, classes, bins, reach))]
+pub fn count_values<'py>(
+    py: Python<'py>,
+    values: PyReadonlyArray2<'py, f32>,
+    classes: usize,
+    bins: usize,
+    reach: f32,
+) -> Counts<'py> {
+    counted(py, &values, classes, |rows, isa, pool| {
+        priced::count::values(rows, bins, reach, isa, pool)
     })
+}
+
+/// Counts the integers that weights were rounded to by the weights' class.
+#[pyfunction]
+#[pyo3(signature = (values, integers, *, classes, largest))]
+pub fn count_integers<'py>(
+    py: Python<'py>,
+    values: PyReadonlyArray2<'py, f32>,
+    integers: Integers<'py>,
+    classes: usize,
+    largest: u16,
+) -> Counts<'py> {
+    match &integers {
+        Integers::Bytes(given) => counted_integers(py, &values, given, classes, largest),
+        Integers::Shorts(given) => counted_integers(py, &values, given, classes, largest),
+        Integers::Words(given) => counted_integers(py, &values, given, classes, largest),
+    }
+}
+
+fn counted_integers<'py, T: priced::Integer + numpy::Element>(
+    py: Python<'py>,
+    rows: &PyReadonlyArray2<'py, f32>,
+    integers: &PyReadonlyArray3<'py, T>,
+    classes: usize,
+    largest: u16,
+) -> Counts<'py> {
+    let integers = values(integers, "integers")?;
+    counted(py, rows, classes, |rows, isa, pool| {
+        priced::count::integers(rows, integers, largest, isa, pool)
+    })
+}
+
+/// The counts of each class.
+fn counted<'py>(
+    py: Python<'py>,
+    rows: &PyReadonlyArray2<'py, f32>,
+    classes: usize,
+    count: impl FnOnce(priced::count::Rows, Isa, &ThreadPool) -> Result<priced::count::Counts> + Send,
+) -> Counts<'py> {
+    let [_, columns] = lengths(&**rows);
+    let rows = priced::count::Rows {
+        values: values(rows, "values")?,
+        columns,
+        classes,
+    };
+    let isa = chosen_isa(None)?;
+    let found = py
+        .detach(|| count(rows, isa, &*pool::current()?))
+        .map_err(raise)?;
+    let found = found.into_iter();
+    Ok(found
+        .map(|(class, counts)| (class, counts.into_pyarray(py)))
+        .collect())
 }
 
 fn storage(dtype: &str) -> PyResult<fitting::Storage> {

@@ -196,15 +196,16 @@ class Rate(Method):
             solver.plan(stage)
         return solver.solve(stage)
 
-    def rounded(self, name: str, matrix: Tensor) -> tuple[Tensor, float]:
-        """Round a matrix of the tensor `name` without a text: its integers [R, C] and their step.
+    def rounded(self, name: str, matrix: Tensor, out: Tensor | None = None) -> tuple[Tensor, float]:
+        """Round a matrix of the tensor `name` without a text: integers [R, C], in `out` if they fit, and their step.
 
         Raises:
             ValueError: a weight is NaN or infinite.
         """
         assert self._step is not None, "prepare comes first"
         step = self._step_of(name)
-        return round_priced(matrix, step, self._step.lengths, WORTH, width=self._widths[name]), step
+        lengths, width = self._step.lengths, self._widths[name]
+        return round_priced(matrix, step, lengths, WORTH, width=width, out=out), step
 
     def _rounded(self, stage: Stage) -> dict[str, Solution]:
         """Round one tensor, expert by expert; holds its integers, a byte a weight where 127 is the largest."""
@@ -213,12 +214,12 @@ class Rate(Method):
         whole, step = torch.empty(weights.shape, dtype=torch.int8), self._step_of(weights.name)
         for expert in range(experts):
             try:
-                codes, _ = self.rounded(weights.name, weights.expert(expert))
+                codes, _ = self.rounded(weights.name, weights.expert(expert), whole[expert])
             except ValueError as cause:
                 raise InvalidTensorError(str(cause), tensor=weights.sources[expert]) from cause
-            if codes.dtype.itemsize > whole.dtype.itemsize:
+            if codes.dtype != whole.dtype:
                 whole = whole.to(codes.dtype)
-            whole[expert] = codes
+                whole[expert] = codes
             stage.advance(rows * columns)
         return {name: Solution({"symbols": whole, "step": torch.tensor([[step]])})}
 

@@ -2,35 +2,24 @@
 
 use crate::simd::{Isa, vectorized};
 
-/// Cells of a step: so few borders lie in a cell that a search from its start ends at once.
-const CELLS: usize = 32;
+/// Places for the borders of regular envelopes; a power of two, so that any place is one of them after a mask.
+const PLACES: usize = 1024;
 
 /// The cheapest integers, between ascending borders.
 ///
 /// Less the square of the units u, the cost of integer q is the line `q^2 + price * bits(q) - 2 q u`; those of two
 /// integers a and b cross at `(cost of b - cost of a) / (2 (b - a))`. A border is that, computed in f64 and rounded to f32.
 ///
-/// Invariants: there is one more integer than borders; `cells` are `2 * CELLS * largest + 1`, the last one begins at the
-/// largest integer.
+/// Invariant: there is one more integer than borders.
 #[derive(Debug)]
 pub(super) struct Envelope {
     integers: Vec<i32>,
     borders: Vec<f32>,
-    cells: Vec<Cell>,
+    /// Of a regular envelope, which has the border of q and q + 1 at q or between the two for all integers: these, from
+    /// the lowest on, then infinity.
+    between: Option<Box<[f32; PLACES]>>,
     largest: i32,
 }
-
-/// What is the cheapest in a cell of the units: `below` up to the border, then `above`.
-#[derive(Debug, Clone, Copy)]
-struct Cell {
-    border: f32,
-    /// [`MANY`] if there are several borders.
-    below: i16,
-    above: i16,
-}
-
-/// What no integer with a length is.
-const MANY: i16 = i16::MIN;
 
 impl Envelope {
     /// The envelope of the lengths of the integers from -L to L.
@@ -50,35 +39,18 @@ impl Envelope {
             }
             hull.push((integer, cost));
         }
-        let mut envelope = Envelope {
+        let borders: Vec<f32> = borders.into_iter().map(|border| border as f32).collect();
+        let mut steps = borders.iter().zip(-largest..);
+        let regular = hull.len() == bits.len() && hull.len() <= PLACES;
+        let regular =
+            regular && steps.all(|(border, below)| (below as f32..(below + 1) as f32).contains(border));
+        Envelope {
             integers: hull.into_iter().map(|(integer, _)| integer).collect(),
-            borders: borders.into_iter().map(|border| border as f32).collect(),
-            cells: Vec::new(),
+            between: regular
+                .then(|| Box::new(std::array::from_fn(|i| *borders.get(i).unwrap_or(&f32::INFINITY)))),
+            borders,
             largest,
-        };
-        envelope.cells = envelope.cut();
-        envelope
-    }
-
-    /// All cells.
-    fn cut(&self) -> Vec<Cell> {
-        let (last, mut place) = (self.largest * CELLS as i32, 0);
-        let cells = (-last..=last).map(|number| {
-            let start = place;
-            while place < self.borders.len() && self.borders[place] < (number + 1) as f32 / CELLS as f32 {
-                place += 1;
-            }
-            Cell {
-                border: self.borders.get(start).copied().unwrap_or(f32::INFINITY),
-                below: if place - start > 1 {
-                    MANY
-                } else {
-                    self.integers[start] as i16
-                },
-                above: self.integers[(start + 1).min(self.borders.len())] as i16,
-            }
-        });
-        cells.collect()
+        }
     }
 
     /// The largest integer with a length.
@@ -88,14 +60,12 @@ impl Envelope {
 
     /// Finds the cheapest integers.
     pub(super) fn look_up(&self, isa: Isa, units: &[f32], found: &mut [i32]) {
-        cells(isa, units, self.largest, found);
-        for (&unit, found) in units.iter().zip(found) {
-            let cell = self.cells[*found as usize];
-            *found = match cell.below {
-                MANY => self.search(unit),
-                _ if unit > cell.border => cell.above.into(),
-                below => below.into(),
-            };
+        match &self.between {
+            Some(borders) => step_up(isa, units, borders, self.largest, found),
+            None => units
+                .iter()
+                .zip(found)
+                .for_each(|(&unit, found)| *found = self.search(unit)),
         }
     }
 
@@ -111,22 +81,30 @@ impl Envelope {
 }
 
 vectorized! {
-    /// The cells of units; those beyond the largest integer have the last one.
-    fn cells(units: &[f32], largest: i32, found: &mut [i32]) = cells_portable;
+    /// The integers of units by a regular envelope: the one below, or the next where the units are beyond their border.
+    /// Units beyond the largest integer count as that.
+    fn step_up(units: &[f32], borders: &[f32; PLACES], largest: i32, found: &mut [i32]) = step_up_portable;
 }
 
 #[inline(always)]
-fn cells_portable(units: &[f32], largest: i32, found: &mut [i32]) {
-    let last = (largest * CELLS as i32) as f32;
+fn step_up_portable(units: &[f32], borders: &[f32; PLACES], largest: i32, found: &mut [i32]) {
+    let last = largest as f32;
+    // Compilers make vector code of the first loop, which they would not beside the look-up of the second.
+    for (unit, place) in units.iter().zip(&mut *found) {
+        let unit = if *unit > -last { *unit } else { -last };
+        let unit = if unit < last { unit } else { last };
+        *place = truncated(unit.floor() + last);
+    }
     for (unit, found) in units.iter().zip(found) {
-        let cell = unit * CELLS as f32;
-        let cell = if cell > -last { cell } else { -last };
-        let cell = if cell < last { cell } else { last };
-        // Compilers make no vector code of a conversion that saturates; added to 1.5 * 2^23, an integer below 2^22 in
-        // magnitude is the low bits.
-        *found = ((cell.floor() + last) + INTEGRAL).to_bits() as i32 - INTEGRAL.to_bits() as i32;
+        let place = *found;
+        *found = place - largest + i32::from(*unit > borders[place as usize % PLACES]);
     }
 }
 
-/// One is its last bit.
-const INTEGRAL: f32 = (3 << 22) as f32;
+/// The integer of an integral value from 0 to 2^22. Compilers make no vector code of a conversion that saturates; added to
+/// 1.5 * 2^23, such an integer is the low bits.
+#[inline(always)]
+pub(super) fn truncated(value: f32) -> i32 {
+    const INTEGRAL: f32 = (3 << 22) as f32;
+    (value + INTEGRAL).to_bits() as i32 - INTEGRAL.to_bits() as i32
+}

@@ -12,6 +12,7 @@
 //! - integer: the one between whose borders ([`Envelope`]) the units lie, on a border the lower one; beyond the largest
 //!   integer with a length the nearest one, ties to even, at most 2^30 in magnitude.
 
+pub mod count;
 mod envelope;
 #[cfg(test)]
 mod tests;
@@ -59,33 +60,18 @@ pub struct Problem<'a> {
     pub price: f64,
 }
 
-/// R x C integers of the narrowest type that holds all of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[allow(missing_docs)] // The names say it.
-pub enum Integers {
-    I8(Vec<i8>),
-    I16(Vec<i16>),
-    I32(Vec<i32>),
-}
-
-/// Rounds weights.
+/// Rounds weights to R x C integers; returns their largest magnitude. If it is larger than the type holds, `out` has the
+/// low bits.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`]: sizes do not match, a number is out of range, or a weight is NaN or infinite.
-pub fn round(problem: Problem, isa: Isa, pool: &ThreadPool) -> Result<Integers> {
+pub fn round<T: Integer>(problem: Problem, out: &mut [T], isa: Isa, pool: &ThreadPool) -> Result<i32> {
     let rounding = Rounding::new(problem, isa)?;
-    pool.install(|| {
-        // Most rates need no more than bytes, and to find the largest integer takes as long as to round.
-        let (bytes, largest) = rounding.all::<i8>()?;
-        if largest <= i8::MAX.into() {
-            return Ok(Integers::I8(bytes));
-        }
-        drop(bytes);
-        match i16::try_from(largest) {
-            Ok(_) => Ok(Integers::I16(rounding.all()?.0)),
-            Err(_) => Ok(Integers::I32(rounding.all()?.0)),
-        }
-    })
+    if out.len() != problem.weights.len() {
+        let (weights, places) = (problem.weights.len(), out.len());
+        return invalid(format!("{weights} weights and {places} places"));
+    }
+    pool.install(|| rounding.all(out))
 }
 
 fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
@@ -93,7 +79,8 @@ fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
 }
 
 /// An integer type that may be too narrow, in which case it keeps the low bits.
-trait Integer: Copy + Default + Send {
+pub trait Integer: Copy + Send + Sync + Into<i32> {
+    /// The integer, or its low bits.
     fn narrowed(integer: i32) -> Self;
 }
 
@@ -147,9 +134,8 @@ impl<'a> Rounding<'a> {
         })
     }
 
-    /// The integers of all weights, and their largest magnitude.
-    fn all<T: Integer>(&self) -> Result<(Vec<T>, i32)> {
-        let mut integers = vec![T::default(); self.problem.weights.len()];
+    /// Writes the integers of all weights; returns their largest magnitude.
+    fn all<T: Integer>(&self, integers: &mut [T]) -> Result<i32> {
         let size = (BLOCK_ROWS * self.problem.columns).max(1);
         let blocks = integers.par_chunks_mut(size).enumerate();
         let rounded = blocks.map_init(Vec::new, |values, (block, out)| {
@@ -166,8 +152,7 @@ impl<'a> Rounding<'a> {
                 Ok,
             )
         });
-        let largest = rounded.try_reduce(|| 0, |a, b| Ok(a.max(b)))?;
-        Ok((integers, largest))
+        rounded.try_reduce(|| 0, |a, b| Ok(a.max(b)))
     }
 
     /// Rounds a row block; returns the largest magnitude, or `None` if a weight is not finite.
@@ -176,7 +161,8 @@ impl<'a> Rounding<'a> {
         if !squares.is_finite() {
             return None;
         }
-        let class = self.class(squares / values.len() as f64);
+        let mean_square = squares / values.len() as f64;
+        let class = class(mean_square, self.problem.width, self.envelopes.len());
         let envelope = self.envelopes[class].get_or_init(|| {
             let integers = self.problem.integers;
             Envelope::new(
@@ -201,14 +187,14 @@ impl<'a> Rounding<'a> {
         }
         Some(largest)
     }
+}
 
-    /// The class of a mean square.
-    fn class(&self, mean_square: f64) -> usize {
-        let octaves = 0.5 * mean_square.log2() - self.problem.width.log2();
-        let number = (CLASSES_AN_OCTAVE * (octaves - NARROWEST)).round_ties_even();
-        // Negative numbers and minus infinity become zero.
-        (number as usize).min(self.envelopes.len() - 1)
-    }
+/// The class of a mean square, of so many.
+fn class(mean_square: f64, width: f64, classes: usize) -> usize {
+    let octaves = 0.5 * mean_square.log2() - width.log2();
+    let number = (CLASSES_AN_OCTAVE * (octaves - NARROWEST)).round_ties_even();
+    // Negative numbers and minus infinity become zero.
+    (number as usize).min(classes - 1)
 }
 
 vectorized! {

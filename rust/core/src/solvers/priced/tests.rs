@@ -1,5 +1,7 @@
 //! Every instruction set against the definition.
 
+use std::collections::BTreeMap;
+
 use half::bf16;
 
 use super::*;
@@ -34,12 +36,9 @@ fn weights(rows: usize, columns: usize) -> Vec<f32> {
 }
 
 fn rounded(problem: Problem, isa: Isa) -> Result<Vec<i32>> {
-    let pool = pool::current()?;
-    Ok(match round(problem, isa, &pool)? {
-        Integers::I8(found) => found.into_iter().map(i32::from).collect(),
-        Integers::I16(found) => found.into_iter().map(i32::from).collect(),
-        Integers::I32(found) => found,
-    })
+    let mut found = vec![0; problem.weights.len()];
+    round(problem, &mut found, isa, &*pool::current()?)?;
+    Ok(found)
 }
 
 /// Row block by row block, value by value, by the rules of the module.
@@ -147,23 +146,70 @@ fn bf16_and_f32_are_rounded_alike() {
 }
 
 #[test]
-fn integers_take_the_narrowest_type() {
-    let wide = |weights: &[f32]| {
-        let isa = crate::simd::active().unwrap();
+fn the_largest_magnitude_is_told_and_narrow_types_keep_low_bits() {
+    let weights = [-127.4, 2.5, 128.0, -32767.0, 1e6, -f32::MAX];
+    let (isa, pool) = (crate::simd::active().unwrap(), pool::current().unwrap());
+    for (count, largest) in [(2, 127), (4, 32767), (5, 1_000_000), (6, 1 << 30), (0, 0)] {
+        let problem = plain(weights[..count].into(), 1, &[0.0; 3]);
+        let (mut narrow, mut wide) = (vec![0i8; count], vec![0i32; count]);
+        assert_eq!(round(problem, &mut narrow, isa, &pool), Ok(largest));
+        assert_eq!(round(problem, &mut wide, isa, &pool), Ok(largest));
+        assert_eq!(wide, [-127, 2, 128, -32767, 1_000_000, -(1 << 30)][..count]);
+        assert!(
+            narrow
+                .iter()
+                .zip(&wide)
+                .all(|(&narrow, &wide)| narrow == wide as i8)
+        );
+    }
+    assert!(
         round(
-            plain(weights.into(), 2, &[0.0; 3]),
+            plain(weights[..2].into(), 1, &[0.0; 3]),
+            &mut [0i8; 3],
             isa,
-            &pool::current().unwrap(),
+            &pool
         )
-        .unwrap()
-    };
-    assert_eq!(wide(&[-127.4, 2.5]), Integers::I8(vec![-127, 2]));
-    assert_eq!(wide(&[128.0, -32767.0]), Integers::I16(vec![128, -32767]));
-    assert_eq!(
-        wide(&[1e6, -f32::MAX]),
-        Integers::I32(vec![1_000_000, -(1 << 30)])
+        .is_err()
     );
-    assert_eq!(wide(&[]), Integers::I8(vec![]));
+}
+
+#[test]
+fn counts_are_those_of_every_value() {
+    const BINS: usize = 64;
+    let (columns, classes, pool) = (33, 128, pool::current().unwrap());
+    let weights = weights(50, columns);
+    let integers: Vec<i16> = weights.iter().map(|weight| weight.round() as i16).collect();
+    let rows = count::Rows {
+        values: &weights,
+        columns,
+        classes,
+    };
+    let (mut places, mut sizes) = (BTreeMap::new(), BTreeMap::new());
+    for (weights, integers) in weights.chunks(16 * columns).zip(integers.chunks(16 * columns)) {
+        let squares: f64 = weights.iter().map(|&weight| f64::from(weight).powi(2)).sum();
+        let class = (4.0 * (0.5 * (squares / weights.len() as f64).log2() + 24.0)).round();
+        let places = places.entry(class as usize).or_insert(vec![0; BINS]);
+        let sizes = sizes.entry(class as usize).or_insert(vec![0; 9]);
+        for (&weight, &integer) in weights.iter().zip(integers) {
+            let unit = f64::from(weight) / (class / 4.0 - 24.0).exp2();
+            let place = (unit * BINS as f64 / 4.0 + BINS as f64 / 2.0).clamp(0.0, BINS as f64 - 1.0);
+            places[place as usize] += 1;
+            sizes[(integer.clamp(-4, 4) + 4) as usize] += 1;
+        }
+    }
+    let (places, sizes): (count::Counts, count::Counts) =
+        (places.into_iter().collect(), sizes.into_iter().collect());
+    for isa in isas() {
+        assert_eq!(count::values(rows, BINS, 2.0, isa, &pool).unwrap(), places);
+        assert_eq!(count::integers(rows, &integers, 3, isa, &pool).unwrap(), sizes);
+    }
+    assert!(count::integers(rows, &integers[1..], 3, isas().next().unwrap(), &pool).is_err());
+    for bad in [
+        count::Rows { columns: 7, ..rows },
+        count::Rows { classes: 0, ..rows },
+    ] {
+        assert!(count::values(bad, BINS, 2.0, isas().next().unwrap(), &pool).is_err());
+    }
 }
 
 #[test]

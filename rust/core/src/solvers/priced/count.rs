@@ -1,0 +1,135 @@
+//! Counting by class: where weights lie in units of their class, and how often they become each integer.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::envelope::truncated;
+use super::{BLOCK_ROWS, CHUNK, CLASSES_AN_OCTAVE, Integer, NARROWEST, class, invalid, sum_of_squares};
+use crate::Result;
+use crate::simd::{Isa, vectorized};
+
+/// Rows of weights, R x C, that are finite.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    /// R x C.
+    pub values: &'a [f32],
+    /// The number of columns C.
+    pub columns: usize,
+    /// How many classes there are; the last one also has all wider rows.
+    pub classes: usize,
+}
+
+/// The classes that have row blocks, ascending, and what was counted in each.
+pub type Counts = Vec<(usize, Vec<u64>)>;
+
+/// Counts weights in `bins` bins of equal width a class, which go from `-reach` to `reach` root mean squares of the class;
+/// the first and the last one have all beyond.
+///
+/// # Errors
+/// [`Error::InvalidArgument`](crate::Error): there are no whole rows, no classes, or not 1 to 2^22 bins.
+pub fn values(rows: Rows, bins: usize, reach: f32, isa: Isa, pool: &ThreadPool) -> Result<Counts> {
+    if !(1..=1 << 22).contains(&bins) {
+        return invalid(format!("{bins} bins"));
+    }
+    count(rows, bins, isa, pool, |class, block, counts| {
+        let unit = (NARROWEST + class as f64 / CLASSES_AN_OCTAVE).exp2() as f32;
+        let mut places = [0; CHUNK];
+        for values in rows.values[block].chunks(CHUNK) {
+            find(isa, values, unit, bins as f32, reach, &mut places);
+            places[..values.len()]
+                .iter()
+                .for_each(|&place| counts[place as usize] += 1);
+        }
+    })
+}
+
+/// Counts integers, R x C, from -L - 1, which stands for all below, to L + 1, which stands for all above.
+///
+/// # Errors
+/// [`Error::InvalidArgument`](crate::Error): there are no whole rows, no classes, or as many integers.
+pub fn integers<T: Integer>(
+    rows: Rows,
+    integers: &[T],
+    largest: u16,
+    isa: Isa,
+    pool: &ThreadPool,
+) -> Result<Counts> {
+    if integers.len() != rows.values.len() {
+        return invalid(format!(
+            "{} integers of {} weights",
+            integers.len(),
+            rows.values.len()
+        ));
+    }
+    let beyond = i32::from(largest) + 1;
+    count(rows, 2 * beyond as usize + 1, isa, pool, |_, block, counts| {
+        for &integer in &integers[block] {
+            let integer: i32 = integer.into();
+            counts[(integer.clamp(-beyond, beyond) + beyond) as usize] += 1;
+        }
+    })
+}
+
+/// Adds up `bins` counts a class: `add` is given the class of a row block, its weights' places, and the counts.
+fn count(
+    rows: Rows,
+    bins: usize,
+    isa: Isa,
+    pool: &ThreadPool,
+    add: impl Fn(usize, Range<usize>, &mut [u64]) + Sync,
+) -> Result<Counts> {
+    let Rows {
+        values,
+        columns,
+        classes,
+    } = rows;
+    if classes == 0
+        || columns == 0 && !values.is_empty()
+        || columns > 0 && !values.len().is_multiple_of(columns)
+    {
+        let weights = values.len();
+        return invalid(format!(
+            "{weights} weights in rows of {columns} columns, {classes} classes"
+        ));
+    }
+    let size = (BLOCK_ROWS * columns).max(1);
+    let blocks = values.len().div_ceil(size);
+    pool.install(|| {
+        // Each thread counts a run of row blocks: counts are large.
+        let runs = (0..blocks).into_par_iter();
+        let runs = runs.with_min_len(blocks.div_ceil(rayon::current_num_threads()));
+        let counted = runs.fold(BTreeMap::new, |mut counts: BTreeMap<_, _>, block| {
+            let block = block * size..values.len().min((block + 1) * size);
+            let squares = sum_of_squares(isa, &values[block.clone()]);
+            let class = class(squares / block.len() as f64, 1.0, classes);
+            add(class, block, counts.entry(class).or_insert_with(|| vec![0; bins]));
+            counts
+        });
+        let sum = |mut all: BTreeMap<usize, Vec<u64>>, counts: BTreeMap<usize, Vec<u64>>| {
+            for (class, counts) in counts {
+                let sums = all.entry(class).or_insert_with(|| vec![0; bins]);
+                sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+            }
+            all
+        };
+        Ok(counted.reduce(BTreeMap::new, sum).into_iter().collect())
+    })
+}
+
+vectorized! {
+    /// The bins of values.
+    fn find(values: &[f32], unit: f32, bins: f32, reach: f32, places: &mut [i32; CHUNK]) = find_portable;
+}
+
+#[inline(always)]
+fn find_portable(values: &[f32], unit: f32, bins: f32, reach: f32, places: &mut [i32; CHUNK]) {
+    let (scale, middle, last) = (bins / (2.0 * reach), bins / 2.0, bins - 1.0);
+    for (value, place) in values.iter().zip(places) {
+        let bin = value / unit * scale + middle;
+        let bin = if bin > 0.0 { bin } else { 0.0 };
+        *place = truncated(if bin < last { bin.floor() } else { last });
+    }
+}
