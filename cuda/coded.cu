@@ -4,7 +4,7 @@
 // formats/coded/device): row blocks are cut into segments of columns, which warps decode independently, and segments
 // into chunks of 256 columns, whose records bring the bytes of each of the 64 lanes. A lane's symbols come in the
 // order in which operand A of m16n8k16 wants them, as f16 of 2^-24 symbol; the integer of symbol 0 times the sum of
-// the activations is added at the end.
+// the activations is added at the end. Dependent codes are 2 half - 127, and halves take the place of symbols.
 //
 // Arithmetic: weights are exact. Activations are rounded to f16 under a power of two for each token, which keeps
 // bfloat16 and float16 but for values 2^29 times smaller than the token's largest, and 11 bits of float32. Sums are
@@ -20,7 +20,7 @@
 // prologue (routing, tables, activations, the first records) and some 250 instructions a chunk and a warp. Bytes would
 // take 8 us. Where blocks get one or two row blocks of few segments (2080 x 6144), most of their warps are idle.
 //
-// Definitions: TOKENS (most of a tile: 1, 8, 16 or 32), MOST_THREADS.
+// Definitions: TOKENS (most of a tile: 1, 8, 16 or 32), MOST_THREADS, DEPENDENT (1: matrices may have dependent codes).
 #include "coded_block.cuh"
 
 namespace moepack {
@@ -60,13 +60,38 @@ struct Ring {
     }
 };
 
+// What the layout says of a row block.
+struct BlockNote {
+    u32 word;
+
+    MOEPACK_DEVICE int table() const {
+        return word & 63;
+    }
+
+    // The code of symbol 0, or of half 0.
+    MOEPACK_DEVICE int lowest() const {
+        return int(word << 16) >> 24;
+    }
+
+    MOEPACK_DEVICE bool dependent() const {
+        return DEPENDENT && word >> 16 & 1;
+    }
+
+    // What a code is of a symbol or a half.
+    MOEPACK_DEVICE int factor() const {
+        return dependent() ? 2 : 1;
+    }
+};
+
 // Begins a chunk: states where a segment begins, and where the bytes of the thread's lanes are.
-MOEPACK_DEVICE void enter_chunk(Lanes& lanes, const u8* record, bool begins) {
+MOEPACK_DEVICE void enter_chunk(Lanes<DEPENDENT>& lanes, const u8* record, bool begins, BlockNote note) {
     int lane = threadIdx.x % WARP;
     if (begins) {
         const u16* states = reinterpret_cast<const u16*>(record);
         lanes.chain[0].state = ONE | states[lane], lanes.chain[1].state = ONE | states[WARP + lane];
         record += STATES_BYTES;
+        if (DEPENDENT) lanes.paths.enter(note.dependent() ? record[lane] : 0);
+        if (note.dependent()) record += PATHS_BYTES;
     }
     u32 counts = record[lane] | u32(record[WARP + lane]) << 16, sum = counts;
 #pragma unroll
@@ -184,8 +209,8 @@ struct CodedWarp {
         CodedUnit unit = work.unit(number);
         CodedMatrix of = matrix(unit.second);
         int block = block_of(unit);
-        u32 word = __ldg(of.blocks + block);
-        Copies copies = tables.find(unit.second, word & 63, areas.tables);
+        BlockNote note = {__ldg(of.blocks + block)};
+        Copies copies = tables.find(unit.second, note.table(), areas.tables);
         const Tile& tile = work.routing.tile[unit.tile];
         Operands from = operands_of(tile, unit.segment);
         const u8* x[N];
@@ -197,22 +222,22 @@ struct CodedWarp {
         u32 correction = __ldg(of.firsts + segment);
         Sums<N> sums;
         sums.clear();
-        Lanes lanes;
+        Lanes<DEPENDENT> lanes;
         int groups = problem.groups - 1 - unit.segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
         for (int chunk = 0; chunk < chunks_of(unit.segment); ++chunk, groups -= CODED_CHUNK / CODED_GROUP) {
             fetch();
-            enter_chunk(lanes, ring.wait(), chunk == 0);
+            enter_chunk(lanes, ring.wait(), chunk == 0, note);
             int count = least(groups, CODED_CHUNK / CODED_GROUP);
             decode(lanes, copies, x, count, TOKENS == 1 ? 32 : from.tokens * 32, sums);
             if (chunk == 0) prefetch(of.corrections + correction);
             __syncwarp();
         }
         correct(of, segment, from, sums);
-        give(sums, tile, place, unit.segment == 0 ? float(int(word << 16) >> 24) : 0.0f);
+        give(sums, tile, place, float(note.factor()), unit.segment == 0 ? float(note.lowest()) : 0.0f);
     }
 
     // Multiplies groups of 16 columns by operands B that are `more` bytes apart.
-    MOEPACK_DEVICE void decode(Lanes& lanes, const Copies& copies, const u8* (&x)[N], int groups, int more,
+    MOEPACK_DEVICE void decode(Lanes<DEPENDENT>& lanes, const Copies& copies, const u8* (&x)[N], int groups, int more,
                                Sums<N>& sums) {
         Pair b[N], now[N];
 #pragma unroll
@@ -255,16 +280,16 @@ struct CodedWarp {
         }
     }
 
-    // Writes [tokens][16] sums to their place, with `lowest` times the sums of the activations.
-    MOEPACK_DEVICE void give(const Sums<N>& sums, const Tile& tile, int place, float lowest) {
+    // Writes [tokens][16] sums to their place, `factor` times, with `lowest` times the sums of the activations.
+    MOEPACK_DEVICE void give(const Sums<N>& sums, const Tile& tile, int place, float factor, float lowest) {
         float* to = reinterpret_cast<float*>(areas.sums) + place * columns * CODED_BLOCK + lane / 4;
 #pragma unroll
         for (int i = 0; i < 2 * N; ++i) {
             int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
             if (token >= tile.tokens) continue;
             float more = lowest * notes[same ? 0 : tile.start + token].y;
-            to[token * CODED_BLOCK] = sums.of[i / 2][i % 2] * 16777216.0f + more;
-            to[token * CODED_BLOCK + 8] = sums.of[i / 2][2 + i % 2] * 16777216.0f + more;
+            to[token * CODED_BLOCK] = sums.of[i / 2][i % 2] * (factor * 16777216.0f) + more;
+            to[token * CODED_BLOCK + 8] = sums.of[i / 2][2 + i % 2] * (factor * 16777216.0f) + more;
         }
     }
 };
@@ -363,13 +388,14 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
 struct Rows {
     i64 to[2];  // negative: there is no such row
     float scale[2];
-    int columns, lowest, wide;
+    int columns, wide;
+    BlockNote note;
     void* out;
 
     // `out` begins with the first row of expert `first`.
     MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, i64 block, i64 first, int columns,
                         int wide, void* out)
-        : columns(columns), lowest(int(matrix.blocks[block] << 16) >> 24), wide(wide), out(out) {
+        : columns(columns), wide(wide), note{matrix.blocks[block]}, out(out) {
         int expert = int(block / problem.blocks.by), line = int(block % problem.blocks.by) * CODED_BLOCK;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -388,7 +414,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             u32 symbol = a[i % 2 + i / 4 * 2] >> i / 2 % 2 * 16 & 0xffff;
-            put(i % 2, column + i / 2 * 4 + threadIdx.x % 4, int(symbol) + lowest);
+            put(i % 2, column + i / 2 * 4 + threadIdx.x % 4, int(symbol) * note.factor() + note.lowest());
         }
     }
 
@@ -405,7 +431,7 @@ struct Rows {
                              : bf16_value(static_cast<const u16*>(out)[at_row + column]);
             float code = rintf(old / step);
             for (; at < end && (corrections[at] & 0xffff) == place; ++at)
-                code += half_value(u16(corrections[at] >> 16)) * 16777216.0f;
+                code += half_value(u16(corrections[at] >> 16)) * (note.factor() * 16777216.0f);
             --at;
             store_value(out, at_row + column, step * code, wide);
         }
@@ -484,15 +510,16 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64
     for (i64 unit = blockIdx.x * warps + threadIdx.x / WARP; unit < count * segments; unit += i64(gridDim.x) * warps) {
         i64 block = begin + unit / segments;
         int segment = int(unit % segments), chunk = segment * problem.of_segment, first = chunk * CODED_CHUNK;
-        Copies copies = tables.find(0, matrix.blocks[block] & 63, areas.tables);
         Rows rows(problem, matrix, block, begin / problem.blocks.by, columns, wide, out);
-        Lanes lanes;
+        Copies copies = tables.find(0, rows.note.table(), areas.tables);
+        Lanes<DEPENDENT> lanes;
         for (int last = least(chunk + problem.of_segment, problem.chunks); chunk < last; ++chunk) {
             ring.look_up(matrix.starts, block * problem.chunks + chunk);
             ring.fetch(matrix.records);
             wait_copies<0>();
             __syncwarp();
-            enter_chunk(lanes, ring.stages + (ring.turn ^ 1) * ring.stage, chunk % problem.of_segment == 0);
+            const u8* record = ring.stages + (ring.turn ^ 1) * ring.stage;
+            enter_chunk(lanes, record, chunk % problem.of_segment == 0, rows.note);
             for (int column = 0; column < least(CODED_CHUNK, columns - chunk * CODED_CHUNK); column += CODED_GROUP) {
                 u32 a[4];
                 lanes.decode(copies, problem.one, a);

@@ -6,9 +6,12 @@
 // tables are stored in copies, an entry of each side by side, and lanes read different ones. Where the state falls
 // below 256 it takes a byte of the lane's own, out of a window of four, which is filled every four symbols.
 //
-// Instructions a symbol: 6, some 2 to fill windows, 0.5 to make f16 of the symbol.
+// Of dependent codes the symbol's byte is instead the half of the code that its index has in even states, 2 index + 64,
+// and above it (bit 7) the parity of the index. Tables of plain codes do as well: they are paths through state 0.
+//
+// Instructions a symbol: 6, some 2 to fill windows, 0.5 to make f16 of the symbol, 1.75 to follow paths.
 #pragma once
-#include "common/ptx.cuh"
+#include "paths.cuh"
 
 namespace moepack {
 
@@ -99,15 +102,17 @@ struct Chain {
 };
 
 // The two lanes of a thread: rows g and g + 8 of a row block, column t of every four, for thread 4 g + t.
+template <bool DEPENDENT_CODES>
 struct Lanes {
     Chain chain[2];
+    Paths paths;  // where there are any
 
     // Begins a chunk; `before` are the bytes of the lanes before these, and `bytes` is a multiple of 16.
     MOEPACK_BOTH void enter(Shared bytes, const u32 (&before)[2]) {
         for (int i = 0; i < 2; ++i) chain[i].enter(bytes + (before[i] & ~3u), before[i] & 3);
     }
 
-    // The symbols of the next 16 columns, as f16 of 2^-24 symbol: operand A of m16n8k16.
+    // The symbols, or halves, of the next 16 columns, as f16 of 2^-24 symbol: operand A of m16n8k16.
     MOEPACK_BOTH void decode(const Copies& copies, u32 one, u32 (&a)[4]) {
         u32 entry[2][4], taken[2] = {TAKE, TAKE};
 #if defined(__CUDACC__)
@@ -124,6 +129,7 @@ struct Lanes {
         // The symbols of two entries, each above a zero byte: bytes 0 3 4 7, from the highest 4 7 0 3.
         a[0] = permute(entry[0][0], entry[0][1], 0x4703), a[1] = permute(entry[1][0], entry[1][1], 0x4703);
         a[2] = permute(entry[0][2], entry[0][3], 0x4703), a[3] = permute(entry[1][2], entry[1][3], 0x4703);
+        if (DEPENDENT_CODES) paths.mirror(a);
     }
 };
 

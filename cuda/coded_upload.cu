@@ -9,8 +9,7 @@
 //
 // Bounds: the chain from a register (64 weights) to the next, some 100 to 200 cycles, with as many streams at a time as
 // there are; a projection of a layer of Mixtral-8x7B has 1,792 of 4,096 registers.
-#include "common/ptx.cuh"
-#include "common/types.cuh"
+#include "paths.cuh"
 
 #if defined(__CUDACC__)
 namespace moepack {
@@ -20,7 +19,7 @@ constexpr int WARPS = 4, LANES = 64, QUADS = 64, STATE_BYTES = 128, UNIT = 16, B
 struct Upload {
     const u8* packed;
     const i64* streams;  // where each starts in `packed`, and the last one ends
-    const u32* tables;   // 256 words for each: {0, frequency, slot - start, symbol} of each slot
+    const u32* tables;   // 256 words for each: {0, frequency, slot - start, symbol} of each slot, parities in bit 31
     const u32* blocks;   // of each row block, in the lowest byte: its table
     const u32* starts;   // of each record, in units
     int* units;          // of each record
@@ -29,11 +28,17 @@ struct Upload {
     int stream_blocks;         // row blocks of a stream
     int row_blocks;            // of an expert
     int rows, quads, chunks, of_segment;
+    int dependent, unused;     // whether codes are
+
+    // Bytes of a record before its counts.
+    MOEPACK_DEVICE int state_bytes(bool begins) const {
+        return begins ? STATE_BYTES + (dependent ? PATHS_BYTES : 0) : 0;
+    }
 };
 
 // A thread's lanes, `lane` and 32 more, of a stream that is being decoded.
 struct Lanes {
-    u32 state[2];
+    u32 state[2], path[2];  // of rANS, and of the trellis
     const u8* bytes;
     i64 at = 0, length;
 
@@ -53,7 +58,9 @@ struct Lanes {
         for (int i = 0; i < 2; ++i) {
             u32 entry = table[state[i] & 255];
             full[i] = (entry >> 8 & 255) * (state[i] >> 8) + (entry >> 16 & 255);
-            taken[i] = __ballot_sync(~0u, int(threadIdx.x % WARP) + i * WARP < active && full[i] < 256);
+            bool exists = int(threadIdx.x % WARP) + i * WARP < active;
+            taken[i] = __ballot_sync(~0u, exists && full[i] < 256);
+            if (exists) path[i] = next_state(path[i], entry >> 31);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -80,6 +87,7 @@ MOEPACK_DEVICE void for_records(const Upload& upload, Begin begin, Take take, En
     const u32* table = upload.tables + (upload.blocks[expert + first] & 255) * 256;
     for (int block = first; block < last; ++block) {
         int active = least(upload.rows - block * BLOCK_ROWS, BLOCK_ROWS) * 4;
+        lanes.path[0] = lanes.path[1] = 0;
         for (int chunk = 0; chunk < upload.chunks; ++chunk) {
             i64 record = (expert + block) * upload.chunks + chunk;
             bool begins = chunk % upload.of_segment == 0;
@@ -111,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) measure(Upload upload
     for_records(
         upload, [&](i64, bool, const Lanes&) { count = 0; }, [&](int, u32) { ++count; },
         [&](i64 record, bool begins) {
-            int bytes = __shfl_sync(~0u, sum_before(count) + count, WARP - 1) + LANES + (begins ? STATE_BYTES : 0);
+            int bytes = __shfl_sync(~0u, sum_before(count) + count, WARP - 1) + LANES + upload.state_bytes(begins);
             if (threadIdx.x % WARP == 0) upload.units[record] = ceil_div(bytes, UNIT);
         });
 }
@@ -128,10 +136,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) write_records(Upload 
                 count[i] = 0;
                 if (begins) states[i * WARP + lane] = u16(lanes.state[i]);
             }
+            u8* paths = reinterpret_cast<u8*>(states) + STATE_BYTES;
+            if (begins && upload.dependent) paths[lane] = u8(path_byte(lanes.path[0], lanes.path[1]));
         },
         [&](int i, u32 byte) { kept[warp][i][lane][count[i]++] = u8(byte); },
         [&](i64 record, bool begins) {
-            u8* counts = upload.records + i64(upload.starts[record]) * UNIT + (begins ? STATE_BYTES : 0);
+            u8* counts = upload.records + i64(upload.starts[record]) * UNIT + upload.state_bytes(begins);
             u8* bytes = counts + LANES;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {

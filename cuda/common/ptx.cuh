@@ -42,6 +42,17 @@ MOEPACK_BOTH u32 permute(u32 a, u32 b, u32 selector) {
 #endif
 }
 
+// For each half-byte of the selector, 0 to 3, a byte: all ones if that byte of `a` is negative, otherwise zero.
+MOEPACK_BOTH u32 signs(u32 a, u32 selector) {
+#if defined(__CUDA_ARCH__)
+    u32 d;
+    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(a), "r"(selector | 0x8888));
+    return d;
+#else
+    return (permute(a, a, selector) >> 7 & 0x01010101) * 255;
+#endif
+}
+
 // c + the sum of the products of bytes.
 MOEPACK_BOTH u32 dot4(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__)

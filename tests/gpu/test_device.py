@@ -22,6 +22,7 @@ from moepack.runtime.decoder import set_decoding
 from moepack.runtime.device import DeviceStore
 from moepack.runtime.experts import PackedExperts
 from moepack.runtime.linear import PackedLinear
+from oracle.coded import dependent
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -170,26 +171,55 @@ def test_prompts_in_float32_are_not_rounded():
     assert float((layer(x.cuda()).cpu() - expected).norm() / expected.norm()) < 1e-6
 
 
-def test_coded_tensors_have_another_layout_on_a_gpu():
-    codes = torch.randint(-9, 10, (3, 70, 300), generator=torch.Generator().manual_seed(0)).numpy().astype(np.int8)
-    packed = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3)
+def coded(shape, *, paths, stream_rows=None):
+    """Gaussian integers with outliers, and their tensor; with `paths` they are the indices of its dependent codes."""
+    random = np.random.default_rng(0)
+    codes = np.rint(random.standard_normal(shape) * random.choice((1, 9), shape, p=(0.99, 0.01))).astype(np.int64)
+    codes = (dependent(codes) if paths else codes).astype(np.int32)
+    scale = np.full((1, 1), 0.25, np.float32)
+    return codes, _core.encode_coded(codes, scale, ndim=3, stream_rows=stream_rows, dependent=paths)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("paths", [False, True])
+def test_coded_tensors_have_another_layout_on_a_gpu(paths, dtype):
+    codes, packed = coded((3, 70, 300), paths=paths)
     matrix = upload(torch.from_numpy(packed), Uploader(GPU))
-    out = torch.empty(3, 70, 300, dtype=torch.bfloat16, device=GPU)
+    out = torch.empty(3, 70, 300, dtype=dtype, device=GPU)
     kernels_of("coded").dequantize(matrix, 0, out)
-    np.testing.assert_array_equal(out.float().cpu().numpy(), 0.25 * codes)
+    assert torch.equal(out.cpu(), torch.from_numpy(0.25 * codes).to(dtype))
     back = open_tensor(matrix.data.cpu().numpy())
-    np.testing.assert_array_equal(back.decode(), codes)
+    np.testing.assert_array_equal(back.dequantize(), 0.25 * codes)
 
 
+@pytest.mark.parametrize("paths", [False, True])
 @pytest.mark.parametrize(
     ("shape", "stream_rows"), [((1, 1, 1), 16), ((3, 79, 256), 64), ((2, 33, 777), 16), ((1, 64, 5000), None)]
 )
-def test_layouts_made_on_a_gpu_are_those_of_the_core(shape, stream_rows):
-    random = np.random.default_rng(0)
-    codes = np.rint(random.standard_normal(shape) * random.choice((1, 9), shape, p=(0.99, 0.01))).astype(np.int8)
-    packed = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3, stream_rows=stream_rows)
+def test_layouts_made_on_a_gpu_are_those_of_the_core(shape, stream_rows, paths):
+    _, packed = coded(shape, paths=paths, stream_rows=stream_rows)
     matrix = upload(torch.from_numpy(packed), Uploader(GPU))
     np.testing.assert_array_equal(matrix.data.cpu().numpy(), _core.coded_to_device(packed))
+
+
+@pytest.mark.parametrize("paths", [(True, True, True), (False, True, False), (True, False, True)])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_products_of_dependent_codes_and_of_plain_ones_beside_them(tokens, paths):
+    shapes, generator = ((4, 96, 520), (4, 96, 520), (4, 520, 96)), torch.Generator().manual_seed(tokens)
+    weights, matrices = [], []
+    for shape, each in zip(shapes, paths, strict=True):
+        codes, packed = coded(shape, paths=each)
+        weights.append(0.25 * torch.from_numpy(codes).double())
+        matrices.append(upload(torch.from_numpy(packed), Uploader(GPU)))
+    x, chosen = torch.randn(tokens, 520, generator=generator), torch.rand(tokens, 2, generator=generator)
+    index = torch.rand(tokens, 4, generator=generator).argsort(1)[:, :2].contiguous()
+    hidden, out = torch.empty(2 * tokens, 96, device=GPU), torch.empty(tokens, 520, device=GPU)
+    kernels_of("coded").gated(*matrices[:2], x.to(GPU), index.to(GPU), hidden)
+    kernels_of("coded").combine(matrices[2], hidden, index.to(GPU), chosen.to(GPU), out)
+    gate, up = (torch.einsum("tc,tkrc->tkr", x.double(), weight[index]) for weight in weights[:2])
+    expected = torch.nn.functional.silu(gate) * up
+    assert_near(hidden.cpu().view(tokens, 2, 96), expected)
+    assert_near(out.cpu(), torch.einsum("tkc,tkrc,tk->tr", expected, weights[2][index], chosen.double()))
 
 
 def test_operators_obey_torch():

@@ -12,6 +12,7 @@ from moepack.errors import CorruptionError
 from moepack.registry import open_tensor
 from moepack.runtime.backends.gpu.coded import uploaded
 from moepack.runtime.backends.gpu.compiler import sources
+from oracle.coded import dependent
 
 _COMPILER = shutil.which("g++")
 
@@ -34,27 +35,34 @@ def spread(shape, deviation, seed=0):
     return np.where(outliers, random.integers(-(1 << 20), 1 << 20, shape), codes).astype(np.int32)
 
 
-def packed(codes, stream_rows=None):
-    return _core.encode_coded(codes, np.ones((1, 1), np.float32), ndim=3, stream_rows=stream_rows)
+def packed(codes, stream_rows=None, dependent=False):
+    one = np.ones((1, 1), np.float32)
+    return _core.encode_coded(codes, one, ndim=3, stream_rows=stream_rows, dependent=dependent)
 
 
+@pytest.mark.parametrize("way", ["plain", "plain beside dependent", "dependent"])
 @pytest.mark.parametrize("segment_chunks", [1, 3])
 @pytest.mark.parametrize("stream_rows", [16, 64])
 @pytest.mark.parametrize(
     ("shape", "deviation"),
     [((1, 1, 1), 1), ((2, 17, 130), 0.3), ((1, 100, 777), 2), ((3, 40, 256), 9), ((1, 16, 1030), 4)],
 )
-def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviation, stream_rows, segment_chunks):
-    codes = spread(shape, deviation)
+def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviation, stream_rows, segment_chunks, way):
+    codes, kernel = spread(shape, deviation), [] if way == "plain" else ["paths"]
+    if way == "dependent":
+        codes = dependent(codes.astype(np.int64)).astype(np.int32)
     experts, rows, columns = shape
-    (tmp_path / "layout").write_bytes(_core.coded_to_device(packed(codes, stream_rows), segment_chunks).tobytes())
-    printed = subprocess.run([program, tmp_path / "layout"], stdout=subprocess.PIPE, check=True).stdout
+    data = packed(codes, stream_rows, way == "dependent")
+    (tmp_path / "layout").write_bytes(_core.coded_to_device(data, segment_chunks).tobytes())
+    printed = subprocess.run([program, tmp_path / "layout", *kernel], stdout=subprocess.PIPE, check=True).stdout
     found = np.frombuffer(printed, np.int32).reshape(experts, -1, 16 * -(-columns // 16))
     np.testing.assert_array_equal(found[:, :rows, :columns], codes)
 
 
-def test_layouts_open_as_what_they_were():
-    data = packed(spread((2, 70, 300), 3))
+@pytest.mark.parametrize("paths", [False, True])
+def test_layouts_open_as_what_they_were(paths):
+    codes = spread((2, 70, 300), 3)
+    data = packed(dependent(codes.astype(np.int64)).astype(np.int32), None, True) if paths else packed(codes)
     layout = uploaded(data)
     np.testing.assert_array_equal(_core.coded_from_device(layout), data)
     np.testing.assert_array_equal(uploaded(layout), layout)

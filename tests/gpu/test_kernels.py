@@ -51,6 +51,8 @@ PROGRAMS = {
     "dict16, 4 tokens": ternary(1, 4, 32),
     "coded": coded_kernels._program(1),
     "coded, 16 tokens": coded_kernels._program(16),
+    "coded, dependent": coded_kernels._program(1, True),
+    "coded, dependent, 16 tokens": coded_kernels._program(16, True),
     "coded upload": coded_upload._program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
 }
@@ -84,6 +86,8 @@ SPILLS = {
     "fsv8, long rows": 64,
     "coded": 40,
     "coded, 16 tokens": 72,
+    "coded, dependent": 40,
+    "coded, dependent, 16 tokens": 168,
 }
 """Bytes of stack or of spills that a kernel may have. Two blocks of a multiprocessor leave 128 registers to a thread: a
 few bytes cost less than a block. They are read where a block goes from one round to the next, above all the tables of a
@@ -132,10 +136,11 @@ OPERATIONS = {
     "codebook 2 bits": (16 / 4, 2.0),
     "codebook 4 bits, rounded": (16 / 2, 2.0),
     "coded": (8, 4.6),
+    "coded, dependent": (8, 6.0),
 }
 
 
-@pytest.mark.parametrize("name", ["coded", "coded, 16 tokens"])
+@pytest.mark.parametrize("name", [name for name in SPILLS if name.startswith("coded")])
 def test_what_coded_integers_spill_is_not_read_where_they_are_multiplied(name):
     for kernel in disassemble(PROGRAMS[name].cubin("sm_90a").path).values():
         assert not kernel.products()["LDL"] and not kernel.products()["STL"]

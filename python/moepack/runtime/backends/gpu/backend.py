@@ -154,7 +154,7 @@ def upload(
     if opened.kind == "coded":
         packed = as_bytes(coded.packed(data.numpy()))
         with torch.cuda.device(uploader.device):
-            return _prepared(lay_out(packed, opened.details()["stream_rows"], uploader, f"'{tensor}'"), opened)
+            return _prepared(lay_out(packed, opened.details(), uploader, f"'{tensor}'"), opened)
     if opened.kind not in FAMILIES:
         raise LoadError(f"a tensor of the kind '{opened.kind}' runs on the CPU alone", file=file, tensor=tensor)
     place = allocate(len(data), uploader.device, f"'{tensor}'")

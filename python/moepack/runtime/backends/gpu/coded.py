@@ -96,7 +96,7 @@ class CodedKernels:
         places = words[8:].view(-1, 2).tolist()
         matrix.sections = {name: (start, size) for name, (start, size) in zip(SECTIONS, places, strict=True)}
         for tokens in _THREADS:
-            _program(tokens).load()
+            _program(tokens, _dependent([matrix])).load()
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`."""
@@ -119,7 +119,7 @@ class CodedKernels:
         _launch("project", [down], hidden, index, None, slots, 1)
         problem = _problem([down], hidden, index, weights, out, index.shape[1])
         grid = min(-(-out.numel() // 512), 4 * _device(out.device.index)[0])
-        _program(8).launch("add_slots", grid, 512, [problem, slots], early=True)
+        _program(8, _dependent([down])).launch("add_slots", grid, 512, [problem, slots], early=True)
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
@@ -134,7 +134,7 @@ class CodedKernels:
             problem, _struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), columns,
             int(out.dtype is torch.float32), out,
         ]  # fmt: skip
-        _program(8).launch("dequantize", grid, 32 * warps, arguments, _shared(problem, warps))
+        _program(8, _dependent([matrix])).launch("dequantize", grid, 32 * warps, arguments, _shared(problem, warps))
 
 
 KERNELS = CodedKernels()
@@ -168,16 +168,16 @@ def _launch(
     cells = (1 if slots == top_k and not combines else slots) * groups * 32
     threads, tables = min(_THREADS[tokens], 32 * units * of_block), of_block * (tiles if combines else 1)
     warps = _share(problem, matrices, tables, threads, sums, cells)
-    kept = None
+    program, kept = _program(tokens, _dependent(matrices)), None
     if cells > _CELL_BYTES or (cells > 16 << 10 and warps < threads // 32):
         kept = torch.empty(slots * (groups * 32 + 8), dtype=torch.uint8, device=out.device)
         problem["cells"], problem["notes"] = kept.data_ptr(), kept.data_ptr() + len(kept) - slots * 8
         name = "lay_out_hidden" if combines else "lay_out_tokens"
-        _program(tokens).launch(name, slots, _THREADS[tokens], [problem], early=True)
+        program.launch(name, slots, _THREADS[tokens], [problem], early=True)
         warps = _share(problem, matrices, tables, threads, sums, 0)
     arguments: list[Argument] = [problem, *map(_struct, matrices)]
     shared = _shared(problem, warps)
-    _program(tokens).launch(kernel, min(tasks, processors), 32 * warps, arguments, shared, early=True)
+    program.launch(kernel, min(tasks, processors), 32 * warps, arguments, shared, early=True)
     del kept
     return True
 
@@ -239,9 +239,14 @@ def _numbers(matrix: DeviceMatrix) -> list[int]:
     return numbers
 
 
+def _dependent(matrices: list[DeviceMatrix]) -> bool:
+    """Whether a matrix has dependent codes; the kernels that follow their paths run plain codes beside them, slower."""
+    return any(matrix.details.get("dependent", False) for matrix in matrices)
+
+
 @cache
-def _program(tokens: int) -> Program:
-    return Program("coded.cu", TOKENS=tokens, MOST_THREADS=_THREADS[tokens])
+def _program(tokens: int, dependent: bool = False) -> Program:
+    return Program("coded.cu", TOKENS=tokens, MOST_THREADS=_THREADS[tokens], DEPENDENT=int(dependent))
 
 
 @cache

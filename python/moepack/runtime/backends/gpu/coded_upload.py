@@ -4,7 +4,9 @@ Processors decode streams to lay their bytes out again at 1 to 2 GB/s; a GPU dec
 what lies before the records, which is small.
 """
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,16 +41,16 @@ _TABLES, _BLOCKS, _STARTS, _RECORDS = 2, 3, 4, 7
 _UPLOAD = np.dtype(
     [(name, np.uint64) for name in ("packed", "streams", "tables", "blocks", "starts", "units", "records")]
     + [(name, np.int32) for name in ("count", "of_expert", "stream_blocks", "row_blocks", "rows", "quads", "chunks")]
-    + [("of_segment", np.int32)]
+    + [("of_segment", np.int32), ("dependent", np.int32), ("unused", np.int32)]
 )
 
 
-def lay_out(data: Tensor, stream_rows: int, uploader: Uploader, what: str) -> Tensor:
+def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: str) -> Tensor:
     """Return the layout of a packed tensor `coded` on a GPU, the bytes of `_core.coded_to_device`.
 
     Args:
         data: the packed tensor, flat uint8 on the CPU.
-        stream_rows: rows of a stream.
+        details: what the tensor says beside its shape.
         uploader: of the GPU, which is the current one.
         what: the tensor, for messages.
 
@@ -64,7 +66,7 @@ def lay_out(data: Tensor, stream_rows: int, uploader: Uploader, what: str) -> Te
     packed = allocate(len(data), device, what)
     uploader.copy(data, packed)
     streams, head = torch.from_numpy(starts.view(np.int64)).to(device), torch.from_numpy(frame[:first]).to(device)
-    upload = _upload(words, len(starts) - 1, stream_rows)
+    upload = _upload(words, len(starts) - 1, details)
     upload["packed"], upload["streams"] = packed.data_ptr(), streams.data_ptr()
     upload["tables"], upload["blocks"] = (head.data_ptr() + sections[which, 0] for which in (_TABLES, _BLOCKS))
     units = torch.zeros(int(sections[_STARTS, 1]) // 4, dtype=torch.int32, device=device)
@@ -86,15 +88,16 @@ def lay_out(data: Tensor, stream_rows: int, uploader: Uploader, what: str) -> Te
     return out
 
 
-def _upload(words: NDArray[np.int64], count: int, stream_rows: int) -> NDArray[np.void]:
+def _upload(words: NDArray[np.int64], count: int, details: Mapping[str, Any]) -> NDArray[np.void]:
     """The kernels' `Upload` of so many streams, without what is on the GPU."""
     experts, rows, columns, _, of_segment = map(int, words[1:6])
     upload = np.zeros(1, _UPLOAD)
     upload["count"], upload["of_expert"], upload["stream_blocks"] = (
         count,
         count // max(experts, 1),
-        stream_rows // BLOCK_ROWS,
+        details["stream_rows"] // BLOCK_ROWS,
     )
+    upload["dependent"] = details.get("dependent", False)
     upload["rows"], upload["row_blocks"], upload["quads"] = rows, -(-rows // BLOCK_ROWS), -(-columns // _QUAD)
     upload["chunks"], upload["of_segment"] = -(-columns // _CHUNK), of_segment
     return upload

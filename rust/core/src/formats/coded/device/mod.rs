@@ -16,7 +16,7 @@
 //! head         the packed tensor up to its payload, as it is
 //! scales       f32: one, or E x R
 //! tables       256 words for each: {0, frequency, slot - start, symbol} of each slot, from the lowest byte
-//! blocks       a word for each row block: its table, and in the second byte the integer of symbol 0
+//! blocks       a word for each row block: its table, in the second byte the integer of symbol 0
 //! starts       a word for each chunk, and the end: where its record starts in the records, in units of 16 bytes
 //! firsts       a word for each segment, and the end: its first correction
 //! corrections  the exceptions of the segments: f16 of the difference / 2^24 (16 bits), row (4), column in the segment
@@ -26,6 +26,12 @@
 //! ```
 //!
 //! States take 1/16 bit a weight where segments have 1,024 columns, numbers of bytes 1/8.
+//!
+//! *Dependent codes* ([`trellis`]) are `2 half - 127`. Their tables list in place of a symbol the half of its index in even
+//! states, which is even, and above it (bit 7) the parity of the index. Words of row blocks have -127 in the second byte
+//! and 1 in the third. Corrections are half as large. States of lanes are followed by 32 bytes that say where lanes are on
+//! their paths: bits 0, 2, 4 and 6 of byte i, whether lane i would be in odd states at the next four quads if all indices
+//! from here on were even, and the bits above them the same of lane i + 32. `cuda/paths.cuh` says what this is enough for.
 
 mod restore;
 #[cfg(test)]
@@ -38,6 +44,7 @@ use rayon::prelude::*;
 
 use super::layout::{ALIGNMENT, STATE_BYTES};
 use super::table::{SLOTS, Table};
+use super::trellis::{self, NEXT};
 use super::{BLOCK_ROWS, CodedView, LANES, Layout, QUAD, invalid};
 use crate::Result;
 
@@ -57,6 +64,8 @@ const MOST_CHUNKS: usize = 16;
 const USUAL: (usize, usize, usize) = (4, 4096, 2);
 const SECTIONS: usize = 8;
 const HEADER_WORDS: usize = 8 + 2 * SECTIONS;
+/// Bytes of a record that say where lanes are on their paths.
+const PATH_BYTES: usize = LANES / 2;
 /// Bytes behind the last record that kernels may read.
 const SLACK: usize = 256;
 
@@ -124,14 +133,23 @@ impl Cut {
         (self.layout.shape.rows - first).min(BLOCK_ROWS) * QUAD
     }
 
+    /// Bytes before the counts of a record that begins a segment.
+    fn state_bytes(&self) -> usize {
+        STATE_BYTES + if self.layout.is_dependent() { PATH_BYTES } else { 0 }
+    }
+
     /// Registers of a chunk.
     fn quads_of(&self, chunk: usize) -> usize {
         (self.layout.quads() - chunk * QUADS).min(QUADS)
     }
 }
 
-/// A table as kernels read it.
-fn entries(table: &Table) -> [u32; SLOTS] {
+/// A table, maybe of dependent codes, as kernels read it.
+fn entries(table: &Table, dependent: bool) -> [u32; SLOTS] {
+    let half = |symbol: u8| {
+        let even = (table.lowest as u8).wrapping_add(symbol).wrapping_mul(2);
+        even.wrapping_add(LANES as u8) | symbol << 7
+    };
     std::array::from_fn(|slot| {
         let symbol = table.symbols[slot];
         let start = table.starts[usize::from(symbol)];
@@ -139,16 +157,27 @@ fn entries(table: &Table) -> [u32; SLOTS] {
             0,
             table.frequencies[usize::from(symbol)],
             slot as u8 - start,
-            symbol,
+            if dependent { half(symbol) } else { symbol },
         ])
     })
 }
 
-/// What a state becomes before it takes up a byte.
+/// What a state becomes before it takes up a byte, by its slot's entry.
 #[inline(always)]
-fn stepped(state: u32, entries: &[u32; SLOTS]) -> u32 {
-    let entry = entries[(state & 255) as usize];
+fn stepped(state: u32, entry: u32) -> u32 {
     (entry >> 8 & 255) * (state >> 8) + (entry >> 16 & 255)
+}
+
+/// Where two lanes of these states are on their paths, as records say it.
+fn path_byte(mut states: [u8; 2]) -> u8 {
+    let mut found = 0;
+    for quad in 0..4 {
+        for (lane, state) in states.iter_mut().enumerate() {
+            found |= (*state & 1) << (2 * quad + lane);
+            *state = NEXT[usize::from(2 * *state)];
+        }
+    }
+    found
 }
 
 /// What a stream becomes.
@@ -162,8 +191,9 @@ struct Part {
     counts: Vec<u32>,
 }
 
-/// The bytes of the lanes of a chunk.
+/// The lanes of a row block: the bytes of each in a chunk, and where they are on their paths, which is 0 of plain codes.
 struct Lanes {
+    path: [u8; LANES],
     bytes: [[u8; QUADS]; LANES],
     counts: [usize; LANES],
 }
@@ -183,8 +213,10 @@ impl Lanes {
             let next = source.next(*at);
             let mut read = 0;
             let lanes = states.iter_mut().zip(&mut self.bytes).zip(&mut self.counts);
-            for ((state, bytes), count) in lanes {
-                let full = stepped(*state, entries);
+            for (((state, bytes), count), path) in lanes.zip(&mut self.path) {
+                let entry = entries[(*state & 255) as usize];
+                *path = NEXT[usize::from(2 * *path) + (entry >> 31) as usize];
+                let full = stepped(*state, entry);
                 let byte = next[read % LANES];
                 let takes = usize::from(full < 256);
                 bytes[*count % QUADS] = byte;
@@ -198,6 +230,12 @@ impl Lanes {
             }
             *at = (*at + read).min(source.length);
         }
+    }
+
+    /// Writes where the lanes are on their paths.
+    fn write_paths(&self, record: &mut Vec<u8>) {
+        let (low, high) = self.path.split_at(PATH_BYTES);
+        record.extend(low.iter().zip(high).map(|(&low, &high)| path_byte([low, high])));
     }
 
     fn write(&self, record: &mut Vec<u8>) {
@@ -268,11 +306,10 @@ impl CodedView<'_> {
                 "GPUs have no kernel for codes with low bits, which more than 5 bits a weight have",
             );
         }
-        if self.layout().is_dependent() {
-            return invalid("GPUs have no kernel for dependent codes");
-        }
         let cut = Cut::new(self.layout(), of_segment)?;
-        let tables: Vec<_> = self.coded.tables.iter().map(entries).collect();
+        let dependent = self.layout().is_dependent();
+        let tables = self.coded.tables.iter().map(|table| entries(table, dependent));
+        let tables: Vec<_> = tables.collect();
         pool.install(|| {
             let parts = (0..cut.streams()).into_par_iter().map(|stream| {
                 let mut part = records(&cut, stream, &tables);
@@ -292,6 +329,7 @@ impl CodedView<'_> {
         let mut states: [u32; LANES] =
             std::array::from_fn(|lane| u32::from(states[lane]) << 8 | u32::from(states[LANES + lane]));
         let mut lanes = Lanes {
+            path: [0; LANES],
             bytes: [[0; QUADS]; LANES],
             counts: [0; LANES],
         };
@@ -299,11 +337,15 @@ impl CodedView<'_> {
         part.records.reserve(length + length / 4);
         let mut at = 0;
         for block in cut.blocks_of(stream) {
+            lanes.path = [0; LANES];
             for chunk in 0..cut.chunks() {
                 let start = part.records.len();
                 if chunk % cut.of_segment == 0 {
                     let stored = states.map(|state| (state as u16).to_le_bytes());
                     part.records.extend_from_slice(stored.as_flattened());
+                    if cut.layout.is_dependent() {
+                        lanes.write_paths(&mut part.records);
+                    }
                 }
                 let states = &mut states[..cut.lanes_of(block)];
                 lanes.fill(
@@ -327,6 +369,7 @@ impl CodedView<'_> {
         part.counts.resize(blocks.len() * cut.segments(), 0);
         let mut found = Vec::new();
         let width = cut.of_segment * CHUNK;
+        let shift = u32::from(cut.layout.is_dependent());
         for exception in self.exceptions(stream) {
             let (register, lane) = (exception.place / LANES, exception.place % LANES);
             let (block, quad) = (register / cut.layout.quads(), register % cut.layout.quads());
@@ -339,7 +382,7 @@ impl CodedView<'_> {
                 found.push((
                     block * cut.segments() + column / width,
                     place as u32,
-                    exception.difference,
+                    exception.difference >> shift,
                 ));
             }
         }
@@ -351,6 +394,16 @@ impl CodedView<'_> {
                 part.counts[segment] += 1;
             }
         }
+    }
+
+    /// The word of a row block with a table.
+    fn note(&self, table: usize) -> u32 {
+        let dependent = self.layout().is_dependent();
+        let lowest = match dependent {
+            true => trellis::OFFSET as u8,
+            false => self.coded.tables[table].lowest as u8,
+        };
+        u32::from_le_bytes([table as u8, lowest, dependent.into(), 0])
     }
 
     fn assemble(&self, cut: &Cut, tables: &[[u32; SLOTS]], parts: &[Part]) -> Result<Vec<u8>> {
@@ -380,7 +433,7 @@ impl CodedView<'_> {
             .collect();
         let blocks: Vec<u32> = (0..cut.streams())
             .flat_map(|stream| cut.blocks_of(stream).map(move |_| start_table(self, stream)))
-            .map(|table| table as u32 | u32::from(self.coded.tables[table].lowest as u8) << 8)
+            .map(|table| self.note(table))
             .collect();
         let records: usize = lengths.iter().sum();
         if records / UNIT > u32::MAX as usize {

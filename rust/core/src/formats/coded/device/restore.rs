@@ -88,16 +88,18 @@ impl<'a> Stored<'a> {
 
     /// Writes the states and bytes of a stream.
     fn stream(&self, number: usize, table: usize, out: &mut [u8]) -> Result<()> {
-        let entries = entries(&self.packed.tables[table]);
+        let dependent = self.cut.layout.is_dependent();
+        let entries = entries(&self.packed.tables[table], dependent);
         let (first, out) = out.split_at_mut(STATE_BYTES);
         let mut at = 0;
         for (i, block) in self.cut.blocks_of(number).enumerate() {
             let mut states = [0; LANES];
             for chunk in 0..self.cut.chunks() {
                 let begins = chunk % self.cut.of_segment == 0;
+                let before = if begins { self.cut.state_bytes() } else { 0 };
                 let Some((stored, bytes)) = self
                     .record(block * self.cut.chunks() + chunk)
-                    .and_then(|record| record.split_at_checked(if begins { STATE_BYTES } else { 0 }))
+                    .and_then(|record| record.split_at_checked(before))
                 else {
                     return corrupt("a record of a layout for GPUs that is too short");
                 };
@@ -136,7 +138,7 @@ fn interleave(
     }
     for _ in 0..quads {
         for (state, next) in states.iter_mut().zip(&mut next) {
-            *state = stepped(*state, entries);
+            *state = stepped(*state, entries[(*state & 255) as usize]);
             if *state < 256 {
                 let byte = *bytes.get(*next)?;
                 *state = *state << 8 | u32::from(byte);
