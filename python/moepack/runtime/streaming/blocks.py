@@ -42,7 +42,7 @@ BLOCK = 16 << 10
 """Bytes of a block; the last one of a tensor may have fewer."""
 
 STRETCH = 8
-"""Neighbouring blocks whose uses are counted together: half as many runs go as with blocks one by one, and as many hit."""
+"""Neighbouring blocks whose uses are counted together: half as many runs go as with single blocks, and as many hit."""
 
 HALF_LIFE = 256
 """Calls after which a use counts half."""

@@ -24,10 +24,10 @@ AHEAD = 4
 
 
 PAYS = 0.5
-"""The share of what is guessed that must be needed for guesses to be read: a block that is read in vain costs about what
-a right one saves, its transfer."""
+"""The share of what is guessed that must be needed for guesses to be read: what is read in vain costs about what a
+right guess saves, its transfer."""
 
-MEMORY = 16
+MEMORY = 8
 """Guesses over which that share is averaged."""
 
 
