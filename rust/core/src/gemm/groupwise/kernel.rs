@@ -332,9 +332,14 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
         for r in 0..R {
             units[r] = cursors[r].unit::<BITS>(step, i);
         }
+        let mut opened = *sums;
+        let chains = opened.as_flattened_mut().as_flattened_mut();
+        for chain in 0..R * M * C {
+            chains[chain] = V::open::<BITS>(chains[chain]);
+        }
         macro_rules! quads {
             ($($quad:literal)*) => {
-                $(dots::<V, BITS, R, M, C, $quad>(&units, words, sums);)*
+                $(dots::<V, BITS, R, M, C, $quad>(&units, words, &mut opened);)*
             };
         }
         // A step of 16 columns has half of its unit: the first if its number is even.
@@ -347,6 +352,13 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
         }
         if halves[1] {
             quads!(4 5 6 7);
+        }
+        let (opened, sums) = (
+            opened.as_flattened().as_flattened(),
+            sums.as_flattened_mut().as_flattened_mut(),
+        );
+        for chain in 0..R * M * C {
+            sums[chain] = V::close::<BITS>(sums[chain], opened[chain]);
         }
     }
 }
