@@ -15,6 +15,9 @@ Each side runs in a process of its own whose memory, page cache included, is lim
 group to the budget and what the process itself takes; where no group can be made, the mapped side has all memory and
 the figures say so. The page cache forgets the model's files before each run.
 
+`--bytes` computes without a model what channels must read for a token, by the size of blocks and of the gaps between
+them that are read along, with the blocks that are wanted most in memory: the most that any policy by use can keep.
+
 Two floors tell what bounds a side: the bytes of a token at the drive's rate (`drive`: reads past the page cache, as
 many at a time and as large as the side's own), and computing alone (`resident`: the same store, with memory for all).
 """
@@ -172,6 +175,27 @@ def build_channels(directory: Path) -> Path:
     return directory / "packed"
 
 
+def bytes_of_a_token(share: float) -> None:
+    """Print megabytes that a token of `channels` reads, and kilobytes of a read, where a share of records is kept."""
+    method, random, record = made_up(), np.random.default_rng(0), 2 * (llama.HIDDEN + llama.HIDDEN // 64 * 2)
+    scales, threshold = method.scales(llama.INNER), method.threshold(llama.HIDDEN) / np.sqrt(1.25 * llama.HIDDEN)
+    tokens = [np.flatnonzero(np.abs(random.standard_normal(llama.INNER)) * scales >= threshold) for _ in range(64)]
+    experts = llama.LAYERS * llama.TOP_K
+    print(f"whole experts: {experts * (1 - share) * llama.INNER * record / 1e6:.0f} MB")
+    for block in (4 << 10, 8 << 10, 16 << 10):
+        blocks = -(-llama.INNER * record // block)
+        for gap in (0, 1, 2, 4, 8):
+            nbytes = reads = 0
+            for wanted in tokens:
+                touched = np.unique(np.concatenate([wanted * record, wanted * record + record - 1]) // block)
+                touched = touched[touched >= share * blocks]
+                within = np.diff(touched) <= gap + 1
+                reads += len(touched) - int(within.sum())
+                nbytes += block * (len(touched) + int((np.diff(touched) - 1)[within].sum()))
+            row = f"{experts * nbytes / len(tokens) / 1e6:.0f} MB in reads of {nbytes / reads / 1e3:.0f} KB"
+            print(f"blocks of {block >> 10} KiB, gaps of {gap}: {row}")
+
+
 def measure(options: argparse.Namespace) -> None:
     """A side's process."""
     from moepack.memory import process_memory
@@ -210,8 +234,11 @@ def measure(options: argparse.Namespace) -> None:
     print(json.dumps(figures))
 
 
-def drive(directory: Path, length: int) -> float:
-    """Bytes a second of the drive: pieces of a length all over the largest file, by as many threads as stores use."""
+def drive(directory: Path, length: int, new: bool = False) -> float:
+    """Bytes a second of the drive: pieces of a length all over the largest file, by as many threads as stores use.
+
+    With `new` each read goes into memory that was given back, as in a full cache: the system fills it with zeros first.
+    """
     from moepack.runtime.streaming.source import PAGE, Source
     from moepack.runtime.streaming.store import READERS
 
@@ -219,11 +246,13 @@ def drive(directory: Path, length: int) -> float:
     source, length = Source(file), max(PAGE, length // PAGE * PAGE)
     source.forget()
     places = np.random.default_rng(0).permutation(file.stat().st_size // length)[: (512 << 20) // length] * length
-    memory = [memoryview(mmap.mmap(-1, length)) for _ in range(READERS)]
+    memory = [mmap.mmap(-1, length) for _ in range(READERS)]
 
     def read(thread: int) -> None:
         for place in places[thread::READERS].tolist():
-            source.read(memory[thread], place)
+            if new:
+                memory[thread].madvise(mmap.MADV_DONTNEED)
+            source.read(memoryview(memory[thread]), place)
 
     start = time.perf_counter()
     with ThreadPoolExecutor(READERS) as pool:
@@ -236,6 +265,7 @@ def floors(directory: Path, figures: dict[str, Any], resident: float) -> dict[st
     rate = drive(directory, int(figures["bytes_per_read"]))
     return {
         "drive_bytes_per_second": rate,
+        "drive_bytes_per_second_new_memory": drive(directory, int(figures["bytes_per_read"]), new=True),
         "drive": figures["bytes_per_token"] / rate,
         "compute": 1 / resident,
         "measured": 1 / figures["tokens_per_second"],
@@ -252,11 +282,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="default build/llama or build/channels")
     parser.add_argument("--out", type=Path, default=Path("build/offload.json"))
+    parser.add_argument("--bytes", action="store_true", help="compute what channels must read, and no more")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.model == "channels":
         vars(llama).update(MIXTRAL)
+    if options.bytes:
+        return bytes_of_a_token(0.117)
     if options.side:
         return measure(options)
     options.directory = options.directory or Path("build", {"experts": "llama"}.get(options.model, options.model))

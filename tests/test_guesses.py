@@ -120,6 +120,23 @@ def test_demand_comes_first_and_ends_a_guess(cache: Cache) -> None:
     assert not cache.drive.there & {24, 28}
 
 
+def test_guesses_that_are_mostly_wrong_are_compared_and_not_read_until_they_are_right(cache: Cache) -> None:
+    for _ in range(32):
+        cache.kept.guess(cache.units({20, 24}))
+        cache.use(0)
+    until(lambda: idle(cache))
+    begun = cache.drive.begun
+    cache.kept.guess(cache.units({8, 12}))
+    cache.use(0)
+    assert cache.drive.begun == begun and not cache.drive.there & {8, 12}
+    for _ in range(32):
+        cache.kept.guess(cache.units({0}))
+        cache.use(0)
+    cache.kept.guess(cache.units({8, 12}))
+    until(lambda: {8, 12} <= cache.drive.there and idle(cache))
+    assert cache.kept.statistics.guessed == 2 * 33 + 32
+
+
 def test_a_read_that_fails_on_a_guess_is_forgotten(cache: Cache) -> None:
     cache.drive.broken = {5}
     cache.kept.guess(cache.units({5, 9}))

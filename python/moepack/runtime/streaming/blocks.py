@@ -10,7 +10,9 @@ On a guess of what the next call wants, blocks are read while nobody waits for o
 a use, so that what was read ahead is not what goes next.
 
 When room is needed, blocks go that nobody holds and whose uses count least, where a use counts half after `HALF_LIFE`
-calls (LRFU: Lee and others, 2001): so blocks that most tokens want stay even where those of one token do not fit.
+calls (LRFU: Lee and others, 2001): so blocks that most tokens want stay even where those of one token do not fit. Uses
+are counted by stretches of blocks, which therefore go together: giving memory back takes a call of the system for each
+run of neighbours.
 
 Invariants:
 - The bytes of resident blocks, those that are being read included, never exceed the budget.
@@ -39,6 +41,9 @@ __all__ = ["BLOCK", "Blocks", "Numbers"]
 BLOCK = 16 << 10
 """Bytes of a block; the last one of a tensor may have fewer."""
 
+STRETCH = 8
+"""Neighbouring blocks whose uses are counted together: half as many runs go as with single blocks, and as many hit."""
+
 HALF_LIFE = 256
 """Calls after which a use counts half."""
 
@@ -46,7 +51,8 @@ GUESSED = 4
 """One part in so many of the budget is read on a guess at most."""
 
 PAUSE = 32
-"""Calls that make no guess after one that took longer than the reads of its call: there the processor is short."""
+"""Calls that make no guess after one that took longer than the reads of its call, for there the processor is short, and
+while guesses do not pay."""
 
 BATCH = 64
 """One part in so many of the budget goes at least when room is needed: choosing looks at all blocks."""
@@ -77,7 +83,7 @@ class Blocks:
         self.first: Numbers = np.array([0, *counts], np.int64).cumsum()
         self._state = np.zeros(self.first[-1], np.uint8)
         self._holders = np.zeros(self.first[-1], np.int32)
-        self._uses = np.zeros(self.first[-1])
+        self._uses = np.zeros(self.first[-1] // STRETCH + 1)
         self._use = 1.0
         self._pool, self._readers = ThreadPoolExecutor(readers, thread_name_prefix="moepack-read"), readers
         self._changed = Condition()
@@ -97,8 +103,8 @@ class Blocks:
 
         Args:
             blocks: which.
-            meanwhile: is called while reads are under way, if any are; not for some calls after one that took longer
-                than they did.
+            meanwhile: makes a guess; is called while reads are under way, if any are, and seldom where that took longer
+                than they did or guesses do not pay.
 
         Raises:
             CorruptionError, LoadError: one cannot be read; none is held.
@@ -139,7 +145,7 @@ class Blocks:
         if not len(blocks):
             return None
         self._hold(blocks)
-        self._uses[blocks] += self._use
+        np.add.at(self._uses, blocks // STRETCH, self._use)
         self._unused[blocks] = True
         self._absent(blocks)
         return lambda: self._read_ahead(blocks)
@@ -175,7 +181,7 @@ class Blocks:
             self._use *= _GROWTH
             if self._use > 1e100:
                 self._uses, self._use = self._uses / self._use, 1.0
-            self._uses[blocks] += self._use
+            np.add.at(self._uses, blocks // STRETCH, self._use)
             self._statistics.bytes_used += int(self._unused[blocks].sum()) * BLOCK
             self._unused[blocks] = False
             missing = self._absent(blocks)
@@ -209,7 +215,7 @@ class Blocks:
         if (excess := self._resident + len(missing) - self.budget) > 0:
             free = np.flatnonzero((self._state == _THERE) & (self._holders == 0))
             count = min(max(excess, self.budget // BATCH), len(free))
-            self._drop(np.sort(free[np.argpartition(self._uses[free], count - 1)[:count]]))
+            self._drop(np.sort(free[np.argpartition(self._uses[free // STRETCH], count - 1)[:count]]))
         self._state[missing] = _COMING
         self._resident += len(missing)
         self._statistics.most = max(self._statistics.most, self._resident * BLOCK)
@@ -225,14 +231,12 @@ class Blocks:
     def _runs(self, blocks: Numbers, most: int) -> Iterator[tuple[Region, int, int]]:
         """Neighbours among blocks, at most so many together: their tensor, and from and to which byte of its run."""
         owners = np.searchsorted(self.first, blocks, side="right") - 1
-        starts = np.flatnonzero((np.diff(blocks, prepend=-2) != 1) | (np.diff(owners, prepend=-1) != 0))
-        stops = np.append(starts[1:], len(blocks))
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=False):  # of no blocks there is one stop
-            owner = int(owners[start])
-            for first in range(start, stop, most):
-                own = int(blocks[first] - self.first[owner])
-                count = min(most, stop - first)
-                yield self._regions[owner], own * BLOCK, (own + count) * BLOCK
+        begins = np.flatnonzero((np.diff(blocks, prepend=-2) != 1) | (np.diff(owners, prepend=-1) != 0))
+        places = (blocks - self.first[owners])[begins].tolist()
+        counts = np.diff(begins, append=len(blocks)).tolist()
+        for owner, start, count in zip(owners[begins].tolist(), places, counts, strict=True):
+            for place in range(start, start + count, most):
+                yield self._regions[owner], place * BLOCK, min(place + most, start + count) * BLOCK
 
     def _read(self, missing: Numbers, meanwhile: Callable[[], None] | None = None) -> None:
         """Read blocks that are coming, all at a time."""
@@ -260,7 +264,7 @@ class Blocks:
             self._pause -= 1
             return
         meanwhile()
-        self._pause = PAUSE if all(read.done() for read in reads) else 0
+        self._pause = PAUSE if all(read.done() for read in reads) or not self._guesses.pay else 0
 
     def _settle(self, missing: Numbers, pieces: Sequence[Piece], done: bool, guessed: bool = False) -> None:
         """Say to everyone who waits for blocks how their reads ended."""

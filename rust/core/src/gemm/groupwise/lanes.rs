@@ -27,8 +27,19 @@ pub(super) trait Lanes: Copy {
     unsafe fn store_int(words: Self::Int, to: *mut u8);
     /// Sums of integers.
     unsafe fn int_add(a: Self::Int, b: Self::Int) -> Self::Int;
-    /// `sum` + the dot product of four unsigned bytes of codes, each below `2^BITS`, with the four signed bytes of the
-    /// one word at `x`.
+    /// What a unit's dot products are added to, given the sum before them: sets without dot products into 32 bits add up to
+    /// eight of them in 16 bits.
+    #[inline(always)]
+    unsafe fn open<const BITS: usize>(sum: Self::Int) -> Self::Int {
+        sum
+    }
+    /// The sum before a unit with what [`Lanes::open`] has become.
+    #[inline(always)]
+    unsafe fn close<const BITS: usize>(_sum: Self::Int, opened: Self::Int) -> Self::Int {
+        opened
+    }
+    /// `sum`, which was opened, + the dot product of four unsigned bytes of codes, each below `2^BITS`, with the four
+    /// signed bytes of the one word at `x`.
     unsafe fn dot<const BITS: usize>(sum: Self::Int, codes: Self::Int, x: *const i32) -> Self::Int;
     /// Integers as floats.
     unsafe fn to_float(words: Self::Int) -> Self::Float;

@@ -55,6 +55,7 @@ mod tile;
 mod x86;
 
 pub use projection::Groupwise;
+pub(super) use tile::{digit, quantize};
 
 #[cfg(target_arch = "x86_64")]
 use super::panel::Backend;
@@ -73,7 +74,7 @@ type Out = [[f32; BLOCK_ROWS]; 16];
 
 /// How activations enter integer products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Precision {
+pub(super) enum Precision {
     /// With 24 bits, for each token and step.
     Exact,
     /// With 8 bits, for each token and step.

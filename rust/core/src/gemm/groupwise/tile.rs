@@ -182,7 +182,7 @@ pub(super) fn fill(
 
 /// The signed digit of a number whose less significant digits take `shift` bits; the number is rounded to it.
 #[inline(always)]
-fn digit(code: i32, shift: usize) -> u8 {
+pub(in crate::gemm) fn digit(code: i32, shift: usize) -> u8 {
     let half = [0, 0x80, 0x8080][shift / 8];
     ((code + half) >> shift) as u8
 }
@@ -201,7 +201,11 @@ const SMALLEST: f32 = 7.888_609e-31; // 2^-100
 /// Quantizes at most 256 values; returns what a unit is worth and the sum of the codes, which are at most
 /// [`Precision::largest`] in magnitude: 256 of them stay below 2^31.
 #[inline(always)]
-pub(super) fn quantize(values: &[f32], precision: Precision, codes: &mut [i32; STEP_COLUMNS]) -> (f32, i32) {
+pub(in crate::gemm) fn quantize(
+    values: &[f32],
+    precision: Precision,
+    codes: &mut [i32; STEP_COLUMNS],
+) -> (f32, i32) {
     // As integers, magnitudes order like the numbers, infinity and NaN on top.
     let largest = values
         .iter()

@@ -246,6 +246,22 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         unsafe { _mm256_add_epi32(a, b) }
     }
     #[inline(always)]
+    unsafe fn open<const BITS: usize>(sum: __m256i) -> __m256i {
+        match VNNI || BITS == 8 {
+            true => sum,
+            // SAFETY: see above.
+            false => unsafe { _mm256_setzero_si256() },
+        }
+    }
+    #[inline(always)]
+    unsafe fn close<const BITS: usize>(sum: __m256i, opened: __m256i) -> __m256i {
+        match VNNI || BITS == 8 {
+            true => opened,
+            // SAFETY: see above.
+            false => unsafe { _mm256_add_epi32(sum, _mm256_madd_epi16(opened, _mm256_set1_epi16(1))) },
+        }
+    }
+    #[inline(always)]
     unsafe fn dot<const BITS: usize>(sum: __m256i, codes: __m256i, x: *const i32) -> __m256i {
         // SAFETY: see above.
         unsafe {
@@ -253,11 +269,11 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(sum, codes, x);
             }
-            let ones = _mm256_set1_epi16(1);
             if BITS < 8 {
-                // Two products are at most 2 * 15 * 128 in magnitude: far from saturation at 32767.
-                return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), ones));
+                // Two products are at most 2 * 15 * 128 in magnitude, and those of the eight quads of a unit 30,720.
+                return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
             }
+            let ones = _mm256_set1_epi16(1);
             // 2 * 255 * 128 would saturate: by halves of four bits.
             let low = _mm256_maddubs_epi16(Self::mask(codes, 0x0f0f_0f0f), x);
             let high = _mm256_maddubs_epi16(Self::mask(Self::shift(codes, 4), 0x0f0f_0f0f), x);

@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::ThreadPool;
 
-use super::projection::filled_up;
-use super::rows;
+use super::rows::{self, Token};
 use crate::formats::channels::{GROUP, View};
 use crate::gemm::layer::cut::{self, Cut};
 use crate::gemm::layer::output::Output;
@@ -204,8 +203,7 @@ struct Pass<'a> {
     /// Where outputs of it are not given.
     up: Option<Up<'a>>,
     job: Arc<Job>,
-    /// The tokens in f32, filled up to whole groups.
-    tokens: Slots<Vec<f32>>,
+    tokens: Slots<Token>,
     /// For each place, its pair of the routing.
     pairs: Vec<usize>,
     /// Channels of a block, and blocks of an expert.
@@ -268,13 +266,18 @@ impl<'a> Pass<'a> {
 
     /// The phases of the up projection.
     fn ups(&self, thread: &mut Thread, x: Activations) {
-        let columns = self.layer.channels.layout().half();
+        let (width, columns) = (
+            self.layer.channels.layout().width(),
+            self.layer.channels.layout().half(),
+        );
         let stages = self.up.as_ref().map_or([0; 2], |up| up.products.stages());
         for (stage, units) in stages.into_iter().enumerate() {
             let tokens = if stage == 0 { self.tokens.len() } else { 0 };
             thread.phase(units + tokens, |unit| match unit.checked_sub(units) {
                 None => self.up.iter().for_each(|up| up.products.prepare(stage, unit, x)),
-                Some(token) => self.tokens.fill(token, || filled_up(x, token * columns, columns)),
+                Some(token) => self
+                    .tokens
+                    .fill(token, || Token::new(width, x, token * columns, columns)),
             });
         }
         let Some(Up {

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::rows;
+use super::rows::{self, Token};
 use crate::Result;
-use crate::formats::channels::{GROUP, View};
+use crate::formats::channels::{View, Width};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, direct};
 use crate::gemm::require_mode;
 use crate::simd::Isa;
@@ -58,18 +58,19 @@ impl Projection for Records<'_> {
     }
 }
 
-/// Each token of a job in f32, both halves filled up to whole groups.
-static TOKENS: Cache<usize, Slots<[Vec<f32>; 2]>> = Cache::new();
+/// Both halves of each token of a job, by width and length of a half.
+static TOKENS: Cache<(Width, usize), Slots<[Token; 2]>> = Cache::new();
 
 impl Kernel for Records<'_> {
-    type Prepared = Slots<[Vec<f32>; 2]>;
+    type Prepared = Slots<[Token; 2]>;
     type Scratch<'w>
         = ()
     where
         Self: 'w;
 
     fn prepared(&self, job: &Arc<Job>) -> Shared<Self::Prepared> {
-        TOKENS.get(job, self.view.layout().half(), |_| Slots::new(job.tokens))
+        let layout = self.view.layout();
+        TOKENS.get(job, (layout.width(), layout.half()), |_| Slots::new(job.tokens))
     }
 
     fn stages(&self, tokens: &Self::Prepared) -> [usize; 2] {
@@ -77,9 +78,9 @@ impl Kernel for Records<'_> {
     }
 
     fn prepare(&self, _: &Job, tokens: &Self::Prepared, _: usize, token: usize, x: Activations) {
-        let half = self.view.layout().half();
+        let (width, half) = (self.view.layout().width(), self.view.layout().half());
         tokens.fill(token, || {
-            [0, 1].map(|number| filled_up(x, (2 * token + number) * half, half))
+            [0, 1].map(|number| Token::new(width, x, (2 * token + number) * half, half))
         });
     }
 
@@ -95,16 +96,9 @@ impl Kernel for Records<'_> {
                 let halves = self.view.halves(first + row);
                 let next = self.view.halves(first + (row + 1).min(rows.end - 1));
                 let product =
-                    |half: usize, x: &[f32]| rows::dot(self.isa, width, halves[half], next[half], x);
+                    |half: usize, x: &Token| rows::dot(self.isa, width, halves[half], next[half], x);
                 *out = product(0, gate) + product(1, down);
             }
         }
     }
-}
-
-/// Some activations in f32, with zeros up to a whole group.
-pub(super) fn filled_up(x: Activations, start: usize, count: usize) -> Vec<f32> {
-    let mut values = vec![0.0; count.next_multiple_of(GROUP)];
-    x.widen(start, &mut values[..count]);
-    values
 }

@@ -4,17 +4,45 @@
 //! for, group by group: processors do not see by themselves where records go on (int8, a fifth of the records in order: 3.9
 //! GB/s without, 7.0 with, one thread of a Zen 3).
 
+use super::nibbles::{self, Group};
 use crate::formats::channels::{GROUP, Half, Width};
 use crate::gemm::dense;
-use crate::simd::{self, vectorized};
-use crate::types::from_bf16;
+use crate::simd::{self, Isa, vectorized};
+use crate::types::{Activations, from_bf16};
 
 /// Sums that a product keeps side by side.
 const LANES: usize = 16;
 
+/// Activations in whole groups, filled up with zeros, as products with half a record read them.
+pub enum Token {
+    /// For records of 4 bits.
+    Quantized(Vec<Group>),
+    /// For all others.
+    Floats(Vec<f32>),
+}
+
+impl Token {
+    /// Some activations for records of a width.
+    pub fn new(width: Width, x: Activations, start: usize, count: usize) -> Token {
+        let mut values = vec![0.0; count.next_multiple_of(GROUP)];
+        x.widen(start, &mut values[..count]);
+        match width {
+            Width::Int4 => Token::Quantized(values.as_chunks().0.iter().map(Group::new).collect()),
+            Width::Int8 | Width::Bf16 => Token::Floats(values),
+        }
+    }
+}
+
+/// The product of half a record and a token of its width; asks for the values of `next`. The processor runs `isa`.
+pub fn dot(isa: Isa, width: Width, half: Half<'_>, next: Half<'_>, x: &Token) -> f32 {
+    match x {
+        Token::Quantized(x) => nibbles::dot(isa, half, next, x),
+        Token::Floats(x) => dot_floats(isa, width, half, next, x),
+    }
+}
+
 vectorized! {
-    /// The product of half a record and `x`, filled up with zeros to whole groups; asks for the values of `next`.
-    pub fn dot(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 = dot_loop;
+    fn dot_floats(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 = dot_loop;
 }
 
 vectorized! {
@@ -25,7 +53,7 @@ vectorized! {
 #[inline(always)]
 fn dot_loop(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 {
     match width {
-        Width::Int4 => dot_groups(half, next, x, nibbles),
+        Width::Int4 => unreachable!("records of 4 bits multiply integers"),
         Width::Int8 => dot_groups(half, next, x, bytes),
         Width::Bf16 => dot_groups(half, next, x, shorts),
     }
@@ -34,7 +62,7 @@ fn dot_loop(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 {
 #[inline(always)]
 fn add_loop(width: Width, half: Half<'_>, next: Half<'_>, factor: f32, y: &mut [f32]) {
     match width {
-        Width::Int4 => add_groups(half, next, factor, y, nibbles),
+        Width::Int4 => add_groups(half, next, factor, y, four_bits),
         Width::Int8 => add_groups(half, next, factor, y, bytes),
         Width::Bf16 => add_groups(half, next, factor, y, shorts),
     }
@@ -93,7 +121,10 @@ fn add_groups<const N: usize>(
 
 /// The groups of half a record with their scales, 1 of values that have none; asks for the same groups of the next.
 #[inline(always)]
-fn groups<'a, const N: usize>(half: Half<'a>, next: Half<'a>) -> impl Iterator<Item = (&'a [u8; N], f32)> {
+pub(super) fn groups<'a, const N: usize>(
+    half: Half<'a>,
+    next: Half<'a>,
+) -> impl Iterator<Item = (&'a [u8; N], f32)> {
     let pairs = half
         .values
         .as_chunks()
@@ -111,7 +142,7 @@ fn groups<'a, const N: usize>(half: Half<'a>, next: Half<'a>) -> impl Iterator<I
 }
 
 #[inline(always)]
-fn nibbles(group: &[u8; GROUP / 2], number: usize) -> [f32; LANES] {
+fn four_bits(group: &[u8; GROUP / 2], number: usize) -> [f32; LANES] {
     let (bytes, shift) = (&group[number % 2 * LANES..][..LANES], number / 2 * 4);
     // In bytes as long as possible: a register holds four times as many of them.
     let codes: [i8; LANES] = std::array::from_fn(|lane| (bytes[lane] >> shift & 15) as i8 - 8);
