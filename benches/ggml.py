@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from peers import Absent, Peer, Round, copies_for
 
-TYPES = {"q4_0": 2, "q8_0": 8, "q2_K": 10, "q3_K": 11, "q4_K": 12}
+TYPES = {"q4_0": 2, "q8_0": 8, "q2_K": 10, "q3_K": 11, "q4_K": 12, "iq2_xs": 17, "iq3_xxs": 18, "iq4_xs": 23}
 SAMPLE = 128
 """Rows that are quantized; a matrix repeats them, for some formats take ggml seconds."""
 TOLERANCE = 0.03
@@ -103,14 +103,13 @@ def load() -> ctypes.CDLL:
 
 
 def quantized(
-    library: ctypes.CDLL, kind: int, values: NDArray[np.float32], importance: NDArray[np.float32] | None = None
+    library: ctypes.CDLL, kind: int, values: NDArray[np.float32], importance: NDArray[np.float32]
 ) -> NDArray[np.uint8]:
-    """Blocks [R, bytes] of values [R, C] in a type; `importance` [C] is what an error of each column counts, which some
-    types need."""
+    """Blocks [R, bytes] of values [R, C] in a type; `importance` [C] is what an error of each column counts."""
     rows, columns = values.shape
     blocks = np.empty((rows, library.ggml_row_size(kind, columns)), np.uint8)
-    given = None if importance is None else importance.ctypes.data
-    library.ggml_quantize_chunk(kind, values.ctypes.data, blocks.ctypes.data, 0, rows, columns, given)
+    source, target, given = values.ctypes.data, blocks.ctypes.data, importance.ctypes.data
+    library.ggml_quantize_chunk(kind, source, target, 0, rows, columns, given)
     return blocks
 
 
@@ -151,7 +150,7 @@ class Matrices:
     def quantized(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """Blocks of a random matrix, and the values of the first rows, which the others repeat."""
         values = np.random.default_rng(0).standard_normal((SAMPLE, self.columns)).astype(np.float32)
-        blocks = quantized(self.library, self.type, values)
+        blocks = quantized(self.library, self.type, values, np.ones(self.columns, np.float32))
         sample = dequantized(self.library, self.type, blocks, self.columns)
         return np.tile(blocks, (-(-self.rows // SAMPLE), 1))[: self.rows].copy(), sample
 
