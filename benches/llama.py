@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -291,6 +291,13 @@ class Llama:
             self._run([self.next])
 
 
+def peak_memory() -> int:
+    """The most bytes of memory that this process had; `getrusage` would count what its parent had at the start."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
 def serve(options: argparse.Namespace) -> None:
     """A side's process: a round for each line of its input."""
     if options.side.is_dir():
@@ -309,8 +316,7 @@ def serve(options: argparse.Namespace) -> None:
         start = clock()
         side.read(prompt)
         read = clock() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        figures = {"decode": options.tokens / decoded, "prefill": options.prompt / read, "peak_bytes": peak}
+        figures = {"decode": options.tokens / decoded, "prefill": options.prompt / read, "peak_bytes": peak_memory()}
         print(json.dumps(figures), flush=True)
 
 
