@@ -7,14 +7,19 @@ Speeds are 10^9 weights a second, of products by all tokens; decoding is that of
 microseconds a row, of random rows, one or 512 a call. Products multiply by
 copies of a tensor in turn, together larger than any cache, and the fastest call counts: by the processor's time of one
 thread, which other work on the machine disturbs less, otherwise by the clock.
+
+Beside those in int8 stands the share of the speed that int4 has with as many threads, and for one token from how many
+such cores on memory is the bound: what all cores together read of it in a second, over the bytes that one decodes.
 """
 
 import argparse
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +79,29 @@ def products(data: NDArray[np.uint8], weights: int, options: argparse.Namespace)
     return figures
 
 
+def memory_speed(nbytes: int = 1 << 29) -> float:
+    """Bytes a second that all cores together read of an array larger than any cache."""
+    cores = os.cpu_count() or 1
+    parts = np.array_split(np.ones(nbytes // 8, np.int64), cores)
+    best, rounds = math.inf, 5
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(rounds):
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))
+            best = min(best, time.perf_counter() - start)
+    return nbytes / best
+
+
+def beside(row: dict[str, Any], int4: dict[str, Any], memory: float, options: argparse.Namespace) -> dict[str, float]:
+    """Shares of the speed of int4, and the cores from which on memory is the bound of one token."""
+    keys = [f"int8 {tokens}" for tokens in options.tokens]
+    found = {f"{key} of int4": round(row[key] / int4[key], 3) for key in keys}
+    if 1 in options.tokens:
+        decoded = row["int8 1"] / options.threads * 1e9 * row["bits"] / 8
+        found["cores to memory"] = round(memory / decoded, 1)
+    return found
+
+
 def look_ups(data: NDArray[np.uint8], options: argparse.Namespace) -> dict[str, float]:
     """Microseconds a row of looking up one row and many."""
     blob, rng = _core.PackedTensor(data), np.random.default_rng(0)
@@ -118,13 +146,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/coded.json"))
     options = parser.parse_args()
     _core.set_threads(options.threads)
+    memory = memory_speed()
     written = {"machine": machine.describe(options.threads), "kernel": _core.kernels()["coded"], "figures": []}
+    written["memory"] = round(memory / 1e9, 1)
     print(written, flush=True)
     for columns in options.columns:
         plain = encode((1, options.weights // columns, columns), 4, 64)
         int4 = {"source": "int4 group 64", "columns": columns, **products(plain, options.weights, options)}
         cases = ((source, bits) for source in options.sources for bits in options.entropies)
-        for row in (int4, *(measure(source, bits, columns, options) for source, bits in cases)):
+        rows = (measure(source, bits, columns, options) for source, bits in cases)
+        for row in (int4, *(row | beside(row, int4, memory, options) for row in rows)):
             written["figures"].append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)

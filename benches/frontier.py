@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import statistics
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -99,6 +101,26 @@ def between(points: list[tuple[float, float]], bits: float) -> float:
     at = min(max(bisect([point[0] for point in points], bits), 1), len(points) - 1)
     (low, first), (high, second) = points[at - 1 : at + 1]
     return float(first * (second / first) ** ((bits - low) / (high - low)))
+
+
+def reaching(points: list[tuple[float, float]], loss: float) -> float:
+    """The bits at which `between` finds a loss."""
+    at = min(max(sum(point[1] > loss for point in points), 1), len(points) - 1)
+    (low, first), (high, second) = points[at - 1 : at + 1]
+    return low + (high - low) * math.log(max(loss, LEAST) / first) / math.log(second / first)
+
+
+def matching(rows: list[Row], kind: str) -> float:
+    """The bits at which `rate` with a text loses what a type of ggml does: the mean over models and texts."""
+    found = []
+    for peer in (row for row in rows if row["method"] == GGML + kind):
+        ours = [row for row in rows if re.fullmatch(r"rate .* with a text", row["method"]) and alike(row, peer)]
+        for text, rise in peer["rise"].items():
+            points = hull((row["bits_per_weight"], row["rise"][text]) for row in ours)
+            found += [reaching(points, rise)] if len(points) > 1 else []
+    if not found:
+        raise ValueError(f"no losses of {kind} and of rate with a text on the same model")
+    return statistics.mean(found)
 
 
 def shares(rows: list[Row]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import partial
 from itertools import takewhile
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from peers import Absent, Peer, Round, copies_for
 
-TYPES = {"q4_0": 2, "q8_0": 8, "q2_K": 10, "q3_K": 11, "q4_K": 12}
+TYPES = {"q4_0": 2, "q8_0": 8, "q2_K": 10, "q3_K": 11, "q4_K": 12, "iq2_xs": 17, "iq3_xxs": 18, "iq4_xs": 23}
 SAMPLE = 128
 """Rows that are quantized; a matrix repeats them, for some formats take ggml seconds."""
 TOLERANCE = 0.03
@@ -77,13 +77,18 @@ LIBRARIES = {"llama_cpp": "lib/libggml.so", "xllamacpp": "xllamacpp.abi3.so"}
 """Packages that bring ggml, and where it is in them."""
 
 
-def load() -> ctypes.CDLL:
-    """The library, with the types of its functions declared; ImportError where no package that has it is installed."""
-    specs = ((importlib.util.find_spec(package), file) for package, file in LIBRARIES.items())
+def opened(libraries: Mapping[str, str]) -> ctypes.CDLL:
+    """The first library, by package and file in it, whose package is installed; ImportError where none is."""
+    specs = ((importlib.util.find_spec(package), file) for package, file in libraries.items())
     found = [Path(spec.origin).parent / file for spec, file in specs if spec is not None and spec.origin is not None]
     if not found:
-        raise ImportError(f"none of {', '.join(LIBRARIES)} is installed")
-    library = ctypes.CDLL(str(found[0]))
+        raise ImportError(f"none of {', '.join(libraries)} is installed")
+    return ctypes.CDLL(str(found[0]))
+
+
+def load() -> ctypes.CDLL:
+    """ggml, with the types of its functions declared; ImportError where no package that has it is installed."""
+    library = opened(LIBRARIES)
     for names, result in ((POINTERS, c_void_p), (OTHERS, c_int)):
         for name, arguments in names.items():
             function = getattr(library, name)
@@ -95,6 +100,24 @@ def load() -> ctypes.CDLL:
     library.ggml_backend_dev_supports_op.restype = c_bool
     library.ggml_log_set(SILENT, None)
     return library
+
+
+def quantized(
+    library: ctypes.CDLL, kind: int, values: NDArray[np.float32], importance: NDArray[np.float32]
+) -> NDArray[np.uint8]:
+    """Blocks [R, bytes] of values [R, C] in a type; `importance` [C] is what an error of each column counts."""
+    rows, columns = values.shape
+    blocks = np.empty((rows, library.ggml_row_size(kind, columns)), np.uint8)
+    source, target, given = values.ctypes.data, blocks.ctypes.data, importance.ctypes.data
+    library.ggml_quantize_chunk(kind, source, target, 0, rows, columns, given)
+    return blocks
+
+
+def dequantized(library: ctypes.CDLL, kind: int, blocks: NDArray[np.uint8], columns: int) -> NDArray[np.float32]:
+    """Values [R, C] of blocks [R, bytes] of a type."""
+    values = np.empty((len(blocks), columns), np.float32)
+    library.ggml_get_type_traits(kind).contents.dequantize(blocks.ctypes.data, values.ctypes.data, values.size)
+    return values
 
 
 class Matrices:
@@ -127,11 +150,9 @@ class Matrices:
     def quantized(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """Blocks of a random matrix, and the values of the first rows, which the others repeat."""
         values = np.random.default_rng(0).standard_normal((SAMPLE, self.columns)).astype(np.float32)
-        blocks = np.empty((SAMPLE, self.nbytes // self.rows), np.uint8)
-        source, target = values.ctypes.data, blocks.ctypes.data
-        self.library.ggml_quantize_chunk(self.type, source, target, 0, SAMPLE, self.columns, None)
-        self.library.ggml_get_type_traits(self.type).contents.dequantize(target, source, values.size)
-        return np.tile(blocks, (-(-self.rows // SAMPLE), 1))[: self.rows].copy(), values
+        blocks = quantized(self.library, self.type, values, np.ones(self.columns, np.float32))
+        sample = dequantized(self.library, self.type, blocks, self.columns)
+        return np.tile(blocks, (-(-self.rows // SAMPLE), 1))[: self.rows].copy(), sample
 
     def buffer_kinds(self) -> list[int]:
         """Types of buffers that repack weights for this processor as they are set, best first."""

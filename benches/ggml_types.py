@@ -6,12 +6,12 @@ llama.cpp's `llama-imatrix` collects it.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,15 +39,11 @@ class GgmlTypes:
 
     def rounded(self, kind: str, matrices: Tensor, importance: Tensor) -> Tensor:
         """Round [E, R, C] to a type and back, float32; `importance` is [E, C], C a multiple of 256."""
-        number, values = TYPES[kind], matrices.float().contiguous().clone()
-        _, rows, columns = values.shape
-        blocks = (ctypes.c_uint8 * (rows * self.library.ggml_row_size(number, columns)))()
-        dequantize = self.library.ggml_get_type_traits(number).contents.dequantize
-        for matrix, weights in zip(values, importance.float().contiguous(), strict=True):
-            source, given = matrix.data_ptr(), weights.data_ptr()
-            self.library.ggml_quantize_chunk(number, source, blocks, 0, rows, columns, given)
-            dequantize(ctypes.addressof(blocks), source, matrix.numel())
-        return values
+        values, weights = (tensor.float().contiguous().numpy() for tensor in (matrices, importance))
+        library, number = self.library, TYPES[kind]
+        blocks = (ggml.quantized(library, number, *pair) for pair in zip(values, weights, strict=True))
+        found = [ggml.dequantized(library, number, each, values.shape[2]) for each in blocks]
+        return torch.from_numpy(np.stack(found))
 
 
 def importances(model: nn.Module, layers: Iterable[str], samples: Tensor) -> dict[str, Tensor]:

@@ -1,14 +1,23 @@
 """A packed model beside llama.cpp: tokens a second when decoding and when reading a prompt, and peak memory.
 
     python benches/llama.py [--threads 2] [--types Q4_0 IQ4_NL] [--tokens 64] [--prompt 256] [--directory DIR]
+    python benches/llama.py --formats IQ2_XS IQ3_XXS IQ4_XS [--losses benches/results/ggml-zen3.json]
 
 Both run a made-up model of Qwen3-MoE's shapes (7 layers of 64 experts of 3 x 768 x 2048, 8 a token: 2.2 * 10^9 weights)
-with random weights: moepack with a codebook of 16 centroids a row for every linear layer but the router and the head,
-llama.cpp (`llama-cpp-python` and `gguf` from PyPI) with Q4_0 or IQ4_NL for the same tensors. Nothing about quality can
-be learned from it. Embeddings, which are the head too, have 16 bits in both. moepack runs twice: with weights mapped
-from files that the page cache holds, and with resident ones.
+with random weights: llama.cpp (the library of xllamacpp or llama-cpp-python, and `gguf`, from PyPI) with one type for
+every linear layer but the router. Nothing about quality can be learned from it.
 
-Each side runs in a process of its own; sides take turns, and the medians over rounds count. Decoding is greedy behind a
+Beside `--types` stands moepack with a codebook of 16 centroids a row for the same tensors. Embeddings, which are the
+head too, have 16 bits in both. moepack runs twice: with weights mapped from files that the page cache holds, and with
+resident ones.
+
+Beside each of `--formats` stand coded integers of the method `rate`, embeddings packed in both, activations of 8 bits
+in both. All tensors get the same bits, as they do there: those at which `rate` with a text loses what the type loses
+with an importance matrix, in the rows that `benches/frontier.py` wrote to `--losses` (losses interpolated
+log-linearly, the mean over models and texts); `--bits` gives others.
+
+Each side runs in a process of its own; sides take turns, and the medians over rounds count: by the clock, but with one
+thread by the processor's time, which other work on the machine disturbs less. Decoding is greedy behind a
 prompt of 16 tokens; reading is one pass over a prompt. Memory is the peak of the process's resident set: mapped weights
 are in it once they have been touched.
 """
@@ -18,18 +27,21 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_uint32, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import ggml
 import machine
 
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS, VOCABULARY = 2048, 768, 64, 8, 7, 4096
@@ -113,11 +125,43 @@ def random_method() -> Any:
     return Random()
 
 
-def gguf_file(path: Path, kind: str) -> None:
-    """Write the model for llama.cpp, blocks of 32 weights of random codes with one scale."""
+def even_method(bits: float) -> Any:
+    """The method `rate` where errors of all tensors count alike: random weights then have the same bits everywhere."""
+    from moepack.methods.rate import Rate
+    from moepack.methods.rate.sample import take_sample
+    from moepack.solvers.priced import largest_at
+
+    class Even(Rate):
+        def prepare(self, checkpoint: Any, model: Any, progress: Any = None) -> None:
+            take = partial(take_sample, checkpoint, model, self.dense_roles, largest=largest_at(bits))
+            self.decide(take(importance=dict.fromkeys(take().widths, 1.0)))
+
+    return Even(bits_per_weight=bits)
+
+
+class Blocks:
+    """Quantized random rows of a type of ggml, of which matrices are made: some types take minutes for all weights."""
+
+    def __init__(self, kind: str) -> None:
+        import gguf
+
+        self.type, self.library = gguf.GGMLQuantizationType[kind], ggml.load()
+        self.random, self.samples = np.random.default_rng(0), dict[int, Any]()
+
+    def matrix(self, *shape: int) -> Any:
+        """Blocks of a matrix, uint8 [..., R, bytes]."""
+        columns = shape[-1]
+        if columns not in self.samples:
+            values = self.random.standard_normal((ggml.SAMPLE, columns), np.float32) * columns**-0.5
+            self.samples[columns] = ggml.quantized(self.library, self.type, values, np.ones(columns, np.float32))
+        return self.samples[columns][self.random.integers(0, ggml.SAMPLE, shape[:-1])]
+
+
+def gguf_file(path: Path, kind: str, embedding: bool = False) -> None:
+    """Write the model for llama.cpp in a type of ggml; `embedding` says whether the embedding has it too."""
     import gguf
 
-    dtype, random = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
+    blocks = Blocks(kind)
     writer = gguf.GGUFWriter(path, "qwen3moe")
     for name, value in {
         "block_count": LAYERS, "context_length": 2048, "embedding_length": HIDDEN, "feed_forward_length": INNER,
@@ -131,26 +175,21 @@ def gguf_file(path: Path, kind: str) -> None:
     writer.add_tokenizer_model("none")
 
     def packed(name: str, *shape: int) -> None:
-        # A block is a half-precision scale and 32 codes of 4 bits.
-        blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 32, 18), np.uint8)
-        scale = np.array([0.2 / shape[-1] ** 0.5 / (8 if kind == "Q4_0" else 127)], np.float16).view(np.uint8)
-        blocks[..., :2] = scale
-        writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=dtype)
+        writer.add_tensor(name, blocks.matrix(*shape), raw_dtype=blocks.type)
 
     def dense(name: str, *shape: int, dtype: Any = np.float32) -> None:
-        values = np.ones(shape) if "norm" in name else random.standard_normal(shape) * HIDDEN**-0.5
+        values = np.ones(shape) if "norm" in name else blocks.random.standard_normal(shape) * HIDDEN**-0.5
         writer.add_tensor(name, values.astype(dtype))
 
-    dense("token_embd.weight", VOCABULARY, HIDDEN, dtype=np.float16)
+    if embedding:
+        packed("token_embd.weight", VOCABULARY, HIDDEN)
+    else:
+        dense("token_embd.weight", VOCABULARY, HIDDEN, dtype=np.float16)
     dense("output_norm.weight", HIDDEN)
     for layer in range(LAYERS):
         stem = f"blk.{layer}."
-        for name, width in (
-            ("attn_norm", HIDDEN),
-            ("ffn_norm", HIDDEN),
-            ("attn_q_norm", WIDTH),
-            ("attn_k_norm", WIDTH),
-        ):
+        norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN, "attn_q_norm": WIDTH, "attn_k_norm": WIDTH}
+        for name, width in norms.items():
             dense(f"{stem}{name}.weight", width)
         packed(f"{stem}attn_q.weight", HEADS * WIDTH, HIDDEN)
         packed(f"{stem}attn_k.weight", GROUPS * WIDTH, HIDDEN)
@@ -192,26 +231,50 @@ class Packed:
                 self.state = self.model(token, past_key_values=cache, use_cache=True)
 
 
+class Settings(ctypes.Structure):
+    """The beginning of `llama_context_params`; the rest goes back as it came, as all of other structures does."""
+
+    _fields_ = [("n_ctx", c_uint32), ("rest", c_uint32 * 255)]
+
+
+LLAMA = {"llama_cpp": "lib/libllama.so", "xllamacpp": "xllamacpp.abi3.so"}
+"""Packages that bring llama.cpp, and where it is in them."""
+FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
+    "llama_backend_init": (None, []),
+    "llama_model_default_params": (Settings, []),
+    "llama_model_load_from_file": (c_void_p, [c_char_p, Settings]),
+    "llama_context_default_params": (Settings, []),
+    "llama_init_from_model": (c_void_p, [c_void_p, Settings]),
+    "llama_set_n_threads": (None, [c_void_p, c_int32, c_int32]),
+    "llama_batch_get_one": (Settings, [c_void_p, c_int32]),
+    "llama_decode": (c_int32, [c_void_p, Settings]),
+    "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_get_memory": (c_void_p, [c_void_p]),
+    "llama_memory_clear": (None, [c_void_p, c_bool]),
+}
+"""What functions return, and their arguments. Structures are at most the last argument, so they may be too long."""
+
+
 class Llama:
     """The model in llama.cpp."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        import llama_cpp
-
-        self.api, log = llama_cpp, llama_cpp.llama_log_callback(lambda *_: None)
-        self.log = log
-        llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        if not self.model:
+        self.api = api = ggml.opened(LLAMA)
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(api, name)
+            function.restype, function.argtypes = result, arguments
+        api.llama_log_set(ggml.SILENT, None)
+        api.llama_backend_init()
+        model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+        if not model:
             raise SystemExit(f"llama.cpp does not load {path}")
-        settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = 1024, 512, 512
-        settings.n_threads = settings.n_threads_batch = threads
-        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        settings = api.llama_context_default_params()
+        settings.n_ctx = 1024
+        self.context = api.llama_init_from_model(model, settings)
+        api.llama_set_n_threads(self.context, threads, threads)
 
     def _run(self, tokens: list[int]) -> None:
-        array = (self.api.llama_token * len(tokens))(*tokens)
+        array = (c_int32 * len(tokens))(*tokens)
         if self.api.llama_decode(self.context, self.api.llama_batch_get_one(array, len(tokens))):
             raise SystemExit("llama.cpp fails")
         logits = self.api.llama_get_logits_ith(self.context, -1)
@@ -228,25 +291,32 @@ class Llama:
             self._run([self.next])
 
 
+def peak_memory() -> int:
+    """The most bytes of memory that this process had; `getrusage` would count what its parent had at the start."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
 def serve(options: argparse.Namespace) -> None:
     """A side's process: a round for each line of its input."""
     if options.side.is_dir():
-        side: Packed | Llama = Packed(options.side, options.threads, resident=options.resident)
+        how = {"resident": options.resident, "mode": options.mode}
+        side: Packed | Llama = Packed(options.side, options.threads, **how)
     else:
         side = Llama(options.side, options.threads)
-    random = np.random.default_rng(0)
+    random, clock = np.random.default_rng(0), time.process_time if options.threads == 1 else time.perf_counter
     for _ in sys.stdin:
         side.read(random.integers(0, VOCABULARY, SHORT).tolist())
         side.decode(2)
-        start = time.perf_counter()
+        start = clock()
         side.decode(options.tokens)
-        decoded = time.perf_counter() - start
+        decoded = clock() - start
         prompt = random.integers(0, VOCABULARY, options.prompt).tolist()
-        start = time.perf_counter()
+        start = clock()
         side.read(prompt)
-        read = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        figures = {"decode": options.tokens / decoded, "prefill": options.prompt / read, "peak_bytes": peak}
+        read = clock() - start
+        figures = {"decode": options.tokens / decoded, "prefill": options.prompt / read, "peak_bytes": peak_memory()}
         print(json.dumps(figures), flush=True)
 
 
@@ -254,26 +324,63 @@ def build(directory: Path, kinds: list[str]) -> dict[str, Path]:
     """Whatever of the models is not there yet; the sides by name."""
     sides = {"moepack codebook4": directory / "packed", "moepack codebook4 resident": directory / "packed"}
     sides |= {f"llama.cpp {kind}": directory / f"{kind}.gguf" for kind in kinds}
-    if not (directory / "packed").exists():
-        from moepack.pipeline import compress
-
-        with tempfile.TemporaryDirectory(dir=directory) as model:
-            source(Path(model))
-            compress(model, directory / "packed", method=random_method())
+    pack({directory / "packed": random_method()})
     for kind in kinds:
         if not sides[f"llama.cpp {kind}"].exists():
             gguf_file(sides[f"llama.cpp {kind}"], kind)
     return sides
 
 
+def pack(methods: Mapping[Path, Any]) -> None:
+    """Pack the model by each method into its directory, where that is not there yet."""
+    from moepack.pipeline import compress
+
+    missing = {directory: method for directory, method in methods.items() if not directory.exists()}
+    if missing:
+        with tempfile.TemporaryDirectory(dir=next(iter(missing)).parent) as model:
+            source(Path(model))
+            for directory, method in missing.items():
+                compress(model, directory, method=method)
+
+
+def build_formats(directory: Path, bits: Mapping[str, float]) -> dict[str, dict[str, Path]]:
+    """Both sides of each type of ggml, by its name, with coded integers of so many bits; made if they are not there."""
+    coded = {kind: directory / f"coded-{asked:.2f}" for kind, asked in bits.items()}
+    pack({coded[kind]: even_method(round(asked, 2)) for kind, asked in bits.items()})
+    sides = {}
+    for kind in bits:
+        peer = directory / f"{kind}-packed-embedding.gguf"
+        if not peer.exists():
+            gguf_file(peer, kind, embedding=True)
+        sides[kind] = {"moepack coded": coded[kind], f"llama.cpp {kind}": peer}
+    return sides
+
+
+def matching_bits(options: argparse.Namespace) -> dict[str, float]:
+    """For each type of ggml the bits of coded integers that stand beside it."""
+    if options.bits:
+        return dict(zip(options.formats, options.bits, strict=True))
+    from frontier import matching
+
+    rows = json.loads(options.losses.read_text())["figures"]["rows"]
+    return {kind: matching(rows, kind) for kind in options.formats}
+
+
+def stored_bytes(side: Path) -> int:
+    """The size of a model."""
+    files = side.glob("*.safetensors") if side.is_dir() else [side]
+    return sum(file.stat().st_size for file in files)
+
+
 def contest(sides: Mapping[str, Path], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of each side's rounds, after one to warm up."""
+    """Medians of each side's rounds, after one to warm up, and the size of its model."""
     processes = {}
     for name, path in sides.items():
         command = [sys.executable, __file__, "--side", str(path)]
         for setting in ("threads", "tokens", "prompt"):
             command += [f"--{setting}", str(getattr(options, setting))]
         command += ["--resident"] if name.endswith("resident") else []
+        command += ["--mode", "int8"] if name.endswith("coded") else []
         processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(options.rounds + 1):
@@ -285,7 +392,28 @@ def contest(sides: Mapping[str, Path], options: argparse.Namespace) -> dict[str,
             rounds[name] += [figures] if turn else []
     for process in processes.values():
         process.communicate()
-    return {name: {key: statistics.median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()}
+    medians = {
+        name: {key: statistics.median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()
+    }
+    for name, found in medians.items():
+        found["model_bytes"] = stored_bytes(sides[name])
+        speeds = ", ".join(f"{key} {found[key]:.1f} tokens/s" for key in ("decode", "prefill"))
+        sizes = ", ".join(f"{key} {found[f'{key}_bytes'] / 1e9:.2f} GB" for key in ("peak", "model"))
+        print(f"{name}: {speeds}, {sizes}", flush=True)
+    return medians
+
+
+def contest_formats(options: argparse.Namespace) -> dict[str, Any]:
+    """For each type of ggml the figures of both sides, and ours over theirs."""
+    bits, figures = matching_bits(options), dict[str, Any]()
+    sides = build_formats(options.directory, bits)
+    for kind in () if options.only_build else options.formats:
+        print(f"{kind}: {bits[kind]:.2f} bits of coded integers", flush=True)
+        ours, theirs = contest(sides[kind], options).values()
+        ratios = {key: round(ours[key] / theirs[key], 3) for key in ours}
+        print(f"{kind}: ours over theirs {ratios}", flush=True)
+        figures[kind] = {"bits": bits[kind], "moepack": ours, "llama.cpp": theirs, "ratios": ratios}
+    return figures
 
 
 def main() -> None:
@@ -293,27 +421,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--types", nargs="*", default=["Q4_0", "IQ4_NL"])
+    parser.add_argument("--formats", nargs="*", default=[], help="types that coded integers stand beside")
+    parser.add_argument("--losses", type=Path, default=Path("benches/results/ggml-zen3.json"))
+    parser.add_argument("--bits", type=float, nargs="*", help="of coded integers, instead of those of equal loss")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="fewer for a trial")
     parser.add_argument("--directory", type=Path, default=Path("build/llama"))
     parser.add_argument("--only-build", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build/llama.json"))
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--resident", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         return serve(options)
+    globals().update(LAYERS=options.layers)
     options.directory.mkdir(parents=True, exist_ok=True)
-    sides = build(options.directory, options.types)
-    if options.only_build:
-        return None
     print(machine.describe(options.threads))
-    figures = contest(sides, options)
-    for name, found in figures.items():
-        speeds = ", ".join(f"{key} {found[key]:.1f} tokens/s" for key in ("decode", "prefill"))
-        print(f"{name}: {speeds}, peak {found['peak_bytes'] / 1e9:.2f} GB", flush=True)
-    machine.save(options.out, options.threads, figures)
+    if options.formats:
+        figures: dict[str, Any] = contest_formats(options)
+    else:
+        sides = build(options.directory, options.types)
+        figures = {} if options.only_build else contest(sides, options)
+    if figures:
+        machine.save(options.out, options.threads, figures)
     return None
 
 

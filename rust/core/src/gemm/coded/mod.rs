@@ -34,6 +34,7 @@ mod x86;
 
 pub use projection::Coded;
 
+use crate::formats::coded::{BLOCK_ROWS, LANES};
 use crate::types::Mode;
 
 /// The modes that coded tensors have.
@@ -49,4 +50,14 @@ enum Precision {
     Exact,
     /// As bytes.
     Int8,
+}
+
+impl Precision {
+    /// Sums of a row block and a token: of lanes, or of rows.
+    fn sums(self) -> usize {
+        match self {
+            Precision::Exact => LANES,
+            Precision::Int8 => BLOCK_ROWS,
+        }
+    }
 }

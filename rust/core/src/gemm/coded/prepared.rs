@@ -2,6 +2,7 @@
 
 use super::{PIECE, Precision};
 use crate::formats::coded::QUAD;
+use crate::simd::{Isa, vectorized};
 use crate::types::Activations;
 
 /// Columns of a piece.
@@ -21,7 +22,13 @@ pub struct Token {
 
 impl Token {
     /// Token `token` of `x`, of so many columns.
-    pub(super) fn new(precision: Precision, x: &Activations, token: usize, columns: usize) -> Token {
+    pub(super) fn new(
+        isa: Isa,
+        precision: Precision,
+        x: &Activations,
+        token: usize,
+        columns: usize,
+    ) -> Token {
         let padded = columns.next_multiple_of(QUAD);
         let mut values = vec![0.0; padded];
         x.widen(token * columns, &mut values[..columns]);
@@ -29,19 +36,23 @@ impl Token {
         if precision == Precision::Int8 {
             bytes.resize(padded, 0);
             let pieces = values.chunks_mut(COLUMNS).zip(bytes.chunks_mut(COLUMNS));
-            units.extend(pieces.map(|(values, bytes)| round(values, bytes)));
+            units.extend(pieces.map(|(values, bytes)| round(isa, values, bytes)));
         }
         Token { values, bytes, units }
     }
 }
 
-/// Rounds a piece to bytes, and to what they stand for; returns the worth of a unit, and the sum of the bytes.
-fn round(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) {
-    let largest = values
-        .iter()
-        .fold(0.0, |largest: f32, value| largest.max(value.abs()));
-    let finite = values.iter().map(|value| value * 0.0).sum::<f32>() == 0.0;
-    let unit = match finite {
+vectorized! {
+    /// Rounds a piece to bytes, and to what they stand for; returns the worth of a unit, and the sum of the bytes.
+    fn round(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) = round_portable;
+}
+
+#[inline(always)]
+fn round_portable(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) {
+    // Magnitudes are ordered as their bits are, NaN and infinity last.
+    let bits = values.iter().map(|value| value.abs().to_bits());
+    let largest = f32::from_bits(bits.fold(0, u32::max));
+    let unit = match largest.is_finite() {
         true if largest < TINY => 0.0,
         true => largest / 127.0,
         false => f32::NAN,

@@ -4,8 +4,8 @@
 use super::neon;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD, Register};
-use crate::simd::Isa;
+use crate::formats::coded::{Affine, BLOCK_ROWS, LANES, QUAD, Register};
+use crate::simd::{Isa, vectorized};
 
 /// Adds to the sum of each lane the products of its codes, signed bytes, by four activations a register. `isa` must have
 /// been found available.
@@ -40,30 +40,69 @@ pub(super) fn of_rows(sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
     std::array::from_fn(|row| (quads[row][0] + quads[row][1]) + (quads[row][2] + quads[row][3]))
 }
 
-/// For each row the products of bytes by four signed ones a register, which are no -128. The bytes are below 64, or if
-/// `WIDE` below 128. `isa` must have been found available.
+/// For each token and row the products of the row's bytes, below `most`, which is at most 128, by the token's bytes, four a
+/// register, none of them -128. `isa` must have been found available.
 #[inline]
-pub(super) fn bytes<const WIDE: bool>(isa: Isa, symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub(super) fn bytes<const N: usize>(
+    isa: Isa,
+    symbols: &[Register],
+    most: usize,
+    x: [&[i8]; N],
+) -> [[i32; BLOCK_ROWS]; N] {
     // Kernels rely on it.
-    assert!(x.len() >= QUAD * symbols.len());
+    assert!(x.iter().all(|x| x.len() >= QUAD * symbols.len()));
     match isa {
         // SAFETY: the processor runs the set.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { x86::bytes_avx2::<WIDE>(symbols, x) },
+        Isa::Avx2 if most <= 32 => unsafe { x86::bytes_avx2::<N, 4>(symbols, x) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { x86::bytes_avx512(symbols, x) },
+        Isa::Avx2 if most <= 64 => unsafe { x86::bytes_avx2::<N, 2>(symbols, x) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { x86::bytes_avx2::<N, 1>(symbols, x) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Amx => x.map(|x| unsafe { x86::bytes_avx512(symbols, x) }),
         // SAFETY: as above.
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => unsafe { neon::bytes(symbols, x) },
-        _ => {
-            let mut sums = [0; BLOCK_ROWS];
-            for (symbols, x) in symbols.iter().zip(x.chunks_exact(QUAD)) {
-                for (lane, &symbol) in symbols.0.iter().enumerate() {
-                    sums[lane / QUAD] += i32::from(symbol) * i32::from(x[lane % QUAD]);
-                }
-            }
-            sums
+        Isa::Neon => x.map(|x| unsafe { neon::bytes(symbols, x) }),
+        _ => x.map(|x| bytes_portable(symbols, x)),
+    }
+}
+
+vectorized! {
+    /// Adds to the sums of some tokens' rows what their products by bytes stand for. Of a token are given the worth of a
+    /// unit, and the sum of its bytes.
+    pub(super) fn add(
+        products: &[[i32; BLOCK_ROWS]],
+        units: &[(f32, i32)],
+        affine: Affine,
+        sums: &mut [[f32; BLOCK_ROWS]],
+    ) = add_portable;
+}
+
+#[inline(always)]
+fn add_portable(
+    products: &[[i32; BLOCK_ROWS]],
+    units: &[(f32, i32)],
+    affine: Affine,
+    sums: &mut [[f32; BLOCK_ROWS]],
+) {
+    for ((products, &(unit, sum)), sums) in products.iter().zip(units).zip(sums) {
+        for (sums, product) in sums.iter_mut().zip(products) {
+            *sums += unit * (affine.factor * product + affine.offset * sum) as f32;
         }
     }
+}
+
+fn bytes_portable(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+    let mut sums = [0; BLOCK_ROWS];
+    for (symbols, x) in symbols.iter().zip(x.chunks_exact(QUAD)) {
+        for (lane, &symbol) in symbols.0.iter().enumerate() {
+            sums[lane / QUAD] += i32::from(symbol) * i32::from(x[lane % QUAD]);
+        }
+    }
+    sums
 }

@@ -1,6 +1,8 @@
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, gaussian};
-use crate::formats::coded::{self as format, MAX_LOW_BITS, encode_dependent, encode_with_low_bits};
+use crate::formats::coded::{
+    self as format, MAX_LOW_BITS, QUAD, Register, encode_dependent, encode_with_low_bits,
+};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 use crate::simd::Isa;
@@ -76,7 +78,7 @@ impl Case {
             Precision::Exact
         };
         for (expert, token) in (0..experts).flat_map(|e| (offsets[e]..offsets[e + 1]).map(move |t| (e, t))) {
-            let seen = prepared::Token::new(precision, &x.into(), token, columns).values;
+            let seen = prepared::Token::new(isa, precision, &x.into(), token, columns).values;
             for row in 0..rows {
                 let [wanted, size] = self.product(expert * rows + row, &seen);
                 let panels = matches!(mode, Mode::Auto | Mode::Bf16);
@@ -139,6 +141,25 @@ fn products_are_those_of_the_codes() {
 }
 
 #[test]
+fn sums_of_the_largest_bytes_overflow_nowhere() {
+    for most in [2, 16, 17, 32, 33, 64, 65, 128] {
+        let symbols = [Register([most as u8 - 1; LANES]); 7];
+        for byte in [-127, 127] {
+            let (x, wanted) = ([byte; 7 * QUAD], 28 * (most as i32 - 1) * i32::from(byte));
+            for isa in isas() {
+                let found = products::bytes(isa, &symbols, most, [&x[..]; 3]);
+                assert_eq!(
+                    found,
+                    [[wanted; BLOCK_ROWS]; 3],
+                    "bytes below {most} on {}",
+                    isa.name()
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn a_token_gets_the_same_alone_and_among_others() {
     let shape = Shape {
         experts: 1,
@@ -147,13 +168,13 @@ fn a_token_gets_the_same_alone_and_among_others() {
         ndim: 2,
     };
     let plain = Case::new(shape, 16, 2.0);
-    let x = tokens(40, 300);
+    let x = tokens(140, 300);
     for (case, mode, isa) in [plain.dependent(), plain].iter().flat_map(|case| {
         let modes = [Mode::Exact, Mode::Int8].into_iter();
         modes.flat_map(move |mode| isas().map(move |isa| (case, mode, isa)))
     }) {
-        let all = case.check(mode, isa, &x, &[0, 40]);
-        for token in [0, 17, 39] {
+        let all = case.check(mode, isa, &x, &[0, 140]);
+        for token in [0, 17, 127, 128, 139] {
             let alone = case.check(mode, isa, &x[token * 300..][..300], &[0, 1]);
             assert!(alone == all[token * 150..][..150]);
         }

@@ -62,44 +62,43 @@ pub(super) unsafe fn exact_avx512(codes: &[Register], x: &[f32], sums: &mut [f32
     }
 }
 
-/// See [`super::products::bytes`]. Two products of a byte below 128 by one of at most 127 fit 16 bits, and so do two of
-/// those sums where bytes are below 64.
+/// See [`super::products::bytes`]. Two products of bytes, summed over `RUN` registers, fit 16 bits: of those below 128 in
+/// one register (2 * 127 * 127 is 32,258), below 64 over two, below 32 over four. Registers are read once for all tokens.
 ///
 /// # Safety
-/// The processor has AVX2; there are four activations a register.
+/// The processor has AVX2; there are four activations a register of each token.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn bytes_avx2<const WIDE: bool>(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
-    let (pairs, last) = symbols.as_chunks::<2>();
-    let mut sums = [_mm256_setzero_si256(); 2];
-    let mut add = |words: [__m256i; 2]| {
-        for (sum, words) in sums.iter_mut().zip(words) {
-            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+pub(super) unsafe fn bytes_avx2<const N: usize, const RUN: usize>(
+    symbols: &[Register],
+    x: [&[i8]; N],
+) -> [[i32; BLOCK_ROWS]; N] {
+    let mut sums = [[_mm256_setzero_si256(); 2]; N];
+    let mut place = 0;
+    let mut add = |run: &[Register]| {
+        let mut words = [[_mm256_setzero_si256(); 2]; N];
+        for symbols in run {
+            for (words, x) in words.iter_mut().zip(x) {
+                // SAFETY: the caller's activations, four of this register behind those of the registers before it.
+                let products = unsafe { words_avx2(symbols, x.as_ptr().add(place)) };
+                *words = [0, 1].map(|half| _mm256_add_epi16(words[half], products[half]));
+            }
+            place += QUAD;
+        }
+        for (sums, words) in sums.iter_mut().zip(words) {
+            for (sum, words) in sums.iter_mut().zip(words) {
+                *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+            }
         }
     };
-    for (number, [first, second]) in pairs.iter().enumerate() {
-        // SAFETY: the caller's activations.
-        let [first, second] = unsafe {
-            let x = x.as_ptr().add(2 * QUAD * number);
-            [words_avx2(first, x), words_avx2(second, x.add(QUAD))]
-        };
-        if WIDE {
-            add(first);
-            add(second);
-        } else {
-            add([
-                _mm256_add_epi16(first[0], second[0]),
-                _mm256_add_epi16(first[1], second[1]),
-            ]);
+    let (runs, last) = symbols.as_chunks::<RUN>();
+    runs.iter().for_each(|run| add(run));
+    add(last);
+    let mut rows = [[0; BLOCK_ROWS]; N];
+    for (rows, sums) in rows.iter_mut().zip(sums) {
+        for (half, sum) in sums.into_iter().enumerate() {
+            // SAFETY: there are 16 rows.
+            unsafe { _mm256_storeu_si256(rows.as_mut_ptr().add(8 * half).cast(), sum) }
         }
-    }
-    for symbols in last {
-        // SAFETY: the caller's activations.
-        add(unsafe { words_avx2(symbols, x.as_ptr().add(2 * QUAD * pairs.len())) });
-    }
-    let mut rows = [0; BLOCK_ROWS];
-    for (half, &sum) in sums.iter().enumerate() {
-        // SAFETY: there are 16 rows.
-        unsafe { _mm256_storeu_si256(rows.as_mut_ptr().add(8 * half).cast(), sum) }
     }
     rows
 }

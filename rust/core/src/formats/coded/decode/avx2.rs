@@ -11,27 +11,6 @@ use super::{Chain, Register};
 use crate::formats::coded::table::{BUCKET, Table};
 use crate::formats::coded::{LANES, QUAD};
 
-/// For each mask of eight bytes the positions from `first` on that spread so many bytes over it, 0x80 elsewhere.
-const fn positions(first: u8) -> [[u8; 8]; 256] {
-    let mut spread = [[0x80; 8]; 256];
-    let mut mask = 0;
-    while mask < 256 {
-        let (mut bit, mut next) = (0, first);
-        while bit < 8 {
-            if mask >> bit & 1 == 1 {
-                spread[mask][bit] = next;
-                next += 1;
-            }
-            bit += 1;
-        }
-        mask += 1;
-    }
-    spread
-}
-
-static LOWER: [[u8; 8]; 256] = positions(0);
-static UPPER: [[u8; 8]; 256] = positions(8);
-
 /// See [`super::decode`].
 ///
 /// # Safety
@@ -40,30 +19,50 @@ static UPPER: [[u8; 8]; 256] = positions(8);
 pub(super) unsafe fn decode(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     let pairs = chains.chunks_mut(2).zip(out.chunks_mut((2 * registers).max(1)));
     for (chains, out) in pairs {
-        let symbols = chains.iter().map(|chain| chain.table.count).max().unwrap_or(0);
+        let edges = chains.iter().any(|chain| !chain.table.buckets.edges.is_empty());
         // SAFETY: the caller's processor; `out` has a chunk of so many registers for each chain.
         unsafe {
-            match symbols.div_ceil(BUCKET) {
-                ..=1 => some::<1>(chains, registers, out),
-                2 => some::<2>(chains, registers, out),
-                _ => some::<4>(chains, registers, out),
+            match edges {
+                false => pair::<false>(chains, registers, out),
+                true => pair::<true>(chains, registers, out),
             }
         }
     }
 }
 
-/// Decodes one or two chains whose tables have at most `16 * BANKS` symbols.
+/// Decodes one or two chains. Only if `EDGES` do their tables list edges: a loop over none costs a tenth of the time.
 ///
 /// # Safety
 /// The processor has the features; there are `registers` registers in `out` for each chain.
 #[target_feature(enable = "avx2,popcnt")]
-unsafe fn some<const BANKS: usize>(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
+unsafe fn pair<const EDGES: bool>(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
+    let symbols = chains.iter().map(|chain| chain.table.count).max().unwrap_or(0);
+    // SAFETY: the caller's processor, tables and registers.
+    unsafe {
+        match symbols.div_ceil(BUCKET) {
+            ..=1 => some::<1, EDGES>(chains, registers, out),
+            2 => some::<2, EDGES>(chains, registers, out),
+            _ => some::<4, EDGES>(chains, registers, out),
+        }
+    }
+}
+
+/// Decodes one or two chains whose tables have at most `16 * BANKS` symbols; see [`pair`].
+///
+/// # Safety
+/// The processor has the features; there are `registers` registers in `out` for each chain.
+#[target_feature(enable = "avx2,popcnt")]
+unsafe fn some<const BANKS: usize, const EDGES: bool>(
+    chains: &mut [Chain],
+    registers: usize,
+    out: &mut [Register],
+) {
     match chains {
         [one] => {
             let mut states = States::load(one);
             for out in &mut out[..registers] {
                 // SAFETY: the caller's processor and table.
-                unsafe { states.next::<BANKS>(one, out) }
+                unsafe { states.next::<BANKS, EDGES>(one, out) }
             }
             states.store(one);
         }
@@ -73,8 +72,8 @@ unsafe fn some<const BANKS: usize>(chains: &mut [Chain], registers: usize, out: 
             for (left, right) in left.iter_mut().zip(right) {
                 // SAFETY: the caller's processor and tables.
                 unsafe {
-                    states[0].next::<BANKS>(first, left);
-                    states[1].next::<BANKS>(second, right);
+                    states[0].next::<BANKS, EDGES>(first, left);
+                    states[1].next::<BANKS, EDGES>(second, right);
                 }
             }
             let [left, right] = states;
@@ -119,14 +118,14 @@ impl States {
     /// Decodes a register.
     ///
     /// # Safety
-    /// The processor has AVX2 and POPCNT; these are the chain's states, and its table has at most `16 * BANKS` symbols.
+    /// The processor has AVX2 and POPCNT; these are the chain's states, and its table is as [`some`] says.
     #[inline(always)] // Without, states would go through memory from register to register.
-    unsafe fn next<const BANKS: usize>(&mut self, chain: &Chain, out: &mut Register) {
+    unsafe fn next<const BANKS: usize, const EDGES: bool>(&mut self, chain: &Chain, out: &mut Register) {
         // SAFETY: `at <= length`, and 64 bytes follow the chain's `length` bytes, of which each half takes at most 32.
         unsafe {
             let bytes = chain.bytes.as_ptr().add(self.at);
-            let (first, taken) = self.half::<BANKS, 0>(chain.table, bytes);
-            let (second, more) = self.half::<BANKS, 1>(chain.table, bytes.add(taken));
+            let (first, taken) = self.half::<BANKS, EDGES, 0>(chain.table, bytes);
+            let (second, more) = self.half::<BANKS, EDGES, 1>(chain.table, bytes.add(taken));
             put([first, second], out);
             self.at = (self.at + taken + more).min(chain.length);
         }
@@ -137,7 +136,7 @@ impl States {
     /// # Safety
     /// The processor has what [`States::next`] asks for, and 32 bytes at `bytes` are readable.
     #[inline(always)]
-    unsafe fn half<const BANKS: usize, const HALF: usize>(
+    unsafe fn half<const BANKS: usize, const EDGES: bool, const HALF: usize>(
         &mut self,
         table: &Table,
         bytes: *const u8,
@@ -145,7 +144,7 @@ impl States {
         let (high, low) = (self.high[HALF], self.low[HALF]);
         // SAFETY: the caller's processor, table and bytes.
         unsafe {
-            let symbols = symbols(table, low);
+            let symbols = symbols::<EDGES>(table, low);
             let frequencies = look_up::<BANKS>(&table.frequencies, symbols);
             let rest = _mm256_sub_epi8(low, look_up::<BANKS>(&table.starts, symbols));
             let [even, odd] = states(high, frequencies, rest);
@@ -155,8 +154,9 @@ impl States {
             let empty = _mm256_cmpeq_epi8(high, _mm256_setzero_si256());
             let short = _mm256_and_si256(empty, self.active[HALF]);
             let mask = _mm256_movemask_epi8(short) as u32;
+            let lower = (mask & 0xffff).count_ones() as usize;
             self.high[HALF] = _mm256_blendv_epi8(high, low, short);
-            self.low[HALF] = _mm256_blendv_epi8(low, spread(mask, bytes), short);
+            self.low[HALF] = _mm256_blendv_epi8(low, spread(short, bytes, lower), short);
             (symbols, mask.count_ones() as usize)
         }
     }
@@ -193,24 +193,25 @@ fn put([first, second]: [__m256i; 2], register: &mut Register) {
     }
 }
 
-/// The symbols of slots.
+/// The symbols of slots; see [`pair`].
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
-fn symbols(table: &Table, low: __m256i) -> __m256i {
+fn symbols<const EDGES: bool>(table: &Table, low: __m256i) -> __m256i {
     let buckets = &table.buckets;
     let bucket = _mm256_and_si256(_mm256_srli_epi16::<4>(low), _mm256_set1_epi8(15));
     let slot = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
-    // Sixteen slots from zero on keep the highest bit clear, and those bits are all that look-ups read.
-    let within = |slot: __m256i| _mm256_adds_epu8(slot, _mm256_set1_epi8(0x70));
-    let last = within(_mm256_sub_epi8(low, _mm256_set1_epi8(-16)));
+    // The highest bit of an index, for which look-ups give zero, is clear for the first or last sixteen slots alone.
+    let first = _mm256_adds_epu8(low, _mm256_set1_epi8(0x70));
+    // The last sixteen as signed bytes are 112 and more.
+    let last = _mm256_subs_epi8(slot, _mm256_set1_epi8(0x70));
     let edge = _mm256_shuffle_epi8(bank(&buckets.first_edges, 0), bucket);
     let base = _mm256_shuffle_epi8(bank(&buckets.bases, 0), bucket);
     let outer = _mm256_add_epi8(
-        _mm256_shuffle_epi8(bank(&buckets.outer[0], 0), within(low)),
+        _mm256_shuffle_epi8(bank(&buckets.outer[0], 0), first),
         _mm256_shuffle_epi8(bank(&buckets.outer[1], 0), last),
     );
     let mut symbols = _mm256_sub_epi8(_mm256_add_epi8(base, outer), _mm256_cmpgt_epi8(slot, edge));
-    for edge in &buckets.edges {
+    for edge in buckets.edges.iter().filter(|_| EDGES) {
         // SAFETY: an edge has 32 bytes.
         let edge = unsafe { _mm256_loadu_si256(edge.as_ptr().cast()) };
         symbols = _mm256_sub_epi8(symbols, _mm256_cmpgt_epi8(slot, edge));
@@ -252,40 +253,27 @@ fn bank<const N: usize>(table: &[u8; N], i: usize) -> __m256i {
     unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())) }
 }
 
-/// The next bytes, spread over the set bits of a mask.
+/// The next bytes in the lanes that are short of one, all bits of which are set in `short`; of the lower 16 there are
+/// `lower`.
 ///
 /// # Safety
-/// The processor has the features, and 32 bytes are readable.
-#[inline]
-#[target_feature(enable = "avx2,popcnt")]
-unsafe fn spread(mask: u32, bytes: *const u8) -> __m256i {
-    let before = |lanes: u32| (mask & ((1 << lanes) - 1)).count_ones() as usize;
-    let position = |of: &[[u8; 8]; 256], lanes: u32| of[(mask >> lanes & 255) as usize].as_ptr();
-    // SAFETY: before eight lanes at most as many bytes have been taken as there are lanes before them, at most 24;
-    // positions are of eight bytes.
-    unsafe {
-        let sources = _mm256_set_m128i(
-            pair(bytes.add(before(16)), bytes.add(before(24))),
-            pair(bytes, bytes.add(before(8))),
-        );
-        let positions = _mm256_set_m128i(
-            pair(position(&LOWER, 16), position(&UPPER, 24)),
-            pair(position(&LOWER, 0), position(&UPPER, 8)),
-        );
-        _mm256_shuffle_epi8(sources, positions)
-    }
-}
-
-/// Eight bytes from two places.
-///
-/// # Safety
-/// The processor has the features, and eight bytes at each are readable.
+/// The processor has AVX2, and 32 bytes are readable.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn pair(low: *const u8, high: *const u8) -> __m128i {
-    // SAFETY: the caller's bytes.
-    unsafe {
-        let low = _mm_castsi128_pd(_mm_loadl_epi64(low.cast()));
-        _mm_castpd_si128(_mm_loadh_pd(low, high.cast()))
-    }
+unsafe fn spread(short: __m256i, bytes: *const u8, lower: usize) -> __m256i {
+    // Minus the number of such lanes up to each, of 16.
+    let mut count = _mm256_add_epi8(short, _mm256_slli_si256::<1>(short));
+    count = _mm256_add_epi8(count, _mm256_slli_si256::<2>(count));
+    count = _mm256_add_epi8(count, _mm256_slli_si256::<4>(count));
+    count = _mm256_add_epi8(count, _mm256_slli_si256::<8>(count));
+    // -n - 1 has the bits of n inverted.
+    let position = _mm256_xor_si256(count, _mm256_set1_epi8(-1));
+    // SAFETY: 16 bytes at each place: there are at most 16 lower lanes.
+    let next = unsafe {
+        _mm256_set_m128i(
+            _mm_loadu_si128(bytes.add(lower).cast()),
+            _mm_loadu_si128(bytes.cast()),
+        )
+    };
+    _mm256_shuffle_epi8(next, position)
 }

@@ -56,6 +56,8 @@ pub struct Affine {
     pub factor: i32,
     /// The integer of a zero.
     pub offset: i32,
+    /// All bytes are below it.
+    pub most: usize,
 }
 
 impl<'a> Chain<'a> {
@@ -105,12 +107,14 @@ impl<'a> Chain<'a> {
             None => Affine {
                 factor: 1,
                 offset: self.table.lowest().into(),
+                most: self.table.count,
             },
             Some(states) => {
                 states.pass::<true>(isa, self.table.lowest(), symbols);
                 Affine {
                     factor: 2,
                     offset: trellis::OFFSET,
+                    most: 128,
                 }
             }
         }
