@@ -130,9 +130,10 @@ pub(crate) fn has_dot_products() -> bool {
     std::arch::is_aarch64_feature_detected!("dotprod")
 }
 
-/// Whether the processor reads ascending streams at full speed by itself, without being asked for what comes.
+/// Whether the processor reads ascending streams at full speed by itself, without being asked for what comes: AMD's
+/// from Zen 4 on. Zen 3 stops at the end of each page.
 pub(crate) fn reads_ahead() -> bool {
-    is_amd()
+    is_amd() && Isa::Avx512.available()
 }
 
 /// Asks for memory that is needed soon, into the second-level cache.

@@ -6,7 +6,9 @@
 //! Counts for 32 columns of 16 rows on AVX-512, beside the loads: 4 bits 4 shifts and 8 masks, 3 bits 17, 2 bits 6
 //! and 8, 8 bits none, and 8 dot products a line.
 //!
-//! A sum is a chain of dependent operations of four or five cycles each. So few lines add up in several chains.
+//! A sum is a chain of dependent operations of four or five cycles each. So few lines add up in several chains. AVX2
+//! without dot products of bytes needs none: there, products of a unit's codes below 16 add up in 16 bits, which takes
+//! two operations for four columns instead of three.
 //!
 //! With many lines the loads of their words take as long as the dot products, so that sets with registers enough take two
 //! blocks at a time, and each word serves both. Zen 4 starts one operation of 512 bits a cycle that multiplies, be it
@@ -27,7 +29,7 @@ const QUADS: usize = UNIT / 4;
 /// How far ahead of the bytes in use memory is asked for, in bytes, where that is faster than leaving it to the processor.
 ///
 /// A block is one ascending stream, parameters and codes in turn. On Zen 4 two threads read it at 98% of the speed of
-/// plain sums without asking, and at 92% with; on Xeons 1 to 2 KB ahead gave up to a quarter.
+/// plain sums without asking, and at 92% with; on Xeons 1 to 2 KB ahead gave up to a quarter, as on Zen 3.
 const AHEAD: usize = 1536;
 
 /// Where a kernel reads weights.
@@ -38,7 +40,7 @@ pub(super) struct Weights<'a> {
     pub layout: Layout,
 }
 
-/// Places of one half (or the whole) of a block while a kernel walks through it, step by step.
+/// Places in a block while a kernel walks through it, step by step.
 #[derive(Clone, Copy)]
 pub(super) struct Cursor<V: Lanes> {
     codes: *const u8,
@@ -62,12 +64,12 @@ impl<V: Lanes> Cursor<V> {
     /// without columns has no steps, so that nothing is read.
     ///
     /// # Safety
-    /// `first_lane` is 0, or 8 for lanes of half a block; the block is as long as the layout says.
+    /// The block is as long as the layout says.
     #[inline(always)]
-    pub unsafe fn new(weights: &Weights, first_lane: usize) -> Self {
+    pub unsafe fn new(weights: &Weights) -> Self {
         let ahead = if simd::reads_ahead() { 0 } else { AHEAD };
         // SAFETY: the caller's.
-        unsafe { Cursor::with(weights, first_lane, ahead) }
+        unsafe { Cursor::with(weights, ahead) }
     }
 
     /// As [`Cursor::new`], memory being asked for `ahead` bytes ahead, or not at all.
@@ -75,7 +77,7 @@ impl<V: Lanes> Cursor<V> {
     /// # Safety
     /// As [`Cursor::new`].
     #[inline(always)]
-    unsafe fn with(weights: &Weights, first_lane: usize, ahead: usize) -> Self {
+    unsafe fn with(weights: &Weights, ahead: usize) -> Self {
         let (spec, record) = (weights.layout.spec(), weights.layout.record());
         // All steps of a whole row are of its only record and share its parameters; two groups of 16 share a unit.
         let (shift, mask, columns) = match spec.group {
@@ -84,11 +86,8 @@ impl<V: Lanes> Cursor<V> {
         };
         let parameters = if spec.group == 0 { 0 } else { record.group_bytes };
         Cursor {
-            codes: weights
-                .block
-                .as_ptr()
-                .wrapping_add(record.parameter_bytes + 4 * first_lane),
-            parameters: weights.block.as_ptr().wrapping_add(2 * first_lane),
+            codes: weights.block.as_ptr().wrapping_add(record.parameter_bytes),
+            parameters: weights.block.as_ptr(),
             record: record.bytes,
             shift,
             mask,
@@ -202,12 +201,12 @@ unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::
 /// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
 ///
 /// # Safety
-/// As [`multiply`], for 16 lanes; `to` is valid for writes of `steps.units` x 512 bytes.
+/// As [`multiply`]; `to` is valid for writes of `steps.units` x 512 bytes.
 #[inline(always)]
 unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &Steps, to: *mut u8) {
     // SAFETY: the caller's; steps and units are those of the layout.
     unsafe {
-        let cursor = Cursor::<V>::new(weights, 0);
+        let cursor = Cursor::<V>::new(weights);
         for step in 0..steps.count {
             for (i, unit) in units_of(steps, step).enumerate() {
                 let codes = cursor.unit::<BITS>(step, i);
@@ -223,10 +222,10 @@ unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &St
 /// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
 ///
 /// # Safety
-/// The processor runs the set of `V`, which has 16 lanes, and block and steps belong to `weights.layout`.
+/// The processor runs the set of `V`, and block and steps belong to `weights.layout`.
 #[inline(always)]
 pub(super) unsafe fn expand<V: Lanes>(weights: &Weights, steps: &Steps, to: &mut [u8]) {
-    assert!(V::LANES == BLOCK_ROWS && to.len() == steps.units * UNIT * BLOCK_ROWS);
+    assert!(to.len() == steps.units * UNIT * BLOCK_ROWS);
     let to = to.as_mut_ptr();
     // SAFETY: `to` has room by the assertion, the rest is the caller's.
     unsafe {
@@ -249,14 +248,18 @@ fn units_of(steps: &Steps, step: usize) -> std::ops::Range<usize> {
 /// Units that a step reads: two steps of 16 columns share one.
 #[inline(always)]
 fn units_in(steps: &Steps, step: usize) -> std::ops::Range<usize> {
-    match steps.columns < UNIT {
-        true => step / 2..step / 2 + 1,
-        false => units_of(steps, step),
-    }
+    let first = step * steps.columns / UNIT;
+    first..(first + (steps.columns / UNIT).max(1)).min(steps.units)
 }
 
 /// The sums of a step for R blocks and M lines, each in C chains.
 type Sums<V, const R: usize, const M: usize, const C: usize> = [[[<V as Lanes>::Int; C]; M]; R];
+
+/// The chains that are in use, of C.
+#[inline(always)]
+const fn chains<V: Lanes, const C: usize>() -> usize {
+    if V::CHAINS { C } else { 1 }
+}
 
 /// Adds the dot products of quad `QUAD` of a unit of each block.
 ///
@@ -283,7 +286,7 @@ unsafe fn dots<
         }
         for line in 0..M {
             for r in 0..R {
-                let sum = &mut sums[r][line][QUAD % C];
+                let sum = &mut sums[r][line][QUAD % chains::<V, C>()];
                 *sum = V::dot::<BITS>(*sum, codes[r], words.add(QUAD * M + line));
             }
         }
@@ -332,17 +335,15 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
         for r in 0..R {
             units[r] = cursors[r].unit::<BITS>(step, i);
         }
-        let mut opened = *sums;
-        for r in 0..R {
-            for line in 0..M {
-                for chain in 0..C {
-                    opened[r][line][chain] = V::open::<BITS>(sums[r][line][chain]);
-                }
+        let mut found = *sums;
+        for line in found.as_flattened_mut() {
+            for chain in 0..chains::<V, C>() {
+                line[chain] = V::begin::<BITS>(line[chain]);
             }
         }
         macro_rules! quads {
             ($($quad:literal)*) => {
-                $(dots::<V, BITS, R, M, C, $quad>(&units, words, &mut opened);)*
+                $(dots::<V, BITS, R, M, C, $quad>(&units, words, &mut found);)*
             };
         }
         // A step of 16 columns has half of its unit: the first if its number is even.
@@ -356,11 +357,9 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
         if halves[1] {
             quads!(4 5 6 7);
         }
-        for r in 0..R {
-            for line in 0..M {
-                for chain in 0..C {
-                    sums[r][line][chain] = V::close::<BITS>(sums[r][line][chain], opened[r][line][chain]);
-                }
+        for (line, found) in sums.as_flattened_mut().iter_mut().zip(found.as_flattened()) {
+            for chain in 0..chains::<V, C>() {
+                line[chain] = V::end::<BITS>(line[chain], found[chain]);
             }
         }
     }
@@ -386,46 +385,39 @@ unsafe fn multiply<
     out: &mut [Out; R],
 ) {
     debug_assert_eq!((weights[0].layout.bits(), tile.tokens), (BITS, N));
-    for first_lane in (0..BLOCK_ROWS).step_by(V::LANES) {
-        // SAFETY: units and steps stay below those of the layout, to which blocks and tile belong: a tile has N scales and
-        // sums a step, and each of `out` 16 floats a token.
-        unsafe {
-            let mut cursors = [Cursor::<V>::new(&weights[0], first_lane); R];
-            if first_lane > 0 {
-                // The second half of a block is in the cache: meanwhile the next block comes from memory. One token by int4,
-                // not in the cache, took a fifth less with it (one thread of Zen 3).
-                cursors[0] = Cursor::with(&weights[0], first_lane, weights[0].layout.block_bytes());
-            }
-            if R > 1 {
-                // The next blocks: with few tokens an expert the processor's own prefetching is too late. A layer of 128
-                // experts with 16 tokens each took about a seventh less with it (one thread of Zen 4).
-                let bytes = R * weights[0].layout.block_bytes();
-                for r in 0..R {
-                    cursors[r] = Cursor::with(&weights[r], first_lane, bytes);
-                }
-            }
-            let mut totals = [[V::zero(); N]; R];
-            for step in 0..steps.count {
-                let mut sums: Sums<V, R, M, C> = [[[V::int_zero(); C]; M]; R];
-                for (i, unit) in units_in(steps, step).enumerate() {
-                    add_unit::<V, BITS, R, M, C>(&cursors, steps, (step, i, unit), tile, &mut sums);
-                }
-                let mut scales = [(V::zero(), V::zero()); R];
-                for r in 0..R {
-                    scales[r] = cursors[r].scales(step);
-                }
-                for token in 0..N {
-                    for r in 0..R {
-                        let sum = combine::<V, C>(&sums[r][token * (M / N)..(token + 1) * (M / N)]);
-                        let at = step * N + token;
-                        totals[r][token] = add_step::<V>(totals[r][token], sum, scales[r], tile, at);
-                    }
-                }
-            }
+    // SAFETY: units and steps stay below those of the layout, to which blocks and tile belong: a tile has N scales and
+    // sums a step, and each of `out` 16 floats a token.
+    unsafe {
+        let mut cursors = [Cursor::<V>::new(&weights[0]); R];
+        if R > 1 {
+            // The next blocks: with few tokens an expert the processor's own prefetching is too late. A layer of 128
+            // experts with 16 tokens each took about a seventh less with it (one thread of Zen 4).
+            let bytes = R * weights[0].layout.block_bytes();
             for r in 0..R {
-                for token in 0..N {
-                    V::store(totals[r][token], out[r][token].as_mut_ptr().add(first_lane));
+                cursors[r] = Cursor::with(&weights[r], bytes);
+            }
+        }
+        let mut totals = [[V::zero(); N]; R];
+        for step in 0..steps.count {
+            let mut sums: Sums<V, R, M, C> = [[[V::int_zero(); C]; M]; R];
+            for (i, unit) in units_in(steps, step).enumerate() {
+                add_unit::<V, BITS, R, M, C>(&cursors, steps, (step, i, unit), tile, &mut sums);
+            }
+            let mut scales = [(V::zero(), V::zero()); R];
+            for r in 0..R {
+                scales[r] = cursors[r].scales(step);
+            }
+            for token in 0..N {
+                for r in 0..R {
+                    let sum = combine::<V, C>(&sums[r][token * (M / N)..(token + 1) * (M / N)]);
+                    let at = step * N + token;
+                    totals[r][token] = add_step::<V>(totals[r][token], sum, scales[r], tile, at);
                 }
+            }
+        }
+        for r in 0..R {
+            for token in 0..N {
+                V::store(totals[r][token], out[r][token].as_mut_ptr());
             }
         }
     }

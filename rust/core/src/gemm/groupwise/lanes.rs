@@ -1,13 +1,13 @@
-//! The vectors that the kernels are written over: 8 or 16 lanes of 32 bits, a lane being a row of a block.
+//! The vectors that the kernels are written over: 16 lanes of 32 bits, a lane being a row of a block.
 
-/// Registers of integers and floats.
+/// One or several registers of integers and of floats, 16 lanes together.
 ///
 /// # Safety
 /// Every function needs the instruction set of its implementor. Pointers are valid for what the function reads or
 /// writes and need no alignment.
 pub(super) trait Lanes: Copy {
-    /// Rows that a register holds: 16, or 8 for half a block.
-    const LANES: usize;
+    /// Whether a dot product takes so long that sums of few are worth several chains.
+    const CHAINS: bool = true;
     /// 32-bit integers, or words of codes.
     type Int: Copy;
     /// Single-precision floats.
@@ -15,7 +15,7 @@ pub(super) trait Lanes: Copy {
 
     /// Integers of zero.
     unsafe fn int_zero() -> Self::Int;
-    /// `LANES` words from memory.
+    /// 16 words from memory.
     unsafe fn load(from: *const u8) -> Self::Int;
     /// Each word shifted right, zeros coming in. `shift` is below 32.
     unsafe fn shift(words: Self::Int, shift: u32) -> Self::Int;
@@ -27,20 +27,20 @@ pub(super) trait Lanes: Copy {
     unsafe fn store_int(words: Self::Int, to: *mut u8);
     /// Sums of integers.
     unsafe fn int_add(a: Self::Int, b: Self::Int) -> Self::Int;
-    /// What a unit's dot products are added to, given the sum before them: sets without dot products into 32 bits add up to
-    /// eight of them in 16 bits.
+    /// What the dot products of a unit start from, of which [`Lanes::end`] makes `sum` and them: `sum` itself, unless
+    /// they add up in another form.
     #[inline(always)]
-    unsafe fn open<const BITS: usize>(sum: Self::Int) -> Self::Int {
+    unsafe fn begin<const BITS: usize>(sum: Self::Int) -> Self::Int {
         sum
     }
-    /// The sum before a unit with what [`Lanes::open`] has become.
-    #[inline(always)]
-    unsafe fn close<const BITS: usize>(_sum: Self::Int, opened: Self::Int) -> Self::Int {
-        opened
-    }
-    /// `sum`, which was opened, + the dot product of four unsigned bytes of codes, each below `2^BITS`, with the four
-    /// signed bytes of the one word at `x`.
+    /// `sum` + the dot product of four unsigned bytes of codes, each below `2^BITS`, with the four signed bytes of the
+    /// one word at `x`; between [`Lanes::begin`] and [`Lanes::end`], at most eight times.
     unsafe fn dot<const BITS: usize>(sum: Self::Int, codes: Self::Int, x: *const i32) -> Self::Int;
+    /// `sum` with the dot products of a unit, which started from what `begin` made of it.
+    #[inline(always)]
+    unsafe fn end<const BITS: usize>(_sum: Self::Int, dots: Self::Int) -> Self::Int {
+        dots
+    }
     /// Integers as floats.
     unsafe fn to_float(words: Self::Int) -> Self::Float;
 
@@ -48,9 +48,9 @@ pub(super) trait Lanes: Copy {
     unsafe fn zero() -> Self::Float;
     /// A float from memory in all lanes.
     unsafe fn broadcast(from: *const f32) -> Self::Float;
-    /// `LANES` f16 values.
+    /// 16 f16 values.
     unsafe fn load_f16(from: *const u8) -> Self::Float;
-    /// `LANES` bf16 values.
+    /// 16 bf16 values.
     unsafe fn load_bf16(from: *const u8) -> Self::Float;
     /// Products.
     unsafe fn mul(a: Self::Float, b: Self::Float) -> Self::Float;

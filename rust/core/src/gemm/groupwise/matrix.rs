@@ -112,7 +112,7 @@ unsafe fn walk<const P: usize>(
     let mut sums = [const { Sums([[[0; BLOCK_ROWS]; ROWS]; 3]) }; 2];
     // SAFETY: steps are those of the layout; the rest as below.
     unsafe {
-        let cursor = super::kernel::Cursor::<Avx512>::new(weights, 0);
+        let cursor = super::kernel::Cursor::<Avx512>::new(weights);
         let mut totals = [Avx512::zero(); ROWS];
         for step in 0..steps.count {
             products::<P>(steps, step, tile, panel, multiplier, &mut sums[step % 2]);

@@ -39,7 +39,6 @@ struct Neon<const DOT_PRODUCTS: bool>;
 
 // SAFETY (all blocks): the trait's contract: the set is there, and pointers are valid for 16 lanes.
 impl<const DOT_PRODUCTS: bool> Lanes for Neon<DOT_PRODUCTS> {
-    const LANES: usize = 4 * PARTS;
     type Int = [uint32x4_t; PARTS];
     type Float = [float32x4_t; PARTS];
 

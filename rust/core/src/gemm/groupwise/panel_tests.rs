@@ -69,12 +69,12 @@ fn products_are_within_their_bound_on_every_set() {
     for spec in specs() {
         let blob = case(2, 19, 330, spec).blob;
         let view = View::parse(&blob).unwrap();
-        let (x, offsets) = (activations(30 * 330), [0, 10, 30]);
+        let (x, offsets) = (activations(75 * 330), [0, 35, 75]);
         for isa in ways() {
             let y = products(&view, &x, &offsets, isa);
             let mut values = vec![0.0; 330];
-            for (token, row) in (0..30).flat_map(|token| (0..19).map(move |row| (token, row))) {
-                let row_of_all = usize::from(token >= 10) * 19 + row;
+            for (token, row) in (0..75).flat_map(|token| (0..19).map(move |row| (token, row))) {
+                let row_of_all = usize::from(token >= 35) * 19 + row;
                 view.decode_values(row_of_all, &mut values);
                 let (mut sum, mut bound) = (0.0, 0.0);
                 for (column, (&value, &x)) in values.iter().zip(&x[token * 330..]).enumerate() {
@@ -141,11 +141,11 @@ fn what_is_no_number_stays_with_its_token() {
     for bits in [4, 8] {
         let blob = case(1, 20, 64, spec(bits, 32, false)).blob;
         let view = View::parse(&blob).unwrap();
-        let mut x = activations(20 * 64);
+        let mut x = activations(40 * 64);
         x[5 * 64 + 7] = f32::NAN;
         x[6 * 64 + 50] = f32::INFINITY;
         for isa in ways() {
-            let y = products(&view, &x, &[0, 20], isa);
+            let y = products(&view, &x, &[0, 40], isa);
             for (token, y) in y.chunks(20).enumerate() {
                 assert!(
                     y.iter().all(|y| y.is_finite() != matches!(token, 5 | 6)),
@@ -162,6 +162,6 @@ fn hostile_parameters_give_numbers_and_nothing_else() {
     blob[crate::formats::groupwise::HEADER_BYTES..].fill(0xff);
     let view = View::parse(&blob).unwrap();
     for isa in ways() {
-        products(&view, &activations(20 * 100), &[0, 20], isa);
+        products(&view, &activations(40 * 100), &[0, 40], isa);
     }
 }

@@ -4,7 +4,7 @@
 //! codes group by group instead, in matrix registers, decodes faster but took twice as long with 64 tokens and more.
 //!
 //! Experts with few tokens are multiplied exactly: reading takes the time, and their kernels need no panel. From how many
-//! tokens on panels are faster was measured on 14336 x 4096 ([`fewest`]).
+//! tokens on panels are faster was measured on 14336 x 4096, with AVX2 on 512 x 4096 ([`fewest`]).
 
 use std::ops::Range;
 
@@ -16,12 +16,13 @@ use crate::simd::Isa;
 use crate::types::Activations;
 use crate::types::Shape;
 
-/// The tokens of an expert from which on panels are faster.
-pub(super) fn fewest(backend: Backend) -> usize {
-    match backend {
-        Backend::Matrix => 5,
-        Backend::Avx512 => 10,
-        Backend::Avx2 => 8,
+/// The tokens of an expert from which on panels are faster than exact products of codes of so many bits.
+pub(super) fn fewest(backend: Backend, bits: usize) -> usize {
+    match (backend, bits) {
+        (Backend::Matrix, _) => 5,
+        (Backend::Avx512, _) => 10,
+        (Backend::Avx2, 8) => 8,
+        (Backend::Avx2, _) => 32,
         _ => 2,
     }
 }

@@ -61,7 +61,7 @@ impl Projection for Groupwise<'_> {
         let source = Panels::new(self.view, backend);
         by_tokens(
             job,
-            panels::fewest(backend),
+            panels::fewest(backend, self.view.layout().bits()),
             |many| panel::products(source, backend, many),
             few,
         )

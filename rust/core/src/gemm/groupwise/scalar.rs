@@ -34,7 +34,6 @@ fn pairs<T: Copy, U: Copy + Default>(a: [T; 16], b: [T; 16], f: impl Fn(T, T) ->
 
 // SAFETY (all blocks): the trait's contract says that the pointers are valid.
 impl Lanes for Portable {
-    const LANES: usize = 16;
     type Int = [u32; 16];
     type Float = [f32; 16];
 

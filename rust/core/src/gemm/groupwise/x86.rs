@@ -1,4 +1,4 @@
-//! Eight and sixteen lanes of x86-64: AVX2 (with or without AVX-VNNI) and AVX-512 with VNNI.
+//! Sixteen lanes of x86-64: AVX2 (with or without AVX-VNNI) and AVX-512 with VNNI.
 
 use std::arch::x86_64::*;
 
@@ -102,7 +102,6 @@ pub(super) struct Avx512;
 
 // SAFETY (all blocks): the trait's contract is the intrinsics'.
 impl Lanes for Avx512 {
-    const LANES: usize = 16;
     type Int = __m512i;
     type Float = __m512;
 
@@ -197,138 +196,168 @@ impl Lanes for Avx512 {
     }
 }
 
-/// Half a block; with the dot product of AVX-VNNI, or multiplications of bytes into 16 bits.
+/// Registers of 16 lanes of AVX2.
+const PARTS: usize = 2;
+
+/// An array of what an expression is for each register's number. No closure: that has not the instruction set of its
+/// caller, and where compilers do not inline it, each intrinsic is a call.
+macro_rules! parts {
+    (|$i:ident| $value:expr) => {
+        [
+            {
+                let $i = 0;
+                $value
+            },
+            {
+                let $i = 1;
+                $value
+            },
+        ]
+    };
+}
+
+/// A whole block; with the dot product of AVX-VNNI, or multiplications of bytes into 16 bits. Both registers share each
+/// broadcast of activations, and a line of memory is read once.
 #[derive(Clone, Copy)]
 struct Avx2<const VNNI: bool>;
 
-// SAFETY (all blocks): the trait's contract is the intrinsics'.
+// SAFETY (all blocks): the trait's contract: the set is there, and pointers are valid for 16 lanes.
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
-    const LANES: usize = 8;
-    type Int = __m256i;
-    type Float = __m256;
+    const CHAINS: bool = VNNI;
+    type Int = [__m256i; PARTS];
+    type Float = [__m256; PARTS];
 
     #[inline(always)]
-    unsafe fn int_zero() -> __m256i {
+    unsafe fn int_zero() -> Self::Int {
         // SAFETY: see above.
-        unsafe { _mm256_setzero_si256() }
+        [unsafe { _mm256_setzero_si256() }; PARTS]
     }
     #[inline(always)]
-    unsafe fn load(from: *const u8) -> __m256i {
+    unsafe fn load(from: *const u8) -> Self::Int {
         // SAFETY: see above.
-        unsafe { _mm256_loadu_si256(from.cast()) }
+        parts!(|i| unsafe { _mm256_loadu_si256(from.add(32 * i).cast()) })
     }
     #[inline(always)]
-    unsafe fn shift(words: __m256i, shift: u32) -> __m256i {
+    unsafe fn shift(words: Self::Int, shift: u32) -> Self::Int {
         // SAFETY: see above.
-        unsafe { _mm256_srl_epi32(words, _mm_cvtsi32_si128(shift as i32)) }
+        parts!(|i| unsafe { _mm256_srl_epi32(words[i], _mm_cvtsi32_si128(shift as i32)) })
     }
     #[inline(always)]
-    unsafe fn mask(words: __m256i, mask: u32) -> __m256i {
+    unsafe fn mask(words: Self::Int, mask: u32) -> Self::Int {
         // SAFETY: see above.
-        unsafe { _mm256_and_si256(words, _mm256_set1_epi32(mask as i32)) }
+        parts!(|i| unsafe { _mm256_and_si256(words[i], _mm256_set1_epi32(mask as i32)) })
     }
     #[inline(always)]
-    unsafe fn blend(low: __m256i, high: __m256i, mask: u32) -> __m256i {
+    unsafe fn blend(low: Self::Int, high: Self::Int, mask: u32) -> Self::Int {
         // SAFETY: see above.
-        unsafe {
+        parts!(|i| unsafe {
             let mask = _mm256_set1_epi32(mask as i32);
-            _mm256_or_si256(_mm256_and_si256(mask, low), _mm256_andnot_si256(mask, high))
-        }
+            _mm256_or_si256(_mm256_and_si256(mask, low[i]), _mm256_andnot_si256(mask, high[i]))
+        })
     }
     #[inline(always)]
-    unsafe fn store_int(words: __m256i, to: *mut u8) {
-        // SAFETY: see above.
-        unsafe { _mm256_storeu_si256(to.cast(), words) }
-    }
-    #[inline(always)]
-    unsafe fn int_add(a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: see above.
-        unsafe { _mm256_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn open<const BITS: usize>(sum: __m256i) -> __m256i {
-        match VNNI || BITS == 8 {
-            true => sum,
+    unsafe fn store_int(words: Self::Int, to: *mut u8) {
+        for (i, words) in words.into_iter().enumerate() {
             // SAFETY: see above.
-            false => unsafe { _mm256_setzero_si256() },
+            unsafe { _mm256_storeu_si256(to.add(32 * i).cast(), words) }
         }
     }
     #[inline(always)]
-    unsafe fn close<const BITS: usize>(sum: __m256i, opened: __m256i) -> __m256i {
-        match VNNI || BITS == 8 {
-            true => opened,
-            // SAFETY: see above.
-            false => unsafe { _mm256_add_epi32(sum, _mm256_madd_epi16(opened, _mm256_set1_epi16(1))) },
-        }
-    }
-    #[inline(always)]
-    unsafe fn dot<const BITS: usize>(sum: __m256i, codes: __m256i, x: *const i32) -> __m256i {
+    unsafe fn int_add(a: Self::Int, b: Self::Int) -> Self::Int {
         // SAFETY: see above.
-        unsafe {
+        parts!(|i| unsafe { _mm256_add_epi32(a[i], b[i]) })
+    }
+    #[inline(always)]
+    unsafe fn begin<const BITS: usize>(sum: Self::Int) -> Self::Int {
+        match sums_pairs::<VNNI, BITS>() {
+            // SAFETY: see above.
+            true => unsafe { Self::int_zero() },
+            false => sum,
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot<const BITS: usize>(sum: Self::Int, codes: Self::Int, x: *const i32) -> Self::Int {
+        // SAFETY: see above.
+        parts!(|i| unsafe {
             let x = _mm256_set1_epi32(x.read_unaligned());
             if VNNI {
-                return _mm256_dpbusd_avx_epi32(sum, codes, x);
+                _mm256_dpbusd_avx_epi32(sum[i], codes[i], x)
+            } else if BITS < 8 {
+                _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(codes[i], x))
+            } else {
+                // 2 * 255 * 128 would saturate: by halves of four bits.
+                let (mask, shifted) = (_mm256_set1_epi8(15), _mm256_srli_epi32::<4>(codes[i]));
+                let low = _mm256_maddubs_epi16(_mm256_and_si256(codes[i], mask), x);
+                let high = _mm256_maddubs_epi16(_mm256_and_si256(shifted, mask), x);
+                let low = _mm256_madd_epi16(low, _mm256_set1_epi16(1));
+                let high = _mm256_madd_epi16(high, _mm256_set1_epi16(16));
+                _mm256_add_epi32(sum[i], _mm256_add_epi32(low, high))
             }
-            if BITS < 8 {
-                // Two products are at most 2 * 15 * 128 in magnitude, and those of the eight quads of a unit 30,720.
-                return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
-            }
-            let ones = _mm256_set1_epi16(1);
-            // 2 * 255 * 128 would saturate: by halves of four bits.
-            let low = _mm256_maddubs_epi16(Self::mask(codes, 0x0f0f_0f0f), x);
-            let high = _mm256_maddubs_epi16(Self::mask(Self::shift(codes, 4), 0x0f0f_0f0f), x);
-            let low = _mm256_madd_epi16(low, ones);
-            let high = _mm256_madd_epi16(high, _mm256_set1_epi16(16));
-            _mm256_add_epi32(sum, _mm256_add_epi32(low, high))
-        }
+        })
     }
     #[inline(always)]
-    unsafe fn to_float(words: __m256i) -> __m256 {
+    unsafe fn end<const BITS: usize>(sum: Self::Int, dots: Self::Int) -> Self::Int {
+        if !sums_pairs::<VNNI, BITS>() {
+            return dots;
+        }
         // SAFETY: see above.
-        unsafe { _mm256_cvtepi32_ps(words) }
+        parts!(|i| unsafe { _mm256_add_epi32(sum[i], _mm256_madd_epi16(dots[i], _mm256_set1_epi16(1))) })
+    }
+    #[inline(always)]
+    unsafe fn to_float(words: Self::Int) -> Self::Float {
+        // SAFETY: see above.
+        parts!(|i| unsafe { _mm256_cvtepi32_ps(words[i]) })
     }
 
     #[inline(always)]
-    unsafe fn zero() -> __m256 {
+    unsafe fn zero() -> Self::Float {
         // SAFETY: see above.
-        unsafe { _mm256_setzero_ps() }
+        [unsafe { _mm256_setzero_ps() }; PARTS]
     }
     #[inline(always)]
-    unsafe fn broadcast(from: *const f32) -> __m256 {
+    unsafe fn broadcast(from: *const f32) -> Self::Float {
         // SAFETY: see above.
-        unsafe { _mm256_set1_ps(from.read_unaligned()) }
+        [unsafe { _mm256_set1_ps(from.read_unaligned()) }; PARTS]
     }
     #[inline(always)]
-    unsafe fn load_f16(from: *const u8) -> __m256 {
+    unsafe fn load_f16(from: *const u8) -> Self::Float {
         // SAFETY: see above.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+        parts!(|i| unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.add(16 * i).cast())) })
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u8) -> __m256 {
+    unsafe fn load_bf16(from: *const u8) -> Self::Float {
         // SAFETY: see above.
-        unsafe {
-            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+        parts!(|i| unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.add(16 * i).cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        })
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::Float, b: Self::Float) -> Self::Float {
+        // SAFETY: see above.
+        parts!(|i| unsafe { _mm256_mul_ps(a[i], b[i]) })
+    }
+    #[inline(always)]
+    unsafe fn add_product(sum: Self::Float, a: Self::Float, b: Self::Float) -> Self::Float {
+        // SAFETY: see above.
+        parts!(|i| unsafe { _mm256_fmadd_ps(a[i], b[i], sum[i]) })
+    }
+    #[inline(always)]
+    unsafe fn store(values: Self::Float, to: *mut f32) {
+        for (i, values) in values.into_iter().enumerate() {
+            // SAFETY: see above.
+            unsafe { _mm256_storeu_ps(to.add(8 * i), values) }
         }
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: see above.
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn add_product(sum: __m256, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: see above.
-        unsafe { _mm256_fmadd_ps(a, b, sum) }
-    }
-    #[inline(always)]
-    unsafe fn store(values: __m256, to: *mut f32) {
-        // SAFETY: see above.
-        unsafe { _mm256_storeu_ps(to, values) }
     }
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         // SAFETY: a prefetch never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
+}
+
+/// Whether products of bytes add up in 16 bits over a unit: those of codes below 16 are at most
+/// 8 quads * 2 * 15 * 128 = 30,720 in magnitude.
+const fn sums_pairs<const VNNI: bool, const BITS: usize>() -> bool {
+    !VNNI && BITS < 8
 }
