@@ -53,6 +53,17 @@ def draw(source: str, bits: float, rows: int, columns: int) -> NDArray[np.int16]
     return np.rint(values / step).astype(np.int16)
 
 
+def followed(indices: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The dependent codes of indices."""
+    after = np.array([(0, 2), (5, 7), (1, 3), (6, 4), (2, 0), (4, 6), (3, 1), (7, 5)])
+    codes, states = np.empty_like(indices), np.zeros((*indices.shape[:2], 4), np.int64)
+    for column in range(indices.shape[2]):
+        index, state = indices[..., column], states[..., column % 4]
+        codes[..., column] = (4 * index + 1) * (1 - 2 * (state % 2))
+        states[..., column % 4] = after[state, index % 2]
+    return codes
+
+
 def fastest(calls: Iterator[Callable[[], object]], options: argparse.Namespace) -> float:
     """The time of the fastest of calls, at least three."""
     clock = time.process_time if options.threads == 1 else time.perf_counter
@@ -116,7 +127,10 @@ def measure(source: str, bits: float, columns: int, options: argparse.Namespace)
     """Size and speeds of one tensor."""
     rows = options.weights // columns
     codes, one = draw(source, bits, rows, columns), np.ones((1, 1), np.float32)
-    make = partial(_core.encode_coded, codes, one, ndim=2, low_bits=3 if bits > 5 else 0)
+    if options.dependent:
+        make = partial(_core.encode_coded, followed(codes), one, ndim=2, dependent=True)
+    else:
+        make = partial(_core.encode_coded, codes, one, ndim=2, low_bits=3 if bits > 5 else 0)
     data = make()
     blob, exact = _core.PackedTensor(data), entropy(codes)
     stored = 8 * data.nbytes / codes.size
@@ -136,6 +150,9 @@ def main() -> None:
     """Measure everything and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--dependent", action="store_true", help="codes are dependent, their indices those of the source"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     parser.add_argument("--weights", type=int, default=1 << 24, help="of a tensor")
     parser.add_argument("--columns", type=int, nargs="*", default=[256, 2048])

@@ -2,9 +2,9 @@
 
     python benches/dependent_stages.py MODEL [MODEL ...] --calibration FILE [--experts 1] [--rows 512] [--samples 4]
 
-Some rows of some experts are solved as `rate` does it with a text, at steps that give about 1.5, 2.1 and 3.1 bits, then
-by dependent codes at the units at which these take the same bits. Printed are damped output errors over those of the
-integers: of integers solved in the order of lanes, and of the designs of `trellis.py`.
+Some rows of some experts are solved as `rate` does it with a text, at steps that give plain codes about 1.5, 2.1 and
+3.1 bits, then by dependent codes at the steps at which these take the same bits, by the model of the coder. Printed is
+the damped output error, which GPTQ makes least, over that of plain codes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import trellis
 from moepack.checkpoint import Checkpoint, describe
 from moepack.methods import Stage
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import stream_rows
 from moepack.pipeline import Assignment
 from moepack.pipeline.solving import LayerPacker
-from moepack.solvers.gptq import factorize
-from moepack.solvers.priced import LARGEST, WORTH
+from moepack.solvers.priced import WORTH, symbols_of
 from moepack.solvers.uniform import CodeLengths, UniformProblem, priced_codes
 
 STEPS = (1.6, 1.0, 0.5)
 """Over the root mean square of the weights."""
+
+ROUNDS = 5
+"""Of finding the step: a bit less is a step twice as large, about."""
 
 
 def stages(path: Path, options: argparse.Namespace) -> Iterator[tuple[str, UniformProblem]]:
@@ -49,43 +50,28 @@ def _problem(stage: Stage, options: argparse.Namespace) -> UniformProblem:
 
 
 def compare(problem: UniformProblem, over: float) -> list[str]:
-    """The bits, and errors over those of integers of a step, `over` root mean squares."""
-    weights, settings = problem.weights, problem.settings
-    experts, rows, columns = weights.shape
+    """The bits of integers of a step, `over` root mean squares, and errors over theirs at these bits."""
+    rows, columns = problem.weights.shape[1:]
     streams = torch.arange(rows) // stream_rows(columns)
-    runs = streams + torch.arange(experts)[:, None] * (int(streams.max()) + 1)
-    step = float(weights.square().mean().sqrt()) * over
+    runs = streams + torch.arange(len(problem.weights))[:, None] * (int(streams.max()) + 1)
+    step = float(problem.weights.square().mean().sqrt()) * over
+    values, bits = _solved(problem, step, runs)
+    path = UniformProblem(problem.weights, problem.hessians, dependent=True)
+    for _ in range(ROUNDS):
+        found, own = _solved(path, step, runs)
+        step *= 2.0 ** ((own - bits) / values.numel())
+    return [f"{bits / values.numel():.2f}", f"{damped(problem, found) / damped(problem, values):.3f}"]
+
+
+def _solved(problem: UniformProblem, step: float, runs: Tensor) -> tuple[Tensor, float]:
+    """Values and their bits, by the lengths of the codes."""
+    settings = problem.settings
     price = settings.worth * step * step * float(problem.curvature.mean())
-    order = trellis.lane_order(columns)
-    hessians = problem.hessians[:, order][:, :, order]
-    codes = _integers(problem, step, price, runs)
-    by_lane = _integers(UniformProblem(weights[:, :, order], hessians), step, price, runs)
-    prices = 4 * trellis.WORTH_OF_DEPENDENT * (price / (step * step * problem.importance)).float()
-    factors = factorize(hessians, settings.damping)
-    matrices = trellis.Matrices(weights[:, :, order], runs, prices, factors.upper, factors.pivots)
-    scalar = damped(problem, codes * step)
-    cells = [
-        f"{trellis.Counts(codes, None, runs, LARGEST).stored() / weights.numel():.2f}",
-        f"{damped(problem, _natural(by_lane, order) * step) / scalar:.3f}",
-    ]
-    for design in trellis.DESIGNS.values():
-        found = trellis.solved_alike(matrices, codes[:, :, order], step, design, LARGEST)
-        cells.append(f"{damped(problem, _natural(found.values, order)) / scalar:.3f}")
-    return cells
-
-
-def _integers(problem: UniformProblem, step: float, price: float, runs: Tensor) -> Tensor:
     lengths = priced_codes(problem.weights / step, torch.full((len(runs),), WORTH), runs)
     for _ in range(2):
-        codes = problem.solve(step, price, lengths).codes
-        lengths = CodeLengths.counted(codes, runs)
-    return codes
-
-
-def _natural(values: Tensor, order: Tensor) -> Tensor:
-    found = torch.empty_like(values)
-    found[:, :, order] = values
-    return found
+        result = problem.solve(step, price, lengths)
+        lengths = CodeLengths.counted(symbols_of(result.codes, problem.dependent), runs)
+    return result.values, float(lengths.totals.sum())
 
 
 def damped(problem: UniformProblem, values: Tensor) -> float:
@@ -105,7 +91,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    head = ["model, stage", "bits", "integers by lane", *trellis.DESIGNS]
+    head = ["model, stage", "bits", "dependent"]
     print("|", " | ".join(head), "|\n|" + "---|" * len(head))
     for path in options.models:
         for name, problem in stages(path, options):

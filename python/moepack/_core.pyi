@@ -42,6 +42,7 @@ __all__ = [
     "refine_codebooks",
     "round_priced",
     "set_threads",
+    "solve_dependent",
     "sparse_channels",
     "sparse_experts",
     "ternary_table",
@@ -368,7 +369,14 @@ def kmeans(
     """
 
 def round_priced(
-    weights: _Vector, lengths: _Floats, out: _Integers, *, step: float, price: float, width: float = 1.0
+    weights: _Vector,
+    lengths: _Floats,
+    out: _Integers,
+    *,
+    step: float,
+    price: float,
+    width: float = 1.0,
+    dependent: bool = False,
 ) -> int:
     """Round weights w to the integers q of least `(w / step - q)^2 + price * bits(q)`; return their largest magnitude.
 
@@ -379,6 +387,8 @@ def round_priced(
         out: takes the integers, or their low bits where the largest does not fit; beyond L the nearest, at most 2^30.
         step, price: what an integer is worth; squared steps that a bit is worth.
         width: classes are those of the weights in units of it.
+        dependent: find the cheapest path of dependent codes, each worth a quarter of the step; lengths are of indices,
+            L at most 31 (docs/format.md, section 9).
     """
 
 def count_values(values: _Floats, *, classes: int, bins: int, reach: float) -> _Counts:
@@ -387,6 +397,33 @@ def count_values(values: _Floats, *, classes: int, bins: int, reach: float) -> _
 
 def count_integers(values: _Floats, integers: _Integers, *, classes: int, largest: int) -> _Counts:
     """Count the integers [1, rows, columns] of weights by class: each with [2 `largest` + 3], the ends all beyond."""
+
+def solve_dependent(
+    weights: NDArray[np.float32],
+    upper: NDArray[np.float32],
+    pivots: _Floats,
+    prices: NDArray[np.float32],
+    lengths: _Floats,
+    runs: NDArray[np.int64],
+    *,
+    step: float,
+    isa: str | None = None,
+) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Find dependent codes with GPTQ along each path. Columns are visited lane after lane: 0, 4, 8, ..., 1, 5, ...
+
+    Args:
+        weights: [E, R, C], finite.
+        upper: [E, C, C], F of the factorised Hessians, rows and columns in the order of visits.
+        pivots: [E, C], in the order of visits.
+        prices: [E], squared steps that a bit is worth where a pivot is 1.
+        lengths: [N, 2 L + 3], bits of the indices from -L - 1 to L + 1, the ends for all beyond.
+        runs: [E, R], which lengths each row has.
+        step: what four codes are worth.
+
+    Returns:
+        Codes [E, R, C]; losses [E, C] in the order of visits, sums over rows of (pivot * error in quarters of the
+        step)^2 of the compensated weights, not finite where they overflow.
+    """
 
 def refine_codebooks(
     targets: _Floats,

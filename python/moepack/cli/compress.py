@@ -51,6 +51,7 @@ def compress_command(
     solver: settings.Solver = None,
     code: settings.Code = None,
     roles: settings.Roles = None,
+    codes: settings.Codes = None,
     alpha: settings.Alpha = None,
     search: settings.Search = None,
     scales: settings.Scales = None,

@@ -137,17 +137,36 @@ def gptq(
     factors = factors or factorize(_permuted(hessians, order), settings.damping)
     grid.fit(weights)
     codes, values, loss = _solve(weights, factors, order, grid, settings.block_size)
-    failed = [e for e in torch.nonzero(~torch.isfinite(loss).all(1)).flatten().tolist() if factors.reasons[e] is None]
-    if failed:
-        # Overflow inside the compensation: only weights near the largest float get here. Everything is solved again,
-        # those experts by rounding; the grid must see the whole batch.
-        for e in failed:
-            factors.reasons[e] = "the compensated weights overflow"
-            factors.upper[e] = torch.eye(factors.upper.shape[-1], device=weights.device)
-            factors.pivots[e] = 1
+    if without_compensation(factors, loss):
+        # Everything is solved again: the grid must see the whole batch.
         grid.fit(weights)
         codes, values, loss = _solve(weights, factors, order, grid, settings.block_size)
-    return GptqResult(codes, values, _reports(factors, loss))
+    return GptqResult(codes, values, reports_of(factors, loss))
+
+
+def without_compensation(factors: Factors, loss: Tensor) -> bool:
+    """Take the factors from experts whose loss [E, C] is not finite, so that they are rounded; whether there were any.
+
+    Overflow inside the compensation: only weights near the largest float get here.
+    """
+    failed = [e for e in torch.nonzero(~torch.isfinite(loss).all(1)).flatten().tolist() if factors.reasons[e] is None]
+    for e in failed:
+        factors.reasons[e] = "the compensated weights overflow"
+        factors.upper[e] = torch.eye(factors.upper.shape[-1], device=factors.upper.device)
+        factors.pivots[e] = 1
+    return bool(failed)
+
+
+def reports_of(factors: Factors, loss: Tensor) -> tuple[ExpertReport, ...]:
+    """What happened to each expert, of losses [E, C] in the order of the factors."""
+    dead = factors.dead.sum(1).tolist()
+    live = loss.masked_fill(factors.dead, 0).sum(1)
+    return tuple(
+        ExpertReport("gptq", None, factors.damping[e], dead[e], float(live[e]) * factors.scale[e])
+        if reason is None
+        else ExpertReport("rtn", reason, 0.0, dead[e], float(loss[e].sum()))
+        for e, reason in enumerate(factors.reasons)
+    )
 
 
 def factorize(hessians: Tensor, damping: float) -> Factors:
@@ -335,17 +354,6 @@ def _restored(columns_first: Tensor, order: Tensor) -> Tensor:
             1, order[:, :, None].expand_as(columns_first), columns_first
         )
     return columns_first.transpose(1, 2).contiguous()
-
-
-def _reports(factors: Factors, loss: Tensor) -> tuple[ExpertReport, ...]:
-    dead = factors.dead.sum(1).tolist()
-    live = loss.masked_fill(factors.dead, 0).sum(1)
-    return tuple(
-        ExpertReport("gptq", None, factors.damping[e], dead[e], float(live[e]) * factors.scale[e])
-        if reason is None
-        else ExpertReport("rtn", reason, 0.0, dead[e], float(loss[e].sum()))
-        for e, reason in enumerate(factors.reasons)
-    )
 
 
 def _validate(weights: Tensor, hessians: Tensor) -> None:

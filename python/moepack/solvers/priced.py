@@ -13,6 +13,10 @@ table in the coded format, belong to the *class* of their root mean square, and 
 a model's weights look like, class by class, is a `Profile`, from which the lengths and the bits of any step follow
 without another look at the weights.
 
+*Dependent* codes (docs/format.md, section 9) have two quantizers of this step, the values of one between those of the
+other, and what is coded is an index, whose parity says which quantizer comes next: the cheapest path is searched, at
+half the price. Frequencies of indices have no formula; they are those of values drawn from each class of a profile.
+
 Source: entropy-constrained scalar quantization (Chou, Lookabaugh and Gray, 1989).
 """
 
@@ -20,13 +24,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moepack import _core
 
-__all__ = ["BLOCK_ROWS", "PRICE", "WORTH", "Lengths", "Profile", "largest_at", "low_bits_of", "round_priced"]
+__all__ = [
+    "BLOCK_ROWS", "LARGEST", "PRICE", "WORTH", "Lengths", "Profile", "largest_at", "least_spread", "low_bits_of",
+    "round_priced", "scale_of", "symbols_of", "worth_of",
+]  # fmt: skip
 
 PRICE = math.log(2) / 6
 """Squared steps that a bit is worth."""
@@ -37,6 +45,9 @@ rounds towards zero; a model minds their lost energy more than the same error el
 
 BLOCK_ROWS = 16
 """Rows of a row block."""
+
+WORTH_OF_DEPENDENT = 0.5 * WORTH
+"""The same of dependent codes: a path leaves less error to be saved (docs/methods/rate.md)."""
 
 LARGEST, DENSE_LARGEST, DENSE_BITS = 31, 255, 5.0
 """The largest magnitude with a length of its own, and the largest at more than so many bits a weight, where the coder
@@ -59,6 +70,9 @@ ROUNDS = 4
 
 _WIDER = {torch.int8: torch.int16, torch.int16: torch.int32}
 
+DRAWN = 8192
+"""Values of a class that are searched for the frequencies of its dependent codes."""
+
 HALF_COUNT = 0.5
 """What is added to every count, so that symbols that a sample lacks have a length."""
 
@@ -78,6 +92,13 @@ def low_bits_of(largest: int) -> int:
     return 0 if largest == LARGEST else 3
 
 
+def least_spread(values: Tensor) -> float:
+    """The least root mean square of a row block of matrices [..., R, C]; infinite where there is none."""
+    squares = values.square().sum(-1, dtype=torch.float64) / max(values.shape[-1], 1)
+    blocks = (block.mean(-1) for block in torch.split(squares, BLOCK_ROWS, -1) if block.numel())
+    return math.sqrt(min([float(block.amin()) for block in blocks], default=math.inf))
+
+
 def _scale(number: int) -> float:
     """The root mean square in the middle of a class."""
     return float(2.0 ** (NARROWEST + number / 4))
@@ -95,6 +116,7 @@ class Profile:
         """Start without weights."""
         self.largest = largest
         self.counts = torch.zeros(CLASSES, BINS, dtype=torch.float64)
+        self._draws: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def mean_square(self) -> float:
@@ -110,6 +132,7 @@ class Profile:
             values: [R, C] float32, finite.
             factor: how many weights each of them stands for.
         """
+        self._draws.clear()
         for number, counts in _core.count_values(values.contiguous().numpy(), classes=CLASSES, bins=BINS, reach=REACH):
             self.counts[number] += torch.from_numpy(counts).double() * factor
 
@@ -119,11 +142,11 @@ class Profile:
         exceptions = self.counts.sum() - counts.sum()
         return float((counts * lengths.bits).sum() + exception_bits(self.largest) * exceptions)
 
-    def lengths(self, step: float, price: float = PRICE) -> Lengths:
+    def lengths(self, step: float, price: float = PRICE, dependent: bool = False) -> Lengths:
         """Learn the lengths of the weights rounded to a step, rounding and counting in turns."""
-        found = Lengths(torch.zeros(CLASSES, 2 * self.largest + 1))
+        found = Lengths(torch.zeros(CLASSES, 2 * self.largest + 1), dependent)
         for _ in range(ROUNDS):
-            found = Lengths(_lengths(self._symbols(step, found, price)))
+            found = Lengths(_lengths(self._symbols(step, found, price)), dependent)
         return found
 
     def _symbols(self, step: float, lengths: Lengths, price: float) -> Tensor:
@@ -131,11 +154,27 @@ class Profile:
         largest = self.largest
         counts = torch.zeros(CLASSES, 2 * largest + 1, dtype=torch.float64)
         for number in self.counts.sum(1).nonzero().flatten().tolist():
-            values = _centers() * (_scale(number) / step)
-            symbols = lengths.cheapest(values, number, price)
+            values, weights = self._drawn(number) if lengths.dependent else (_centers(), self.counts[number])
+            codes = lengths.cheapest(values * (_scale(number) / step), number, price).int()
+            symbols = symbols_of(codes, lengths.dependent)  # as bytes they could not be compared with L
             listed = symbols.abs() <= largest
-            counts[number].index_add_(0, symbols[listed].long() + largest, self.counts[number][listed])
+            counts[number].index_add_(0, symbols[listed].long() + largest, weights[listed])
         return counts
+
+    def _drawn(self, number: int) -> tuple[Tensor, Tensor]:
+        """Values of a class at even distances of its distribution, shuffled, and how many weights each stands for."""
+        if number not in self._draws:
+            sums = self.counts[number].cumsum(0)
+            places = (torch.arange(DRAWN, dtype=torch.float64) + 0.5) * (float(sums[-1]) / DRAWN)
+            bins = torch.searchsorted(sums, places)
+            inside = 1 - (sums[bins] - places) / self.counts[number][bins]
+            values = (bins + inside - BINS / 2) * (2 * REACH / BINS)
+            order = torch.randperm(DRAWN, generator=torch.Generator().manual_seed(0))
+            self._draws[number] = (
+                values.float()[order],
+                torch.full((DRAWN,), float(sums[-1]) / DRAWN, dtype=torch.float64),
+            )
+        return self._draws[number]
 
 
 @dataclass(frozen=True)
@@ -144,30 +183,52 @@ class Lengths:
 
     Attributes:
         bits: [CLASSES, 2 L + 1] float32, of the symbols from -L on.
+        dependent: whether symbols are indices of dependent codes; otherwise they are the codes.
     """
 
     bits: Tensor
+    dependent: bool = False
 
     @property
     def largest(self) -> int:
         """The largest magnitude with a length of its own, L."""
         return self.bits.shape[1] // 2
 
-    def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
-        """The integers of values [n] of class `number`, given in units of the step; int32."""
-        lengths, found = self.bits[number : number + 1].numpy(), torch.empty(1, len(values), dtype=torch.int32)
-        _core.round_priced(values[None].numpy(), lengths, found.numpy(), step=1.0, price=price)
-        return found[0]
+    @property
+    def worth(self) -> float:
+        """Squared steps that the product takes a bit for."""
+        return worth_of(self.dependent)
 
-    def total(self, values: Tensor, symbols: Tensor) -> float:
-        """Bits of all symbols [R, C] that a matrix [R, C] was rounded to, classes being those of the matrix."""
-        total, given, integers = 0.0, values.contiguous().numpy(), symbols.contiguous()[None].numpy()
-        for number, found in _core.count_integers(given, integers, classes=CLASSES, largest=self.largest):
+    def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
+        """The codes of values [n] of class `number`, given in units of the step; n a multiple of a row block's rows."""
+        rows = values.view(BLOCK_ROWS, -1)
+        return round_priced(rows, 1.0, Lengths(self.bits[number : number + 1], self.dependent), price).flatten()
+
+    def total(self, values: Tensor, codes: Tensor) -> float:
+        """Bits of all codes [R, C] that a matrix [R, C] was rounded to, classes being those of the matrix."""
+        total, given = 0.0, values.contiguous().numpy()
+        symbols = symbols_of(codes, self.dependent).contiguous()[None].numpy()
+        for number, found in _core.count_integers(given, symbols, classes=CLASSES, largest=self.largest):
             counts = torch.from_numpy(found).double()
             exceptions = counts[[0, -1]]
             counts[[1, -2]] += exceptions
             total += float(counts[1:-1] @ self.bits[number].double() + exception_bits(self.largest) * exceptions.sum())
         return total
+
+
+def symbols_of(codes: Tensor, dependent: bool) -> Tensor:
+    """What is coded of codes of a signed type: of dependent ones their indices."""
+    return torch.where(codes & 3 == 1, codes, -codes) >> 2 if dependent else codes
+
+
+def scale_of(step: float, dependent: bool) -> float:
+    """What a code is worth."""
+    return step / 4 if dependent else step
+
+
+def worth_of(dependent: bool) -> float:
+    """Squared steps that a bit is worth."""
+    return WORTH_OF_DEPENDENT if dependent else WORTH
 
 
 def round_priced(
@@ -183,14 +244,14 @@ def round_priced(
 
     Args:
         values: [R, C] of a floating type, on the CPU.
-        step: what an integer is worth.
+        step: of the quantizer: what an integer is worth, and four dependent codes.
         lengths: bits of the symbols.
         price: squared steps that a bit is worth.
         width: classes are those of the values in units of it.
         out: [R, C] of an integer type that takes the integers if it holds all of them; a new int8 tensor by default.
 
     Returns:
-        `out`, or where integers are too large for it a new tensor of the narrowest of int16 and int32 that holds them.
+        `out`, or where codes are too large for it a new tensor of the narrowest of int16 and int32 that holds them.
 
     Raises:
         ValueError: a value is NaN or infinite.
@@ -198,7 +259,7 @@ def round_priced(
     values = values.contiguous() if values.dtype == torch.bfloat16 else values.float().contiguous()
     given = (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
     found = torch.empty(values.shape, dtype=torch.int8) if out is None else out
-    settings = {"step": step, "price": price, "width": width}
+    settings: dict[str, Any] = {"step": step, "price": price, "width": width, "dependent": lengths.dependent}
     while _core.round_priced(given, lengths.bits.numpy(), found.numpy(), **settings) > torch.iinfo(found.dtype).max:
         found = torch.empty(values.shape, dtype=_WIDER[found.dtype])
     return found

@@ -37,11 +37,13 @@ class Problem:
     Attributes:
         weights: [E, R, C] float32, moved to correct earlier layers' errors.
         hessians: [E, C, C].
-        factors: of the damped Hessians.
+        factors: of the damped Hessians, columns in the order of visits.
         importance: [E], mean diagonal of each expert's Hessian: its output error for a unit of squared weight error.
     """
 
-    def __init__(self, weights: Tensor, hessians: Tensor, drift: Tensor | None, settings: Damping) -> None:
+    def __init__(
+        self, weights: Tensor, hessians: Tensor, drift: Tensor | None, settings: Damping, order: Tensor | None = None
+    ) -> None:
         """Factorise the Hessians and move the weights.
 
         Args:
@@ -50,9 +52,11 @@ class Problem:
                 how much the model's output depends on each.
             drift: [E, C, C], sums of a (x' - x)^T x, where x' is what enters the original model's layer; or `None`.
             settings: how the solver works.
+            order: [C], in which columns are visited; None for as they are.
         """
         self.weights, self.hessians = weights.float(), hessians
         if drift is not None and settings.shift:
             self.weights = corrected(self.weights, hessians, drift, settings.shift, settings.shift_damping)
-        self.factors: Factors = factorize(hessians, settings.damping)
+        visited = hessians if order is None else hessians[:, order][:, :, order]
+        self.factors: Factors = factorize(visited, settings.damping)
         self.importance = curvatures(torch.tensor(self.factors.scale, device=self.weights.device))

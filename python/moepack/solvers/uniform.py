@@ -9,6 +9,9 @@ Hessian): the growth of the damped output error, and what the code's length is w
 row, column and expert saves the same error. Lengths are those of an entropy coder whose tables follow runs of rows;
 they depend on the codes and are found by repeating the pass.
 
+*Dependent* codes (docs/format.md, section 9) are a path of a trellis in each lane, the columns that are four apart. The
+core searches it, with the errors of each path that survives spread as GPTQ does (`rust/core/src/solvers/trellis`).
+
 Invariants: as for :mod:`moepack.solvers.gptq`.
 """
 
@@ -19,14 +22,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.solvers.gptq import GptqResult, GptqSettings, gptq
-from moepack.solvers.priced import EXCEPTION_BITS, LARGEST, MOST, WORTH
+from moepack import _core
+from moepack.solvers.gptq import GptqResult, GptqSettings, gptq, reports_of, without_compensation
+from moepack.solvers.priced import (
+    EXCEPTION_BITS,
+    LARGEST,
+    MOST,
+    WORTH,
+    WORTH_OF_DEPENDENT,
+    Lengths,
+    round_priced,
+    symbols_of,
+)
 from moepack.solvers.problem import Problem
 
-__all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "priced_codes", "step_of"]
+__all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "dependent_codes", "priced_codes", "step_of"]
 
 PRIOR = 64.0
 """How many codes the frequencies of all rows count for among those of a run of rows."""
+
+LANES = 4
+"""Sequences of dependent codes in a row: columns that are so many apart."""
 
 ROUNDS = 3
 """Rounds of rounding and counting without compensation."""
@@ -43,6 +59,7 @@ class UniformSettings:
         shift_damping: damping of that regression.
         worth: squared steps that a bit is worth.
         largest: the largest magnitude with a length of its own.
+        dependent: whether codes may be dependent.
     """
 
     damping: float = 0.5
@@ -50,14 +67,15 @@ class UniformSettings:
     shift_damping: float = 0.2
     worth: float = WORTH
     largest: int = LARGEST
+    dependent: bool = False
 
 
 @dataclass(frozen=True)
 class CodeLengths:
-    """Bits of the codes of runs of rows.
+    """Bits of the symbols of runs of rows: of integers, or of the indices of dependent codes.
 
     Attributes:
-        table: [N, 2 L + 3] float32, of the integers from -L - 1 on, by run: those with a length of their own, and one
+        table: [N, 2 L + 3] float32, of the symbols from -L - 1 on, by run: those with a length of their own, and one
             on either side for all beyond.
         runs: [E, R] int64, the run of each row.
         totals: [N] float64, what the codes of each run take that were counted.
@@ -112,6 +130,19 @@ def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
     return best
 
 
+def dependent_codes(exact: Tensor, prices: Tensor, largest: int = LARGEST) -> CodeLengths:
+    """As `priced_codes` of dependent codes, one run an expert; [E, R, C] float32 on the CPU, and [E]."""
+    runs = torch.arange(len(exact))[:, None].expand(exact.shape[:2])
+    lengths = CodeLengths.counted(exact.round(), runs, largest)
+    for _ in range(ROUNDS):
+        known = [Lengths(table[None, 1:-1].contiguous(), dependent=True) for table in lengths.table]
+        batch = zip(exact, known, prices.tolist(), strict=True)
+        codes = [round_priced(matrix, 1.0, own, price).int() for matrix, own, price in batch]
+        symbols = symbols_of(torch.stack(codes), dependent=True) if codes else exact.int()
+        lengths = CodeLengths.counted(symbols, runs, largest)
+    return lengths
+
+
 def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:
     """Lengths of values that are rounded without compensation, in turns with counting.
 
@@ -160,31 +191,58 @@ class _UniformGrid:
 
 
 class UniformProblem(Problem):
-    """A batch of matrices, to be rounded to multiples of a step.
+    """A batch of matrices, to be rounded to multiples of a step or to dependent codes.
 
     Attributes:
         curvature: [E], loss of a unit of squared error of a weight: `importance` by the mean of the Hessian's factors.
     """
 
     def __init__(
-        self, weights: Tensor, hessians: Tensor, drift: Tensor | None = None, settings: UniformSettings | None = None
+        self,
+        weights: Tensor,
+        hessians: Tensor,
+        drift: Tensor | None = None,
+        settings: UniformSettings | None = None,
+        *,
+        dependent: bool = False,
     ) -> None:
-        """Factorise the Hessians and move the weights; arguments as for `Problem`."""
-        self.settings = settings or UniformSettings()
-        super().__init__(weights, hessians, drift, self.settings)
+        """Factorise the Hessians and move the weights; arguments as for `Problem`.
+
+        Dependent codes are solved lane after lane (docs/format.md, section 9), on the CPU.
+        """
+        self.settings, self.dependent = settings or UniformSettings(), dependent
+        super().__init__(weights, hessians, drift, self.settings, _by_lane(weights.shape[2]) if dependent else None)
         self.curvature = self.importance * self.factors.pivots.square().mean(1)
 
     def solve(self, step: float, price: float, lengths: CodeLengths) -> GptqResult:
         """Quantize all rows.
 
         Args:
-            step: what an integer is worth.
+            step: what an integer is worth, and four dependent codes.
             price: output error that a bit is worth.
-            lengths: bits of the codes, as expected.
+            lengths: bits of the symbols, as expected.
 
         Returns:
             Codes [E, R, C] int32, their values, and reports of the experts.
         """
         prices = (price / (step * step * self.importance)).float()
+        if self.dependent:
+            return self._solve_dependent(step, prices * (WORTH_OF_DEPENDENT / WORTH), lengths)
         grid, settings = _UniformGrid(step, prices, lengths), GptqSettings(self.settings.damping)
         return gptq(self.weights, self.hessians, grid, settings, factors=self.factors)
+
+    def _solve_dependent(self, step: float, prices: Tensor, lengths: CodeLengths) -> GptqResult:
+        factors, fixed = self.factors, (prices, lengths.table, lengths.runs)
+        while True:
+            given = (self.weights, factors.upper, factors.pivots, *fixed)
+            codes, loss = _core.solve_dependent(*(each.cpu().contiguous().numpy() for each in given), step=step)
+            losses = torch.from_numpy(loss).to(self.weights.device) * (step / 4) ** 2
+            if not without_compensation(factors, losses):
+                break
+        found = torch.from_numpy(codes).to(self.weights.device)
+        return GptqResult(found, found * (step / 4), reports_of(factors, losses))
+
+
+def _by_lane(columns: int) -> Tensor:
+    """The columns in the order in which dependent codes are solved, [C] int64."""
+    return torch.cat([torch.arange(lane, columns, LANES) for lane in range(LANES)])

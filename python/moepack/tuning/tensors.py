@@ -144,7 +144,8 @@ class Scales(TunedTensor):
         """The tensor with the scales as they are now; equal codes are coded into equal streams."""
         data, scales = self.data.numpy(), self.scales().detach().cpu().numpy()
         details = _core.PackedTensor(data).details()
-        form = {"stream_rows": details["stream_rows"], "low_bits": details.get("low_bits", 0)}
+        names = ("stream_rows", "low_bits", "dependent")
+        form = {name: details[name] for name in names if name in details}
         return torch.from_numpy(_core.encode_coded(_core.decode_coded(data), scales, ndim=self.ndim, **form))
 
 

@@ -41,7 +41,9 @@ mod _core {
     #[pymodule_export]
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]
-    use super::solvers::{count_integers, count_values, fit_groups, kmeans, refine_codebooks, round_priced};
+    use super::solvers::{
+        count_integers, count_values, fit_groups, kmeans, refine_codebooks, round_priced, solve_dependent,
+    };
     #[pymodule_export]
     use super::tables::ternary_table;
     #[pymodule_export]

@@ -1,10 +1,12 @@
 //! Solvers that are written in Rust: clustering, refinement of codebooks, least-squares grids.
 
 use moepack_core::simd::Isa;
-use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, priced};
+use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, priced, trellis};
 use moepack_core::{Result, pool, simd};
 use numpy::{IntoPyArray, PyReadonlyArray4, PyReadwriteArray2};
-use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray2, PyReadonlyArray3};
+use numpy::{
+    PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArray3,
+};
 use pyo3::prelude::*;
 use rayon::ThreadPool;
 
@@ -181,7 +183,8 @@ pub enum Places<'py> {
 
 /// Rounds weights to integers with the length of their code in mind.
 #[pyfunction]
-#[pyo3(signature = (weights, lengths, out, *, step, price, width=1.0))]
+#[pyo3(signature = (weights, lengths, out, *, step, price, width=1.0, dependent=false))]
+#[allow(clippy::too_many_arguments)] // Python's signature
 pub fn round_priced(
     py: Python<'_>,
     weights: Activations<'_>,
@@ -190,6 +193,7 @@ pub fn round_priced(
     step: f64,
     price: f64,
     width: f64,
+    dependent: bool,
 ) -> PyResult<i32> {
     let ([_, columns], [_, integers]) = (weights.shape(), crate::arrays::lengths(&*lengths));
     let problem = priced::Problem {
@@ -202,15 +206,21 @@ pub fn round_priced(
         price,
     };
     match &mut out {
-        Places::Bytes(out) => rounded(py, problem, places(out)?),
-        Places::Shorts(out) => rounded(py, problem, places(out)?),
-        Places::Words(out) => rounded(py, problem, places(out)?),
+        Places::Bytes(out) => rounded(py, problem, places(out)?, dependent),
+        Places::Shorts(out) => rounded(py, problem, places(out)?, dependent),
+        Places::Words(out) => rounded(py, problem, places(out)?, dependent),
     }
 }
 
-fn rounded<T: priced::Integer>(py: Python<'_>, problem: priced::Problem, out: &mut [T]) -> PyResult<i32> {
+fn rounded<T: priced::Integer>(
+    py: Python<'_>,
+    problem: priced::Problem,
+    out: &mut [T],
+    dependent: bool,
+) -> PyResult<i32> {
     let isa = chosen_isa(None)?;
-    py.detach(|| priced::round(problem, out, isa, &*pool::current()?))
+    let round = if dependent { trellis::round } else { priced::round };
+    py.detach(|| round(problem, out, isa, &*pool::current()?))
         .map_err(raise)
 }
 
@@ -280,6 +290,45 @@ fn counted<'py>(
     Ok(found
         .map(|(class, counts)| (class, counts.into_pyarray(py)))
         .collect())
+}
+
+/// Finds dependent codes whose errors are compensated.
+#[pyfunction]
+#[pyo3(signature = (weights, upper, pivots, prices, lengths, runs, *, step, isa=None))]
+#[allow(clippy::too_many_arguments)] // Python's signature
+#[allow(clippy::type_complexity)]
+pub fn solve_dependent<'py>(
+    py: Python<'py>,
+    weights: PyReadonlyArray3<'py, f32>,
+    upper: PyReadonlyArray3<'py, f32>,
+    pivots: PyReadonlyArray2<'py, f32>,
+    prices: PyReadonlyArray1<'py, f32>,
+    lengths: PyReadonlyArray2<'py, f32>,
+    runs: PyReadonlyArray2<'py, i64>,
+    step: f64,
+    isa: Option<&str>,
+) -> PyResult<(Bound<'py, PyArray3<i32>>, Bound<'py, PyArray2<f64>>)> {
+    let (shape, isa) = (crate::arrays::lengths(&*weights), chosen_isa(isa)?);
+    let [experts, _, columns] = shape;
+    let [_, indices] = crate::arrays::lengths(&*lengths);
+    let matrices = trellis::Matrices {
+        shape,
+        weights: values(&weights, "weights")?,
+        step,
+        upper: values(&upper, "upper")?,
+        pivots: values(&pivots, "pivots")?,
+        prices: values(&prices, "prices")?,
+        lengths: values(&lengths, "lengths")?,
+        indices,
+        runs: values(&runs, "runs")?,
+    };
+    let solved = py
+        .detach(|| trellis::solve(matrices, isa, &*pool::current()?))
+        .map_err(raise)?;
+    Ok((
+        solved.codes.into_pyarray(py).reshape(shape)?,
+        solved.losses.into_pyarray(py).reshape([experts, columns])?,
+    ))
 }
 
 fn storage(dtype: &str) -> PyResult<fitting::Storage> {

@@ -22,8 +22,7 @@ from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step
-from moepack.solvers.priced import WORTH, largest_at, low_bits_of, round_priced
-from moepack.solvers.uniform import UniformSettings
+from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_of
 
 __all__ = ["Coded", "coded_within"]
 
@@ -120,7 +119,7 @@ class Coded(Packer):
         left, due, _ = self._open()
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
         bits = {name: bits * factor for name, bits in self.given.items()}
-        return LayerSolver(bits, UniformSettings(largest=self.largest))
+        return LayerSolver(bits, self.coder.solver_settings(self.largest))
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Linear layers that read the same input are solved one by one: their errors count differently."""
@@ -163,8 +162,8 @@ class Coded(Packer):
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Code the integers."""
         if weights.name in self.rows:
-            steps = solution.parts["step"] / self.rows[weights.name]
-            solution = replace(solution, parts={**solution.parts, "step": steps.bfloat16().float()})
+            scales = solution.parts["scale"] / self.rows[weights.name]
+            solution = replace(solution, parts={**solution.parts, "scale": scales.bfloat16().float()})
         return self.coder.pack(weights, solution)
 
 
@@ -193,6 +192,7 @@ def _too_fine(sample: Sample, step: Step, finest: float) -> dict[str, float]:
 def _errors(sample: Sample, step: Step) -> Iterator[tuple[str, float]]:
     """The sum of squared errors of each tensor, times its importance."""
     for name in sample.rows:
-        values, factor = sample.values(name), sample.factor(name)
-        rounded = round_priced(values, step.size, step.lengths, WORTH) * step.size
+        values, factor, lengths = sample.values(name), sample.factor(name), step.lengths_of(name)
+        codes = round_priced(values, step.size, lengths, lengths.worth)
+        rounded = codes * scale_of(step.size, lengths.dependent)
         yield name, float((rounded - values).square().sum()) * factor

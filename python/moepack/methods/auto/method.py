@@ -49,6 +49,7 @@ class Auto(Method):
             none of the three, half of the free memory or 4 bits a weight, whichever is smaller.
         calibration: text file, JSON lines, directory or data set of the hub; None does without.
         prefer: "quality", or "speed", which weighs the time of products on this machine, too.
+        codes: "dependent" where tensors have the bits for it, or "plain" for all.
         samples: calibration windows, at most.
         sequence_length: tokens a window.
         group: experts solved together.
@@ -62,6 +63,7 @@ class Auto(Method):
     ratio: float | None = None
     calibration: str | None = None
     prefer: str = "quality"
+    codes: str = "dependent"
     samples: int = 128
     sequence_length: int = 512
     group: int = 16
@@ -76,7 +78,7 @@ class Auto(Method):
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
         if self.prefer not in PREFER:
             raise ValueError(f"prefer must be {' or '.join(PREFER)}, not {self.prefer}")
-        names = ("calibration", "samples", "sequence_length", "group", "minimum_tokens", "device", "seed")
+        names = ("codes", "calibration", "samples", "sequence_length", "group", "minimum_tokens", "device", "seed")
         self._coder = Rate(MOST_BITS, **{name: getattr(self, name) for name in names})
 
     @property
@@ -87,7 +89,7 @@ class Auto(Method):
     @property
     def settings(self) -> Mapping[str, Any]:
         """What the bytes follow from, once `prepare` knows it; of the text in addition its fingerprint."""
-        found: dict[str, Any] = {"prefer": self.prefer}
+        found: dict[str, Any] = {"prefer": self.prefer, "codes": self.codes}
         if self._goal is not None:
             found["size"] = self._goal.nbytes
         if isinstance(self._packer, Mixed):

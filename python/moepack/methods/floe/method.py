@@ -104,7 +104,7 @@ class Floe(Method):
         if self.solver not in SOLVERS:
             raise ValueError(f"solver must be lsq or hqq, not {self.solver}")
         if self.coarse_bits is not None:
-            self._coarse = Rate(self.coarse_bits, roles="none")
+            self._coarse = Rate(self.coarse_bits, roles="none", codes="plain")
         if self.dense_layers is None:
             self.dense_layers = int(self._coarse is None)
         if self.dense_layers < 0 or self.samples < 1 or self.sequence_length < 1:

@@ -16,20 +16,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moepack import _core
 from moepack.allocation import PricedBudget
 from moepack.calibration import Stage
 from moepack.methods.base import Solution
 from moepack.methods.rate.sample import stream_rows
-from moepack.methods.rate.step import free_bits, once_bytes
-from moepack.solvers.priced import low_bits_of
-from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, priced_codes, step_of
+from moepack.methods.rate.step import LEAST_DEPENDENT, NEARLY_ZERO, encoded, free_bits, once_bytes
+from moepack.solvers.priced import WORTH, WORTH_OF_DEPENDENT, least_spread, scale_of, symbols_of
+from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, dependent_codes, priced_codes, step_of
 
-__all__ = ["LayerSolver"]
+__all__ = ["LayerSolver", "parts_of"]
 
 ROWS, COLUMNS = 16, 512
 """Rows and columns of a matrix that are looked at in advance."""
@@ -53,14 +51,18 @@ class _Outlook:
         curvature: [E].
         scale: how many weights each of them stands for.
         settings: of the solver.
+        narrowest: the least root mean square of a row block.
         step: once it is decided.
+        dependent: whether codes are, once the price is known.
     """
 
     weights: Tensor
     curvature: Tensor
     scale: float
     settings: UniformSettings
+    narrowest: float = math.inf
     step: float | None = None
+    dependent: bool = False
 
     def step_at(self, price: float) -> float:
         """The step, or what it would be."""
@@ -73,11 +75,19 @@ class _Outlook:
         step = self.step_at(price)
         runs = torch.arange(len(self.weights))[:, None].expand(self.weights.shape[:2])
         prices = (price / (step * step * self.curvature)).float()
+        if self.dependent:
+            return dependent_codes(self.weights / step, prices * (WORTH_OF_DEPENDENT / WORTH), self.settings.largest)
         return priced_codes(self.weights / step, prices, runs, self.settings.largest)
 
     def bits(self, price: float) -> Tensor:
         """Bits of each expert at a price, [E] float64."""
         return self.lengths(price).totals * self.scale
+
+    def decide(self, price: float) -> None:
+        """Take dependent codes where there are the bits for them at a price."""
+        many = float(self.bits(price).sum()) >= LEAST_DEPENDENT * self.weights.numel() * self.scale
+        wide = self.narrowest >= NEARLY_ZERO * self.step_at(price)
+        self.dependent = self.settings.dependent and many and wide
 
     @property
     def loss(self) -> float:
@@ -108,21 +118,27 @@ class LayerSolver:
             empty = torch.zeros(experts, len(picked), len(across))
             self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale, self._settings)
         group = slice(stage.experts.start, stage.experts.stop)
+        outlook = self._outlooks[name]
+        outlook.narrowest = min(outlook.narrowest, least_spread(problem.weights))
         self._outlooks[name].weights[group] = problem.weights[:, picked][:, :, across].cpu()
         self._outlooks[name].curvature[group] = problem.curvature.cpu()
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize a stage; all its tensors are one problem."""
-        problem, name = self._problem(stage), _name(stage)
+        name = _name(stage)
         budget, outlook = self._budget or self._start(), self._outlooks[name]
+        problem = self._problem(stage, outlook.dependent)
         runs = _runs(stage).to(problem.weights.device)
         lengths: CodeLengths | None = None
         for number in range(PASSES):
             price = self._unit * budget.price(name, stage.experts)
             step = outlook.step_at(price)
             result = problem.solve(step, price, lengths or _expected(outlook, price, stage, problem.weights))
-            lengths = CodeLengths.counted(result.codes, runs, self._settings.largest)
-            budget.book(name, stage.experts, _stored_bits(stage, result.codes, self._settings.largest))
+            symbols = symbols_of(result.codes, outlook.dependent)
+            lengths = CodeLengths.counted(symbols, runs, self._settings.largest)
+            budget.book(
+                name, stage.experts, _stored_bits(stage, result.codes, self._settings.largest, outlook.dependent)
+            )
             excess = budget.excess()
             if outlook.step is None:
                 outlook.step = outlook.step_at(self._unit * budget.price(name, stage.experts))
@@ -132,14 +148,26 @@ class LayerSolver:
         reports = zip(stage.experts, result.reports, strict=True)
         rounded = {expert: report.reason for expert, report in reports if report.reason is not None}
         stage.advance(result.codes.numel())
-        steps = torch.full((len(stage.experts), 1), step)
+        scale = scale_of(step, outlook.dependent)
+        scales = torch.full((len(stage.experts), 1), scale)
         return {
-            tensor: Solution({"symbols": symbols, "step": steps}, symbols * step, rounded=rounded)
-            for tensor, symbols in _by_tensor(stage, result.codes).items()
+            tensor: Solution(parts_of(codes, scales, outlook.dependent), codes * scale, rounded=rounded)
+            for tensor, codes in _by_tensor(stage, result.codes).items()
         }
 
     def _start(self) -> PricedBudget:
         """Find the price that a layer starts with, by halving, and what other ones would give."""
+        self._unit = self._price()
+        for outlook in self._outlooks.values():
+            outlook.decide(self._unit)
+        if any(outlook.dependent for outlook in self._outlooks.values()):
+            self._unit = self._price()
+        curves = {name: self._curve(outlook) for name, outlook in self._outlooks.items()}
+        self._budget = PricedBudget(self._given, LADDER, curves)
+        return self._budget
+
+    def _price(self) -> float:
+        """The price at which the layer takes its bits, by what was looked at."""
         outlooks = self._outlooks.values()
         center = math.log2(max(sum(outlook.loss for outlook in outlooks) / len(outlooks), 1e-30))
         low, high = center + LOWEST, center + HIGHEST
@@ -147,19 +175,22 @@ class LayerSolver:
             middle = (low + high) / 2
             bits = sum(float(outlook.bits(2.0**middle).sum()) for outlook in outlooks)
             low, high = (middle, high) if bits > self._given else (low, middle)
-        self._unit = 2.0**high
-        curves = {name: self._curve(outlook) for name, outlook in self._outlooks.items()}
-        self._budget = PricedBudget(self._given, LADDER, curves)
-        return self._budget
+        return float(2.0**high)
 
     def _curve(self, outlook: _Outlook) -> Tensor:
         return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)
 
-    def _problem(self, stage: Stage) -> UniformProblem:
+    def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
         moments = stage.moments()
         weights = torch.cat(list(stage.weights.values()), dim=1)
         # Linear layers outside the experts are better left where they are (docs/methods/qmoe.md).
-        return UniformProblem(weights, moments.hessians, None if stage.dense else moments.drift, self._settings)
+        drift = None if stage.dense else moments.drift
+        return UniformProblem(weights, moments.hessians, drift, self._settings, dependent=dependent)
+
+
+def parts_of(codes: Tensor, scales: Tensor, dependent: bool) -> dict[str, Tensor]:
+    """A solution's parts: codes [G, R, C], what they are worth, [G, 1] or [1, 1], and whether they are dependent."""
+    return {"codes": codes, "scale": scales, "dependent": torch.full(scales.shape, dependent)}
 
 
 def _name(stage: Stage) -> str:
@@ -195,13 +226,12 @@ def _expected(outlook: _Outlook, price: float, stage: Stage, weights: Tensor) ->
     return CodeLengths(table.contiguous(), runs, torch.zeros(0))
 
 
-def _stored_bits(stage: Stage, codes: Tensor, largest: int) -> Tensor:
+def _stored_bits(stage: Stage, codes: Tensor, largest: int, dependent: bool) -> Tensor:
     """What a group's codes [G, R, C] take when they are coded, less `free_bits`; [G] float64, the same for all."""
     bits = 0.0
-    for name, symbols in _by_tensor(stage, codes).items():
+    for name, own in _by_tensor(stage, codes).items():
         shape = stage.tensors[name].shape
-        one = np.ones((1, 1), np.float32)
-        blob = _core.encode_coded(symbols.cpu().contiguous().numpy(), one, ndim=3, low_bits=low_bits_of(largest))
-        once, share = once_bytes(blob), len(symbols) / shape[0]
+        blob = encoded(own.cpu().contiguous(), largest, dependent)
+        once, share = once_bytes(blob), len(own) / shape[0]
         bits += 8 * (blob.nbytes - once * (1 - share)) - free_bits(shape) * share
     return torch.full((len(codes),), bits / max(len(codes), 1), dtype=torch.float64)

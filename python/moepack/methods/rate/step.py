@@ -5,26 +5,30 @@ of the bytes has a smaller sum (reverse water-filling; Cover and Thomas, section
 to find. What the coder takes over the lengths that rounding counts with is measured, by coding the sample.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from moepack import _core
 from moepack.methods.base import Shape
 from moepack.methods.rate.sample import Sample, stream_rows
-from moepack.solvers.priced import WORTH, Lengths, low_bits_of, round_priced
+from moepack.solvers.priced import WORTH, Lengths, Profile, least_spread, low_bits_of, round_priced, worth_of
 
 __all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
 EXACT = 0.001
 """Octaves to which the step is found: about so many bits a weight."""
 
-TRIALS, DENSE_TRIALS = 2, 3
-"""How often the sample is coded, without low bits and with; once more moves the rate by less than a thousandth."""
+TRIALS, MORE_TRIALS = 2, 3
+"""How often the sample is coded; more often with low bits or both kinds of codes. Once more moves the rate by less than
+a thousandth."""
 
 NARROWEST, WIDEST, NEAR = 10.0, 6.0, 0.25
 """Octaves of the first search below and above the model's root mean square, and of later ones around the step."""
@@ -42,6 +46,13 @@ alone would have better tables than they share with all others."""
 SYMBOLS_AT = 15
 """Where a coded tensor says how many symbols its tables have."""
 
+LEAST_DEPENDENT = 1.25
+"""Bits a weight of plain codes from which dependent ones take their place: below, most weights are zero, a value that
+dependent codes lack (docs/methods/rate.md)."""
+
+NEARLY_ZERO = 1 / 16
+"""Steps that the root mean square of a row block must have: as dependent codes, zeros become a quarter of a step."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -49,21 +60,62 @@ class Step:
 
     Attributes:
         size: the step of a tensor of importance 1.
-        lengths: bits of the symbols at this step.
+        lengths: bits of the symbols at this step: of dependent codes (True) and of plain ones, where there are any.
+        dependent: names of the tensors of dependent codes.
         bits: by the tensor's name, what it is expected to take, all metadata counted.
     """
 
     size: float
-    lengths: Lengths
+    lengths: Mapping[bool, Lengths]
+    dependent: frozenset[str]
     bits: Mapping[str, float]
 
+    @property
+    def largest(self) -> int:
+        """The largest magnitude of a symbol with a length of its own."""
+        return next(iter(self.lengths.values())).largest
 
-def find_step(sample: Sample, bits_per_weight: float) -> Step:
+    def lengths_of(self, name: str) -> Lengths:
+        """Bits of the symbols of a tensor."""
+        return self.lengths.get(name in self.dependent, next(iter(self.lengths.values())))
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """What the weights of plain and of dependent codes look like; either only where there are any."""
+
+    profiles: Mapping[bool, Profile]
+    dependent: frozenset[str]
+
+    @classmethod
+    def of(cls, sample: Sample, dependent: frozenset[str]) -> _Kinds:
+        """Part a sample; a tensor without rows counts as either."""
+        kinds = {name in dependent for name, rows in sample.rows.items() if rows.numel()}
+        if len(kinds) < 2:
+            return cls({kind: sample.profile for kind in kinds or {False}}, dependent)
+        profiles = {kind: Profile(sample.profile.largest) for kind in kinds}
+        for name, rows in sample.rows.items():
+            if rows.numel():
+                profiles[name in dependent].add(sample.values(name), sample.factor(name))
+        return cls(profiles, dependent)
+
+    def lengths(self, step: float) -> dict[bool, Lengths]:
+        """Bits of the symbols at a step."""
+        return {kind: profile.lengths(step, worth_of(kind), kind) for kind, profile in self.profiles.items()}
+
+    def bits(self, step: float) -> float:
+        """Bits of all weights at a step."""
+        parts = self.lengths(step).items()
+        return sum(self.profiles[kind].bits(step, lengths, lengths.worth) for kind, lengths in parts)
+
+
+def find_step(sample: Sample, bits_per_weight: float, dependent: bool = False) -> Step:
     """Find the step with which a model takes the bits that were asked for.
 
     Args:
         sample: what is known of the model.
         bits_per_weight: of all weights of these tensors, all metadata counted.
+        dependent: whether tensors may have dependent codes.
 
     Raises:
         ValueError: states and headers alone take more.
@@ -76,42 +128,57 @@ def find_step(sample: Sample, bits_per_weight: float) -> Step:
             f"{bits_per_weight} were asked for"
         )
     center = 0.5 * math.log2(sample.profile.mean_square or 1.0)
-    step = _search(sample, budget - least, center - NARROWEST, center + WIDEST)
+    kinds = _Kinds.of(sample, frozenset())
+    step = _search(kinds, budget - least, center - NARROWEST, center + WIDEST)
+    if dependent and not low_bits_of(sample.profile.largest):
+        kinds = _Kinds.of(sample, _dependent(sample, step, kinds.lengths(step)[False]))
+        # At few bits dependent codes take a larger step.
+        step = _search(kinds, budget - least, center - NARROWEST, center + WIDEST)
     bits: dict[str, float] = {}
-    trials = DENSE_TRIALS if low_bits_of(sample.profile.largest) else TRIALS
+    trials = MORE_TRIALS if low_bits_of(sample.profile.largest) or len(kinds.profiles) > 1 else TRIALS
     for _ in range(trials if budget else 0):
-        bits = _coded(sample, step)
-        lengths = sample.profile.bits(step, sample.profile.lengths(step, WORTH), WORTH)
-        excess = (sum(bits.values()) - least) / (lengths or 1.0)
+        bits = _coded(sample, step, kinds)
+        excess = (sum(bits.values()) - least) / (kinds.bits(step) or 1.0)
         center = math.log2(step)
-        step = _search(sample, (budget - least) / max(excess, 0.5), center - NEAR, center + NEAR)
+        step = _search(kinds, (budget - least) / max(excess, 0.5), center - NEAR, center + NEAR)
     total = sum(bits.values()) or 1.0
-    return Step(step, sample.profile.lengths(step, WORTH), {name: own * budget / total for name, own in bits.items()})
+    shares = {name: own * budget / total for name, own in bits.items()}
+    return Step(step, kinds.lengths(step), kinds.dependent, shares)
 
 
-def _search(sample: Sample, budget: float, low: float, high: float) -> float:
+def _dependent(sample: Sample, step: float, lengths: Lengths) -> frozenset[str]:
+    """The tensors that are better off with dependent codes."""
+    found = set()
+    for name, rows in sample.rows.items():
+        if rows.numel() == 0:
+            continue
+        values = sample.values(name)
+        bits = lengths.total(values, round_priced(values, step, lengths, WORTH))
+        if bits >= LEAST_DEPENDENT * rows.numel() and least_spread(values) >= NEARLY_ZERO * step:
+            found.add(name)
+    return frozenset(found)
+
+
+def _search(kinds: _Kinds, budget: float, low: float, high: float) -> float:
     """The smallest step, between powers of two, with which the lengths of all symbols are within a budget."""
     while high - low > EXACT:
         middle = (low + high) / 2
-        step = 2.0**middle
-        if sample.profile.bits(step, sample.profile.lengths(step, WORTH), WORTH) > budget:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if kinds.bits(2.0**middle) > budget else (low, middle)
     return float(2.0**high)
 
 
-def _coded(sample: Sample, step: float) -> dict[str, float]:
+def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
     """The bits of all tensors, from those of their samples, coded."""
-    lengths = sample.profile.lengths(step, WORTH)
+    lengths_of = kinds.lengths(step)
     bits: dict[str, float] = {}
-    for pool in _pools(sample):
-        symbols = [round_priced(sample.values(name), step, lengths, WORTH) for name in pool]
-        own = [lengths.total(sample.values(name), found) for name, found in zip(pool, symbols, strict=True)]
-        whole, alone = torch.cat(symbols), sample.factor(pool[0]) <= 1
+    for pool in _pools(sample, kinds.dependent):
+        kind = pool[0] in kinds.dependent
+        lengths = lengths_of.get(kind, next(iter(lengths_of.values())))
+        codes = [round_priced(sample.values(name), step, lengths, lengths.worth) for name in pool]
+        own = [lengths.total(sample.values(name), found) for name, found in zip(pool, codes, strict=True)]
+        whole, alone = torch.cat(codes), sample.factor(pool[0]) <= 1
         shape = sample.shapes[pool[0]] if alone else (1, *whole.shape)
-        one, low_bits = np.ones((1, 1), np.float32), low_bits_of(lengths.largest)
-        blob = _core.encode_coded(whole.view(shape).numpy(), one, ndim=3, low_bits=low_bits)
+        blob = encoded(whole.view(shape), lengths.largest, kind)
         once = 8 * once_bytes(blob)
         excess = (8 * blob.nbytes - once - stream_bits(shape)) / max(sum(own), 1.0)
         for name, least in zip(pool, own, strict=True):
@@ -119,17 +186,24 @@ def _coded(sample: Sample, step: float) -> dict[str, float]:
     return bits
 
 
-def _pools(sample: Sample) -> Iterator[list[str]]:
+def encoded(codes: Tensor, largest: int, dependent: bool) -> npt.NDArray[np.uint8]:
+    """Codes [E, R, C] as they will be stored, but for their scale, of so large a magnitude with a length of its own."""
+    low_bits, one = 0 if dependent else low_bits_of(largest), np.ones((1, 1), np.float32)
+    return _core.encode_coded(codes.numpy(), one, ndim=3, low_bits=low_bits, dependent=dependent)
+
+
+def _pools(sample: Sample, dependent: Collection[str]) -> Iterator[list[str]]:
     """Tensors that are coded together."""
-    open_pools: dict[int, list[str]] = {}
+    open_pools: dict[tuple[int, bool], list[str]] = {}
     for name, shape in sample.shapes.items():
         if sample.factor(name) <= 1:
             yield [name]
             continue
-        pool = open_pools.setdefault(shape[2], [])
+        key = (shape[2], name in dependent)
+        pool = open_pools.setdefault(key, [])
         pool.append(name)
         if sum(len(sample.rows[each]) for each in pool) >= POOL * stream_rows(shape[2]):
-            yield open_pools.pop(shape[2])
+            yield open_pools.pop(key)
     yield from open_pools.values()
 
 

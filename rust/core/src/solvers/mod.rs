@@ -4,3 +4,4 @@ pub mod clustering;
 pub mod fitting;
 pub mod kmeans;
 pub mod priced;
+pub mod trellis;

@@ -28,7 +28,7 @@ use crate::{Error, Result};
 use envelope::Envelope;
 
 /// Rows of a row block.
-const BLOCK_ROWS: usize = 16;
+pub(super) const BLOCK_ROWS: usize = 16;
 /// The base-two logarithm of the first class's root mean square.
 const NARROWEST: f64 = -24.0;
 /// Classes an octave.
@@ -66,7 +66,17 @@ pub struct Problem<'a> {
 /// # Errors
 /// [`Error::InvalidArgument`]: sizes do not match, a number is out of range, or a weight is NaN or infinite.
 pub fn round<T: Integer>(problem: Problem, out: &mut [T], isa: Isa, pool: &ThreadPool) -> Result<i32> {
-    let rounding = Rounding::new(problem, isa)?;
+    round_by::<Envelope, T>(problem, out, isa, pool)
+}
+
+/// Rounds weights by a quantizer.
+pub(super) fn round_by<Q: Quantizer, T: Integer>(
+    problem: Problem,
+    out: &mut [T],
+    isa: Isa,
+    pool: &ThreadPool,
+) -> Result<i32> {
+    let rounding = Rounding::<Q>::new(problem, isa)?;
     if out.len() != problem.weights.len() {
         let (weights, places) = (problem.weights.len(), out.len());
         return invalid(format!("{weights} weights and {places} places"));
@@ -76,6 +86,17 @@ pub fn round<T: Integer>(problem: Problem, out: &mut [T], isa: Isa, pool: &Threa
 
 fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
     Err(Error::InvalidArgument(format!("rounding: {what}")))
+}
+
+/// What rounds the row blocks of a class.
+pub(super) trait Quantizer: Send + Sync {
+    /// Of the bits of the integers from -L to L, at a price in squared steps.
+    fn new(bits: &[f32], price: f64) -> Self;
+
+    /// Rounds the rows of a row block, of so many columns and finite, by the inverse of the step; returns the largest
+    /// magnitude.
+    fn round<T: Integer>(&self, isa: Isa, values: &[f32], columns: usize, inverse: f32, out: &mut [T])
+    -> i32;
 }
 
 /// An integer type that may be too narrow, in which case it keeps the low bits.
@@ -102,16 +123,16 @@ impl Integer for i32 {
     }
 }
 
-/// A problem whose sizes match, and the envelopes of the classes that were met.
-struct Rounding<'a> {
+/// A problem whose sizes match, and the quantizers of the classes that were met.
+struct Rounding<'a, Q> {
     problem: Problem<'a>,
     inverse: f32,
     isa: Isa,
-    envelopes: Vec<OnceLock<Envelope>>,
+    quantizers: Vec<OnceLock<Q>>,
 }
 
-impl<'a> Rounding<'a> {
-    fn new(problem: Problem<'a>, isa: Isa) -> Result<Rounding<'a>> {
+impl<'a, Q: Quantizer> Rounding<'a, Q> {
+    fn new(problem: Problem<'a>, isa: Isa) -> Result<Rounding<'a, Q>> {
         let (weights, columns) = (problem.weights.len(), problem.columns);
         if columns == 0 && weights > 0 || columns > 0 && !weights.is_multiple_of(columns) {
             return invalid(format!("{weights} weights are no rows of {columns} columns"));
@@ -125,12 +146,12 @@ impl<'a> Rounding<'a> {
             let Problem { step, width, .. } = problem;
             return invalid(format!("step {step} and width {width} must be positive"));
         }
-        let envelopes = (0..lengths / integers).map(|_| OnceLock::new());
+        let quantizers = (0..lengths / integers).map(|_| OnceLock::new());
         Ok(Rounding {
             problem,
             inverse,
             isa: isa.require()?,
-            envelopes: envelopes.collect(),
+            quantizers: quantizers.collect(),
         })
     }
 
@@ -162,30 +183,15 @@ impl<'a> Rounding<'a> {
             return None;
         }
         let mean_square = squares / values.len() as f64;
-        let class = class(mean_square, self.problem.width, self.envelopes.len());
-        let envelope = self.envelopes[class].get_or_init(|| {
+        let class = class(mean_square, self.problem.width, self.quantizers.len());
+        let quantizer = self.quantizers[class].get_or_init(|| {
             let integers = self.problem.integers;
-            Envelope::new(
+            Q::new(
                 &self.problem.lengths[class * integers..][..integers],
                 self.problem.price,
             )
         });
-        let (mut units, mut largest) = ([0.0; CHUNK], 0);
-        for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
-            let units = &mut units[..values.len()];
-            let reach = scale(self.isa, values, self.inverse, units);
-            let mut found = [0; CHUNK];
-            let found = &mut found[..values.len()];
-            envelope.look_up(self.isa, units, found);
-            if reach > envelope.largest() as f32 {
-                nearest(self.isa, units, envelope.largest() as f32, found);
-            }
-            largest = magnitude(self.isa, found).max(largest);
-            out.iter_mut()
-                .zip(found)
-                .for_each(|(out, found)| *out = T::narrowed(*found));
-        }
-        Some(largest)
+        Some(quantizer.round(self.isa, values, self.problem.columns, self.inverse, out))
     }
 }
 
@@ -195,6 +201,31 @@ fn class(mean_square: f64, width: f64, classes: usize) -> usize {
     let number = (CLASSES_AN_OCTAVE * (octaves - NARROWEST)).round_ties_even();
     // Negative numbers and minus infinity become zero.
     (number as usize).min(classes - 1)
+}
+
+impl Quantizer for Envelope {
+    fn new(bits: &[f32], price: f64) -> Envelope {
+        Envelope::new(bits, price)
+    }
+
+    fn round<T: Integer>(&self, isa: Isa, values: &[f32], _: usize, inverse: f32, out: &mut [T]) -> i32 {
+        let (mut units, mut largest) = ([0.0; CHUNK], 0);
+        for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
+            let units = &mut units[..values.len()];
+            let reach = scale(isa, values, inverse, units);
+            let mut found = [0; CHUNK];
+            let found = &mut found[..values.len()];
+            self.look_up(isa, units, found);
+            if reach > self.largest() as f32 {
+                nearest(isa, units, self.largest() as f32, found);
+            }
+            largest = magnitude(isa, found).max(largest);
+            out.iter_mut()
+                .zip(found)
+                .for_each(|(out, found)| *out = T::narrowed(*found));
+        }
+        largest
+    }
 }
 
 vectorized! {

@@ -1,0 +1,130 @@
+//! Which code of each set is the best where, and what its length costs.
+//!
+//! The line is cut into cells of a quarter of a fine unit, of which each knows the codes that are cheapest in its middle:
+//! one look-up a weight in the place of eight. Two codes of a set lie eight fine units apart, so no path that is cheap
+//! overall needs to know the borders between them any better.
+
+use super::{MOST, SEQUENCES};
+
+/// The cell of weights beyond all codes with a length: they become the nearest codes, whose lengths do not count.
+pub(super) const FAR: u16 = u16::MAX;
+/// Cells of a fine unit.
+const CELLS: f32 = 4.0;
+/// Codes with a length are smaller.
+const REACH: i32 = 128;
+/// Cells on either side of the one around zero.
+const HALF: usize = REACH as usize * CELLS as usize;
+/// So large a number has no fractions in f32: sums with it are rounded to the nearest integer, ties to even.
+const WHOLE: f32 = (1 << 23) as f32;
+/// How many indices of a set are looked at on either side of the nearest one.
+const ASIDE: i32 = 4;
+
+/// Invariant: `entries` are `2 * HALF + 1`.
+pub(super) struct Cells {
+    /// By twice the parity of the state plus that of the index: the code in the low byte, and above it what the code's
+    /// length costs, an f32 without its last eight bits.
+    entries: Vec<[u32; 4]>,
+    /// Where weights are far.
+    reach: f32,
+}
+
+impl Cells {
+    /// The cells of the lengths of the indices from -L to L, L at most 31, at a price in squared steps.
+    pub(super) fn new(bits: &[f32], price: f64) -> Cells {
+        let costs: Vec<f32> = bits
+            .iter()
+            .map(|&bits| (16.0 * price * f64::from(bits)) as f32)
+            .collect();
+        let mut entries = vec![[0; 4]; 2 * HALF + 1];
+        for cell in 0..entries.len() {
+            let unit = (cell as f32 - HALF as f32) / CELLS;
+            for parity in 0..2 {
+                let (code, cost) = cheapest(&costs, unit, parity);
+                let entry = |code: i32| cost.to_bits() & !0xff | u32::from(code as u8);
+                entries[cell][parity] = entry(code);
+                entries[2 * HALF - cell][2 + parity] = entry(-code);
+            }
+        }
+        Cells {
+            entries,
+            reach: 2.0 * (bits.len() as f32 + 1.0),
+        }
+    }
+
+    /// The costs of the four sets for weights in fine units, and their cells.
+    #[inline(always)]
+    pub(super) fn edges(
+        &self,
+        units: &[f32; SEQUENCES],
+        cells: &mut [u16; SEQUENCES],
+    ) -> [[f32; SEQUENCES]; 4] {
+        let mut most = 0;
+        for (unit, cell) in units.iter().zip(&mut *cells) {
+            let place = unit.clamp(-REACH as f32, REACH as f32) * CELLS + (WHOLE + HALF as f32);
+            *cell = place.to_bits() as u16;
+            most = most.max(unit.abs().to_bits());
+        }
+        let mut entries = [[0; SEQUENCES]; 4];
+        for (i, &cell) in cells.iter().enumerate() {
+            let found = &self.entries[usize::from(cell)];
+            (0..4).for_each(|set| entries[set][i] = found[set]);
+        }
+        let mut edges = [[0.0; SEQUENCES]; 4];
+        for (edges, entries) in edges.iter_mut().zip(&entries) {
+            for ((edge, &entry), unit) in edges.iter_mut().zip(entries).zip(units) {
+                let error = unit - (((entry << 24) as i32) >> 24) as f32;
+                *edge = error * error + f32::from_bits(entry & !0xff);
+            }
+        }
+        if f32::from_bits(most) > self.reach {
+            self.far(units, cells, &mut edges);
+        }
+        edges
+    }
+
+    /// Replaces the cells and costs of weights that are far.
+    fn far(&self, units: &[f32; SEQUENCES], cells: &mut [u16; SEQUENCES], edges: &mut [[f32; SEQUENCES]; 4]) {
+        for (i, &unit) in units
+            .iter()
+            .enumerate()
+            .filter(|(_, unit)| unit.abs() > self.reach)
+        {
+            cells[i] = FAR;
+            for (set, edges) in edges.iter_mut().enumerate() {
+                // A difference of large numbers may be coarse, but not large.
+                let error =
+                    (unit.clamp(-MOST, MOST) - nearest(unit, set / 2, set % 2) as f32).clamp(-8.0, 8.0);
+                edges[i] = error * error;
+            }
+        }
+    }
+
+    /// The code of a set in a cell.
+    #[inline(always)]
+    pub(super) fn code(&self, cell: u16, state: usize, parity: usize) -> i32 {
+        (self.entries[usize::from(cell)][2 * state + parity] as u8 as i8).into()
+    }
+}
+
+/// The code of an even state that is the cheapest for a weight, by the parity of its index, and what its length costs.
+fn cheapest(costs: &[f32], unit: f32, parity: usize) -> (i32, f32) {
+    let largest = costs.len() as i32 / 2;
+    // The largest index of the parity.
+    let last = largest - (largest + parity as i32) % 2;
+    let near = (nearest(unit, 0, parity) >> 2).clamp(-last, last);
+    let indices = (near - 2 * ASIDE..=near + 2 * ASIDE)
+        .step_by(2)
+        .filter(|index| index.abs() <= last);
+    let all = indices.map(|index| (4 * index + 1, costs[(index + largest) as usize]));
+    let total = |&(code, cost): &(i32, f32)| (unit - code as f32).powi(2) + cost;
+    all.min_by(|a, b| total(a).total_cmp(&total(b)))
+        .unwrap_or((1 + 4 * parity as i32, 0.0))
+}
+
+/// The nearest code of a set, by the parities of the state and of the index, at most 2^30 in magnitude.
+pub(super) fn nearest(unit: f32, state: usize, parity: usize) -> i32 {
+    let unit = if state == 0 { unit } else { -unit }.clamp(-MOST, MOST);
+    let first = 1 + 4 * parity as i32;
+    let code = 8 * ((unit - first as f32) / 8.0).round_ties_even() as i32 + first;
+    if state == 0 { code } else { -code }
+}
