@@ -35,19 +35,16 @@ pub(super) fn holds(table: &Table) -> bool {
 
 /// The indices of a row's codes; `None` if they follow no path of states.
 pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
-    let mut states = [0u8; QUAD];
-    out.clear();
-    for (column, &code) in codes.iter().enumerate() {
-        let state = &mut states[column % QUAD];
-        let wanted = if *state & 1 == 1 { 3 } else { 1 };
-        if code.low() & 3 != wanted {
-            return None;
+    let (mut states, mut wrong) = ([0u8; QUAD], 0);
+    out.resize(codes.len(), T::default());
+    for (codes, out) in codes.chunks(QUAD).zip(out.chunks_mut(QUAD)) {
+        for ((&code, out), state) in codes.iter().zip(out).zip(&mut states) {
+            *out = code.index();
+            wrong |= (code.low() & 3) ^ (1 + 2 * (*state & 1));
+            *state = NEXT[usize::from(2 * (*state & 7) + (out.low() & 1))];
         }
-        let index = code.index();
-        *state = NEXT[usize::from(2 * *state + (index.low() & 1))];
-        out.push(index);
     }
-    Some(())
+    (wrong == 0).then_some(())
 }
 
 /// The states of a stream's lanes.
