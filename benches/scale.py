@@ -9,8 +9,9 @@ overlapping windows of one run of Gaussian numbers, which costs no time to draw 
 compress; its router is random, so tokens spread over the experts. Nothing about quality can be learned from it.
 Fewer experts and as many times fewer samples leave the time a weight what it is, and the memory less.
 
-`rate` takes 3 bits, without a text. Each method runs in a process of its own, which this one watches: memory is looked
-at every 20 ms. Processor seconds are given beside wall seconds, because they hold on a machine that has other work.
+`rate` takes 3 bits, without a text and, unless `--codes` says otherwise, in plain codes. Each method runs in a process
+of its own, which this one watches: memory is looked at every 20 ms. Processor seconds are given beside wall seconds,
+because they hold on a machine that has other work.
 
 With `--workers`, each method runs by itself in one thread, then shared by so many workers of one thread each, on a Ray
 cluster of this machine. What starting costs is left out: the job is the second one of its cluster. The efficiency is
@@ -119,7 +120,7 @@ def work(options: argparse.Namespace) -> None:
     address = "local" if options.cluster else None
     settings = {"calibration": str(options.directory / "calibration.txt"), "samples": options.samples}
     calibrated = Qmoe(**settings, group=options.group, device=options.device)
-    others = {"bits_per_weight": 3.0} if options.work == "rate" else {}
+    others = {"bits_per_weight": 3.0, "codes": options.codes} if options.work == "rate" else {}
     method = calibrated if options.work == "qmoe" else create(options.work, **others)
     if options.workers:
         compress(options.directory / "few", options.directory / "none", method="ternary", ray=address)
@@ -137,7 +138,8 @@ def work(options: argparse.Namespace) -> None:
 def measure_shared(method: str, workers: int, options: argparse.Namespace) -> dict[str, float]:
     """Wall and processor seconds of a job shared by so many workers, or done by one thread where there are none."""
     command = [sys.executable, __file__, "--work", method, "--directory", str(options.directory), "--threads", "1"]
-    command += ["--samples", str(options.samples), "--group", str(options.group), "--cluster", str(workers)]
+    command += ["--samples", str(options.samples), "--group", str(options.group), "--codes", options.codes]
+    command += ["--cluster", str(workers)]
     seen: dict[int, float] = {}
     with subprocess.Popen([*command, "--workers", "1"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -188,7 +190,7 @@ def show_shared(method: str, runs: dict[int, dict[str, float]]) -> None:
 def measure(method: str, options: argparse.Namespace) -> dict[str, float]:
     """Run this script as the measured process; its figures, and the peaks of its memory in bytes."""
     command = [sys.executable, __file__, "--work", method, "--directory", str(options.directory)]
-    for name in ("samples", "threads", "group", "device"):
+    for name in ("samples", "threads", "group", "device", "codes"):
         command += [f"--{name}", str(getattr(options, name))]
     peaks = {"RssAnon": 0, "VmHWM": 0}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -272,6 +274,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="calibration samples of 512 tokens")
     parser.add_argument("--group", type=int, default=16, help="experts solved together")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--codes", default="plain", help="of rate: plain or dependent")
     parser.add_argument("--device", default="cpu", help="where qmoe runs the model and the solver")
     parser.add_argument("--directory", type=Path, help="where the checkpoint goes; default: a temporary directory")
     parser.add_argument("--save", type=Path, help="JSON file for the figures")

@@ -44,8 +44,9 @@ macro_rules! code {
             }
 
             fn index(self) -> Self {
-                let mirrored = self & 3 != 1;
-                (if mirrored { self.wrapping_neg() } else { self }) >> 2
+                // Bit 1 of a dependent code says whether it is mirrored. No branch: every other one would be mispredicted.
+                let mirror = -(self >> 1 & 1);
+                ((self ^ mirror) - mirror) >> 2
             }
         }
     };
