@@ -29,7 +29,7 @@ STEPS = (1.6, 1.0, 0.5)
 """Over the root mean square of the weights."""
 
 ROUNDS = 5
-"""Of finding the step: a bit less is a step twice as large, about."""
+"""Tries for a step: a step about twice as large takes a bit less."""
 
 
 def stages(path: Path, options: argparse.Namespace) -> Iterator[tuple[str, UniformProblem]]:

@@ -20,7 +20,7 @@ STEPS = (1.6, 1.0, 0.5, 0.25)
 """Over the root mean square of the weights."""
 
 ROUNDS = 6
-"""Of finding the step: a bit less is a step twice as large, about."""
+"""Tries for a step: a step about twice as large takes a bit less."""
 
 
 def rounded(weights: Tensor, profile: Profile, step: float, dependent: bool) -> tuple[Tensor, float]:

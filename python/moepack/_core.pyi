@@ -11,44 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "CorruptionError",
-    "Decoder",
-    "DenseMatrix",
-    "PackedTensor",
-    "UnknownFormatError",
-    "__version__",
-    "available_isas",
-    "coded_frame",
-    "coded_from_device",
-    "coded_to_device",
-    "count_integers",
-    "count_values",
-    "decode_coded",
-    "encode_channels",
-    "encode_codebook",
-    "encode_coded",
-    "encode_compensated",
-    "encode_groupwise",
-    "encode_ternary",
-    "fit_groups",
-    "formats",
-    "gated_experts",
-    "isa",
-    "kernels",
-    "kmeans",
-    "pack_int3",
-    "packed_bytes",
-    "refine_channels",
-    "refine_codebooks",
-    "round_priced",
-    "set_threads",
-    "solve_dependent",
-    "sparse_channels",
-    "sparse_experts",
-    "ternary_table",
-    "threads",
-    "unpack_int3",
-]
+    "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "UnknownFormatError", "__version__", "available_isas",
+    "coded_frame", "coded_from_device", "coded_to_device", "count_integers", "count_values", "decode_coded",
+    "encode_channels", "encode_codebook", "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary",
+    "fit_groups", "formats", "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes",
+    "refine_channels", "refine_codebooks", "round_priced", "set_threads", "solve_dependent", "sparse_channels",
+    "sparse_experts", "ternary_table", "threads", "unpack_int3",
+]  # fmt: skip
 
 __version__: str
 
@@ -283,7 +252,7 @@ def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
     """Return the layout of a coded tensor for GPUs, in segments of 1 to 16 chunks of 256 columns; CorruptionError."""
 
 def coded_frame(data: _Bytes) -> tuple[_Bytes, NDArray[np.uint64]]:
-    """Return that without records, and each stream's start and the end in the tensor, uint64; CorruptionError."""
+    """Return the layout for GPUs without records, and where streams start and end, uint64; CorruptionError."""
 
 def coded_from_device(data: _Bytes) -> _Bytes:
     """Undo `coded_to_device`; CorruptionError."""
@@ -387,13 +356,11 @@ def round_priced(
         out: takes the integers, or their low bits where the largest does not fit; beyond L the nearest, at most 2^30.
         step, price: what an integer is worth; squared steps that a bit is worth.
         width: classes are those of the weights in units of it.
-        dependent: find the cheapest path of dependent codes, each worth a quarter of the step; lengths are of indices,
-            L at most 31 (docs/format.md, section 9).
+        dependent: find the codes of the cheapest path (docs/format.md, section 9); lengths are of indices, L below 32.
     """
 
 def count_values(values: _Floats, *, classes: int, bins: int, reach: float) -> _Counts:
-    """Count finite weights [rows, columns] in bins of equal width from -`reach` to `reach` root mean squares of their
-    class, as of `round_priced`: each class that has some, with its [bins]; the ends have all beyond."""
+    """Count weights [rows, columns] by class in [bins] from -`reach` to `reach` root mean squares, and all beyond."""
 
 def count_integers(values: _Floats, integers: _Integers, *, classes: int, largest: int) -> _Counts:
     """Count the integers [1, rows, columns] of weights by class: each with [2 `largest` + 3], the ends all beyond."""
@@ -407,22 +374,18 @@ def solve_dependent(
     runs: NDArray[np.int64],
     *,
     step: float,
-    isa: str | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Find dependent codes with GPTQ along each path. Columns are visited lane after lane: 0, 4, 8, ..., 1, 5, ...
 
     Args:
         weights: [E, R, C], finite.
-        upper: [E, C, C], F of the factorised Hessians, rows and columns in the order of visits.
-        pivots: [E, C], in the order of visits.
+        upper, pivots: [E, C, C] and [E, C] of the factorised Hessians, rows and columns in the order of visits.
         prices: [E], squared steps that a bit is worth where a pivot is 1.
-        lengths: [N, 2 L + 3], bits of the indices from -L - 1 to L + 1, the ends for all beyond.
-        runs: [E, R], which lengths each row has.
+        lengths, runs: [N, 2 L + 3] bits of the indices from -L - 1 to L + 1, the ends for all beyond; [E, R], a row's.
         step: what four codes are worth.
 
     Returns:
-        Codes [E, R, C]; losses [E, C] in the order of visits, sums over rows of (pivot * error in quarters of the
-        step)^2 of the compensated weights, not finite where they overflow.
+        Codes [E, R, C]; losses [E, C], sums over rows of (pivot * error in codes)^2, not finite after overflow.
     """
 
 def refine_codebooks(

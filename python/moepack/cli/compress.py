@@ -82,10 +82,7 @@ def compress_command(
         dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, quiet=quiet,
     )  # fmt: skip
     if done is not None:
-        print_report(done)
-        print_next(model, out)
-    if done is not None and report:
-        print_directory(out)
+        print_done(done, model, out, report)
 
 
 def run(
@@ -142,6 +139,14 @@ def interrupted(console: Console, out: Path) -> typer.Exit:
     rest = f"the same command continues from {kept[0]}" if kept else "nothing was written yet"
     console.print(f"interrupted; {rest}", markup=False, soft_wrap=True)
     return typer.Exit(130)
+
+
+def print_done(done: "CompressReport", model: str, out: Path, report: bool) -> None:
+    """Say what was made and what may be done with it, and if asked list every tensor."""
+    print_report(done)
+    print_next(model, out)
+    if report:
+        print_directory(out)
 
 
 def print_next(model: str, out: Path) -> None:

@@ -148,7 +148,9 @@ Roles = Annotated[
         "What is packed beside experts: all (default), none, or some of embedding,attention,shared,mlp,head.",
     ),
 ]
-Codes = Annotated[str | None, _option("codes", "dependent (default): less error for an eighth of the speed; or plain.")]
+Codes = Annotated[
+    str | None, _option("codes", "dependent (default): less error for a sixth of the speed at most; or plain.")
+]
 WeightBits = Annotated[int | None, _option("weight_bits", "2, 3 or 4 bits of a code; default 4.")]
 ActivationBits = Annotated[
     int | None, _option("activation_bits", "Round what packed layers read to 8 or 4 bits; default 16, not at all.")

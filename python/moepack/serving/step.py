@@ -169,7 +169,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of the tokens of several sequences, `[1, heads, tokens, width]`; `[1, tokens, heads, width]`."""
     attend = _function(module, sequences.attention)
-    is_plain = sequences.attention == "sdpa" and others.get("position_bias") is others.get("softcap") is None
+    is_plain = sequences.attention == "sdpa" and all(others.get(name) is None for name in ("position_bias", "softcap"))
     sizes = [len(part.ids) for part in sequences.parts]
     split = [torch.split(states, sizes, dim=2) for states in (query, key, value)]
     outputs = []

@@ -47,7 +47,7 @@ BLOCK_ROWS = 16
 """Rows of a row block."""
 
 WORTH_OF_DEPENDENT = 0.5 * WORTH
-"""The same of dependent codes: a path leaves less error to be saved (docs/methods/rate.md)."""
+"""What the product takes it for with dependent codes: a path leaves less error to be saved (docs/methods/rate.md)."""
 
 LARGEST, DENSE_LARGEST, DENSE_BITS = 31, 255, 5.0
 """The largest magnitude with a length of its own, and the largest at more than so many bits a weight, where the coder
@@ -155,8 +155,8 @@ class Profile:
         counts = torch.zeros(CLASSES, 2 * largest + 1, dtype=torch.float64)
         for number in self.counts.sum(1).nonzero().flatten().tolist():
             values, weights = self._drawn(number) if lengths.dependent else (_centers(), self.counts[number])
-            codes = lengths.cheapest(values * (_scale(number) / step), number, price).int()
-            symbols = symbols_of(codes, lengths.dependent)  # as bytes they could not be compared with L
+            codes = lengths.cheapest(values * (_scale(number) / step), number, price)
+            symbols = symbols_of(codes.int(), lengths.dependent)  # bytes could not be compared with L
             listed = symbols.abs() <= largest
             counts[number].index_add_(0, symbols[listed].long() + largest, weights[listed])
         return counts

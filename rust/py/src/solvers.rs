@@ -294,7 +294,7 @@ fn counted<'py>(
 
 /// Finds dependent codes whose errors are compensated.
 #[pyfunction]
-#[pyo3(signature = (weights, upper, pivots, prices, lengths, runs, *, step, isa=None))]
+#[pyo3(signature = (weights, upper, pivots, prices, lengths, runs, *, step))]
 #[allow(clippy::too_many_arguments)] // Python's signature
 #[allow(clippy::type_complexity)]
 pub fn solve_dependent<'py>(
@@ -306,9 +306,8 @@ pub fn solve_dependent<'py>(
     lengths: PyReadonlyArray2<'py, f32>,
     runs: PyReadonlyArray2<'py, i64>,
     step: f64,
-    isa: Option<&str>,
 ) -> PyResult<(Bound<'py, PyArray3<i32>>, Bound<'py, PyArray2<f64>>)> {
-    let (shape, isa) = (crate::arrays::lengths(&*weights), chosen_isa(isa)?);
+    let (shape, isa) = (crate::arrays::lengths(&*weights), chosen_isa(None)?);
     let [experts, _, columns] = shape;
     let [_, indices] = crate::arrays::lengths(&*lengths);
     let matrices = trellis::Matrices {

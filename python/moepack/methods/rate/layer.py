@@ -120,8 +120,8 @@ class LayerSolver:
         group = slice(stage.experts.start, stage.experts.stop)
         outlook = self._outlooks[name]
         outlook.narrowest = min(outlook.narrowest, least_spread(problem.weights))
-        self._outlooks[name].weights[group] = problem.weights[:, picked][:, :, across].cpu()
-        self._outlooks[name].curvature[group] = problem.curvature.cpu()
+        outlook.weights[group] = problem.weights[:, picked][:, :, across].cpu()
+        outlook.curvature[group] = problem.curvature.cpu()
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize a stage; all its tensors are one problem."""
@@ -136,9 +136,8 @@ class LayerSolver:
             result = problem.solve(step, price, lengths or _expected(outlook, price, stage, problem.weights))
             symbols = symbols_of(result.codes, outlook.dependent)
             lengths = CodeLengths.counted(symbols, runs, self._settings.largest)
-            budget.book(
-                name, stage.experts, _stored_bits(stage, result.codes, self._settings.largest, outlook.dependent)
-            )
+            stored = _stored_bits(stage, result.codes, self._settings.largest, outlook.dependent)
+            budget.book(name, stage.experts, stored)
             excess = budget.excess()
             if outlook.step is None:
                 outlook.step = outlook.step_at(self._unit * budget.price(name, stage.experts))

@@ -50,8 +50,8 @@ class Rate(Method):
         bits_per_weight: of everything that is packed, all metadata counted; 0.4 to 8.
         roles: what is packed outside the experts at the same price: "all", "none", or some with commas (embedding,
             attention, shared, mlp, head). A head that is tied to the embedding is packed with it.
-        codes: "dependent", a fifth less error at the same bytes for a tenth of the speed, where tensors have the bits
-            for it; or "plain" for all.
+        codes: "dependent", a fifth less error at the same bytes for a sixth of the speed at most, where tensors have
+            the bits for it; or "plain" for all.
         calibration: text file, JSON lines, directory or data set of the hub; None does without.
         samples: calibration windows, at most.
         sequence_length: tokens a window.

@@ -77,7 +77,7 @@ class Step:
 
     def lengths_of(self, name: str) -> Lengths:
         """Bits of the symbols of a tensor."""
-        return self.lengths.get(name in self.dependent, next(iter(self.lengths.values())))
+        return _of_kind(self.lengths, name in self.dependent)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ class _Kinds:
         """Bits of all weights at a step."""
         parts = self.lengths(step).items()
         return sum(self.profiles[kind].bits(step, lengths, lengths.worth) for kind, lengths in parts)
+
+
+def _of_kind(lengths: Mapping[bool, Lengths], dependent: bool) -> Lengths:
+    """The lengths of a kind of codes, or, for tensors without weights, of the only kind that there is."""
+    return lengths[dependent] if dependent in lengths else next(iter(lengths.values()))
 
 
 def find_step(sample: Sample, bits_per_weight: float, dependent: bool = False) -> Step:
@@ -173,7 +178,7 @@ def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
     bits: dict[str, float] = {}
     for pool in _pools(sample, kinds.dependent):
         kind = pool[0] in kinds.dependent
-        lengths = lengths_of.get(kind, next(iter(lengths_of.values())))
+        lengths = _of_kind(lengths_of, kind)
         codes = [round_priced(sample.values(name), step, lengths, lengths.worth) for name in pool]
         own = [lengths.total(sample.values(name), found) for name, found in zip(pool, codes, strict=True)]
         whole, alone = torch.cat(codes), sample.factor(pool[0]) <= 1

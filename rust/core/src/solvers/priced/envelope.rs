@@ -15,8 +15,8 @@ const PLACES: usize = 1024;
 pub(super) struct Envelope {
     integers: Vec<i32>,
     borders: Vec<f32>,
-    /// Of a regular envelope, which has the border of q and q + 1 at q or between the two for all integers: these, from
-    /// the lowest on, then infinity.
+    /// Its borders from the lowest on, then infinity, if it is regular: the border of q and q + 1 is at q or between the
+    /// two, for all integers.
     between: Option<Box<[f32; PLACES]>>,
     largest: i32,
 }

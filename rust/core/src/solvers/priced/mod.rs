@@ -90,7 +90,7 @@ fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
 
 /// What rounds the row blocks of a class.
 pub(super) trait Quantizer: Send + Sync {
-    /// Of the bits of the integers from -L to L, at a price in squared steps.
+    /// The quantizer for integers from -L to L of so many bits each, at a price in squared steps.
     fn new(bits: &[f32], price: f64) -> Self;
 
     /// Rounds the rows of a row block, of so many columns and finite, by the inverse of the step; returns the largest

@@ -128,7 +128,7 @@ fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
     }
 }
 
-/// Of each index, its bits and those of the next one of its parity towards zero.
+/// The bits of each index, and those of the next one of its parity towards zero.
 fn pairs(list: &[f32]) -> impl Iterator<Item = [f32; 2]> {
     let middle = list.len() / 2;
     (0..list.len()).map(move |place| {
