@@ -81,9 +81,10 @@ class GroupwiseKernels(LayerKernels):
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`; takes memory of torch's allocator."""
-        if len(x) > groupwise_linear.COLUMNS[-1] or not self._has_linear(matrix):
+        many = len(x) > groupwise_linear.COLUMNS[-1] or not self._has_linear(matrix)
+        if many or len(x) < groupwise_linear.pays_from(matrix):
             super().linear(matrix, x, out)
-        elif len(x):
+        else:
             _, group, symmetric, *_ = self.specification(matrix)
             cell_bytes = 2 * CHUNK + 4 * _sums(group, symmetric)
             kernels, gpu = self._linear(matrix), device_of(matrix.data)

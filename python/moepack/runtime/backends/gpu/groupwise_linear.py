@@ -1,5 +1,6 @@
 """Linear layers of group-wise integers on Hopper: the three launches of `cuda/groupwise_linear.cu`."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from moepack.runtime.backends.gpu.layer import CHUNK, TYPES, Device, padded
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Program
 
-__all__ = ["COLUMNS", "TILE_ROWS", "launch", "program"]
+__all__ = ["COLUMNS", "TILE_ROWS", "launch", "pays_from", "program"]
 
 COLUMNS = (8, 16, 32, 64)
 """Tokens of a product: a kernel each."""
@@ -29,6 +30,23 @@ _LINEAR = np.dtype(
     + [(name, np.uint64) for name in ("cells", "scales", "out", "parts")]
     + [(n, np.int32) for n in ("tokens", "columns", "rows", "chunks", "blocks", "items", "ahead", "own")]
 )
+
+
+_SMALL, _LARGE = 1 << 22, 1 << 24
+"""Weights of a matrix from which few bits pay with one token, and to which others pay with a few (`pays_from`)."""
+
+
+def pays_from(matrix: DeviceMatrix) -> int:
+    """The least tokens of which these kernels multiply faster than those of layers of experts do, measured on an H100.
+
+    Decoding bounds integers of 2 and 3 bits, and is what these kernels do with fewer instructions. Others decode as
+    fast as their bytes come, and gain where they would be decoded twice, for more than 16 tokens. Layers of experts
+    take a launch less for a few tokens, one more for the others.
+    """
+    weights = math.prod(matrix.shape)
+    if matrix.details["bits"] <= 3:
+        return 1 if weights >= _SMALL else 5
+    return 17 if weights >= _LARGE else 5
 
 
 @cache
