@@ -54,6 +54,16 @@ MOEPACK_DEVICE void multiply_add(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a
                  : MOEPACK_OPERANDS);
 }
 
+MOEPACK_DEVICE void multiply_add(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool adds) {
+    asm volatile(MOEPACK_PRODUCT("64",
+                                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+                                 "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+                                 "%32, %33, %34, %35", "%36", "%37")
+                 : MOEPACK_SUMS(c[0]), MOEPACK_SUMS(c[1]), MOEPACK_SUMS(c[2]), MOEPACK_SUMS(c[3]), MOEPACK_SUMS(c[4]),
+                   MOEPACK_SUMS(c[5]), MOEPACK_SUMS(c[6]), MOEPACK_SUMS(c[7])
+                 : MOEPACK_OPERANDS);
+}
+
 #undef MOEPACK_PRODUCT
 #undef MOEPACK_SUMS
 #undef MOEPACK_OPERANDS
@@ -73,6 +83,32 @@ MOEPACK_DEVICE void begin_products(u32 (&a)[COUNT], float (&c)[N][4]) {
 template <int N>
 MOEPACK_DEVICE void wait_products(float (&c)[N][4]) {
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Gives registers of a warpgroup up, and takes some that others have given up.
+template <int LEFT>
+MOEPACK_DEVICE void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT));
+}
+
+template <int WANTED>
+MOEPACK_DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WANTED));
+}
+#endif
+
+// Ends what `wait_products_before` counts as the latest products.
+MOEPACK_DEVICE void end_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits for all products of this warpgroup but the latest.
+template <int N>
+MOEPACK_DEVICE void wait_products_before(float (&c)[N][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
 }

@@ -13,7 +13,7 @@ from moepack.errors import DeviceError
 from moepack.runtime.backends.gpu import channels as channel_kernels
 from moepack.runtime.backends.gpu import codebook as codebook_kernels
 from moepack.runtime.backends.gpu import coded as coded_kernels
-from moepack.runtime.backends.gpu import coded_upload, compiler
+from moepack.runtime.backends.gpu import coded_upload, compiler, groupwise_linear
 from moepack.runtime.backends.gpu import groupwise as groupwise_kernels
 from moepack.runtime.backends.gpu import ternary as ternary_kernels
 from moepack.runtime.backends.gpu.families import FAMILIES
@@ -42,6 +42,8 @@ PROGRAMS = {
     "int8 a row": groupwise(8, 0, 1),
     "int3 by 64 and factors": groupwise(3, 64, 0, rank_bits=3),
     **{f"codebook {bits} bits": codebook(bits, 2) for bits in (2, 3, 4)},
+    "linear int3 by 64 symmetric": groupwise_linear.program(3, 64, True, True),
+    **{f"linear int{bits} by 64": groupwise_linear.program(bits, 64, False, True) for bits in (4, 8)},
     "codebook 4 bits, 32 tokens": codebook(4, 2, 32),
     "codebook 4 bits, rounded": codebook(4, 1),
     "fsv8": ternary(0, 1, 32),
@@ -61,6 +63,7 @@ PROGRAMS = {
 KERNELS = {
     "channels.cu": {"choose", "compute", "add", "dequantize", "gather"},
     "coded_upload.cu": {"measure", "write_records"},
+    "groupwise_linear.cu": {"prepare", "add", *(f"linear_{columns}" for columns in groupwise_linear.COLUMNS)},
 }
 """The kernels of sources that have no products of whole matrices."""
 
@@ -118,7 +121,13 @@ def test_kernels_keep_what_they_need_in_registers(name, arch):
     for kernel, code in disassemble(cubin.path).items():
         local = code.count("LDL", "STL")
         assert local <= most // 2, f"{kernel}: {local} accesses to local memory"
-        if arch == "sm_90a" and re.match(r"int.* 32 tokens", name) and kernel in ("gated", "combine"):
+        together = kernel.startswith("linear") or (
+            re.match(r"int.* 32 tokens", name) and kernel in ("gated", "combine")
+        )
+        if kernel in ("linear_32", "linear_64") and arch == "sm_90a":
+            registers = next(int(registers) for found, *_, registers in kernels if found == kernel)
+            assert registers == 96, "what its warps share out (REGISTERS)"
+        if arch == "sm_90a" and together:
             assert code.count("HGMMA") > 0 and "serialized" not in cubin.log
         # NVRTC 13.0 has made descriptors of odd registers, which a GPU refuses to read.
         assert not any(re.search(r"desc\[UR\d*[13579]\]", arguments) for _, arguments in code.instructions), kernel
@@ -155,9 +164,19 @@ def test_decoding_takes_few_operations(name):
     assert products >= 2 and operations / (weights * products) <= most, block
 
 
+@pytest.mark.parametrize(("name", "most"), [("linear int3 by 64 symmetric", 3.0), ("linear int4 by 64", 3.0)])
+def test_a_linear_layer_takes_few_instructions(name, most):
+    """All that a warp issues for a chunk of a row block, 64 weights a lane, from its first product to the branch behind
+    its last, and the few before it."""
+    code = disassemble(PROGRAMS[name].cubin("sm_90a").path)["linear_8"].instructions
+    products = [at for at, (opcode, _) in enumerate(code) if opcode == "HGMMA"]
+    end = next(at for at in range(products[-1], len(code)) if code[at][0] == "BRA")
+    assert (end - products[0]) / 64 <= most
+
+
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    assert {program.source for program in PROGRAMS.values()} == families | {"coded_upload.cu"}
+    assert {program.source for program in PROGRAMS.values()} == families | {"coded_upload.cu", "groupwise_linear.cu"}
     assert {path.name for path in compiler.sources().glob("*.cu")} == {p.source for p in PROGRAMS.values()}
 
 

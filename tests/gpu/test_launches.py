@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moepack import GroupwiseTensor, _core
-from moepack.runtime.backends.gpu import groupwise, layer
+from moepack.runtime.backends.gpu import groupwise, groupwise_linear, layer
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Program
 
@@ -44,7 +44,8 @@ def matrix(experts, rows, columns):
 @pytest.mark.parametrize("tokens", [1, 4, 5, 8, 9, 33, 64])
 @pytest.mark.parametrize("rows", [7, 2048, 4096, 14336])
 def test_blocks_of_a_linear_layer_run_at_a_time(launches, rows, tokens):
-    groupwise.KERNELS.linear(matrix(1, rows, 256), torch.randn(tokens, 256), torch.empty(tokens, rows))
+    kernels = groupwise.KERNELS
+    layer.LayerKernels.linear(kernels, matrix(1, rows, 256), torch.randn(tokens, 256), torch.empty(tokens, rows))
     combines = [launch for launch in launches if launch[0] == "combine"]
     in_parts = 0
     for _, grid, arguments, cluster in combines:
@@ -54,6 +55,33 @@ def test_blocks_of_a_linear_layer_run_at_a_time(launches, rows, tokens):
         assert cluster == 1 or -(-rows // (16 * problem["row_blocks"])) <= problem["teams"]["by"] <= CLUSTERS[cluster]
         in_parts += problem["in_parts"]
     assert sum(name == "add_splits" for name, *_ in launches) == in_parts
+
+
+@pytest.mark.parametrize("launches", [H100], indirect=True)
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens"), [(7, 40, 1), (257, 1000, 9), (4096, 14336, 16), (14336, 4096, 64)]
+)
+def test_a_linear_layer_on_hopper_has_room_for_its_parts(launches, monkeypatch, rows, columns, tokens):
+    sizes = []
+    monkeypatch.setattr(groupwise_linear, "pays_from", lambda _: 1)
+    monkeypatch.setattr(groupwise_linear.torch, "empty", lambda size, **_: sizes.append(size) or torch.zeros(size))
+    small = matrix(1, 16, columns)
+    small.shape = 1, rows, columns
+    groupwise.KERNELS.linear(small, torch.randn(tokens, columns), torch.zeros(tokens, rows))
+    problem = launches[0][2][0]
+    before = [] if problem["own"] else ["prepare"]
+    assert [name for name, *_ in launches] == [*before, f"linear_{problem['columns'][0]}", "add"]
+    chunks, blocks, items = (int(problem[name][0]) for name in ("chunks", "blocks", "items"))
+    starts = [items * block // blocks for block in range(blocks + 1)]
+    assert launches[-2][1] == blocks <= H100.processors and min(np.diff(starts)) > 0
+    assert problem["own"] in (0, min(max(np.diff(starts)), chunks))
+    # How many blocks have items of a tile: what the kernels compute, `block_of`, and what parts take.
+    owners = [[block for block in range(blocks) if starts[block] < last and starts[block + 1] > last - chunks]
+              for last in range(chunks, items + 1, chunks)]  # fmt: skip
+    found = [((last - chunks + 1) * blocks - 1) // items for last in range(chunks, items + 1, chunks)]
+    assert found == [each[0] for each in owners]
+    parts = 4 * tokens * rows * max(map(len, owners))
+    assert int(problem["parts"][0]) - int(problem["cells"][0]) + parts <= sizes[0]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 64])

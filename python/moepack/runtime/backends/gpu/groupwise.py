@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moepack.runtime.backends.gpu import groupwise_linear
 from moepack.runtime.backends.gpu.layer import (
     BLOCK_ROWS,
     CHUNK,
@@ -69,12 +70,25 @@ class GroupwiseKernels(LayerKernels):
             matrix.tables["starts"] = starts.to(matrix.device)
             matrix.tables["most"] = ranks.max() if len(ranks) else torch.zeros(())
         super().prepare(matrix)
+        if matrix.shape[0] == 1 and self._has_linear(matrix):
+            self._linear(matrix).load()
 
     def specification(self, matrix: DeviceMatrix) -> tuple[int, int, bool, bool, int]:
         """Bits, group size (0: the whole row), symmetry, whether parameters are float16, bits of factors (0: none)."""
         details = matrix.details
         group = details["group_size"] if details["group_size"] in _GROUPS else 0
         return details["bits"], group, details["symmetric"], details["dtype"] == "float16", details.get("rank_bits", 0)
+
+    def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
+        """See `Kernels.linear`; takes memory of torch's allocator."""
+        many = len(x) > groupwise_linear.COLUMNS[-1] or not self._has_linear(matrix)
+        if many or len(x) < groupwise_linear.pays_from(matrix):
+            super().linear(matrix, x, out)
+        else:
+            _, group, symmetric, *_ = self.specification(matrix)
+            cell_bytes = 2 * CHUNK + 4 * _sums(group, symmetric)
+            kernels, gpu = self._linear(matrix), device_of(matrix.data)
+            groupwise_linear.launch(kernels, matrix, self._base(matrix), cell_bytes, x, out, gpu)
 
     def blocks(self, tokens: int) -> Blocks:
         """One large block where tiles are: its warps share the activations of more rows."""
@@ -86,13 +100,8 @@ class GroupwiseKernels(LayerKernels):
 
     def struct(self, matrix: DeviceMatrix) -> Struct:
         """The kernels' `Groupwise::Matrix`, whose V x is nowhere."""
-        experts, rows, columns = matrix.shape
-        compensated = matrix.kind == "compensated"
-        section = "base" if compensated else "blocks"
-        header = _HEADER if compensated else 0
-        size = (matrix.sections[section][1] - header) // max(experts * -(-rows // BLOCK_ROWS), 1)
-        base = matrix.pointer(section) + header, size
-        if not compensated:
+        base, (_, rows, columns) = self._base(matrix), matrix.shape
+        if matrix.kind != "compensated":
             return np.array([base], _MATRIX)
         sides = [matrix.pointer(name) for name in ("right_scales", "left_scales", "right", "left")]
         numbers = int(matrix.tables["most"]), columns, rows, 0
@@ -115,8 +124,7 @@ class GroupwiseKernels(LayerKernels):
     def cell_bytes(self, matrix: DeviceMatrix) -> int:
         """See `LayerKernels.cell_bytes`."""
         _, group, symmetric, *_ = self.specification(matrix)
-        sums = 0 if symmetric else CHUNK // min(group or CHUNK, CHUNK)
-        return 2 * CHUNK + 16 * -(-(1 + sums) // 4)
+        return 2 * CHUNK + 16 * -(-(1 + _sums(group, symmetric)) // 4)
 
     def ring_bytes(self, matrix: DeviceMatrix) -> int:
         """See `LayerKernels.ring_bytes`; at most 512 bytes of a chunk are parameters."""
@@ -136,6 +144,19 @@ class GroupwiseKernels(LayerKernels):
         ]  # fmt: skip
         self.program(matrix, TOKENS[0]).launch("dequantize", grid, THREADS, arguments)
 
+    def _has_linear(self, matrix: DeviceMatrix) -> bool:
+        return matrix.kind == "groupwise" and device_of(matrix.data).has_warpgroups
+
+    def _linear(self, matrix: DeviceMatrix) -> Program:
+        return groupwise_linear.program(*self.specification(matrix)[:4])
+
+    def _base(self, matrix: DeviceMatrix) -> tuple[int, int]:
+        """The address of the first block of rows, and bytes of a block."""
+        experts, rows, _ = matrix.shape
+        section, header = ("base", _HEADER) if matrix.kind == "compensated" else ("blocks", 0)
+        size = (matrix.sections[section][1] - header) // max(experts * -(-rows // BLOCK_ROWS), 1)
+        return matrix.pointer(section) + header, size
+
 
 KERNELS = GroupwiseKernels()
 
@@ -146,3 +167,8 @@ def _compiled(bits: int, group: int, symmetric: bool, halves: bool, rank_bits: i
         "groupwise.cu", BITS=bits, GROUP=group, SYMMETRIC=int(symmetric), HALVES=int(halves), TOKENS=tokens,
         RESIDENT=KERNELS.blocks(tokens).resident, BLOCK_WARPS=KERNELS.blocks(tokens).warps, RANK_BITS=rank_bits,
     )  # fmt: skip
+
+
+def _sums(group: int, symmetric: bool) -> int:
+    """Sums of activations that cells hold for a chunk: one for each group with an offset (SUMS in the kernels)."""
+    return 0 if symmetric else CHUNK // min(group or CHUNK, CHUNK)
