@@ -8,7 +8,8 @@
     python benches/floe.py table [--out build/floe.json]
 
 `product` takes one token through one expert of Mixtral (14,336 channels, 4,096 columns) whose weights lie in memory and
-not in a cache: the up projection has 2 bits, records 4, 8 or 16. Thresholds are quantiles of the outputs for the very
+not in a cache: the up projection has 2 bits and takes activations of 8, as in a model, and exact ones in a second row;
+records have 4, 8 or 16. Thresholds are quantiles of the outputs for the very
 tokens. Beside it stand the same layer with nothing skipped, and gate, up and down as ordinary tensors of the same bits.
 The fastest call counts, by the processor's time of one thread, otherwise by the clock.
 
@@ -36,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,30 +111,30 @@ def product(options: argparse.Namespace) -> dict[str, Any]:
             gate = groupwise(rng, (1, CHANNELS, COLUMNS), bits)
             down = groupwise(rng, (1, COLUMNS, CHANNELS), bits)
 
-            def dense(number: int, gate: Any = gate, down: Any = down) -> None:
-                _core.gated_experts(gate, up, down, x[number : number + 1], experts, weights)
+            def dense(number: int, gate: Any = gate, down: Any = down, modes: Any = (None,) * 3) -> None:
+                _core.gated_experts(gate, up, down, x[number : number + 1], experts, weights, modes)
 
             row["dense"] = fastest(dense, options.threads)
+            row["dense, int8"] = fastest(partial(dense, modes=("int8",) * 3), options.threads)
 
-        def sparse(number: int, channels: Any = channels) -> None:
-            _core.sparse_experts(up, channels, x[number : number + 1], experts, weights)
+        def sparse(number: int, channels: Any = channels, mode: str = "int8") -> None:
+            _core.sparse_experts(up, channels, x[number : number + 1], experts, weights, mode)
 
         for share in SHARES:
             thresholds[0] = np.quantile(sizes, share)
             row[f"{share:.1f}"] = fastest(sparse, options.threads)
+            row[f"{share:.1f}, exact"] = fastest(partial(sparse, mode="exact"), options.threads)
         thresholds[0] = np.quantile(sizes, 0.8)
 
         def several(number: int, channels: Any = channels) -> None:
-            _core.sparse_experts(up, channels, x[:8], np.zeros((8, 1), np.int64), np.ones((8, 1), np.float32))
+            _core.sparse_experts(up, channels, x[:8], np.zeros((8, 1), np.int64), np.ones((8, 1), np.float32), "int8")
 
         row["8 tokens"] = fastest(several, options.threads) / 8
         figures[str(bits)] = row
-        print(
-            f"{bits:>5}"
-            + "".join(f"{row.get(key, math.nan):>9.2f}" for key in ("dense", *map("{:.1f}".format, SHARES))),
-            end="",
-        )
-        print(f"   {row['8 tokens']:.2f}", flush=True)
+        for exact in ("", ", exact"):
+            keys = "dense" + exact.replace("exact", "int8"), *(f"{share:.1f}{exact}" for share in SHARES)
+            print(f"{bits:>5}" + "".join(f"{row.get(key, math.nan):>9.2f}" for key in keys), end="")
+            print(", up exact, dense int8" if exact else f"   {row['8 tokens']:.2f}", flush=True)
     return figures
 
 
