@@ -433,9 +433,10 @@ def compared(found: dict[str, Any]) -> None:
     for memory in MEMORY:
         asked, best = moved(refined, memory), math.inf
         for bits in (2, 4):
-            points = [found[f"paper, up {bits} bits, {share:.0%}"] for share in SHARES[1:-1]]
+            points = [point for name, point in found.items() if name.startswith(f"paper, up {bits} bits")]
             least_first = sorted((moved(point, memory), point["increase"]) for point in points)
-            best = min(best, float(np.interp(asked, *zip(*least_first, strict=True))))
+            if points:
+                best = min(best, float(np.interp(asked, *zip(*least_first, strict=True))))
         ratio = refined["increase"] / best
         print(f"| {memory:.1f} | {asked:.2f} | {refined['increase']:.3f} | {best:.3f} | {ratio:.2f} |")
 
