@@ -8,8 +8,9 @@
     python benches/floe.py table [--out build/floe.json]
 
 `product` takes one token through one expert of Mixtral (14,336 channels, 4,096 columns) whose weights lie in memory and
-not in a cache: the up projection has 2 bits, records 4, 8 or 16. Thresholds are quantiles of the outputs for the very
-tokens. Beside it stand the same layer with nothing skipped, and gate, up and down as ordinary tensors of the same bits.
+not in a cache: the up projection has 2 bits and takes activations of 8, as in a model, or exact ones; records have 4, 8
+or 16. Thresholds are quantiles of the outputs for the very tokens. Beside it stand the same layer with nothing skipped,
+gate, up and down as ordinary tensors of the same bits with the same activations, and coarse copies with residuals.
 The fastest call counts, by the processor's time of one thread, otherwise by the clock.
 
 `rules` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5; the
@@ -36,11 +37,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 import machine
 import moepack
@@ -49,6 +52,7 @@ from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.floe.quantiles import Quantiles
+from moepack.runtime.backends.cpu.backend import CpuBackend
 from moepack.runtime.store import MappedStore
 from moepack.runtime.streaming import foresee
 from moepack.runtime.streaming.channels import RECORDS
@@ -93,47 +97,80 @@ def records(rng: np.random.Generator, bits: int) -> np.ndarray[Any, Any]:
     return _core.encode_channels((rng.integers(0, 1 << bits, shape, np.uint8), scales), thresholds, bits=bits)
 
 
+def coded(rng: np.random.Generator, shape: tuple[int, int, int], step: float) -> Any:
+    """A coded tensor of random values of about `shape[2] ** -0.5`, rounded to a step that is relative to this."""
+    codes = np.rint(rng.standard_normal(shape, np.float32) / step).astype(np.int8)
+    return _core.PackedTensor(_core.encode_coded(codes, np.full((1, 1), step * shape[2] ** -0.5, np.float32), ndim=3))
+
+
 def product(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds by bits of records and share of channels that are skipped."""
+    """Milliseconds by bits of records and activations of up, and share of channels that are skipped."""
     _core.set_threads(options.threads)
     rng, figures = np.random.default_rng(0), {}
     x = rng.standard_normal((CALLS, COLUMNS), np.float32)
-    experts, weights = np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)
     up = groupwise(rng, (1, CHANNELS, COLUMNS), 2)
     sizes = np.abs(up.matmul_grouped(x, np.array([0, CALLS])))
-    print(f"{'bits':>5}{'dense':>9}" + "".join(f"{share:>9.0%}" for share in SHARES) + "   8 tokens, 80 %, ms a token")
+    print(f"{'bits, up':>12}{'dense':>9}" + "".join(f"{share:>9.0%}" for share in SHARES) + "   8 tokens, 80 %")
     for bits in (4, 8, 16):
         data = records(rng, bits)
-        channels, thresholds, row = _core.PackedTensor(data), data[128:132].view(np.float32), {}
+        channels, thresholds, dense = _core.PackedTensor(data), data[128:132].view(np.float32), None
         if bits < 16:
-            gate = groupwise(rng, (1, CHANNELS, COLUMNS), bits)
-            down = groupwise(rng, (1, COLUMNS, CHANNELS), bits)
-
-            def dense(number: int, gate: Any = gate, down: Any = down) -> None:
-                _core.gated_experts(gate, up, down, x[number : number + 1], experts, weights)
-
-            row["dense"] = fastest(dense, options.threads)
-
-        def sparse(number: int, channels: Any = channels) -> None:
-            _core.sparse_experts(up, channels, x[number : number + 1], experts, weights)
-
-        for share in SHARES:
-            thresholds[0] = np.quantile(sizes, share)
-            row[f"{share:.1f}"] = fastest(sparse, options.threads)
-        thresholds[0] = np.quantile(sizes, 0.8)
-
-        def several(number: int, channels: Any = channels) -> None:
-            _core.sparse_experts(up, channels, x[:8], np.zeros((8, 1), np.int64), np.ones((8, 1), np.float32))
-
-        row["8 tokens"] = fastest(several, options.threads) / 8
-        figures[str(bits)] = row
-        print(
-            f"{bits:>5}"
-            + "".join(f"{row.get(key, math.nan):>9.2f}" for key in ("dense", *map("{:.1f}".format, SHARES))),
-            end="",
-        )
-        print(f"   {row['8 tokens']:.2f}", flush=True)
+            gate, down = (groupwise(rng, shape, bits) for shape in ((1, CHANNELS, COLUMNS), (1, COLUMNS, CHANNELS)))
+            dense = partial(_core.gated_experts, gate, up, down)
+        for mode in ("int8", "exact"):
+            row = by_share(x, sizes, partial(_core.sparse_experts, up, channels), thresholds, mode, options.threads)
+            if dense is not None:
+                row["dense"] = alone(x, dense, ("exact", mode, "exact"), options.threads)
+            figures[f"{bits}, {mode}"] = row
+            keys = "dense", *map("{:.1f}".format, SHARES), "8 tokens"
+            cells = "".join(f"{row.get(key, math.nan):>9.2f}" for key in keys)
+            print(f"{bits:>5}, {mode:>5}{cells}", flush=True)
+    figures["coarse"] = refined(rng, x, options.threads)
     return figures
+
+
+def alone(x: np.ndarray[Any, Any], layer: Callable[..., object], mode: object, threads: int) -> float:
+    """Milliseconds of a layer of one expert for a token."""
+    experts, weights = np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)
+    return fastest(lambda number: layer(x[number : number + 1], experts, weights, mode), threads)
+
+
+def by_share(
+    x: np.ndarray[Any, Any],
+    sizes: np.ndarray[Any, Any],
+    layer: Callable[..., object],
+    thresholds: np.ndarray[Any, Any],
+    mode: str,
+    threads: int,
+) -> dict[str, float]:
+    """Milliseconds of a sparse layer by the share of channels that are skipped, and of eight tokens by token."""
+    row = {}
+    for share in SHARES:
+        thresholds[0] = np.quantile(sizes, share)
+        row[f"{share:.1f}"] = alone(x, layer, mode, threads)
+    thresholds[0] = np.quantile(sizes, 0.8)
+    eight = np.zeros((8, 1), np.int64), np.ones((8, 1), np.float32)
+    row["8 tokens"] = fastest(lambda number: layer(x[:8], *eight, mode), threads) / 8
+    return row
+
+
+def refined(rng: np.random.Generator, x: np.ndarray[Any, Any], threads: int) -> dict[str, float]:
+    """Milliseconds of coarse copies of 2 bits and residuals of 4 by the share of channels that are not refined."""
+    shapes, data = ((1, CHANNELS, COLUMNS),) * 2 + ((1, COLUMNS, CHANNELS),), records(rng, 4)
+    matrices = (*map(partial(coded, rng), shapes, (1.0, 0.25, 1.0)), _core.PackedTensor(data))
+    backend, thresholds, row = CpuBackend(), data[128:132].view(np.float32), {}
+    index, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    inner = backend.coarse_channels(
+        matrices, torch.from_numpy(x), index.expand(CALLS, 1), weights.expand(CALLS, 1), None
+    )
+    for share in (0.8, 0.9, 1.0):
+        thresholds[0] = np.quantile(inner.inner.abs().numpy(), share) if share < 1 else np.inf
+        row[f"{share:.1f}"] = fastest(
+            lambda n: backend.experts(matrices, torch.from_numpy(x[n : n + 1]), index, weights, functional.silu, None),
+            threads,
+        )
+    print("coarse copies of 2 bits by the share that is not refined:", row, flush=True)
+    return row
 
 
 RULES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -396,9 +433,10 @@ def compared(found: dict[str, Any]) -> None:
     for memory in MEMORY:
         asked, best = moved(refined, memory), math.inf
         for bits in (2, 4):
-            points = [found[f"paper, up {bits} bits, {share:.0%}"] for share in SHARES[1:-1]]
+            points = [point for name, point in found.items() if name.startswith(f"paper, up {bits} bits")]
             least_first = sorted((moved(point, memory), point["increase"]) for point in points)
-            best = min(best, float(np.interp(asked, *zip(*least_first, strict=True))))
+            if points:
+                best = min(best, float(np.interp(asked, *zip(*least_first, strict=True))))
         ratio = refined["increase"] / best
         print(f"| {memory:.1f} | {asked:.2f} | {refined['increase']:.3f} | {best:.3f} | {ratio:.2f} |")
 

@@ -62,7 +62,8 @@ def source(directory: Path) -> None:
         dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     settings.save_pretrained(directory)
-    pool = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(HIDDEN**-0.5).bfloat16()
+    count = max(1 << 24, 2 * INNER * HIDDEN)
+    pool = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul_(HIDDEN**-0.5).bfloat16()
     with torch.device("meta"):
         names = {name: tuple(t.shape) for name, t in AutoModelForCausalLM.from_config(settings).state_dict().items()}
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -71,7 +72,7 @@ def source(directory: Path) -> None:
         if name == "lm_head.weight":
             continue
         for key, size in _unfused(name, shape):
-            start = (len(files) * 7919 + len(files.get(file, {})) * 1_000_003) % ((1 << 24) - int(np.prod(size)))
+            start = (len(files) * 7919 + len(files.get(file, {})) * 1_000_003) % (count - int(np.prod(size)))
             value = pool[start : start + int(np.prod(size))].view(size).clone()
             files.setdefault(file, {})[key] = torch.ones_like(value) if "norm" in key else value
     index = {key: f"model-{i:05}-of-{len(files):05}.safetensors" for i, f in enumerate(files.values(), 1) for key in f}

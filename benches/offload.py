@@ -5,18 +5,18 @@
 `experts`: the model is the made-up one of benches/llama.py, 64 experts a layer, of which each token takes 8 at random:
 the worst case of any cache.
 
-`channels`: the model has Mixtral's proportions at half its width (8 experts of 3 x 7168 x 2048, 2 a token, at random)
-and is packed as by `floe`: random up projections of 2 bits, random int8 records, of which a token wants a fifth. How
-much tokens agree on channels decides what a cache can do, so rows of up projections have scales of a log-normal
-distribution (`SKEW`), largest first, as `floe` stores them. Single channels
-stream beside whole experts of the same directory in the same memory, and beside mapped files.
+`channels`: the model has two layers of Mixtral's shapes (8 experts of 3 x 14336 x 4096, 2 a token, at random) and is
+packed as by `floe`: random up projections of 2 bits, random int8 records, of which a token wants a fifth. How much
+tokens agree on channels decides what a cache can do, so rows of up projections have scales of a log-normal distribution
+(`SKEW`), largest first, as `floe` stores them. Single channels stream beside whole experts of the same directory in the
+same memory, and beside mapped files. Building the model takes 9 GB of memory.
 
 Each side runs in a process of its own whose memory, page cache included, is limited by a control
 group to the budget and what the process itself takes; where no group can be made, the mapped side has all memory and
 the figures say so. The page cache forgets the model's files before each run.
 
-`--bytes` computes without a model what channels must read for a token, by the size of blocks and of the gaps between
-them that are read along, with the blocks that are wanted most in memory: the most that any policy by use can keep.
+`--bytes` computes without a model what channels must read for a token, by the size of blocks and the most bytes between
+two that are read along, with the blocks that are wanted most in memory: the most that any policy by use can keep.
 
 Two floors tell what bounds a side: the bytes of a token at the drive's rate (`drive`: reads past the page cache, as
 many at a time and as large as the side's own), and computing alone (`resident`: the same store, with memory for all).
@@ -47,8 +47,11 @@ import machine
 PROCESS = 480 << 20
 """Bytes for Python, torch and activations beside the weights."""
 
-MIXTRAL = {"HIDDEN": 2048, "INNER": 7168, "EXPERTS": 8, "TOP_K": 2, "LAYERS": 4}
+MIXTRAL = {"HIDDEN": 4096, "INNER": 14336, "EXPERTS": 8, "TOP_K": 2, "LAYERS": 2}
 """What the model of `channels` has in place of the shapes of benches/llama.py."""
+
+KEPT = 0.17
+"""The share of that model's records for which a third of its bytes has room, beside what every token needs."""
 
 SKIPPED = 0.8
 """The share of channels that a token skips."""
@@ -182,18 +185,20 @@ def bytes_of_a_token(share: float) -> None:
     tokens = [np.flatnonzero(np.abs(random.standard_normal(llama.INNER)) * scales >= threshold) for _ in range(64)]
     experts = llama.LAYERS * llama.TOP_K
     print(f"whole experts: {experts * (1 - share) * llama.INNER * record / 1e6:.0f} MB")
-    for block in (4 << 10, 8 << 10, 16 << 10):
+    for block in (4 << 10, 16 << 10):
         blocks = -(-llama.INNER * record // block)
-        for gap in (0, 1, 2, 4, 8):
+        for gap in (0, 16, 40, 64):
             nbytes = reads = 0
             for wanted in tokens:
-                touched = np.unique(np.concatenate([wanted * record, wanted * record + record - 1]) // block)
+                edges = wanted * record, (wanted + 1) * record - 1
+                first, last = (np.bincount(at // block, minlength=blocks + 1) for at in edges)
+                touched = np.flatnonzero(first.cumsum() - np.append(0, last.cumsum()[:-1]) > 0)
                 touched = touched[touched >= share * blocks]
-                within = np.diff(touched) <= gap + 1
+                within = (np.diff(touched) - 1) * block <= gap << 10
                 reads += len(touched) - int(within.sum())
                 nbytes += block * (len(touched) + int((np.diff(touched) - 1)[within].sum()))
             row = f"{experts * nbytes / len(tokens) / 1e6:.0f} MB in reads of {nbytes / reads / 1e3:.0f} KB"
-            print(f"blocks of {block >> 10} KiB, gaps of {gap}: {row}")
+            print(f"blocks of {block >> 10} KiB, gaps of {gap} KiB: {row}")
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -289,7 +294,7 @@ def main() -> None:
     if options.model == "channels":
         vars(llama).update(MIXTRAL)
     if options.bytes:
-        return bytes_of_a_token(0.117)
+        return bytes_of_a_token(KEPT)
     if options.side:
         return measure(options)
     options.directory = options.directory or Path("build", {"experts": "llama"}.get(options.model, options.model))

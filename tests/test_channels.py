@@ -10,6 +10,7 @@ import torch
 
 from moepack import _core
 from moepack.groupwise import GroupwiseTensor
+from moepack.runtime.backends.cpu.backend import CpuBackend
 from oracle import channels as oracle
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "channels"
@@ -74,6 +75,21 @@ def test_a_sparse_layer_is_the_equations(sparse: tuple[GroupwiseTensor, Any, tor
             _core.set_threads(threads)
             assert np.array_equal(_core.sparse_experts(matrix, channels, *arrays, "exact", isa)[0], y)
         _core.set_threads(before)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_up_projections_of_two_bits_decide_by_activations_of_eight(
+    sparse: tuple[GroupwiseTensor, Any, torch.Tensor], bits: int
+) -> None:
+    channels, cpu = sparse[1], CpuBackend()
+    up = _core.PackedTensor(GroupwiseTensor.quantize(torch.randn(3, 150, 96) / 10, bits=bits, symmetric=False).data)
+    x, index, weights = torch.randn(2, 96), torch.tensor([[0, 1], [1, 2]]), torch.rand(2, 2)
+    for mode, deciding in (("auto", "int8" if bits == 2 else "auto"), ("exact", "exact"), ("int8", "int8")):
+        y, _ = cpu.sparse_experts((up, channels), x, index, weights, mode)
+        expected, _ = _core.sparse_experts(up, channels, x.numpy(), index.numpy(), weights.numpy(), deciding)
+        np.testing.assert_array_equal(y, expected)
+        ups = cpu.wanted_channels((up, channels), x, index, mode)
+        assert torch.equal(cpu.sparse_channels(channels, x, index, weights, ups)[0], y)
 
 
 def test_what_is_no_tensor_of_channels_is_refused(sparse: tuple[GroupwiseTensor, Any, torch.Tensor]) -> None:

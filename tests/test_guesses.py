@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moepack
+from moepack.runtime.streaming import blocks
 from moepack.runtime.streaming.blocks import BLOCK, Blocks
 from moepack.runtime.streaming.residency import Expert, Residency
 from moepack.runtime.streaming.source import PAGE
@@ -20,8 +21,8 @@ from moepack.runtime.streaming.source import PAGE
 class Drive:
     """A tensor of blocks, or experts of a page each, without a file: notes reads, which wait while it is closed."""
 
-    def __init__(self, count: int, unit: int) -> None:
-        self.sizes, self.unit = [BLOCK * count] if unit == BLOCK else [PAGE] * count, unit
+    def __init__(self, count: int, kind: str) -> None:
+        self.sizes, self.unit = ([BLOCK * count], BLOCK) if kind == "blocks" else ([PAGE] * count, PAGE)
         self.there: set[int] = set()
         self.broken: set[int] = set()
         self.begun, self.open = 0, threading.Event()
@@ -32,6 +33,12 @@ class Drive:
 
     def reads(self, number: int) -> Any:
         yield self, memoryview(bytes(PAGE)), number * PAGE
+
+    def read_parts(self, parts: list[memoryview], place: int) -> None:
+        for part in parts:
+            if part.obj is not blocks._FORGOTTEN.obj:
+                self.read(part, place)
+            place += len(part)
 
     def read(self, memory: memoryview, place: int) -> None:
         self.begun += 1
@@ -49,7 +56,7 @@ class Cache:
     """Both caches alike: 32 units, of which 16 fit."""
 
     def __init__(self, kind: str) -> None:
-        self.drive = Drive(32, BLOCK if kind == "blocks" else PAGE)
+        self.drive = Drive(32, kind)
         drives: Any = [self.drive]
         self.kept: Any = Blocks(16 * BLOCK, drives, 2) if kind == "blocks" else Residency(16 * PAGE, 2)
         self.blocks = kind == "blocks"
@@ -66,7 +73,8 @@ class Cache:
 
 
 @pytest.fixture(params=["blocks", "experts"])
-def cache(request: pytest.FixtureRequest) -> Cache:
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setattr(blocks, "GAP", 0)
     return Cache(request.param)
 
 

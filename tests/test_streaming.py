@@ -124,6 +124,15 @@ def test_short_reads_are_continued(file, monkeypatch):
     assert memory.tobytes() == file.read_bytes()[3 * PAGE : 8 * PAGE]
 
 
+def test_parts_are_read_together_however_short_the_reads(file, monkeypatch):
+    found, real = Source(file), os.preadv
+    monkeypatch.setattr(source.os, "preadv", lambda fd, into, place: real(fd, [*into][:2], place))
+    memory = memoryview(region.mmap.mmap(-1, 9 * PAGE))
+    parts = [memory[:PAGE], memory[PAGE : 4 * PAGE], memory[4 * PAGE : 4 * PAGE], memory[4 * PAGE :]]
+    found.read_parts(parts, 2 * PAGE)
+    assert memory.tobytes() == file.read_bytes()[2 * PAGE : 11 * PAGE]
+
+
 def test_a_file_that_is_replaced_stays_open(file):
     expected, found = file.read_bytes(), Source(file)
     file.with_suffix(".new").write_bytes(bytes(len(expected)))

@@ -1,7 +1,8 @@
 """How packed weights are multiplied: exactly, rounded to bf16, with activations quantized to int8, or what fits.
 
 *auto*, the default, multiplies few tokens of an expert as *exact* does and many as *bf16* wherever that is faster;
-tensors made for rounded activations round them. *exact* multiplies with the precision of float32: group-wise integers
+tensors made for rounded activations round them, and up projections of 2 bits that decide over channels (docs/methods/
+floe.md) take activations of 8 bits. *exact* multiplies with the precision of float32: group-wise integers
 take activations as integers of 24 bits for each token and group of columns. *bf16* rounds weights and activations of
 many tokens to bfloat16, 2^-8 of each, as an unpacked bfloat16 model has them. *int8* quantizes activations to 8 bits:
 an error of at most 1/254 of the largest activation of the group, which models whose activations have outliers may

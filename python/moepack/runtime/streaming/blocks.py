@@ -1,10 +1,10 @@
 """Which record blocks are in memory, within a budget of bytes: the cache where channels stream one by one.
 
-A record block, or block here, is 16 KiB of a tensor's address range, in whole pages. Missing neighbours are read
-together, with a block between two of them that nobody asked for, because another read would take longer. Larger blocks
-would be read mostly in vain: of channels that a token wants with a probability of a fifth, eight neighbours are wanted
-with one of five sixths. A token asks for thousands of blocks, so what is known of them lies in arrays over all blocks
-of a model, and a thread of the pool takes a list of reads.
+A record block, or block here, is a page of a tensor's address range. Larger ones would be kept mostly in vain: of
+channels that a token wants with a probability of a fifth, eight neighbours are wanted with one of five sixths. Missing
+blocks that are near each other are read together, because another read would take longer; what lies between them goes
+to memory of its own and is forgotten, so that all that is kept was wanted once. A token asks for thousands of blocks,
+so what is known of them lies in arrays over all blocks of a model, and a thread of the pool takes a list of reads.
 
 On a guess of what the next call wants, blocks are read while nobody waits for others (`Guesses`); such a read counts as
 a use, so that what was read ahead is not what goes next.
@@ -12,7 +12,7 @@ a use, so that what was read ahead is not what goes next.
 When room is needed, blocks go that nobody holds and whose uses count least, where a use counts half after `HALF_LIFE`
 calls (LRFU: Lee and others, 2001): so blocks that most tokens want stay even where those of one token do not fit. Uses
 are counted by stretches of blocks, which therefore go together: giving memory back takes a call of the system for each
-run of neighbours.
+run of them.
 
 Invariants:
 - The bytes of resident blocks, those that are being read included, never exceed the budget.
@@ -20,11 +20,12 @@ Invariants:
 - A block that could not be read is not resident, and everyone who waits for it tries to read it.
 """
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Condition
 
 import numpy as np
@@ -32,17 +33,20 @@ from numpy.typing import NDArray
 
 from moepack.errors import MoepackError
 from moepack.runtime.streaming.guesses import Guesses
-from moepack.runtime.streaming.region import Piece, Region
+from moepack.runtime.streaming.region import Region
 from moepack.runtime.streaming.residency import Statistics
-from moepack.runtime.streaming.source import READ
+from moepack.runtime.streaming.source import PAGE, READ, Source
 
 __all__ = ["BLOCK", "Blocks", "Numbers"]
 
-BLOCK = 16 << 10
-"""Bytes of a block; the last one of a tensor may have fewer."""
+BLOCK = PAGE
+"""Bytes of a block."""
 
-STRETCH = 8
-"""Neighbouring blocks whose uses are counted together: half as many runs go as with single blocks, and as many hit."""
+GAP = 40 << 10
+"""Most bytes between two missing blocks that are read along: a drive reads them in about the time of another read."""
+
+STRETCH = (128 << 10) // BLOCK
+"""Neighbouring blocks whose uses are counted together."""
 
 HALF_LIFE = 256
 """Calls after which a use counts half."""
@@ -62,6 +66,24 @@ _GROWTH = 2 ** (1 / HALF_LIFE)
 
 Numbers = NDArray[np.int64]
 """Numbers of blocks over all tensors, ascending, each once."""
+
+_FORGOTTEN = memoryview(mmap.mmap(-1, GAP))
+"""Where reads put what nobody wants."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A read of blocks that are near each other.
+
+    Attributes:
+        source: the file.
+        parts: the memory that it fills, in the order of the file.
+        place: of the first byte in the file.
+    """
+
+    source: Source
+    parts: list[memoryview]
+    place: int
 
 
 class Blocks:
@@ -110,12 +132,9 @@ class Blocks:
             CorruptionError, LoadError: one cannot be read; none is held.
         """
         start = time.perf_counter()
-        missing, between = self._claim(blocks)
+        missing = self._claim(blocks)
         try:
-            try:
-                self._read(np.union1d(missing, between), meanwhile)
-            finally:
-                self.release(between)
+            self._read(missing, meanwhile)
             while len(missing := self._missed(blocks)):
                 self._read(missing)
         except BaseException:
@@ -136,11 +155,12 @@ class Blocks:
         """Read blocks that are likely to be wanted next, as long as nobody waits for others."""
         with self._changed:
             absent = blocks[self._state[blocks] == _ABSENT][: self.budget // GUESSED]
-            parts = np.split(absent, np.flatnonzero(np.diff(absent) > 2) + 1) if len(absent) else []
+            apart = (np.diff(absent) > 1 + GAP // BLOCK) | (np.diff(absent // (READ // BLOCK)) > 0)
+            parts = np.split(absent, np.flatnonzero(apart) + 1) if len(absent) else []
             self._guesses.make(blocks.tolist(), parts)
 
     def _begin(self, blocks: Numbers) -> Callable[[], None] | None:
-        """Make room for neighbours that are read on a guess."""
+        """Make room for blocks that are read together on a guess."""
         blocks = blocks[self._state[blocks] == _ABSENT][: max(self.budget - self._held, 0)]
         if not len(blocks):
             return None
@@ -151,14 +171,13 @@ class Blocks:
         return lambda: self._read_ahead(blocks)
 
     def _read_ahead(self, blocks: Numbers) -> None:
-        pieces = [region.piece(0, *run) for region, *run in self._runs(blocks, READ // BLOCK)]
-        done = False
+        reads, done = self._reads(blocks), False
         try:
             with suppress(MoepackError):
-                _read_all(pieces)
+                _read_all(reads)
                 done = True
         finally:
-            self._settle(blocks, pieces, done, guessed=True)
+            self._settle(blocks, reads, done, guessed=True)
             self.release(blocks)
 
     def release(self, blocks: Numbers) -> None:
@@ -171,8 +190,8 @@ class Blocks:
     def _unheld(self, blocks: Numbers) -> int:
         return int((self._holders[blocks] == 0).sum())
 
-    def _claim(self, blocks: Numbers) -> tuple[Numbers, Numbers]:
-        """Hold blocks, and blocks between those that are missing, for which there is room: the caller reads both."""
+    def _claim(self, blocks: Numbers) -> Numbers:
+        """Hold blocks and make room for those that are missing: the caller reads these."""
         with self._changed:
             self._guesses.meet(blocks.tolist())
             self._guesses.demands += 1
@@ -185,23 +204,13 @@ class Blocks:
             self._statistics.bytes_used += int(self._unused[blocks].sum()) * BLOCK
             self._unused[blocks] = False
             missing = self._absent(blocks)
-            between = self._between(missing)[: self.budget - self._held]
-            self._hold(between)
-            self._absent(between)
             self._statistics.hits += len(blocks) - len(missing)
             self._statistics.misses += len(missing)
-            return missing, between
+            return missing
 
     def _hold(self, blocks: Numbers) -> None:
         self._held += self._unheld(blocks)
         self._holders[blocks] += 1
-
-    def _between(self, missing: Numbers) -> Numbers:
-        """Blocks of the same tensor that are not in memory, each between two that are read."""
-        found = missing[:-1][np.diff(missing) == 2] + 1
-        owners = np.searchsorted(self.first, np.stack([found - 1, found + 1]), side="right")
-        between: Numbers = found[(self._state[found] == _ABSENT) & (owners[0] == owners[1])]
-        return between
 
     def _missed(self, blocks: Numbers) -> Numbers:
         """Wait until nobody reads any of the blocks; returns those that another thread could not read, to be read."""
@@ -222,40 +231,52 @@ class Blocks:
         return missing
 
     def _drop(self, blocks: Numbers) -> None:
-        """Give the memory of blocks back."""
-        for region, start, stop in self._runs(blocks, len(self._state)):
-            region.drop(0, start, stop)
+        """Give the memory of blocks back, with that of absent ones between them: so it takes fewer calls."""
         self._state[blocks], self._unused[blocks] = _ABSENT, False
         self._resident -= len(blocks)
+        for region, start, stop in self._runs(blocks, np.searchsorted(np.flatnonzero(self._state), blocks)):
+            region.drop(0, start, stop)
 
-    def _runs(self, blocks: Numbers, most: int) -> Iterator[tuple[Region, int, int]]:
-        """Neighbours among blocks, at most so many together: their tensor, and from and to which byte of its run."""
+    def _runs(self, blocks: Numbers, together: Numbers) -> Iterator[tuple[Region, int, int]]:
+        """Runs of blocks of a tensor that agree in `together`: the tensor, from and to which of its bytes."""
         owners = np.searchsorted(self.first, blocks, side="right") - 1
-        begins = np.flatnonzero((np.diff(blocks, prepend=-2) != 1) | (np.diff(owners, prepend=-1) != 0))
-        places = (blocks - self.first[owners])[begins].tolist()
-        counts = np.diff(begins, append=len(blocks)).tolist()
-        for owner, start, count in zip(owners[begins].tolist(), places, counts, strict=True):
-            for place in range(start, start + count, most):
-                yield self._regions[owner], place * BLOCK, min(place + most, start + count) * BLOCK
+        begins = np.flatnonzero((np.diff(together, prepend=together[:1]) != 0) | (np.diff(owners, prepend=-1) != 0))
+        places = blocks - self.first[owners]
+        starts, stops = places[begins], places[begins + np.diff(begins, append=len(blocks)) - 1] + 1
+        for owner, start, stop in zip(owners[begins].tolist(), starts.tolist(), stops.tolist(), strict=True):
+            yield self._regions[owner], start * BLOCK, stop * BLOCK
+
+    def _reads(self, blocks: Numbers) -> list[_Read]:
+        """The reads that bring blocks."""
+        reads: list[_Read] = []
+        last, begin, end = None, 0, 0
+        for region, first, stop in self._runs(blocks, blocks - np.arange(len(blocks))):
+            for start in range(first, stop, READ):
+                source, memory, place = region.piece(0, start, min(start + READ, stop))
+                if region is last and start - end <= GAP and start + len(memory) - begin <= READ:
+                    reads[-1].parts.extend(part for part in (_FORGOTTEN[: start - end], memory) if part)
+                else:
+                    reads.append(_Read(source, [memory], place))
+                    begin = start
+                last, end = region, start + len(memory)
+        return reads
 
     def _read(self, missing: Numbers, meanwhile: Callable[[], None] | None = None) -> None:
         """Read blocks that are coming, all at a time."""
-        pieces = [region.piece(0, *run) for region, *run in self._runs(missing, READ // BLOCK)]
-        reads: list[Future[None]] = []
-        done = False
+        reads, under_way, done = self._reads(missing), list[Future[None]](), False
         try:
-            for number in range(min(self._readers, len(pieces))):
-                reads.append(self._pool.submit(_read_all, pieces[number :: self._readers]))
-            if reads and meanwhile is not None:
-                self._use_time(meanwhile, reads)
-            wait(reads)
-            done = all(read.exception() is None for read in reads)
+            for number in range(min(self._readers, len(reads))):
+                under_way.append(self._pool.submit(_read_all, reads[number :: self._readers]))
+            if under_way and meanwhile is not None:
+                self._use_time(meanwhile, under_way)
+            wait(under_way)
+            done = all(read.exception() is None for read in under_way)
         finally:
-            for read in reads:
+            for read in under_way:
                 read.cancel()
-            wait(reads)
-            self._settle(missing, pieces, done)
-        for read in reads:
+            wait(under_way)
+            self._settle(missing, reads, done)
+        for read in under_way:
             read.result()
 
     def _use_time(self, meanwhile: Callable[[], None], reads: Sequence[Future[None]]) -> None:
@@ -266,13 +287,13 @@ class Blocks:
         meanwhile()
         self._pause = PAUSE if all(read.done() for read in reads) or not self._guesses.pay else 0
 
-    def _settle(self, missing: Numbers, pieces: Sequence[Piece], done: bool, guessed: bool = False) -> None:
+    def _settle(self, missing: Numbers, reads: Sequence[_Read], done: bool, guessed: bool = False) -> None:
         """Say to everyone who waits for blocks how their reads ended."""
         with self._changed:
             if done:
                 self._state[missing] = _THERE
-                self._statistics.reads += len(pieces)
-                nbytes = sum(len(memory) for _, memory, _ in pieces)
+                self._statistics.reads += len(reads)
+                nbytes = sum(len(part) for read in reads for part in read.parts)
                 self._statistics.bytes_read += nbytes
                 self._statistics.bytes_guessed += nbytes * guessed
             else:
@@ -280,6 +301,6 @@ class Blocks:
             self._changed.notify_all()
 
 
-def _read_all(pieces: Sequence[Piece]) -> None:
-    for source, memory, place in pieces:
-        source.read(memory, place)
+def _read_all(reads: Sequence[_Read]) -> None:
+    for read in reads:
+        read.source.read_parts(read.parts, read.place)

@@ -36,8 +36,8 @@ __all__ = ["ChannelStore", "Records"]
 RECORDS = ("channels", "residuals")
 """Projections that hold records; such a layer has one of them, its last."""
 
-LEAST_BLOCKS = 16
-"""Blocks for which there must be room: those of two records of common sizes, and their neighbours."""
+LEAST_BLOCKS = (256 << 10) // BLOCK
+"""Blocks for which there must be room: those of two records of any common size."""
 
 
 @dataclass(frozen=True)

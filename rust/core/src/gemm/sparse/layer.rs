@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::ThreadPool;
 
-use super::rows::{self, Token};
+use super::rows::{self, RUN, Term, Token};
 use crate::formats::channels::{GROUP, View};
 use crate::gemm::layer::cut::{self, Cut};
 use crate::gemm::layer::output::Output;
@@ -360,19 +360,37 @@ impl<'a> Pass<'a> {
         let (task, channels, part) = (&self.job.tasks[task], &self.layer.channels, self.part());
         let (width, rows) = (channels.layout().width(), channels.layout().shape().rows);
         let record = |channel: usize| task.expert * rows + channel;
-        for (number, &(channel, place)) in list.iter().enumerate() {
-            let [gate, down] = channels.halves(record(channel));
-            let [next_gate, next_down] =
-                channels.halves(record(list.get(number + 1).map_or(channel, |pair| pair.0)));
-            let x = self.tokens.get(self.job.list[place]);
-            let mut value = [rows::dot(self.isa, width, gate, next_gate, x)];
-            if let Ups::Refining { gates, .. } = self.layer.ups {
-                value[0] += gates[self.pairs[place] * rows + channel];
+        let halves = |at: usize| channels.halves(record(list[at.min(list.len() - 1)].0));
+        let (mut at, mut terms) = (0, Vec::with_capacity(RUN));
+        for run in list
+            .chunk_by(|one, next| one.1 == next.1)
+            .flat_map(|run| run.chunks(RUN))
+        {
+            let (place, count) = (run[0].1, run.len());
+            let (x, ups) = (self.tokens.get(self.job.list[place]), self.outputs(place));
+            let (mut gates, mut own) = ([0.0; RUN], [0.0; RUN]);
+            terms.clear();
+            for (i, &(channel, _)) in run.iter().enumerate() {
+                let ([gate, half], [next_gate, next]) = (halves(at + i), halves(at + count + i));
+                gates[i] = rows::dot(self.isa, width, gate, next_gate, x);
+                if let Ups::Refining { gates: coarse, .. } = self.layer.ups {
+                    gates[i] += coarse[self.pairs[place] * rows + channel];
+                }
+                own[i] = ups[channel];
+                terms.push(Term {
+                    half,
+                    next,
+                    factor: 0.0,
+                });
             }
-            gated(self.isa, &mut value, &self.outputs(place)[channel..][..1]);
-            values.push(value[0]);
+            gated(self.isa, &mut gates[..count], &own[..count]);
+            values.extend_from_slice(&gates[..count]);
+            for (term, factor) in terms.iter_mut().zip(gates) {
+                term.factor = factor;
+            }
             let sums = &mut sums[(place - task.places.start) * part..][..part];
-            rows::add(self.isa, width, down, next_down, value[0], sums);
+            rows::add(self.isa, width, &terms, sums);
+            at += count;
         }
     }
 

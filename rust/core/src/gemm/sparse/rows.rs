@@ -1,8 +1,8 @@
 //! Products with half a record, whose width is known once a row.
 //!
-//! Values become single precision 16 at a time, in arrays that compilers keep in registers. Meanwhile the next half is asked
-//! for, group by group: processors do not see by themselves where records go on (int8, a fifth of the records in order: 3.9
-//! GB/s without, 7.0 with, one thread of a Zen 3).
+//! Values become single precision 16 at a time, in arrays that compilers keep in registers. Meanwhile a record that comes
+//! soon is asked for, group by group: processors do not see by themselves where records go on (int8, a fifth of the records
+//! in order: 3.9 GB/s without, 7.0 with, one thread of a Zen 3).
 
 use super::nibbles::{self, Group};
 use crate::formats::channels::{GROUP, Half, Width};
@@ -12,6 +12,9 @@ use crate::types::{Activations, from_bf16};
 
 /// Sums that a product keeps side by side.
 const LANES: usize = 16;
+/// Most records whose down columns are added to a token's sums together: with 4 bits a group of sums is read and written
+/// once for all.
+pub const RUN: usize = 4;
 
 /// Activations in whole groups, filled up with zeros, as products with half a record read them.
 pub enum Token {
@@ -33,8 +36,17 @@ impl Token {
     }
 }
 
-/// The product of half a record and a token of its width; asks for the values of `next`. The processor runs `isa`.
+/// Half a record and what it is multiplied by before it is added to a token's sums.
+pub struct Term<'a> {
+    pub half: Half<'a>,
+    /// Half of a record that comes soon.
+    pub next: Half<'a>,
+    pub factor: f32,
+}
+
+/// The product of half a record and a token of its width; asks for `next`. The processor runs `isa`.
 pub fn dot(isa: Isa, width: Width, half: Half<'_>, next: Half<'_>, x: &Token) -> f32 {
+    simd::fetch(next.scales.as_flattened());
     match x {
         Token::Quantized(x) => nibbles::dot(isa, half, next, x),
         Token::Floats(x) => dot_floats(isa, width, half, next, x),
@@ -45,9 +57,22 @@ vectorized! {
     fn dot_floats(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 = dot_loop;
 }
 
+/// Adds terms, at most [`RUN`], to `y`, which has whole groups, in their order; asks for what comes soon. The processor
+/// runs `isa`.
+pub fn add(isa: Isa, width: Width, terms: &[Term<'_>], y: &mut [f32]) {
+    for term in terms {
+        simd::fetch(term.next.scales.as_flattened());
+    }
+    match (width, isa) {
+        // SAFETY: every set of x86-64 but the scalar one has AVX2.
+        #[cfg(target_arch = "x86_64")]
+        (Width::Int4, Isa::Avx2 | Isa::Avx512 | Isa::Amx) => unsafe { nibbles::add(terms, y) },
+        _ => add_values(isa, width, terms, y),
+    }
+}
+
 vectorized! {
-    /// Adds half a record times `factor` to `y`, which has whole groups; asks for the values of `next`.
-    pub fn add(width: Width, half: Half<'_>, next: Half<'_>, factor: f32, y: &mut [f32]) = add_loop;
+    fn add_values(width: Width, terms: &[Term<'_>], y: &mut [f32]) = add_loop;
 }
 
 #[inline(always)]
@@ -60,11 +85,13 @@ fn dot_loop(width: Width, half: Half<'_>, next: Half<'_>, x: &[f32]) -> f32 {
 }
 
 #[inline(always)]
-fn add_loop(width: Width, half: Half<'_>, next: Half<'_>, factor: f32, y: &mut [f32]) {
-    match width {
-        Width::Int4 => add_groups(half, next, factor, y, four_bits),
-        Width::Int8 => add_groups(half, next, factor, y, bytes),
-        Width::Bf16 => add_groups(half, next, factor, y, shorts),
+fn add_loop(width: Width, terms: &[Term<'_>], y: &mut [f32]) {
+    for term in terms {
+        match width {
+            Width::Int4 => add_groups(term, y, four_bits),
+            Width::Int8 => add_groups(term, y, bytes),
+            Width::Bf16 => add_groups(term, y, shorts),
+        }
     }
 }
 
@@ -77,8 +104,8 @@ fn dot_groups<const N: usize>(
     run: impl Fn(&[u8; N], usize) -> [f32; LANES],
 ) -> f32 {
     let mut lanes = [0.0; LANES];
-    let groups = groups::<N>(half, next).zip(x.as_chunks::<GROUP>().0);
-    for ((group, scale), x) in groups {
+    for (at, x) in x.as_chunks::<GROUP>().0.iter().enumerate() {
+        let (group, scale) = group::<N>(half, next, at);
         let mut sums = [0.0; LANES];
         for (number, x) in x.as_chunks::<LANES>().0.iter().enumerate() {
             let values = run(group, number);
@@ -100,16 +127,10 @@ fn fold(lanes: [f32; LANES]) -> f32 {
 }
 
 #[inline(always)]
-fn add_groups<const N: usize>(
-    half: Half<'_>,
-    next: Half<'_>,
-    factor: f32,
-    y: &mut [f32],
-    run: impl Fn(&[u8; N], usize) -> [f32; LANES],
-) {
-    let groups = groups::<N>(half, next).zip(y.as_chunks_mut::<GROUP>().0);
-    for ((group, scale), y) in groups {
-        let factor = factor * scale;
+fn add_groups<const N: usize>(term: &Term<'_>, y: &mut [f32], run: impl Fn(&[u8; N], usize) -> [f32; LANES]) {
+    for (at, y) in y.as_chunks_mut::<GROUP>().0.iter_mut().enumerate() {
+        let (group, scale) = group::<N>(term.half, term.next, at);
+        let factor = term.factor * scale;
         for (number, y) in y.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
             let values = run(group, number);
             for lane in 0..LANES {
@@ -119,26 +140,15 @@ fn add_groups<const N: usize>(
     }
 }
 
-/// The groups of half a record with their scales, 1 of values that have none; asks for the same groups of the next.
+/// A group of half a record with its scale, 1 of values that have none; asks for the same group of `next`.
 #[inline(always)]
-pub(super) fn groups<'a, const N: usize>(
-    half: Half<'a>,
-    next: Half<'a>,
-) -> impl Iterator<Item = (&'a [u8; N], f32)> {
-    let pairs = half
-        .values
-        .as_chunks()
-        .0
-        .iter()
-        .zip(next.values.as_chunks::<N>().0);
-    pairs.enumerate().map(move |(number, (group, next))| {
-        simd::fetch(next);
-        let scale = half.scales.get(number);
-        (
-            group,
-            scale.map_or(1.0, |bits| from_bf16(u16::from_le_bytes(*bits))),
-        )
-    })
+pub(super) fn group<'a, const N: usize>(half: Half<'a>, next: Half<'a>, number: usize) -> (&'a [u8; N], f32) {
+    simd::fetch(&next.values.as_chunks::<N>().0[number]);
+    let scale = half.scales.get(number);
+    (
+        &half.values.as_chunks().0[number],
+        scale.map_or(1.0, |bits| from_bf16(u16::from_le_bytes(*bits))),
+    )
 }
 
 #[inline(always)]
