@@ -9,6 +9,10 @@
 //              the L2, and add these to a row of `parts` for each slot that the range meets: row block + slot, which
 //              no other pair has
 //     add      sums the parts of each token's slots
+// Where coarse copies of all projections compute and records hold what finer values add to them (docs/methods/floe.md),
+// launches before these write the coarse gates and u. Then `choose` writes inner = silu(gate) * u of all channels and
+// judges them by it, times the router's weight; `compute` replaces it where channels are refined; a launch behind it
+// multiplies it by the coarse down projection, and `add` adds to what that wrote.
 // Every sum has one order, which routing and choice determine, and nothing waits for the host. The records of an expert's
 // first channels, or of all, lie in the memory of the GPU; the others in pinned memory of the host: those that are chosen,
 // and no others, cross the bus.
@@ -16,7 +20,7 @@
 // `gather` is the compact transfer: copies chosen records from pinned memory of the host to the GPU, by indices on the
 // GPU, on as few blocks as fill the bus.
 //
-// Definitions: BITS (of values: 4, 8 or 16, which is bf16).
+// Definitions: BITS (of values: 4, 8 or 16, which is bf16), REFINES (1: records are what is added to coarse copies).
 //
 // Bounds: bytes of the chosen records over the memory's rate, 8 us for a tenth of an expert of Mixtral-8x7B in bf16
 // (23.5 MB) on an H100, behind the up projection and three launches.
@@ -43,12 +47,23 @@ struct Sparse {
     int* offsets;          // [slots + 1]: sums of counts
     float* parts;          // [blocks + slots, columns filled up to whole groups]
     float* out;            // [tokens, columns]
+    const float* gates;    // [slots, channels] of the coarse copies, as `inner` only where REFINES
+    float* inner;          // [slots, channels]
     i64* computed;         // channels that were computed, that were asked for, and that were computed and resident,
                            // over all calls
     int slots, top_k, experts, columns, blocks;
 
     MOEPACK_DEVICE bool exists(int slot) const {
         return index[slot] >= 0 && index[slot] < experts;
+    }
+
+    // What channels of a slot are judged by, which is multiplied by `judging_factor`.
+    MOEPACK_DEVICE const float* judged(int slot) const {
+        return (REFINES ? inner : ups) + i64(slot) * records.channels;
+    }
+
+    MOEPACK_DEVICE float judging_factor(int slot) const {
+        return REFINES ? weights[slot] : 1.0f;
     }
 
     MOEPACK_DEVICE i64 width() const {
@@ -72,8 +87,20 @@ MOEPACK_DEVICE void enter_launch() {
 }
 
 // Whether a channel passes; what is no number does, so that it reaches the output.
-MOEPACK_DEVICE bool passes(const float* ups, int channel, int channels, float threshold) {
-    return channel < channels && !(fabsf(ups[channel]) < threshold);
+MOEPACK_DEVICE bool passes(const float* judged, float factor, int channel, int channels, float threshold) {
+    return channel < channels && !(fabsf(judged[channel] * factor) < threshold);
+}
+
+MOEPACK_DEVICE float silu(float gate) {
+    return gate / (1.0f + __expf(-gate));
+}
+
+// Writes `inner` of a slot by the coarse copies; all threads of a block call it.
+MOEPACK_DEVICE void begin_inner(const Sparse& sparse, int slot) {
+    i64 first = i64(slot) * sparse.records.channels;
+    for (int i = threadIdx.x; i < sparse.records.channels; i += blockDim.x)
+        sparse.inner[first + i] = silu(sparse.gates[first + i]) * sparse.ups[first + i];
+    __syncthreads();
 }
 
 // Makes a row of `tokens`; all threads of a block call it.
@@ -120,18 +147,19 @@ MOEPACK_DEVICE float sum_four(const float (&value)[4]) {
 // Some channels of a slot: their records and what their down columns are multiplied by.
 struct Batch {
     const u8* record[BATCH];
+    i64 at[BATCH];  // of the channel among those of all slots
     float factor[BATCH];
     float sum[BATCH][WARPS + 1];  // of each warp's columns of the gate's row; one more: columns are in different banks
 
     // Finds the records; the factors are the outputs of the up projection.
     MOEPACK_DEVICE void find(const Sparse& sparse, int slot, int first, int count) {
         const int* list = sparse.list + i64(slot) * sparse.records.channels + first;
-        const float* ups = sparse.ups + i64(slot) * sparse.records.channels;
         static_assert(BATCH <= BLOCK);
         int i = threadIdx.x, channel = i < count ? list[i] : sparse.records.resident;
         if (i < count) {
             record[i] = sparse.records.at(sparse.index[slot], channel);
-            factor[i] = sparse.weights[slot] * ups[channel];
+            at[i] = i64(slot) * sparse.records.channels + channel;
+            factor[i] = sparse.weights[slot] * sparse.ups[at[i]];
         }
         int resident = __syncthreads_count(channel < sparse.records.resident);
         if (i == 0 && resident) atomicAdd(reinterpret_cast<unsigned long long*>(sparse.computed + 2), resident);
@@ -177,7 +205,9 @@ struct Batch {
             float gate = 0;
 #pragma unroll
             for (int warp = 0; warp < WARPS; ++warp) gate += sum[i][warp];
-            factor[i] *= gate / (1.0f + __expf(-gate));
+            if (REFINES) gate += sparse.gates[at[i]];
+            if (REFINES) sparse.inner[at[i]] = silu(gate) * sparse.ups[at[i]];
+            factor[i] *= silu(gate);
         }
         __syncthreads();
     }
@@ -220,12 +250,13 @@ extern "C" __global__ void __launch_bounds__(1024) choose(Sparse sparse) {
         if (threadIdx.x == 0) sparse.counts[slot] = 0;
         return;
     }
-    const float* ups = sparse.ups + i64(slot) * channels;
-    float threshold = sparse.records.thresholds[sparse.index[slot]];
+    if (REFINES) begin_inner(sparse, slot);
+    const float* judged = sparse.judged(slot);
+    float threshold = sparse.records.thresholds[sparse.index[slot]], factor = sparse.judging_factor(slot);
     int of_warp = ceil_div(channels, WARP * WARP) * WARP, first = warp * of_warp, count = 0;
 #pragma unroll 8
     for (int i = first; i < first + of_warp; i += WARP)
-        count += __popc(__ballot_sync(~0u, passes(ups, i + lane, channels, threshold)));
+        count += __popc(__ballot_sync(~0u, passes(judged, factor, i + lane, channels, threshold)));
     if (lane == 0) counts[warp] = count;
     __syncthreads();
     int before = lane < warp ? counts[lane] : 0;
@@ -234,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(1024) choose(Sparse sparse) {
     int* list = sparse.list + i64(slot) * channels + before;
 #pragma unroll 8
     for (int i = first; i < first + of_warp; i += WARP) {
-        bool wanted = passes(ups, i + lane, channels, threshold);
+        bool wanted = passes(judged, factor, i + lane, channels, threshold);
         u32 all = __ballot_sync(~0u, wanted);
         if (wanted) list[__popc(all & ((1u << lane) - 1))] = i + lane;
         list += __popc(all);
@@ -294,7 +325,8 @@ extern "C" __global__ void __launch_bounds__(1024) add(Sparse sparse) {
         float value = 0;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) value += all[i * WIDTH + threadIdx.x];
-        sparse.out[i64(token) * sparse.columns + at] = value;
+        float* out = sparse.out + i64(token) * sparse.columns + at;
+        *out = REFINES ? *out + value : value;
     }
 }
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from cases import copies, device_name, on_device, routing
-from check import EXACT, error, poisoned
+from check import EXACT, ROUNDED, error, poisoned
 from numpy.typing import NDArray
 from speed import microseconds
 from torch import Tensor
@@ -127,6 +127,52 @@ def check_layer(made: Layer, threshold: float, tokens: int, dtype: torch.dtype, 
     return max(worst, error(again, expected(made, x, index, weights, threshold)[0]))
 
 
+def check_refined(bits: int, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> float:
+    """The error of coarse copies with residuals beside the equations in float64, by the kernels' coarse products.
+
+    They run twice, then in a graph with another routing. What rounding the activations of the coarse down projection
+    makes of the last bits of values is a part of the error.
+    """
+    experts, channels, columns, threshold = 5, 200, 72, 0.2
+    make = partial(groupwise.make, experts, bits=2, group=64, symmetric=False, dtype=torch.bfloat16)
+    shapes = (channels, columns), (channels, columns), (columns, channels)
+    gate, up, down = (on_device(make(*shape, seed)) for seed, shape in enumerate(shapes))
+    made = layer(experts, channels, columns, 3, bits, threshold, host=False)
+    kernels, x = kernels_of("groupwise"), torch.randn(tokens, columns, device="cuda").to(dtype)
+    index, weights = routing(tokens, 2, experts, generator)
+    index[-1, -1] = experts
+    out, again, coarse = (poisoned(tokens, columns) for _ in "123")
+    gates, ups = (torch.zeros(2 * tokens, channels, device="cuda") for _ in "12")
+
+    def wanted() -> Tensor:
+        kernels.project(gate, x, index, gates), kernels.project(up, x, index, ups)
+        inner, added = (
+            functional.silu(gates.double()) * ups.double(),
+            torch.zeros(tokens, columns, device="cuda").double(),
+        )
+        for slot, (expert, weight) in enumerate(zip(index.flatten().tolist(), weights.flatten().double(), strict=True)):
+            if expert < experts:
+                rows, downs = made.values[expert].double().chunk(2, -1)
+                refined = (inner[slot] * weight).abs() >= threshold
+                fine = functional.silu(gates[slot].double() + rows @ x[slot // 2].double()) * ups[slot].double()
+                inner[slot] = torch.where(refined, fine, inner[slot])
+                added[slot // 2] += weight * ((fine * refined) @ downs)
+        kernels.combine(down, inner.float(), index, weights, coarse)
+        return coarse.double() + added
+
+    run = partial(KERNELS.refined, gate, up, down, made.channels, x, index, weights)
+    run(out), run(again)
+    assert torch.equal(out, again), "not deterministic"
+    worst = error(out, wanted())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(again)
+    other, scales = routing(tokens, 2, experts, generator)
+    index.copy_(other), weights.copy_(scales), again.fill_(float("nan"))
+    graph.replay()
+    return max(worst, error(again, wanted()))
+
+
 def check(options: argparse.Namespace) -> None:
     """Check every width, odd shapes, batches, thresholds, records on the host; exit with 1 above the bound."""
     generator, failed = torch.Generator().manual_seed(options.seed), False
@@ -144,6 +190,10 @@ def check(options: argparse.Namespace) -> None:
                 worst = max(worst, error(out, made.values))
         failed = failed or not worst <= EXACT
         print(f"channels of {bits:2} bits: {worst:.1e}", "" if worst <= EXACT else "WRONG")
+        batches = (1, torch.bfloat16), (3, torch.float16), (64, torch.float32)
+        worst = max(check_refined(bits, tokens, dtype, generator) for tokens, dtype in batches)
+        failed = failed or not worst <= ROUNDED
+        print(f"residuals of {bits:2} bits: {worst:.1e}", "" if worst <= ROUNDED else "WRONG")
     source = torch.randint(0, 256, (5000, 272), dtype=torch.uint8).pin_memory()
     chosen = torch.randperm(5000, dtype=torch.int32)[:1777].cuda()
     out = torch.zeros(1777, 272, dtype=torch.uint8, device="cuda")

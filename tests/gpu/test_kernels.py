@@ -57,6 +57,7 @@ PROGRAMS = {
     "coded, dependent, 16 tokens": coded_kernels._program(16, True),
     "coded upload": coded_upload._program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
+    "residuals of 4 bits": channel_kernels._program(4, refines=True),
 }
 """A program of each kind of inner loop."""
 

@@ -298,7 +298,19 @@ class SparseExperts(PackedExperts):
         backend, deciding = backend_for(x.device), self._deciding(len(x))
         if not self.store.by_channels and deciding is None:
             yield backend.sparse_experts(matrices, x, index, weights, self.mode)
-            return
+        else:
+            yield from self._sparse_portions(matrices, x, index, weights, deciding)
+
+    def _sparse_portions(
+        self,
+        matrices: Matrices,
+        x: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        deciding: torch.Tensor | None,
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        """Outputs as of `_portions` where the store or another input decides over channels."""
+        backend = backend_for(x.device)
         ups = backend.wanted_channels(matrices, x, index, self.mode, weights, deciding)
         for part in self.store.channels(self, index, ups):
             yield backend.sparse_channels(matrices[-1], x, index, weights, part)
@@ -322,16 +334,16 @@ class RefinedExperts(SparseExperts):
 
     projections = ("gate_proj", "up_proj", "down_proj", "residuals")
 
-    def packed_bytes(self) -> list[torch.Tensor] | None:
-        """As of other modules on the CPU; elsewhere None: a device that multiplies by whole records would be wrong."""
-        found = super().packed_bytes()
-        return found if found is not None and found[-1].is_cpu else None
-
-    def _portions(
-        self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    def _sparse_portions(
+        self,
+        matrices: Matrices,
+        x: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        deciding: torch.Tensor | None,
     ) -> Iterator[tuple[torch.Tensor, int]]:
         backend = backend_for(x.device)
-        coarse = backend.coarse_channels(matrices, x, index, weights, self.mode, self._deciding(len(x)))
+        coarse = backend.coarse_channels(matrices, x, index, weights, self.mode, deciding)
         for part in self.store.channels(self, index, coarse.ups):
             yield backend.refined_channels(matrices[-1], x, index, weights, coarse, part)
         yield backend.coarse_outputs(matrices[-2], coarse, index, weights, self.mode), 0

@@ -147,14 +147,15 @@ class Backend(ABC):
         """Sum the outputs of each token's experts, of which only some channels are computed; see `SparseExperts`.
 
         Args:
-            matrices: up projections and records of channels.
+            matrices: up projections and records of channels; or coarse gate, up and down projections, and records of
+                what finer values add to gate and down, see `RefinedExperts`.
             x: [T, H], float32, bfloat16 or float16.
             index: [T, k], the chosen experts; a number that is no expert's is skipped.
             weights: [T, k], what their outputs are multiplied by.
-            mode: as in `linear`, of the up projection.
+            mode: as in `linear`, of what is no record.
 
         Returns:
-            [T, H] float32, and how many channels were computed over all tokens and their experts.
+            [T, H] float32, and how many channels were computed, or refined, over all tokens and their experts.
 
         Raises:
             DeviceError: the device has no such products.

@@ -16,9 +16,10 @@ from moepack.errors import LoadError
 from moepack.runtime.decoder import install
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.store import ExpertStore
+from moepack.runtime.streaming.channels import RECORDS
 from moepack.runtime.streaming.store import expert_layers
 from moepack.runtime.tiers.arena import Budget, Stack, is_slotted
-from moepack.runtime.tiers.channels import CHANNELS, ChannelTier
+from moepack.runtime.tiers.channels import ChannelTier
 from moepack.runtime.tiers.device import Device, Gpu
 from moepack.runtime.tiers.host import Drive, Host, Pin, Pinned
 from moepack.runtime.tiers.layers import LayerTier
@@ -49,7 +50,7 @@ def keep_on(model: Any, device: Device, memory: int, host_memory: int | None = N
     tensors = (*model.parameters(), *model.buffers())
     budget = Budget(memory, sum(tensor.nbytes for tensor in tensors if id(tensor) not in leaving))
     store: ExpertStore
-    if all(CHANNELS in layer.projections for layer in layers):
+    if all(layer.projections[-1] in RECORDS for layer in layers):
         store = ChannelTier(device, layers, budget, host_memory)
     elif not all(is_slotted(kind) for layer in layers for kind in _kinds(layer)):
         store = LayerTier(device, layers, budget, host_memory)

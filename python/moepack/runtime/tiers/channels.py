@@ -15,10 +15,7 @@ from moepack.runtime.tiers.device import Device
 from moepack.runtime.tiers.layers import PlacedStore, check_host
 from moepack.units import size
 
-__all__ = ["CHANNELS", "ChannelTier"]
-
-CHANNELS = "channels"
-"""The projection that holds records."""
+__all__ = ["ChannelTier"]
 
 _CPU = torch.device("cpu")
 
@@ -39,7 +36,7 @@ class ChannelTier(PlacedStore):
 
     def __init__(self, device: Device, layers: list[PackedModule], budget: Budget, host_memory: int | None) -> None:
         super().__init__(device)
-        records = {layer: layer.get_buffer(CHANNELS) for layer in layers}
+        records = {layer: layer.get_buffer(layer.projections[-1]) for layer in layers}
         check_host(sum(each.nbytes for each in records.values()), host_memory)
         deciding = {
             layer: [device.uploaded(layer.get_buffer(name), layer.places[name]) for name in layer.projections[:-1]]
@@ -55,7 +52,7 @@ class ChannelTier(PlacedStore):
         for layer, own in deciding.items():
             pinned = device.pinned(records[layer].nbytes).copy_(records[layer])
             (opened,) = layer.store.fetch(layer, None, _CPU)[-1:]
-            resident = int(share * layer.shapes[CHANNELS][1])
+            resident = int(share * layer.shapes[layer.projections[-1]][1])
             self._layers[layer] = (*(matrix for matrix, _ in own), device.channels(pinned, opened, resident))
 
     @property

@@ -79,11 +79,7 @@ class CpuBackend(Backend):
     ) -> Tensor:
         """See `Backend.experts`."""
         if getattr(matrices[-1], "kind", "") == CHANNELS:
-            if len(matrices) == 2:
-                return self.sparse_experts(matrices, x, index, weights, mode)[0]
-            coarse = self.coarse_channels(matrices, x, index, weights, mode)
-            refined, _ = self.refined_channels(matrices[-1], x, index, weights, coarse, coarse.ups)
-            return refined.add_(self.coarse_outputs(matrices[-2], coarse, index, weights, mode))
+            return self.sparse_experts(matrices, x, index, weights, mode)[0]
         weights = weights.float().contiguous()
         if len(matrices) == 3 and is_silu(activation) and all(isinstance(matrix, PackedTensor) for matrix in matrices):
             gate, up, down = cast(Sequence[PackedTensor], matrices)
@@ -102,6 +98,10 @@ class CpuBackend(Backend):
         self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
     ) -> tuple[Tensor, int]:
         """See `Backend.sparse_experts`."""
+        if len(matrices) > 2:
+            coarse = self.coarse_channels(matrices, x, index, weights, mode)
+            refined, computed = self.refined_channels(matrices[-1], x, index, weights, coarse, coarse.ups)
+            return refined.add_(self.coarse_outputs(matrices[-2], coarse, index, weights, mode)), computed
         up, channels = cast(Sequence[PackedTensor], matrices)
         choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
         y, computed = sparse_experts(up, channels, activations(x), *choice, deciding_mode(up, mode))

@@ -8,7 +8,7 @@ weights are decoded to bfloat16 a few experts at a time.
 Compute modes mean nothing here: how each format rounds activations is said in its source in the folder `cuda`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any, cast
@@ -122,14 +122,15 @@ class GpuBackend(Backend):
         self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
     ) -> tuple[Tensor, int]:
         """See `Backend.sparse_experts`; channels are counted by the kernels, so the number here is 0."""
-        up, records = cast(Sequence[DeviceMatrix], matrices)
+        own = cast(Sequence[DeviceMatrix], matrices)
         x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        if not (index.numel() and all(up.shape)):
+        if not (index.numel() and all(own[0].shape)):
             return out.zero_(), 0
-        with _current([up, index, weights], x):
+        with _current([*own[:-1], index, weights], x):
+            run: Callable[..., None] = channels.KERNELS.sparse if len(own) == 2 else channels.KERNELS.refined
             for part in _calls(index, x, index, weights, out):
-                channels.KERNELS.sparse(up, records, *part)
+                run(*own, *part)
         return out, 0
 
 

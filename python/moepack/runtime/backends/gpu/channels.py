@@ -7,7 +7,9 @@ Records lie in the memory of the GPU, or those of the first channels do and the 
 from where the kernels read the chosen ones over the bus.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ _RECORDS = np.dtype(
 _SPARSE = np.dtype(
     [("records", _RECORDS), ("x", np.uint64), ("type", np.int32), ("width", np.int32)]
     + [(name, np.uint64) for name in ("index", "weights", "ups", "tokens", "list", "counts", "offsets")]
-    + [(name, np.uint64) for name in ("parts", "out", "computed")]
+    + [(name, np.uint64) for name in ("parts", "out", "gates", "inner", "computed")]
     + [(name, np.int32) for name in ("slots", "top_k", "experts", "columns", "blocks", "unused")]
 )
 
@@ -89,27 +91,35 @@ class ChannelKernels:
             weights: [T, k] float32.
             out: [T, H] float32.
         """
-        ups = torch.empty((index.numel(), up.shape[1]), dtype=torch.float32, device=x.device)
-        kernels_of(up.kind).project(up, x, index, ups)
-        slots, (experts, rows, columns) = index.numel(), channels.shape
-        columns //= 2
-        listed = torch.empty((slots, rows), dtype=torch.int32, device=x.device)
-        numbers = torch.empty(2 * slots + 1, dtype=torch.int32, device=x.device)
-        counts, offsets = torch.split(numbers, [slots, slots + 1])
-        blocks = _RESIDENT * device_of(x).processors
-        width = -(-columns // GROUP) * GROUP
-        tokens, parts = (torch.empty((count, width), device=x.device) for count in (len(index), blocks + slots))
-        x, computed = padded(x), channels.tables["computed"]
-        tensors = (index, weights, ups, tokens, listed, counts, offsets, parts, out, computed)
-        values = (
-            _records(channels, channels.tables["thresholds"]), x.data_ptr(), TYPES[x.dtype], x.shape[1],
-            *(tensor.data_ptr() for tensor in tensors), slots, index.shape[1], experts, columns, blocks, 0,
-        )  # fmt: skip
-        arguments: list[Argument] = [np.array([values], _SPARSE)]
-        program = _program(channels.details["bits"])
-        program.launch("choose", slots, 1024, arguments, early=True)
-        program.launch("compute", blocks, 512, arguments, early=True)
-        program.launch("add", (-(-columns // 128), len(index)), 1024, arguments, early=True)
+        (ups,) = _projected([up], x, index)
+        launch = _launcher(channels, x, index, weights, out, ups)
+        launch("choose"), launch("compute"), launch("add")
+
+    def refined(
+        self,
+        gate: DeviceMatrix,
+        up: DeviceMatrix,
+        down: DeviceMatrix,
+        residuals: DeviceMatrix,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Sum the outputs of each token's experts by coarse copies, of which some channels are refined.
+
+        Args:
+            gate, up: [E, I, H].
+            down: [E, H, I].
+            residuals: [E, I, 2 H], what finer values add to gate and down.
+            x, index, weights, out: as of `sparse`.
+        """
+        gates, ups = _projected([gate, up], x, index)
+        inner = torch.empty_like(ups)
+        launch = _launcher(residuals, x, index, weights, out, ups, gates, inner)
+        launch("choose"), launch("compute")
+        kernels_of(down.kind).combine(down, inner, index, weights, out)
+        launch("add")
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
@@ -141,6 +151,53 @@ def gather(records: Tensor, chosen: Tensor, count: Tensor, out: Tensor, blocks: 
     _program(16).launch("gather", blocks, 512, arguments)
 
 
+def _projected(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor) -> list[Tensor]:
+    """The products of each slot with matrices [E, I, H], float32 [slots, I]."""
+    found = []
+    for matrix in matrices:
+        found.append(torch.empty((index.numel(), matrix.shape[1]), dtype=torch.float32, device=x.device))
+        kernels_of(matrix.kind).project(matrix, x, index, found[-1])
+    return found
+
+
+def _launcher(
+    channels: DeviceMatrix,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    ups: Tensor,
+    gates: Tensor | None = None,
+    inner: Tensor | None = None,
+) -> Callable[[str], None]:
+    """What launches the kernels of a call by their names; it keeps the memory that passes between them."""
+    slots, (experts, rows, columns) = index.numel(), channels.shape
+    columns //= 2
+    listed = torch.empty((slots, rows), dtype=torch.int32, device=x.device)
+    numbers = torch.empty(2 * slots + 1, dtype=torch.int32, device=x.device)
+    counts, offsets = torch.split(numbers, [slots, slots + 1])
+    blocks = _RESIDENT * device_of(x).processors
+    width = -(-columns // GROUP) * GROUP
+    tokens, parts = (torch.empty((count, width), device=x.device) for count in (len(index), blocks + slots))
+    x, computed = padded(x), channels.tables["computed"]
+    kept = index, weights, ups, tokens, listed, counts, offsets, parts, out, gates, inner, computed
+    values = (
+        _records(channels, channels.tables["thresholds"]), x.data_ptr(), TYPES[x.dtype], x.shape[1],
+        *(0 if tensor is None else tensor.data_ptr() for tensor in kept),
+        slots, index.shape[1], experts, columns, blocks, 0,
+    )  # fmt: skip
+    arguments: list[Argument] = [np.array([values], _SPARSE)]
+    program = _program(channels.details["bits"], refines=gates is not None)
+    grids: dict[str, tuple[Any, int]] = {
+        "choose": (slots, 1024), "compute": (blocks, 512), "add": ((-(-columns // 128), len(index)), 1024)
+    }  # fmt: skip
+
+    def launch(kernel: str, memory: object = (x, kept)) -> None:
+        program.launch(kernel, *grids[kernel], arguments, early=True)
+
+    return launch
+
+
 def _records(matrix: DeviceMatrix, thresholds: Tensor | None) -> tuple[int, ...]:
     """The kernels' `Records`."""
     experts, channels, columns = matrix.shape
@@ -157,5 +214,5 @@ def _records(matrix: DeviceMatrix, thresholds: Tensor | None) -> tuple[int, ...]
 
 
 @cache
-def _program(bits: int) -> Program:
-    return Program("channels.cu", BITS=bits)
+def _program(bits: int, refines: bool = False) -> Program:
+    return Program("channels.cu", BITS=bits, REFINES=int(refines))
