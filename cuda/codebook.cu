@@ -21,6 +21,7 @@
 //
 // Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most of a tile), RESIDENT (blocks of a multiprocessor).
 #include "codebook.cuh"
+#include "codebook_rows.cuh"
 #include "common/kernels.cuh"
 
 namespace moepack {
@@ -235,10 +236,11 @@ MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const
 // ---------------------------------------------------------------- few tokens
 
 // One token of a layer, or up to four of a linear layer: no routing. A token takes two columns of a product, one for
-// each digit, so that four cost as much as one. A warp copies codes of its share of a panel to a ring of its own AHEAD
-// chunks before their turn, the first of them before activations are digits; the sums of the warps meet in shared
-// memory. (Loads to registers are no way to be ahead: they count on one scoreboard, so that who waits for the first
-// waits for the last.)
+// each digit, so that four cost as much as one. A block has a run of *units*: panels, of `gated` each panel of each
+// slot. All their chunks are one list, of which each warp has a run, so that few warps come to other codebooks and the
+// block meets once. A warp copies codes to a ring of its own AHEAD chunks before their turn, the first of them before
+// activations are digits, and asks the L2 for codebooks at the same time. (Loads to registers are no way to be ahead:
+// they count on one scoreboard, so that who waits for the first waits for the last.)
 struct Few {
     Activations x;         // of each slot; of a linear layer each token's; of `gated` one row
     const i64* index;      // the slots' experts; null: expert 0
@@ -252,61 +254,108 @@ struct Few {
 constexpr int FEW_WARPS = 16, FEW_THREADS = FEW_WARPS * WARP, AHEAD = 3;
 constexpr int FEW_RING = (AHEAD + 1) * Codebook::CODES;  // bytes of a warp's
 
+// The units of a block.
 template <bool GATED>
-struct FewTokens {
+struct FewUnits {
     static constexpr int WARPS = FEW_WARPS / (GATED + 1);  // of a matrix
 
-    // A number in parts, and the panel of its slot.
-    struct Place {
-        int slot, chunk;
-        const u8* base;
-    };
-
     const Few& few;
+    int panels, first, count;
+    int chunks, share;  // of a unit; chunks of a warp's share of all of them
+
+    MOEPACK_DEVICE explicit FewUnits(const Few& few)
+        : few(few), panels(ceil_div(few.rows, PANEL)), chunks(GATED ? few.chunks : few.slots * few.chunks) {
+        int units = panels * (GATED ? few.slots : 1), each = units / gridDim.x, more = units % gridDim.x;
+        first = blockIdx.x * each + least<int>(blockIdx.x, more), count = each + (blockIdx.x < more);
+        share = ceil_div(count * chunks, WARPS);
+    }
+
+    // The expert of a slot; negative if there is none.
+    MOEPACK_DEVICE i64 expert_of(int slot) const {
+        i64 expert = few.index ? few.index[slot] : 0;
+        return expert < few.experts ? expert : -1;
+    }
+
+    // Places of sums: warps of a matrix write those of their units side by side. `unit` counts from the block's first.
+    MOEPACK_DEVICE int places() const {
+        return count + WARPS - 1;
+    }
+
+    MOEPACK_DEVICE int first_place(int unit) const {
+        return unit + unit * chunks / share;
+    }
+
+    MOEPACK_DEVICE int last_place(int unit) const {
+        return unit + ((unit + 1) * chunks - 1) / share;
+    }
+};
+
+// A chunk of a warp's share.
+template <bool GATED>
+struct FewPlace {
+    int unit, slot, chunk;
+    const u8* panel;  // null: there is no such expert
+
+    MOEPACK_DEVICE FewPlace(const FewUnits<GATED>& units, const Codebook::Matrix& matrix, int number) {
+        unit = number / units.chunks;
+        int in_unit = number - unit * units.chunks, in_slot = GATED ? 0 : in_unit / units.few.chunks;
+        slot = in_slot, chunk = in_unit - in_slot * units.few.chunks;
+        enter(units, matrix);
+    }
+
+    MOEPACK_DEVICE void enter(const FewUnits<GATED>& units, const Codebook::Matrix& matrix) {
+        int number = units.first + unit;
+        if (GATED) slot = number / units.panels, number -= slot * units.panels;
+        i64 expert = unit < units.count ? units.expert_of(slot) : -1;
+        panel = expert < 0 ? nullptr : matrix.data + (expert * units.panels + number) * matrix.panel_bytes;
+    }
+
+    // Goes on to the next chunk.
+    MOEPACK_DEVICE void advance(const FewUnits<GATED>& units, const Codebook::Matrix& matrix) {
+        if (++chunk < units.few.chunks) return;
+        chunk = 0;
+        if (GATED || ++slot == units.few.slots) slot = 0, ++unit;
+        enter(units, matrix);
+    }
+
+    // Where the parameters of its block of columns are.
+    MOEPACK_DEVICE const u8* parameters(const Codebook::Matrix& matrix) const {
+        return panel + matrix.block_at(matrix.block_of(chunk));
+    }
+};
+
+template <bool GATED>
+struct FewTokens {
+    const Few& few;
+    const FewUnits<GATED>& units;
     Codebook::Matrix matrix;  // this warp's
     int warp, t, columns;     // of activations
     Codebook::Lane lane;
     u8* ring;                 // this warp's
     int turn = 0;             // the place of the next chunk in it
-    int at, end, panel;       // the warp's share: numbers slot * chunks + chunk of a panel
-    Place here, ahead;        // `at`, and what is copied next
+    int at, end, asked;       // the warp's share: chunks of the block's list; what is copied next
+    FewPlace<GATED> here, ahead;
+    const u8* known = nullptr;  // parameters that the L2 has been asked for
     float sum[2] = {0, 0};
-    MOEPACK_DEVICE FewTokens(const Few& few, const Codebook::Matrix& first, const Codebook::Matrix& second)
-        : few(few), matrix(GATED && threadIdx.x >= FEW_THREADS / 2 ? second : first), warp(threadIdx.x / WARP % WARPS),
-          t(threadIdx.x % 4), columns(2 * few.tokens), lane(threadIdx.x % WARP),
-          ring(shared_memory + threadIdx.x / WARP * FEW_RING) {}
 
-    MOEPACK_DEVICE int panels() const {
-        return ceil_div(few.rows, PANEL);
+    MOEPACK_DEVICE FewTokens(const Few& few, const FewUnits<GATED>& units, const Codebook::Matrix& first,
+                             const Codebook::Matrix& second)
+        : few(few), units(units), matrix(GATED && threadIdx.x >= FEW_THREADS / 2 ? second : first),
+          warp(threadIdx.x / WARP % FewUnits<GATED>::WARPS), t(threadIdx.x % 4), columns(2 * few.tokens),
+          lane(threadIdx.x % WARP), ring(shared_memory + threadIdx.x / WARP * FEW_RING),
+          at(least(warp * units.share, units.count * units.chunks)),
+          end(least(at + units.share, units.count * units.chunks)), asked(at), here(units, matrix, at), ahead(here) {
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; ++i) fetch(i);
     }
 
-    MOEPACK_DEVICE int slot_of(int number) const {
-        return u32(number * few.by_chunks) >> 20;
-    }
-
-    // The panel of a slot's expert; null if there is no such expert.
-    MOEPACK_DEVICE const u8* panel_of(int slot) const {
-        i64 expert = few.index ? few.index[slot] : 0;
-        if (expert < 0 || expert >= few.experts) return nullptr;
-        return matrix.data + (expert * panels() + panel) * matrix.panel_bytes;
-    }
-
-    MOEPACK_DEVICE Place place_of(int number) const {
-        int slot = slot_of(number);
-        return {slot, number - slot * few.chunks, number < end ? panel_of(slot) : nullptr};
-    }
-
-    // Goes on to the next number, `next`.
-    MOEPACK_DEVICE void advance(Place& place, int next) const {
-        if (++place.chunk < few.chunks) return;
-        ++place.slot, place.chunk = 0;
-        place.base = next < end ? panel_of(place.slot) : nullptr;
-    }
-
-    // Starts to copy the codes of `ahead`, a number, to a part of the ring; what lies behind the panel counts as zeros.
-    MOEPACK_DEVICE void fetch(int number, int part) {
-        const u8* base = ahead.base;
-        if (base && number < end) {
+    // Starts to copy the next codes to a part of the ring; what lies behind the panel counts as zeros.
+    MOEPACK_DEVICE void fetch(int part) {
+        if (ahead.panel && asked < end) {
+            const u8* parameters = ahead.parameters(matrix);
+            if (parameters != known && threadIdx.x % WARP * 32 < Codebook::PARAMETERS)
+                prefetch(parameters + threadIdx.x % WARP * 32);
+            known = parameters;
             int from = int(matrix.codes_at(ahead.chunk)) + threadIdx.x % WARP * 16;
             int left = int(matrix.panel_bytes) - from;
             Shared to = shared_address(ring + part * Codebook::CODES) + threadIdx.x % WARP * 16;
@@ -314,41 +363,32 @@ struct FewTokens {
             for (int i = 0; i < ceil_div(Codebook::CODES, WARP * 16); ++i) {
                 int more = i * WARP * 16;
                 if (threadIdx.x % WARP * 16 + more >= Codebook::CODES) break;
-                copy_async(to + more, base + (more < left ? from + more : 0), more < left ? 16 : 0, KEEP);
+                copy_async(to + more, ahead.panel + (more < left ? from + more : 0), more < left ? 16 : 0, KEEP);
             }
         }
         commit_copies();
-        advance(ahead, number + 1);
-    }
-
-    // Begins a unit: a panel, of `gated` of one slot.
-    MOEPACK_DEVICE void begin(int unit) {
-        panel = GATED ? unit % panels() : unit;
-        int first = GATED ? unit / panels() * few.chunks : 0, count = GATED ? few.chunks : few.slots * few.chunks;
-        at = first + count * warp / WARPS, end = first + count * (warp + 1) / WARPS, turn = 0;
-        here = ahead = place_of(at);
-        __syncwarp();
-#pragma unroll 1
-        for (int i = 0; i < AHEAD; ++i) fetch(at + i, i);
+        if (++asked < end) ahead.advance(units, matrix);
     }
 
     // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk.
-    MOEPACK_DEVICE void multiply(const u8* cells, const float* notes) {
+    MOEPACK_DEVICE void multiply(const u8* cells, const float* notes, float* sums) {
         int column = least(lane.row / 2, columns - 1), token = least(t, few.tokens - 1);
 #pragma unroll 1
-        for (; at < end; ++at) {
+        while (at < end) {
             wait_copies<AHEAD - 1>();
             __syncwarp();
-            fetch(at + AHEAD, turn == 0 ? AHEAD : turn - 1);
-            Place place = here;
+            fetch(turn == 0 ? AHEAD : turn - 1);
             const u8* codes = ring + turn * Codebook::CODES;
-            int cell = GATED ? place.chunk : at;
-            advance(here, at + 1);
             turn = turn == AHEAD ? 0 : turn + 1;
-            if (!place.base) continue;
-            lane.enter(place.base + matrix.block_at(matrix.block_of(place.chunk)));
-            const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
-            add(codes, x, notes[cell * few.tokens + token]);
+            if (here.panel) {
+                int cell = (GATED ? 0 : here.slot * few.chunks) + here.chunk;
+                lane.enter(here.parameters(matrix));
+                const Pair* x = reinterpret_cast<const Pair*>(cells) + (cell * 4 * columns + column) * 4 + t;
+                add(codes, x, notes[cell * few.tokens + token]);
+            }
+            int unit = here.unit;
+            here.advance(units, matrix);
+            if (++at == end || here.unit != unit) give(sums, unit + warp);
         }
     }
 
@@ -379,13 +419,31 @@ struct FewTokens {
         }
     }
 
-    // Gives this warp's sums to `sums` [warps of the block][token][row] and clears them.
-    MOEPACK_DEVICE void give(float* sums) {
-        float2* to = reinterpret_cast<float2*>(sums + (threadIdx.x / WARP * few.tokens + t) * PANEL + lane.row);
+    // Gives this warp's sums to a place of `sums` [places][token][row] and clears them.
+    MOEPACK_DEVICE void give(float* sums, int place) {
+        if (GATED && threadIdx.x >= FEW_THREADS / 2) place += units.places();
+        float2* to = reinterpret_cast<float2*>(sums + (place * few.tokens + t) * PANEL + lane.row);
         if (t < few.tokens) *to = {sum[0], sum[1]};
         sum[0] = sum[1] = 0;
     }
 };
+
+// Writes the outputs of a block's units, whose sums are in shared memory.
+template <bool GATED>
+MOEPACK_DEVICE void write_few(const Few& few, const FewUnits<GATED>& units, const float* sums) {
+    int of_unit = few.tokens * PANEL;
+    for (int item = threadIdx.x; item < units.count * of_unit; item += FEW_THREADS) {
+        int unit = item / of_unit, place = item - unit * of_unit, number = units.first + unit;
+        int slot = GATED ? number / units.panels : 0, row = (number - slot * units.panels) * PANEL + place % PANEL;
+        if (row >= few.rows || (GATED && units.expert_of(slot) < 0)) continue;
+        float total[2] = {0, 0};
+        for (int matrix = 0; matrix <= GATED; ++matrix)
+            for (int i = units.first_place(unit); i <= units.last_place(unit); ++i)
+                total[matrix] += sums[(matrix * units.places() + i) * of_unit + place];
+        if (GATED) total[0] = total[0] / (1.0f + __expf(-total[0])) * total[1];
+        few.out[i64(GATED ? slot : place / PANEL) * few.rows + row] = total[0];
+    }
+}
 
 // Makes digits of all activations: rows of x times chunks, of which `tokens` share a chunk's cell.
 template <bool GATED>
@@ -423,108 +481,17 @@ MOEPACK_DEVICE void run_few(const Few& few, const Codebook::Matrix& first, const
     u8* cells = shared_memory + FEW_WARPS * FEW_RING;
     float* notes = reinterpret_cast<float*>(cells + cell_count * few.tokens * VALUE_BYTES);
     float* sums = notes + ceil_div(cell_count * few.tokens, 4) * 4;
-    int size = FEW_WARPS * few.tokens * PANEL;
-    FewTokens<GATED> tokens(few, first, second);
-    int units = tokens.panels() * (GATED ? few.slots : 1);
     // The first codes of a linear layer are known before the launch in front has ended.
     if (few.index) enter_launch();
-    if (int(blockIdx.x) < units) tokens.begin(blockIdx.x);
+    FewUnits<GATED> units(few);
+    FewTokens<GATED> tokens(few, units, first, second);
     if (!few.index) enter_launch();
     stage<GATED>(few, cells, notes);
     __syncthreads();
-    for (int unit = blockIdx.x, turn = 0; unit < units; unit += gridDim.x, turn ^= 1) {
-        tokens.multiply(cells, notes);
-        // Two buffers in turn: one barrier a unit.
-        float* here = sums + turn * size;
-        tokens.give(here);
-        int panel = tokens.panel, slot = GATED ? unit / tokens.panels() : 0;
-        bool exists = !GATED || tokens.panel_of(slot);
-        if (unit + int(gridDim.x) < units) tokens.begin(unit + gridDim.x);
-        __syncthreads();
-        int token = threadIdx.x / PANEL, row = panel * PANEL + threadIdx.x % PANEL;
-        if (token >= few.tokens || row >= few.rows || !exists) continue;
-        float total[2] = {0, 0};
-        for (int warp = 0; warp < FEW_WARPS; ++warp)
-            total[GATED && warp >= FEW_WARPS / 2] += here[(warp * few.tokens + token) * PANEL + threadIdx.x % PANEL];
-        if (GATED) total[0] = total[0] / (1.0f + __expf(-total[0])) * total[1];
-        few.out[i64(GATED ? slot : token) * few.rows + row] = total[0];
-    }
-}
-
-// ---------------------------------------------------------------- whole rows
-
-// Multiplies values in shared memory by Sylvester's matrix of `width` columns, unscaled; all threads of a block.
-MOEPACK_DEVICE void rotate(float* values, int width) {
-    for (int half = 1; half < width; half *= 2) {
-        __syncthreads();
-        for (int i = threadIdx.x; i < width / 2; i += blockDim.x) {
-            int at = (i & -half) * 2 + (i & (half - 1));
-            float first = values[at], second = values[at + half];
-            values[at] = first + second;
-            values[at + half] = first - second;
-        }
-    }
+    tokens.multiply(cells, notes, sums);
     __syncthreads();
+    write_few<GATED>(few, units, sums);
 }
-
-// Rotates the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones.
-// If there are more columns than shared memory holds floats, the last rounds come first: they add up parts of the row.
-template <class Value, class Use>
-MOEPACK_DEVICE void rotate_row(int columns, int width, Value value, Use use) {
-    constexpr int MOST_WIDTH = 32768;
-    float* values = reinterpret_cast<float*>(shared_memory);
-    float unit = __fdiv_rn(1.0f, __fsqrt_rn(float(width)));
-    int part = least(width, MOST_WIDTH);
-    for (int start = 0; start < columns; start += part) {
-        int first = start / width * width, number = (start - first) / part;
-        for (int i = threadIdx.x; i < part; i += blockDim.x) {
-            float sum = value(first + i);
-            for (int j = 1; j < width / part; ++j) {
-                float other = value(first + j * part + i);
-                sum += __popc(number & j) & 1 ? -other : other;
-            }
-            values[i] = sum;
-        }
-        rotate(values, part);
-        for (int i = threadIdx.x; i < part; i += blockDim.x) use(start + i, __fmul_rn(values[i], unit));
-        __syncthreads();
-    }
-}
-
-MOEPACK_DEVICE float activation(const Activations& x, i64 at) {
-    if (x.type == Type::f32) return static_cast<const float*>(x.data)[at];
-    u16 bits = static_cast<const u16*>(x.data)[at];
-    return x.type == Type::f16 ? half_value(bits) : bf16_value(bits);
-}
-
-// The largest of the threads' values, which are not negative; all threads of a block.
-MOEPACK_DEVICE float block_largest(float value) {
-    __shared__ float largest[WARP];
-    __syncthreads();
-#pragma unroll
-    for (int distance = WARP / 2; distance; distance /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
-    if (threadIdx.x % WARP == 0) largest[threadIdx.x / WARP] = value;
-    __syncthreads();
-    for (int i = 0; i < blockDim.x / WARP; ++i) value = fmaxf(value, largest[i]);
-    return value;
-}
-
-// What `bits` bits make of values between -low and high: step * (code - zero).
-struct Grid {
-    float step, zero, inverse, top;
-
-    MOEPACK_DEVICE Grid(float low, float high, int bits) : top(float((1 << bits) - 1)) {
-        step = __fdiv_rn(high + low, top);
-        inverse = __fdiv_rn(1.0f, step);
-        // A range whose step has no finite inverse becomes zeros.
-        if (inverse > 3.4028235e38f) step = inverse = 0;
-        zero = fminf(fmaxf(floorf(__fadd_rn(__fmul_rn(low, inverse), 0.5f)), 0.0f), top);
-    }
-    MOEPACK_DEVICE float round(float value) const {
-        float code = fminf(fmaxf(__fadd_rn(__fmul_rn(value, inverse), zero + 0.5f), 0.0f), top);
-        return step * (truncf(code) - zero);
-    }
-};
 
 }  // namespace moepack
 

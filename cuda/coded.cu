@@ -13,53 +13,24 @@
 // Launch: one block an SM, of as many warps as have room for two records each. A block has *tasks* of its own, row
 // blocks of a tile of tokens (`combine`: of all tiles), and shares their segments out to its warps: *units*. What the
 // warps have summed meets in shared memory and is added in the order of the segments. Activations become operands B in
-// shared memory of each block, or, if they are many, in a launch before (`lay_out_tokens`, `lay_out_hidden`).
+// shared memory of each block, or, if they are many, in a launch before (`lay_out_tokens`, `lay_out_hidden`). Records
+// come to shared memory one ahead of the one that is decoded (coded_ring.cuh).
 //
-// Bounds: instructions. 4096 x 14336 weights of 3 bits and one token take 38 us on an H100; 24 of these are the loop
-// that decodes, 9.4 instructions a symbol and a warp at 0.73 a cycle of each scheduler. The rest are the launch, the
-// prologue (routing, tables, activations, the first records) and some 250 instructions a chunk and a warp. Bytes would
-// take 8 us. Where blocks get one or two row blocks of few segments (2080 x 6144), most of their warps are idle.
+// Bounds: instructions. 4096 x 14336 weights of 3 bits and one token take 35 us on an H100: 2 until tables and first
+// records are on their way, 2.5 until activations are operands, 1 for outputs; most of the rest decodes. That takes 9
+// instructions a symbol and a warp (sm_90a), 3.4 of the integer pipe and 3.6 of the one that multiplies, each of which
+// takes a warp's instruction in two cycles, and some 110 a chunk. A scheduler has 3,584 symbols, and issues about 0.7
+// instructions a cycle. Bytes would take 8 us. Where blocks get one or two row blocks of few segments, most of their
+// warps are idle: 2080 x 6144 take 19 us in segments of 1,024 columns and 13 in segments of 512.
 //
 // Definitions: TOKENS (most of a tile: 1, 8, 16 or 32), MOST_THREADS, DEPENDENT (1: matrices may have dependent codes).
-#include "coded_block.cuh"
+#include "coded_ring.cuh"
 
 namespace moepack {
 
+constexpr int UNROLLED = 4;  // groups of the loop that decodes
+
 #if defined(__CUDACC__)
-// Copies records to a warp's two stages in shared memory, one ahead of the one that is decoded.
-struct Ring {
-    u8* stages;
-    int stage, turn = 0;
-    u32 start = 0, end = 0;  // of the next record, in units of 16; both are on their way until it is fetched
-
-    MOEPACK_DEVICE Ring(u8* rings, int stage) : stages(rings + threadIdx.x / WARP * 2 * stage), stage(stage) {}
-
-    // Reads where the record of a chunk of all row blocks' chunks lies.
-    MOEPACK_DEVICE void look_up(const u32* starts, i64 chunk) {
-        start = __ldg(starts + chunk), end = __ldg(starts + chunk + 1);
-    }
-
-    // Starts to copy it to the stage that was decoded before the last.
-    MOEPACK_DEVICE void fetch(const u8* records) {
-        const u8* from = records + i64(start) * 16 + threadIdx.x % WARP * 16;
-        Shared to = shared_address(stages + turn * stage) + threadIdx.x % WARP * 16;
-#pragma unroll 1
-        for (int left = int(end - start) - int(threadIdx.x % WARP); left > 0; left -= WARP) {
-            copy_async(to, from, 16, KEEP);
-            to += WARP * 16, from += WARP * 16;
-        }
-        commit_copies();
-        turn ^= 1;
-    }
-
-    // The record that was fetched before the last.
-    MOEPACK_DEVICE const u8* wait() const {
-        wait_copies<1>();
-        __syncwarp();
-        return stages + turn * stage;
-    }
-};
-
 // What the layout says of a row block.
 struct BlockNote {
     u32 word;
@@ -83,22 +54,28 @@ struct BlockNote {
     }
 };
 
+// The sum of the values of the lanes up to this one.
+MOEPACK_DEVICE u32 sum_to(u32 value) {
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2)
+        asm volatile("{.reg .pred p; .reg .u32 other; shfl.sync.up.b32 other|p, %0, %1, 0, -1;"
+                     "@p add.u32 %0, %0, other;}"
+                     : "+r"(value)
+                     : "r"(distance));
+    return value;
+}
+
 // Begins a chunk: states where a segment begins, and where the bytes of the thread's lanes are.
-MOEPACK_DEVICE void enter_chunk(Lanes<DEPENDENT>& lanes, const u8* record, bool begins, BlockNote note) {
+MOEPACK_DEVICE void enter_chunk(Lanes<DEPENDENT>& lanes, const u8* record, bool begins, bool dependent) {
     int lane = threadIdx.x % WARP;
     if (begins) {
         const u16* states = reinterpret_cast<const u16*>(record);
         lanes.chain[0].state = ONE | states[lane], lanes.chain[1].state = ONE | states[WARP + lane];
         record += STATES_BYTES;
-        if (DEPENDENT) lanes.paths.enter(note.dependent() ? record[lane] : 0);
-        if (note.dependent()) record += PATHS_BYTES;
+        if (DEPENDENT) lanes.paths.enter(dependent ? record[lane] : 0);
+        if (DEPENDENT && dependent) record += PATHS_BYTES;
     }
-    u32 counts = record[lane] | u32(record[WARP + lane]) << 16, sum = counts;
-#pragma unroll
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        u32 other = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += other;
-    }
+    u32 counts = record[lane] | u32(record[WARP + lane]) << 16, sum = sum_to(counts);
     u32 total = __shfl_sync(~0u, sum, WARP - 1) & 0xffff, before = sum - counts;
     lanes.enter(shared_address(record + CODED_LANES), {before & 0xffff, total + (before >> 16)});
 }
@@ -136,21 +113,16 @@ struct CodedWarp {
     const Work<MODE>& work;
     const CodedMatrix &first, &second;
     const Tables& tables;
-    Areas areas;
-    const u8* cells;       // of this launch, in shared or global memory
-    const float2* notes;
-    bool same;             // all tiles are the same only token
-    int columns, step, lane = threadIdx.x % WARP;
-    int stop;              // units of the block
+    const float2* own_notes;
+    int step, lane = threadIdx.x % WARP;
     int next_unit, left = 0, next_matrix = 0;  // what is looked up next: a unit, or chunks of the last one's segment
-    i64 next_chunk = 0;
+    u32 next_chunk = 0;
     Ring ring;
 
     MOEPACK_DEVICE CodedWarp(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
-                             const CodedMatrix& second, const Tables& tables, bool same, int columns)
-        : problem(problem), work(work), first(first), second(second), tables(tables), areas(problem), same(same),
-          columns(columns), step(blockDim.x / WARP), stop((work.last - work.first) * work.of_task()),
-          next_unit(threadIdx.x / WARP), ring(areas.rings, problem.stage) {
+                             const CodedMatrix& second, const Tables& tables, const float2* own_notes)
+        : problem(problem), work(work), first(first), second(second), tables(tables), own_notes(own_notes),
+          step(blockDim.x / WARP), next_unit(threadIdx.x / WARP), ring(Areas(problem).rings, problem.stage) {
         look_up();
     }
 
@@ -170,29 +142,46 @@ struct CodedWarp {
         return work.routing.tile[unit.tile].expert * int(problem.blocks.by) + unit.block;
     }
 
+    // What the layout says of a unit's row block.
+    MOEPACK_DEVICE BlockNote note_of(const CodedUnit& unit) const {
+        return {__ldg(matrix(unit.second).blocks + block_of(unit))};
+    }
+
     // Chunks of a segment.
     MOEPACK_DEVICE int chunks_of(int segment) const {
         return least(problem.of_segment, problem.chunks - segment * problem.of_segment);
     }
 
-    MOEPACK_DEVICE Operands operands_of(const Tile& tile, int segment) const {
-        int tokens = TOKENS == 1 || same ? 1 : tile.tokens;
-        int group = segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
-        return {cells + ((same ? 0 : i64(tile.start) * problem.groups) + i64(group) * tokens) * 32, tokens};
+    // Groups of 16 columns of a segment.
+    MOEPACK_DEVICE int groups_of(int segment) const {
+        int most = problem.of_segment * (CODED_CHUNK / CODED_GROUP);
+        return least(most, problem.groups - segment * most);
+    }
+
+    MOEPACK_DEVICE Operands operands_of(const CodedUnit& unit) const {
+        const Tile& tile = work.routing.tile[unit.tile];
+        int tokens = TOKENS == 1 || work.same() ? 1 : tile.tokens;
+        int group = unit.segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
+        const u8* cells = problem.cells ? problem.cells : Areas(problem).cells;
+        return {cells + ((work.same() ? 0 : i64(tile.start) * problem.groups) + i64(group) * tokens) * 32, tokens};
+    }
+
+    MOEPACK_DEVICE const float2* notes() const {
+        return problem.cells ? problem.notes : own_notes;
     }
 
     // Looks up the next record, if there is one.
     MOEPACK_DEVICE void look_up() {
         if (left == 0) {
             ring.end = ring.start;
-            if (next_unit >= stop) return;
+            if (next_unit >= work.units()) return;
             CodedUnit unit = work.unit(next_unit);
             next_unit += step, next_matrix = unit.second, left = chunks_of(unit.segment);
             int block = block_of(unit);
-            next_chunk = i64(block) * problem.chunks + unit.segment * problem.of_segment;
+            next_chunk = block * problem.chunks + unit.segment * problem.of_segment;
             CodedMatrix of = matrix(unit.second);
             prefetch(of.blocks + block);
-            prefetch(of.firsts + i64(block) * int(problem.segments.by) + unit.segment);
+            prefetch(of.firsts + block * int(problem.segments.by) + unit.segment);
         }
         ring.look_up(matrix(next_matrix).starts, next_chunk++);
         --left;
@@ -205,55 +194,52 @@ struct CodedWarp {
     }
 
     // Multiplies a unit and gives its sums to a place of the block's.
-    MOEPACK_DEVICE void multiply(int number, int place) {
+    MOEPACK_DEVICE void multiply(u32 number, int place) {
         CodedUnit unit = work.unit(number);
-        CodedMatrix of = matrix(unit.second);
-        int block = block_of(unit);
-        BlockNote note = {__ldg(of.blocks + block)};
-        Copies copies = tables.find(unit.second, note.table(), areas.tables);
-        const Tile& tile = work.routing.tile[unit.tile];
-        Operands from = operands_of(tile, unit.segment);
+        BlockNote note = note_of(unit);
+        Copies copies = tables.find(unit.second, note.table(), Areas(problem).tables);
+        Operands from = operands_of(unit);
         const u8* x[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = from.first + from.token(8 * i + lane / 4) * 32 + lane % 4 * 8;
-        const float* scales = of.scales + (of.row_scales ? i64(work.routing.tile[unit.tile].expert) * problem.rows : 0);
-        prefetch(scales + (of.row_scales ? unit.block * CODED_BLOCK : 0));
-        i64 segment = i64(block) * int(problem.segments.by) + unit.segment;
-        u32 correction = __ldg(of.firsts + segment);
+        int groups = groups_of(unit.segment), more = from.tokens * 32;
         Sums<N> sums;
         sums.clear();
         Lanes<DEPENDENT> lanes;
-        int groups = problem.groups - 1 - unit.segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
-        for (int chunk = 0; chunk < chunks_of(unit.segment); ++chunk, groups -= CODED_CHUNK / CODED_GROUP) {
+        bool begins = true, dependent = note.dependent();
+        do {
             fetch();
-            enter_chunk(lanes, ring.wait(), chunk == 0, note);
-            int count = least(groups, CODED_CHUNK / CODED_GROUP);
-            decode(lanes, copies, x, count, TOKENS == 1 ? 32 : from.tokens * 32, sums);
-            if (chunk == 0) prefetch(of.corrections + correction);
+            enter_chunk(lanes, ring.wait<1>(), begins, dependent);
+            decode(lanes, copies, x, least(groups, CODED_CHUNK / CODED_GROUP), TOKENS == 1 ? 32 : more, sums);
+            // What lies between is found anew afterwards: registers are short in the loop.
+            hold(number);
+            if (begins) correct(work.unit(number), sums);
             __syncwarp();
-        }
-        correct(of, segment, from, sums);
-        give(sums, tile, place, float(note.factor()), unit.segment == 0 ? float(note.lowest()) : 0.0f);
+            begins = false, groups -= CODED_CHUNK / CODED_GROUP;
+        } while (groups > 0);
+        hold(number);
+        give(work.unit(number), sums, place);
     }
 
     // Multiplies groups of 16 columns by operands B that are `more` bytes apart.
     MOEPACK_DEVICE void decode(Lanes<DEPENDENT>& lanes, const Copies& copies, const u8* (&x)[N], int groups, int more,
                                Sums<N>& sums) {
-        Pair b[N], now[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) b[i] = *reinterpret_cast<const Pair*>(x[i]);
-#pragma unroll 2
+#pragma unroll UNROLLED
         for (; groups > 0; --groups) {
+            Pair b[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) b[i] = *reinterpret_cast<const Pair*>(x[i]), x[i] += more;
             u32 a[4];
             lanes.decode(copies, problem.one, a);
-#pragma unroll
-            for (int i = 0; i < N; ++i) now[i] = b[i], x[i] += more, b[i] = *reinterpret_cast<const Pair*>(x[i]);
-            sums.add(a, now);
+            sums.add(a, b);
         }
     }
 
-    // Adds the corrections of a segment, sixteen a product.
-    MOEPACK_DEVICE void correct(const CodedMatrix& of, i64 segment, const Operands& from, Sums<N>& sums) {
+    // Adds the corrections of a unit, sixteen a product.
+    MOEPACK_DEVICE void correct(const CodedUnit& unit, Sums<N>& sums) {
+        CodedMatrix of = matrix(unit.second);
+        Operands from = operands_of(unit);
+        u32 segment = block_of(unit) * int(problem.segments.by) + unit.segment;
         u32 at = __ldg(of.firsts + segment), end = __ldg(of.firsts + segment + 1);
         for (; at < end; at += 16) {
             u32 correction[4], a[4];
@@ -280,14 +266,17 @@ struct CodedWarp {
         }
     }
 
-    // Writes [tokens][16] sums to their place, `factor` times, with `lowest` times the sums of the activations.
-    MOEPACK_DEVICE void give(const Sums<N>& sums, const Tile& tile, int place, float factor, float lowest) {
-        float* to = reinterpret_cast<float*>(areas.sums) + place * columns * CODED_BLOCK + lane / 4;
+    // Writes [tokens][16] sums of a unit to their place, with the part of symbol 0 or half 0.
+    MOEPACK_DEVICE void give(const CodedUnit& unit, const Sums<N>& sums, int place) {
+        const Tile& tile = work.routing.tile[unit.tile];
+        BlockNote note = note_of(unit);
+        float factor = float(note.factor()), lowest = unit.segment == 0 ? float(note.lowest()) : 0.0f;
+        float* to = reinterpret_cast<float*>(Areas(problem).sums) + place * work.columns() * CODED_BLOCK + lane / 4;
 #pragma unroll
         for (int i = 0; i < 2 * N; ++i) {
             int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
             if (token >= tile.tokens) continue;
-            float more = lowest * notes[same ? 0 : tile.start + token].y;
+            float more = lowest * notes()[work.same() ? 0 : tile.start + token].y;
             to[token * CODED_BLOCK] = sums.of[i / 2][i % 2] * (factor * 16777216.0f) + more;
             to[token * CODED_BLOCK + 8] = sums.of[i / 2][2 + i % 2] * (factor * 16777216.0f) + more;
         }
@@ -310,15 +299,16 @@ MOEPACK_DEVICE float scale_of_row(const CodedMatrix& matrix, int expert, int row
 // Writes the outputs of tasks `begin` to `end` of a block, whose units' sums are in shared memory; all threads.
 template <Mode MODE>
 MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
-                                  const CodedMatrix& second, const float* sums, const float2* notes, bool same,
-                                  int columns, int begin, int end) {
+                                  const CodedMatrix& second, const float* sums, const float2* notes, int begin,
+                                  int end) {
     const Routing& routing = work.routing;
+    int columns = work.columns();
     int outputs = MODE == Mode::combine ? problem.tokens : columns, segments = work.segments();
     for (int item = threadIdx.x; item < (end - begin) * outputs * CODED_BLOCK; item += blockDim.x) {
         int row = item % CODED_BLOCK, token = item / CODED_BLOCK % outputs, task = item / CODED_BLOCK / outputs;
         int unit = task * work.of_task();
         CodedUnit at = {0, 0, begin + task, 0};
-        if (MODE != Mode::combine) at = work.unit((begin - work.first) * work.of_task() + unit);
+        if (MODE != Mode::combine) at = work.unit((begin - work.tasks.first) * work.of_task() + unit);
         int line = at.block * CODED_BLOCK + row;
         if (line >= problem.rows) continue;
         if (MODE == Mode::combine) {
@@ -336,7 +326,7 @@ MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>&
         }
         const Tile& tile = routing.tile[at.tile];
         if (token >= tile.tokens) continue;
-        float factor = notes[same ? 0 : tile.start + token].x;
+        float factor = notes[work.same() ? 0 : tile.start + token].x;
         float value = add_segments(sums, unit, segments, columns, token, row) * factor *
                       scale_of_row(first, tile.expert, problem.rows, line);
         if (MODE == Mode::gated) {
@@ -351,37 +341,42 @@ MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>&
 template <Mode MODE>
 MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& first, const CodedMatrix& second) {
     __shared__ Routing routing;
+    __shared__ Share share;
     __shared__ Tables tables;
     __shared__ float2 own_notes[MOST_SLOTS];
     if (problem.index) enter_launch();
     build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
-    Work<MODE> work(problem, routing);
-    // All experts read the same activations of an only token.
-    bool same = MODE != Mode::combine && problem.tokens == 1;
-    int columns = least(problem.slots(), TOKENS);
+    Work<MODE> work(problem, routing, share);
     find_tables(work, first, second, tables);
-    CodedWarp<MODE, ceil_div(TOKENS, 8)> warp(problem, work, first, second, tables, same, columns);
+    CodedWarp<MODE, ceil_div(TOKENS, 8)> warp(problem, work, first, second, tables, own_notes);
     Areas areas(problem);
+    // Without an index tables and first records are known before the launch in front has ended; otherwise activations
+    // are asked for before them.
     auto load = [&] {
         tables.load(first, second, areas.tables, problem.table_bytes);
         warp.fetch();
     };
-    warp.cells = problem.cells ? problem.cells : areas.cells, warp.notes = problem.cells ? problem.notes : own_notes;
+    bool early = !problem.index || problem.cells || routing.slots == 0;
+    if (early) load();
     if (!problem.index) enter_launch();
-    if (problem.cells || routing.slots == 0) load();
-    else lay_out_places<MODE>(problem, routing, 0, same ? 1 : routing.slots, areas.cells, own_notes, same, load);
+    auto load_late = [&] {
+        if (!early) load();
+    };
+    int places = work.same() ? least(routing.slots, 1) : routing.slots;
+    if (!problem.cells && places)
+        lay_out_places<MODE>(problem, routing, 0, places, areas.cells, own_notes, work.same(), load_late);
     __syncthreads();
-    int room = problem.sum_bytes / (columns * CODED_BLOCK * 4), round = most(1, room / most(work.of_task(), 1));
+    int room = problem.sum_bytes / (work.columns() * CODED_BLOCK * 4), round = most(1, room / most(work.of_task(), 1));
     const float* sums = reinterpret_cast<const float*>(areas.sums);
     int unit = threadIdx.x / WARP;
-    for (int begin = work.first; begin < work.last; begin += round) {
-        int end = least(begin + round, work.last), start = (begin - work.first) * work.of_task();
-        for (; unit < (end - work.first) * work.of_task(); unit += blockDim.x / WARP) warp.multiply(unit, unit - start);
+    for (int begin = share.first; begin < share.last; begin += round) {
+        int end = least(begin + round, share.last), start = (begin - share.first) * work.of_task();
+        int stop = (end - share.first) * work.of_task();
+        for (; unit < stop; unit += blockDim.x / WARP) warp.multiply(unit, unit - start);
         __syncthreads();
-        write_outputs(problem, work, first, second, sums, warp.notes, same, columns, begin, end);
+        write_outputs(problem, work, first, second, sums, warp.notes(), begin, end);
         __syncthreads();
     }
-    wait_copies<0>();
 }
 
 // Where the values of a thread's two rows of a row block go.
@@ -514,12 +509,9 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64
         Copies copies = tables.find(0, rows.note.table(), areas.tables);
         Lanes<DEPENDENT> lanes;
         for (int last = least(chunk + problem.of_segment, problem.chunks); chunk < last; ++chunk) {
-            ring.look_up(matrix.starts, block * problem.chunks + chunk);
+            ring.look_up(matrix.starts, u32(block * problem.chunks + chunk));
             ring.fetch(matrix.records);
-            wait_copies<0>();
-            __syncwarp();
-            const u8* record = ring.stages + (ring.turn ^ 1) * ring.stage;
-            enter_chunk(lanes, record, chunk % problem.of_segment == 0, rows.note);
+            enter_chunk(lanes, ring.wait<0>(), chunk % problem.of_segment == 0, rows.note.dependent());
             for (int column = 0; column < least(CODED_CHUNK, columns - chunk * CODED_CHUNK); column += CODED_GROUP) {
                 u32 a[4];
                 lanes.decode(copies, problem.one, a);

@@ -69,20 +69,20 @@ struct Chain {
 #endif
     }
 
-    // Goes on by a symbol; `taken` is TAKE and one for each byte taken since the window was filled.
-    MOEPACK_BOTH void step(u32 entry, u32& taken) {
+    // Goes on by a symbol; `taken` is TAKE and one for each byte taken since the window was filled. `one` is 1, which
+    // the compiler must not know: what multiplies by it leaves the integer pipe alone.
+    MOEPACK_BOTH void step(u32 entry, u32& taken, u32 one) {
         state = dot4(state, entry, ONE);
 #if defined(__CUDA_ARCH__)
-        asm("{.reg .pred p; setp.lt.u32 p, %0, %3; @p prmt.b32 %0, %0, %2, %1; @p add.u32 %1, %1, 1;}"
+        asm("{.reg .pred p; setp.lt.u32 p, %0, %3; @p prmt.b32 %0, %0, %2, %1; @p mad.lo.u32 %1, %4, %4, %1;}"
             : "+r"(state), "+r"(taken)
-            : "r"(window), "n"(FULL));
+            : "r"(window), "n"(FULL), "r"(one));
 #else
-        if (state < FULL) state = permute(state, window, taken), ++taken;
+        if (state < FULL) state = permute(state, window, taken), taken += one;
 #endif
     }
 
-    // Fills the window. `one` is 1, which the compiler must not know: what multiplies by it leaves the integer pipe
-    // alone. 8 TAKE is 32 more than a multiple of 64, so that bit 5 changes unless a word is used up.
+    // Fills the window. 8 TAKE is 32 more than a multiple of 64, so that bit 5 changes unless a word is used up.
     MOEPACK_BOTH void fill(u32 taken, u32 one) {
         static_assert(8 * TAKE % 64 == 32, "see above");
 #if defined(__CUDA_ARCH__)
@@ -121,8 +121,8 @@ struct Lanes {
         for (int step = 0; step < 4; ++step) {
             entry[0][step] = copies.entry(chain[0].state);
             entry[1][step] = copies.entry(chain[1].state);
-            chain[0].step(entry[0][step], taken[0]);
-            chain[1].step(entry[1][step], taken[1]);
+            chain[0].step(entry[0][step], taken[0], one);
+            chain[1].step(entry[1][step], taken[1], one);
         }
         chain[0].fill(taken[0], one);
         chain[1].fill(taken[1], one);

@@ -22,7 +22,7 @@ struct CodedProblem {
     u8* cells;             // operands B that `lay_out` has made, or null: blocks make them
     float2* notes;         // of their places: factor and sum
     int tokens, experts, rows;
-    int groups;            // of 16 columns, and one more that may be read
+    int groups;            // of 16 columns
     int chunks, of_segment;
     int table_bytes, sum_bytes, cell_bytes, stage;  // of shared memory: copies of tables, sums, cells; a record
     u32 one;
@@ -45,17 +45,39 @@ struct CodedUnit {
     int tile, second, block, segment;
 };
 
+// The tasks of a block; in shared memory, for what all threads read now and then would take registers.
+struct Share {
+    int first, last;
+};
+
 // The units of a block, in the order of its tasks.
 template <Mode MODE>
 struct Work {
     const CodedProblem& problem;
     const Routing& routing;
-    int first, last;  // tasks
+    const Share& tasks;
 
-    MOEPACK_DEVICE Work(const CodedProblem& problem, const Routing& routing) : problem(problem), routing(routing) {
-        int blocks = problem.blocks.by, tasks = MODE == Mode::combine ? blocks : routing.tiles * blocks;
-        int share = tasks / gridDim.x, more = tasks % gridDim.x;
-        first = blockIdx.x * share + least<int>(blockIdx.x, more), last = first + share + (blockIdx.x < more);
+    // All threads, which may read the tasks behind the next barrier.
+    MOEPACK_DEVICE Work(const CodedProblem& problem, const Routing& routing, Share& tasks)
+        : problem(problem), routing(routing), tasks(tasks) {
+        int blocks = problem.blocks.by, count = MODE == Mode::combine ? blocks : routing.tiles * blocks;
+        int share = count / gridDim.x, more = count % gridDim.x;
+        int first = blockIdx.x * share + least<int>(blockIdx.x, more);
+        if (threadIdx.x == 0) tasks = {first, first + share + (blockIdx.x < more)};
+    }
+
+    // Whether all tiles are the same only token.
+    MOEPACK_DEVICE bool same() const {
+        return MODE != Mode::combine && problem.tokens == 1;
+    }
+
+    // Most tokens of a tile.
+    MOEPACK_DEVICE int columns() const {
+        return least(problem.slots(), TOKENS);
+    }
+
+    MOEPACK_DEVICE int units() const {
+        return (tasks.last - tasks.first) * of_task();
     }
 
     MOEPACK_DEVICE int segments() const {
@@ -71,9 +93,9 @@ struct Work {
         int part = problem.segments.quotient(number), segment = number - part * segments();
         if (MODE == Mode::combine) {
             int task = part / routing.tiles;
-            return {part - task * routing.tiles, 0, first + task, segment};
+            return {part - task * routing.tiles, 0, tasks.first + task, segment};
         }
-        int task = first + (MODE == Mode::gated ? part / 2 : part), tile = problem.blocks.quotient(task);
+        int task = tasks.first + (MODE == Mode::gated ? part / 2 : part), tile = problem.blocks.quotient(task);
         return {tile, MODE == Mode::gated ? part % 2 : 0, task - tile * int(problem.blocks.by), segment};
     }
 };
@@ -126,7 +148,7 @@ MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first
     if (threadIdx.x < 2) tables.used[threadIdx.x] = !several && int(threadIdx.x) < MATRICES;
     __syncthreads();
     if (!several) return;
-    int parts = (work.last - work.first) * work.of_task() / work.segments();
+    int parts = work.units() / work.segments();
     for (int part = threadIdx.x; part < parts; part += blockDim.x) {
         CodedUnit unit = work.unit(part * work.segments());
         const u32* blocks = unit.second ? second.blocks : first.blocks;
@@ -148,7 +170,7 @@ MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& r
     __shared__ float largest_of[MOST_WARPS], sum_of[MOST_WARPS];
     int warps = blockDim.x / WARP, per = most(1, warps / most(count, 1)), rows = warps / per;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, in_row = warp % per * WARP + lane;
-    int more = per * WARP * 8, end = (problem.groups - 1) * CODED_GROUP;
+    int more = per * WARP * 8, end = problem.groups * CODED_GROUP;
     for (int base = 0; base < count; base += rows) {
         bool exists = warp / per < rows && base + warp / per < count;
         int place = first + least(base + warp / per, count - 1), slot = routing.order[place];

@@ -88,10 +88,8 @@ SPILLS = {
     "codebook 4 bits": 192,
     "codebook 4 bits, rounded": 96,
     "fsv8, long rows": 64,
-    "coded": 40,
-    "coded, 16 tokens": 72,
-    "coded, dependent": 40,
-    "coded, dependent, 16 tokens": 168,
+    "coded, 16 tokens": 16,
+    "coded, dependent, 16 tokens": 144,
 }
 """Bytes of stack or of spills that a kernel may have. Two blocks of a multiprocessor leave 128 registers to a thread: a
 few bytes cost less than a block. They are read where a block goes from one round to the next, above all the tables of a
@@ -145,8 +143,8 @@ OPERATIONS = {
     "codebook 3 bits": (16 / 4, 1.8),
     "codebook 2 bits": (16 / 4, 2.0),
     "codebook 4 bits, rounded": (16 / 2, 2.0),
-    "coded": (8, 4.6),
-    "coded, dependent": (8, 6.0),
+    "coded": (8, 3.6),
+    "coded, dependent": (8, 5.1),
 }
 
 

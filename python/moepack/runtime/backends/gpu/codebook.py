@@ -168,10 +168,13 @@ KERNELS = CodebookKernels()
 def _few_bytes(matrix: DeviceMatrix, slots: int, tokens: int) -> int:
     """The shared memory that a kernel for few tokens takes; 0 if it is too much, or the kernels cannot divide."""
     chunks = -(-matrix.shape[2] // CHUNK)
-    cells = slots * tokens * chunks
+    cells, device = slots * tokens * chunks, device_of(matrix.data)
     ring = _FEW_CHUNKS * BLOCK_ROWS * CHUNK // 8 * matrix.details["bits"]
-    size = ring + cells * _CELL_BYTES + 16 * -(-cells // 4) + 2 * 4 * tokens * BLOCK_ROWS * _FEW_THREADS // 32
-    return size if size <= device_of(matrix.data).most_shared and slots * chunks * chunks < 1 << 20 else 0
+    # A block's units, of a gate and an up projection at most: a place of sums each, and one more for each warp.
+    units = -(-(-(-matrix.shape[1] // BLOCK_ROWS) * slots) // device.processors)
+    places = 2 * units + _FEW_THREADS // 32
+    size = ring + cells * _CELL_BYTES + 16 * -(-cells // 4) + 4 * places * tokens * BLOCK_ROWS
+    return size if size <= device.most_shared and slots * chunks * chunks < 1 << 20 else 0
 
 
 def _rotated_bytes(rotated: int) -> int:

@@ -191,7 +191,7 @@ def _problem(
     slots = len(x) if index is None else index.numel()
     chunks, of_segment = -(-columns // _CHUNK), _numbers(matrices[0])[1]
     divisors = [(by, (2**32 - 1) // by) for by in (top_k, -(-chunks // of_segment), -(-rows // BLOCK_ROWS))]
-    counts = (slots // top_k, experts, rows, -(-columns // _GROUP) + 1, chunks, of_segment)
+    counts = (slots // top_k, experts, rows, -(-columns // _GROUP), chunks, of_segment)
     values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, 0, *counts, 0, 0, 0, 0, 1, *divisors, 0)
     return np.array([values], _PROBLEM)
 
