@@ -1,7 +1,7 @@
 """A packed model beside llama.cpp: tokens a second when decoding and when reading a prompt, and peak memory.
 
     python benches/llama.py [--threads 2] [--types Q4_0 IQ4_NL] [--tokens 64] [--prompt 256] [--directory DIR]
-    python benches/llama.py --formats IQ2_XS IQ3_XXS IQ4_XS [--losses benches/results/ggml-zen3.json]
+    python benches/llama.py --formats IQ2_XS IQ3_XXS IQ4_XS [--losses FILE ...]
 
 Both run a made-up model of Qwen3-MoE's shapes (7 layers of 64 experts of 3 x 768 x 2048, 8 a token: 2.2 * 10^9 weights)
 with random weights: llama.cpp (the library of xllamacpp or llama-cpp-python, and `gguf`, from PyPI) with one type for
@@ -13,8 +13,8 @@ resident ones.
 
 Beside each of `--formats` stand coded integers of the method `rate`, embeddings packed in both, activations of 8 bits
 in both. All tensors get the same bits, as they do there: those at which `rate` with a text loses what the type loses
-with an importance matrix, in the rows that `benches/frontier.py` wrote to `--losses` (losses interpolated
-log-linearly, the mean over models and texts); `--bits` gives others.
+with an importance matrix, in the rows that `benches/frontier.py` wrote to `--losses`, by default those of
+`benches/results` (losses interpolated log-linearly, the mean over models and texts); `--bits` gives others.
 
 Each side runs in a process of its own; sides take turns, and the medians over rounds count: by the clock, but with one
 thread by the processor's time, which other work on the machine disturbs less. Decoding is greedy behind a
@@ -363,7 +363,7 @@ def matching_bits(options: argparse.Namespace) -> dict[str, float]:
         return dict(zip(options.formats, options.bits, strict=True))
     from frontier import matching
 
-    rows = json.loads(options.losses.read_text())["figures"]["rows"]
+    rows = [row for file in options.losses for row in json.loads(file.read_text())["figures"]["rows"]]
     return {kind: matching(rows, kind) for kind in options.formats}
 
 
@@ -423,7 +423,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--types", nargs="*", default=["Q4_0", "IQ4_NL"])
     parser.add_argument("--formats", nargs="*", default=[], help="types that coded integers stand beside")
-    parser.add_argument("--losses", type=Path, default=Path("benches/results/ggml-zen3.json"))
+    parser.add_argument("--losses", type=Path, nargs="+", default=sorted(Path("benches/results").glob("ggml-*.json")))
     parser.add_argument("--bits", type=float, nargs="*", help="of coded integers, instead of those of equal loss")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=256)
