@@ -18,8 +18,8 @@ pub(super) struct Coder {
     pub table: Table,
     /// Of symbols of two weights.
     pub pairing: Option<Pairing>,
-    /// The symbol of each integer from -128 on, or its digit in symbols of two weights, or [`NONE`], which follows for all
-    /// others.
+    /// The symbol of each integer from -128 on, or its digit in symbols of two weights, or [`NONE`], which follows for
+    /// all others.
     symbols: [u8; INTEGERS + 1],
     /// All integers from the lowest to the highest have slots.
     gapless: bool,

@@ -1,14 +1,14 @@
 //! Symbols of two weights: codes of few bits, two at a time.
 //!
-//! A step of decoding takes as long for few bits as for many. So a symbol may stand for the integers of two weights of a
-//! lane, in one register and the next: columns c and c + 4 of a row. They are its *digits*, counted from the lowest integer
-//! of the table. Decoders take half as many steps and look digits up; all that comes after sees registers as ever. Where a
-//! row block has an odd number of registers, the second digits of the last belong to no weight.
+//! A step of decoding takes as long for few bits as for many. So a symbol may stand for the integers of two weights of
+//! a lane, in one register and the next: columns c and c + 4 of a row. They are its *digits*, counted from the lowest
+//! integer of the table. Decoders take half as many steps and look digits up; all that comes after sees registers as
+//! ever. Where a row block has an odd number of registers, the second digits of the last belong to no weight.
 //!
-//! A table lists the pairs that are worth a slot, the most frequent in the middle, as [`super::table`] likes it. Another pair
-//! takes the symbol that costs least with an exception for each digit that differs. Rare pairs are what limits all this: they
-//! take a slot, 1/256, or exceptions. Of ternary codes of 0.6 to 1.2 bits there are few, and bytes are those of single
-//! symbols to 0.1 %; where there are two more integers, which are rare, up to 2 % more.
+//! A table lists the pairs that are worth a slot, the most frequent in the middle, as [`super::table`] likes it.
+//! Another pair takes the symbol that costs least with an exception for each digit that differs. Rare pairs are what
+//! limits all this: they take a slot, 1/256, or exceptions. Of ternary codes of 0.6 to 1.2 bits there are few, and
+//! bytes are those of single symbols to 0.1 %; where there are two more integers, which are rare, up to 2 % more.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -128,8 +128,8 @@ impl Counts {
     }
 }
 
-/// The number of the symbol that a pair takes, and what it takes in bits with exceptions. Given are the slots and digits of
-/// all symbols.
+/// The number of the symbol that a pair takes, and what it takes in bits with exceptions. Given are the slots and
+/// digits of all symbols.
 fn cheapest(symbols: impl Iterator<Item = (u8, [u8; 2])>, pair: [usize; 2]) -> (usize, f64) {
     let costs = symbols
         .enumerate()
@@ -172,8 +172,8 @@ impl Pairing {
         }
     }
 
-    /// Writes the symbols of a row's digits, those of two registers at a time, and puts the symbols' digits in their place;
-    /// returns whether any of them is another.
+    /// Writes the symbols of a row's digits, those of two registers at a time, and puts the symbols' digits in their
+    /// place; returns whether any of them is another.
     pub fn join(&self, row: &mut [u8], symbols: &mut Vec<u8>) -> bool {
         let class = |digit: u8| usize::from(digit).min(LEVELS);
         let [first, second] = &self.digits;
@@ -194,8 +194,8 @@ impl Pairing {
     }
 }
 
-/// Tables of pairs in the place of others, unless they take more bits by a larger share than `more`. Given are some streams,
-/// each for `weight` of all; `count` counts the pairs of one.
+/// Tables of pairs in the place of others, unless they take more bits by a larger share than `more`. Given are some
+/// streams, each for `weight` of all; `count` counts the pairs of one.
 pub(super) fn tables(
     plain: &[Frequencies],
     sample: &[Histogram],
