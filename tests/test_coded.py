@@ -1,6 +1,7 @@
 """Coded tensors: the core beside an independent reader, their size, their products, and damage."""
 
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -60,6 +61,10 @@ def test_an_independent_reader_gets_codes_and_scales(shape, deviation):
         np.testing.assert_array_equal(read.codes, codes)
         np.testing.assert_array_equal(_core.decode_coded(data), codes)
         np.testing.assert_array_equal(_core.PackedTensor(data).dequantize(), read.weights())
+    data = _core.encode_coded(codes, scales(shape), ndim=3, pairs=math.inf)
+    assert data[8] == 4 and _core.PackedTensor(data).details()["pairs"]
+    np.testing.assert_array_equal(oracle.read(data.tobytes()).codes, codes)
+    np.testing.assert_array_equal(_core.decode_coded(data), codes)
     data = _core.encode_coded(paths(codes), scales(shape), ndim=3, dependent=True)
     assert data[8] == 3 and _core.PackedTensor(data).details()["dependent"]
     np.testing.assert_array_equal(oracle.read(data.tobytes()).codes, paths(codes))
@@ -73,6 +78,26 @@ def test_low_bits_are_kept_apart_where_a_table_lists_too_few_integers(deviation,
     details = _core.PackedTensor(data).details()
     assert data[8] == version and (details.get("low_bits", 0) > 0) is (version == 2)
     assert details["exceptions"] < 0.003 * 128 * 512
+
+
+@pytest.mark.parametrize(("deviation", "version"), [(0.35, 4), (0.4, 4), (2, 1)])
+def test_pairs_are_coded_where_they_take_no_more(deviation, version):
+    codes, one = np.random.default_rng(0).standard_normal((1, 1024, 1024)) * deviation, np.ones((1, 1), np.float32)
+    codes = np.rint(codes).astype(np.int8)
+    data, plain = _core.encode_coded(codes, one, ndim=2, pairs=0.002), _core.encode_coded(codes, one, ndim=2)
+    assert data[8] == version and len(data) <= 1.003 * len(plain)
+    assert version == 4 or data.tobytes() == plain.tobytes()
+
+
+def test_gpus_get_symbols_of_one_weight():
+    codes = drawn((2, 35, 50), 0.7)
+    data = _core.encode_coded(codes, scales(codes.shape), ndim=3, pairs=math.inf)
+    single = _core.coded_without_pairs(data)
+    assert single[8] == 1
+    np.testing.assert_array_equal(_core.PackedTensor(single).dequantize(), _core.PackedTensor(data).dequantize())
+    assert _core.coded_to_device(data).tobytes() == _core.coded_to_device(single).tobytes()
+    with pytest.raises(ValueError, match="symbols of one weight"):
+        _core.coded_frame(data)
 
 
 def test_gpus_refuse_low_bits():
@@ -106,6 +131,9 @@ def test_wrong_arguments_are_refused():
             _core.encode_coded(bad, one, ndim=2, dependent=True)
     with pytest.raises(ValueError, match="no low bits"):
         _core.encode_coded(paths(codes), one, ndim=2, dependent=True, low_bits=1)
+    for other in ({"low_bits": 1}, {"dependent": True}):
+        with pytest.raises(ValueError, match="neither"):
+            _core.encode_coded(paths(codes), one, ndim=2, pairs=0.0, **other)
     with pytest.raises(TypeError):
         _core.encode_coded(codes.astype(np.float32), one, ndim=2)
 
@@ -124,7 +152,8 @@ def test_sizes_are_near_the_entropy(columns, deviation):
 
 @pytest.mark.parametrize("mode", ["auto", "exact", "bf16", "int8"])
 @pytest.mark.parametrize(
-    ("deviation", "form"), [(1.5, {"low_bits": 3}), (80, {"low_bits": 3}), (3, {"dependent": True})]
+    ("deviation", "form"),
+    [(1.5, {"low_bits": 3}), (80, {"low_bits": 3}), (3, {"dependent": True}), (0.7, {"pairs": math.inf})],
 )
 def test_products_are_those_of_the_weights(mode, deviation, form):
     shape = (3, 130, 300)
@@ -157,9 +186,11 @@ def test_threads_do_not_change_bytes_or_products():
     assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize("deviation", [1.5, 80])
-def test_damage_is_found_or_harmless(deviation):
-    data = _core.encode_coded(drawn((1, 40, 64), deviation), scales((1, 40)), ndim=2, low_bits=3)
+@pytest.mark.parametrize(
+    ("deviation", "form"), [(1.5, {"low_bits": 3}), (80, {"low_bits": 3}), (0.7, {"pairs": math.inf})]
+)
+def test_damage_is_found_or_harmless(deviation, form):
+    data = _core.encode_coded(drawn((1, 40, 64), deviation), scales((1, 40)), ndim=2, **form)
     rng, x = np.random.default_rng(2), np.ones((1, 64), np.float32)
     for place in rng.integers(0, len(data), 300):
         bad = data.copy()

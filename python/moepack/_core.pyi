@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "UnknownFormatError", "__version__", "available_isas",
-    "coded_frame", "coded_from_device", "coded_to_device", "count_integers", "count_values", "decode_coded",
-    "encode_channels", "encode_codebook", "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary",
-    "fit_groups", "formats", "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes",
-    "refine_channels", "refine_codebooks", "round_priced", "set_threads", "solve_dependent", "sparse_channels",
-    "sparse_experts", "ternary_table", "threads", "unpack_int3",
+    "coded_frame", "coded_from_device", "coded_to_device", "coded_without_pairs", "count_integers", "count_values",
+    "decode_coded", "encode_channels", "encode_codebook", "encode_coded", "encode_compensated", "encode_groupwise",
+    "encode_ternary", "fit_groups", "formats", "gated_experts", "isa", "kernels", "kmeans", "pack_int3",
+    "packed_bytes", "refine_channels", "refine_codebooks", "round_priced", "set_threads", "solve_dependent",
+    "sparse_channels", "sparse_experts", "ternary_table", "threads", "unpack_int3",
 ]  # fmt: skip
 
 __version__: str
@@ -233,6 +233,7 @@ def encode_coded(
     stream_rows: int | None = None,
     low_bits: int = 0,
     dependent: bool = False,
+    pairs: float | None = None,
 ) -> _Bytes:
     """Entropy code integers, uint8 [bytes]; a weight is `scale * code`.
 
@@ -243,6 +244,7 @@ def encode_coded(
         stream_rows: rows that are coded together, 16 or 64; by default what suits the columns.
         low_bits: low bits of codes that may be kept apart, 0 to 3; as many are as leave the fewest bytes.
         dependent: codes are odd and follow paths of states (docs/format.md, section 9); ValueError otherwise.
+        pairs: symbols stand for two weights, which low rates decode faster, unless they take more bits by this share.
     """
 
 def decode_coded(data: _Bytes) -> NDArray[np.int32]:
@@ -253,6 +255,9 @@ def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
 
 def coded_frame(data: _Bytes) -> tuple[_Bytes, NDArray[np.uint64]]:
     """Return the layout for GPUs without records, and where streams start and end, uint64; CorruptionError."""
+
+def coded_without_pairs(data: _Bytes) -> _Bytes:
+    """Return a coded tensor that has symbols of two weights with symbols of one; CorruptionError."""
 
 def coded_from_device(data: _Bytes) -> _Bytes:
     """Undo `coded_to_device`; CorruptionError."""

@@ -37,9 +37,24 @@ class Sections:
         return section
 
 
-def decode(table: tuple[int, bytes], stream: bytes, rows: list[int], registers: int) -> list[list[int]]:
-    """The integers that a stream decodes to, register by register, and the lanes of rows that do not exist."""
-    lowest, frequencies = table
+@dataclass
+class Table:
+    """What the symbols of a stream stand for: each for one integer, or for one in each of two registers."""
+
+    lowest: int
+    frequencies: bytes
+    digits: list[bytes]
+
+
+def table_of(part: bytes, symbols: int) -> Table:
+    """Read a table of so many symbols."""
+    lists = [part[1 + i : 1 + i + symbols] for i in range(0, len(part) - 1, symbols)]
+    return Table(struct.unpack("b", part[:1])[0], lists[0], lists[1:] or [bytes(range(symbols))])
+
+
+def decode(table: Table, stream: bytes, rows: list[int], registers: int) -> list[list[int]]:
+    """The integers that a stream decodes to, register by register, without lanes of rows that do not exist."""
+    frequencies, together = table.frequencies, len(table.digits)
     symbols = [symbol for symbol, frequency in enumerate(frequencies) for _ in range(frequency)]
     starts = [sum(frequencies[:symbol]) for symbol in range(len(frequencies))]
     assert len(symbols) == 256
@@ -47,17 +62,19 @@ def decode(table: tuple[int, bytes], stream: bytes, rows: list[int], registers: 
     at, out = 2 * LANES, []
     assert not any(states[QUAD * rows[0] :])
     for block, count in enumerate(rows):
-        for _ in range(registers):
+        decoded = []
+        for _ in range(-(-registers // together)):
             register = []
             for lane in range(QUAD * count):
                 slot = states[lane] % 256
                 symbol = symbols[slot]
-                register.append(lowest + symbol)
+                register.append(symbol)
                 states[lane] = frequencies[symbol] * (states[lane] // 256) + slot - starts[symbol]
                 if states[lane] < 256:
                     states[lane] = 256 * states[lane] + stream[at]
                     at += 1
-            out.append(register)
+            decoded += [[table.lowest + digits[symbol] for symbol in register] for digits in table.digits]
+        out += decoded[:registers]
         following = rows[block + 1] if block + 1 < len(rows) else 0
         assert all(state == 256 for state in states[QUAD * following : QUAD * count])
     assert at == len(stream)
@@ -83,14 +100,16 @@ def read(data: bytes) -> Tensor:
     experts, rows, columns, payload, exceptions, entry, size = struct.unpack_from("<5Q2B", data, 16)
     low_bits, paths = data[58:60]
     assert (
-        magic == b"MOEPRANS" and (low_bits, paths) in {1: [(0, 0)], 2: [(1, 0), (2, 0), (3, 0)], 3: [(0, 1)]}[version]
+        magic == b"MOEPRANS"
+        and (low_bits, paths) in {1: [(0, 0)], 2: [(1, 0), (2, 0), (3, 0)], 3: [(0, 1)], 4: [(0, 0)]}[version]
     )
     assert not any(data[60:64])
     sections, quads = Sections(data), -(-columns // QUAD)
-    tables = sections.take(count * (1 + symbols))
-    parts = [tables[i : i + 1 + symbols] for i in range(0, len(tables), 1 + symbols)]
-    found = [(struct.unpack("b", part[:1])[0], part[1:]) for part in parts]
-    trimmed = [(lowest, frequencies.rstrip(b"\0")) for lowest, frequencies in found]
+    size_of_table = 1 + (3 if version == 4 else 1) * symbols
+    tables = sections.take(count * size_of_table)
+    found = [table_of(tables[i : i + size_of_table], symbols) for i in range(0, len(tables), size_of_table)]
+    trimmed = [(table.lowest, table.frequencies.rstrip(b"\0")) for table in found]
+    assert version != 4 or all(max(max(digits) for digits in table.digits) < 64 for table in found)
     scales = sections.take((experts * rows if row_scales else 1) * (4 if wide else 2))
     words = np.frombuffer(scales, np.uint32 if wide else np.uint16)
     values = (words if wide else words.astype(np.uint32) << 16).view(np.float32)

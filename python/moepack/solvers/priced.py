@@ -32,8 +32,8 @@ from torch import Tensor
 from moepack import _core
 
 __all__ = [
-    "BLOCK_ROWS", "LARGEST", "PRICE", "WORTH", "Lengths", "Profile", "largest_at", "least_spread", "low_bits_of",
-    "round_priced", "scale_of", "symbols_of", "worth_of",
+    "BLOCK_ROWS", "LARGEST", "PRICE", "WORTH", "Lengths", "Profile", "form_of", "largest_at", "least_spread",
+    "low_bits_of", "round_priced", "scale_of", "symbols_of", "worth_of",
 ]  # fmt: skip
 
 PRICE = math.log(2) / 6
@@ -77,6 +77,10 @@ HALF_COUNT = 0.5
 """What is added to every count, so that symbols that a sample lacks have a length."""
 
 
+PAIRS = 0.002
+"""The share of bits that symbols of two weights may take more than those of one: products take a third less time."""
+
+
 def largest_at(bits_per_weight: float) -> int:
     """The largest magnitude with a length of its own at a rate."""
     return LARGEST if bits_per_weight <= DENSE_BITS else DENSE_LARGEST
@@ -90,6 +94,13 @@ def exception_bits(largest: int) -> float:
 def low_bits_of(largest: int) -> int:
     """The most low bits that the coder may keep apart, by the largest magnitude with a length of its own."""
     return 0 if largest == LARGEST else 3
+
+
+def form_of(largest: int, dependent: bool) -> dict[str, Any]:
+    """How the coder is told to store integers whose largest magnitude with a length of its own is given."""
+    if dependent:
+        return {"dependent": True}
+    return {"low_bits": low_bits_of(largest)} if low_bits_of(largest) else {"pairs": PAIRS}
 
 
 def least_spread(values: Tensor) -> float:

@@ -6,6 +6,7 @@ them, with gradients passed straight through the steps.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -146,6 +147,8 @@ class Scales(TunedTensor):
         details = _core.PackedTensor(data).details()
         names = ("stream_rows", "low_bits", "dependent")
         form = {name: details[name] for name in names if name in details}
+        if details.get("pairs", False):
+            form["pairs"] = math.inf
         return torch.from_numpy(_core.encode_coded(_core.decode_coded(data), scales, ndim=self.ndim, **form))
 
 

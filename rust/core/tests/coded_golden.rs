@@ -54,12 +54,16 @@ fn golden_files_decode_on_every_set() {
             }
         }
         let rows = Some(layout.stream_rows());
-        let (pool, dependent) = (pool::current().unwrap(), layout.is_dependent());
+        let pool = pool::current().unwrap();
+        let (dependent, pairs) = (layout.is_dependent(), layout.is_of_pairs());
         assert_eq!(dependent, name.starts_with("dependent"), "{name}");
-        let again = match dependent {
-            true => coded::encode_dependent(&wanted, &scales, shape, rows, &pool).unwrap(),
-            false => coded::encode(&wanted, &scales, shape, rows, &pool).unwrap(),
+        assert_eq!(pairs, name.starts_with("pairs"), "{name}");
+        let again = match (dependent, pairs) {
+            (true, _) => coded::encode_dependent(&wanted, &scales, shape, rows, &pool),
+            (_, true) => coded::encode_pairs(&wanted, &scales, shape, rows, f64::INFINITY, &pool),
+            _ => coded::encode(&wanted, &scales, shape, rows, &pool),
         };
+        let again = again.unwrap();
         assert!(codes(&again, Isa::Scalar) == wanted, "{name}");
     }
 }

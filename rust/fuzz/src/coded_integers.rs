@@ -41,9 +41,10 @@ fn read(data: &[u8]) -> Result<(), Error> {
     }
     verified?;
     let rows = Some(coded.layout().stream_rows());
-    let again = match coded.layout().is_dependent() {
-        true => coded::encode_dependent(&codes, &[1.0], shape, rows, pool),
-        false => coded::encode_with_low_bits(&codes, &[1.0], shape, rows, coded::MAX_LOW_BITS, pool),
+    let again = match (coded.layout().is_dependent(), coded.layout().is_of_pairs()) {
+        (true, _) => coded::encode_dependent(&codes, &[1.0], shape, rows, pool),
+        (false, true) => coded::encode_pairs(&codes, &[1.0], shape, rows, f64::INFINITY, pool),
+        (false, false) => coded::encode_with_low_bits(&codes, &[1.0], shape, rows, coded::MAX_LOW_BITS, pool),
     };
     if let Ok(again) = again {
         let coded = Coded::parse(&again).expect("encoded tensors parse");

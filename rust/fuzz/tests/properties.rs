@@ -129,6 +129,14 @@ proptest! {
     }
 
     #[test]
+    fn pairs_of_integers(shape in shapes(), spread in 1..9u32, seed: u32) {
+        let mut next = noise(seed);
+        let codes = many(shape.weights().unwrap(), || (next(spread) * next(2)) as i32 - (next(spread) * next(2)) as i32);
+        let packed = coded::encode_pairs(&codes, &[0.5], shape, None, f64::INFINITY, pool()).expect("it is packed");
+        kernel_twins::read(&packed).expect("it is multiplied");
+    }
+
+    #[test]
     fn dependent_integers(shape in shapes(), spread in 1..15u32, seed: u32) {
         let mut next = noise(seed);
         let codes = many(shape.weights().unwrap() / shape.columns.max(1), || {

@@ -140,9 +140,13 @@ pub enum Integers<'py> {
     Words(PyReadonlyArray3<'py, i32>),
 }
 
+/// Rows of a stream, low bits, whether codes are dependent, and the share of bits that pairs may take more.
+type Form = (Option<usize>, usize, bool, Option<f64>);
+
 /// Entropy codes integers.
+#[allow(clippy::too_many_arguments)] // Python's are named.
 #[pyfunction]
-#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None, low_bits=0, dependent=false))]
+#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None, low_bits=0, dependent=false, pairs=None))]
 pub fn encode_coded<'py>(
     py: Python<'py>,
     codes: Integers<'py>,
@@ -151,11 +155,15 @@ pub fn encode_coded<'py>(
     stream_rows: Option<usize>,
     low_bits: usize,
     dependent: bool,
+    pairs: Option<f64>,
 ) -> Bytes<'py> {
     if dependent && low_bits > 0 {
         return invalid("dependent codes have no low bits");
     }
-    let form = (stream_rows, low_bits, dependent);
+    if pairs.is_some() && (dependent || low_bits > 0) {
+        return invalid("symbols of two weights have neither dependent codes nor low bits");
+    }
+    let form = (stream_rows, low_bits, dependent, pairs);
     match &codes {
         Integers::Bytes(codes) => encode_integers(py, codes, &scales, ndim, form),
         Integers::Shorts(codes) => encode_integers(py, codes, &scales, ndim, form),
@@ -168,7 +176,7 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     codes: &PyReadonlyArray3<'py, T>,
     scales: &PyReadonlyArray2<'py, f32>,
     ndim: u8,
-    (stream_rows, low_bits, dependent): (Option<usize>, usize, bool),
+    (stream_rows, low_bits, dependent, pairs): Form,
 ) -> Bytes<'py> {
     let shape = shape(codes, ndim);
     if ![[1, 1], [shape.experts, shape.rows]]
@@ -185,9 +193,10 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     let (codes, scales) = (values(codes, "codes")?, values(scales, "scales")?);
     packed(py, || {
         let pool = &*pool::current()?;
-        match dependent {
-            true => coded::encode_dependent(codes, scales, shape, stream_rows, pool),
-            false => coded::encode_with_low_bits(codes, scales, shape, stream_rows, low_bits, pool),
+        match (dependent, pairs) {
+            (true, _) => coded::encode_dependent(codes, scales, shape, stream_rows, pool),
+            (false, Some(more)) => coded::encode_pairs(codes, scales, shape, stream_rows, more, pool),
+            (false, None) => coded::encode_with_low_bits(codes, scales, shape, stream_rows, low_bits, pool),
         }
     })
 }

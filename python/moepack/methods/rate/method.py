@@ -26,7 +26,7 @@ from moepack.methods.rate.layer import LayerSolver, parts_of
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.progress import Progress
-from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_of
+from moepack.solvers.priced import form_of, largest_at, low_bits_of, round_priced, scale_of
 from moepack.solvers.uniform import UniformSettings
 
 __all__ = ["Rate"]
@@ -245,8 +245,7 @@ class Rate(Method):
         parts = solution.parts
         codes, scale, dependent = parts["codes"].numpy(), parts["scale"][:1].numpy(), bool(parts["dependent"].any())
         try:
-            low_bits = 0 if dependent else low_bits_of(self._step.largest)
-            blob = _core.encode_coded(codes, scale, ndim=weights.ndim, low_bits=low_bits, dependent=dependent)
+            blob = _core.encode_coded(codes, scale, ndim=weights.ndim, **form_of(self._step.largest, dependent))
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         return PackedTensor("coded", blob, _core.PackedTensor(blob).details())

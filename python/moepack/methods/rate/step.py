@@ -19,7 +19,7 @@ from torch import Tensor
 from moepack import _core
 from moepack.methods.base import Shape
 from moepack.methods.rate.sample import Sample, stream_rows
-from moepack.solvers.priced import WORTH, Lengths, Profile, least_spread, low_bits_of, round_priced, worth_of
+from moepack.solvers.priced import WORTH, Lengths, Profile, form_of, least_spread, low_bits_of, round_priced, worth_of
 
 __all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
@@ -193,8 +193,7 @@ def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
 
 def encoded(codes: Tensor, largest: int, dependent: bool) -> npt.NDArray[np.uint8]:
     """Codes [E, R, C] as they will be stored, but for their scale, of so large a magnitude with a length of its own."""
-    low_bits, one = 0 if dependent else low_bits_of(largest), np.ones((1, 1), np.float32)
-    return _core.encode_coded(codes.numpy(), one, ndim=3, low_bits=low_bits, dependent=dependent)
+    return _core.encode_coded(codes.numpy(), np.ones((1, 1), np.float32), ndim=3, **form_of(largest, dependent))
 
 
 def _pools(sample: Sample, dependent: Collection[str]) -> Iterator[list[str]]:
@@ -214,7 +213,9 @@ def _pools(sample: Sample, dependent: Collection[str]) -> Iterator[list[str]]:
 
 def once_bytes(blob: npt.NDArray[np.uint8]) -> int:
     """Bytes that a coded tensor takes however many rows it has: header, tables, one scale, and padding, about."""
-    return 192 + int(_core.PackedTensor(blob).details()["tables"]) * (1 + int(blob[SYMBOLS_AT]))
+    details = _core.PackedTensor(blob).details()
+    lists = 3 if details.get("pairs", False) else 1
+    return 192 + int(details["tables"]) * (1 + lists * int(blob[SYMBOLS_AT]))
 
 
 def free_bits(shape: Shape) -> float:

@@ -63,6 +63,7 @@ impl Tensor for Coded {
             .with("row_scales", layout.has_row_scales())
             .with("dtype", layout.scale_type());
         match (layout.is_dependent(), layout.low_bits()) {
+            _ if layout.is_of_pairs() => details.with("pairs", true),
             (true, _) => details.with("dependent", true),
             (false, 0) => details,
             (false, bits) => details.with("low_bits", bits),

@@ -3,14 +3,13 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
+use super::coder::{Coder, NONE};
 use super::decode::Register;
-use super::fit::{self, Frequencies, Histogram, INTEGERS};
-use super::give_off::{self, GiveOff};
+use super::fit::{self, Frequencies, Histogram};
 use super::layout::STATE_BYTES;
-use super::table::Table;
-use super::{BLOCK_ROWS, LANES, Layout, MAX_LOW_BITS, QUAD, invalid, planes, trellis};
+use super::{BLOCK_ROWS, LANES, Layout, MAX_LOW_BITS, QUAD, invalid, pairs, planes, trellis};
 use crate::Result;
-use crate::simd::{self, Isa, vectorized};
+use crate::simd::{self, Isa};
 use crate::types::Shape;
 
 /// Streams that tables are fitted to, at most.
@@ -19,8 +18,6 @@ const SAMPLE: usize = 256;
 const DENSE: (f64, f64) = (4.0, 0.002);
 /// Codes of a larger magnitude are refused.
 const LARGEST: i32 = 1 << 30;
-/// What no symbol is.
-const NONE: u8 = u8::MAX;
 
 /// The type of the codes that are given.
 pub trait Code: Copy + Default + Send + Sync + PartialOrd + Into<i32> + From<i8> {
@@ -89,7 +86,30 @@ pub fn encode_with_low_bits<T: Code>(
             "a code has at most {MAX_LOW_BITS} low bits, not {low_bits}"
         ));
     }
-    encode_as(codes, scales, Layout::new(shape, stream_rows)?, low_bits, pool)
+    encode_as(
+        codes,
+        scales,
+        Layout::new(shape, stream_rows)?,
+        (low_bits, None),
+        pool,
+    )
+}
+
+/// As [`encode`], with symbols of two weights ([`super::pairs`]) unless they take more bits than those of one by a larger
+/// share than `more`.
+///
+/// # Errors
+/// As [`encode`].
+pub fn encode_pairs<T: Code>(
+    codes: &[T],
+    scales: &[f32],
+    shape: Shape,
+    stream_rows: Option<usize>,
+    more: f64,
+    pool: &ThreadPool,
+) -> Result<Vec<u8>> {
+    let layout = Layout::new(shape, stream_rows)?;
+    encode_as(codes, scales, layout, (0, Some(more)), pool)
 }
 
 /// As [`encode`], of dependent codes ([`super::trellis`]).
@@ -105,14 +125,15 @@ pub fn encode_dependent<T: Code>(
 ) -> Result<Vec<u8>> {
     let mut layout = Layout::new(shape, stream_rows)?;
     layout.dependent = true;
-    encode_as(codes, scales, layout, 0, pool)
+    encode_as(codes, scales, layout, (0, None), pool)
 }
 
+/// Encodes with at most so many low bits, and with symbols of two weights if they take more bits by at most a given share.
 fn encode_as<T: Code>(
     codes: &[T],
     scales: &[f32],
     mut layout: Layout,
-    low_bits: usize,
+    (low_bits, more): (usize, Option<f64>),
     pool: &ThreadPool,
 ) -> Result<Vec<u8>> {
     let shape = layout.shape;
@@ -133,22 +154,25 @@ fn encode_as<T: Code>(
     pool.install(|| {
         let mut source = Source { codes, layout, isa };
         source.layout.low_bits = source.best_low_bits(low_bits);
-        let layout = source.layout;
-        let tables = source.tables();
-        let streams = source.encode_all(&tables)?;
-        Ok(assemble(layout, scales, &tables, &streams))
+        let sample = source.sample(source.layout.low_bits);
+        let plain = source.tables(&sample);
+        let pairs = more.and_then(|more| source.pair_tables(&sample, &plain, more));
+        source.layout.pairs = pairs.is_some();
+        let tables = pairs.as_ref().unwrap_or(&plain);
+        let streams = source.encode_all(tables, &plain)?;
+        Ok(assemble(source.layout, scales, tables, &streams))
     })
 }
 
 /// An encoded stream.
-struct Stream {
+pub(super) struct Stream {
     /// States and renormalization bytes.
-    bytes: Vec<u8>,
+    pub bytes: Vec<u8>,
     /// Bit planes.
-    planes: Vec<u8>,
-    table: usize,
+    pub planes: Vec<u8>,
+    pub table: usize,
     /// Places, ascending, and differences.
-    exceptions: Vec<(u32, i32)>,
+    pub exceptions: Vec<(u32, i32)>,
 }
 
 struct Source<'a, T> {
@@ -186,13 +210,17 @@ impl<'a, T: Code> Source<'a, T> {
         }
     }
 
-    /// Histograms of streams that are spread evenly over the tensor.
-    fn sample(&self, low_bits: usize) -> Vec<Histogram> {
+    /// The streams that tables are fitted to: some that are spread evenly over the tensor.
+    fn sampled(&self) -> impl IndexedParallelIterator<Item = usize> {
         let streams = self.streams();
         let count = streams.min(SAMPLE);
-        let sample = (0..count).into_par_iter();
-        sample
-            .map(|i| self.histogram(i * streams / count, low_bits))
+        (0..count).into_par_iter().map(move |i| i * streams / count)
+    }
+
+    /// Their histograms.
+    fn sample(&self, low_bits: usize) -> Vec<Histogram> {
+        self.sampled()
+            .map(|stream| self.histogram(stream, low_bits))
             .collect()
     }
 
@@ -211,19 +239,40 @@ impl<'a, T: Code> Source<'a, T> {
         tries.fold((0, none * (1.0 - worthwhile)), better).0
     }
 
-    /// Tables fitted to a sample.
-    fn tables(&self) -> Vec<Frequencies> {
-        let sample = self.sample(self.layout.low_bits);
-        let weight = self.streams() as f64 / sample.len().max(1) as f64;
-        fit::tables(&sample, weight, self.layout.dependent)
+    /// Streams for each of the sample.
+    fn weight(&self, sample: &[Histogram]) -> f64 {
+        self.streams() as f64 / sample.len().max(1) as f64
     }
 
-    fn encode_all(&self, tables: &[Frequencies]) -> Result<Vec<Stream>> {
+    /// Tables fitted to a sample.
+    fn tables(&self, sample: &[Histogram]) -> Vec<Frequencies> {
+        fit::tables(sample, self.weight(sample), self.layout.dependent)
+    }
+
+    /// Tables of symbols of two weights, unless they take more bits than those of one by a larger share than `more`.
+    fn pair_tables(
+        &self,
+        sample: &[Histogram],
+        plain: &[Frequencies],
+        more: f64,
+    ) -> Option<Vec<Frequencies>> {
+        let sampled: Vec<usize> = self.sampled().collect();
+        let columns = self.layout.shape.columns.max(1);
+        pairs::tables(plain, sample, (self.weight(sample), more), |number, counts| {
+            let blocks = (0..self.layout.blocks).map(|block| self.block(sampled[number], block));
+            blocks
+                .flat_map(|block| block.chunks_exact(columns))
+                .for_each(|row| counts.add(row));
+        })
+    }
+
+    /// Encodes all streams by tables; those of symbols of one weight say which of them is cheapest for a stream.
+    fn encode_all(&self, tables: &[Frequencies], plain: &[Frequencies]) -> Result<Vec<Stream>> {
         let coders: Option<Vec<Coder>> = tables.iter().map(|table| table.table().map(Coder::new)).collect();
         let Some(coders) = coders else {
             return invalid("no table fits");
         };
-        let costs: Vec<_> = tables.iter().map(Frequencies::costs).collect();
+        let costs: Vec<_> = plain.iter().map(Frequencies::costs).collect();
         let encoded =
             (0..self.streams())
                 .into_par_iter()
@@ -283,17 +332,22 @@ impl<'a, T: Code> Source<'a, T> {
     /// Writes the symbols of a stream in the order of decoding; returns its exceptions.
     fn symbols(&self, stream: usize, coder: &Coder, buffers: &mut Buffers<T>) -> Result<Vec<(u32, i32)>> {
         let (quads, columns) = (self.layout.quads(), self.layout.shape.columns);
-        let favourites = coder.favourites(self.layout.dependent);
-        let (favourite, shift) = (favourites[0], self.layout.shift());
+        let (favourites, padding) = (coder.favourites(self.layout.dependent), coder.padding());
         let Buffers {
-            symbols, row, high, ..
+            symbols,
+            row,
+            joined,
+            high,
+            ..
         } = buffers;
         symbols.clear();
-        symbols.resize(self.layout.blocks * quads, Register([favourite; LANES]));
-        row.clear();
-        row.resize(quads * QUAD, favourite);
+        symbols.resize(
+            self.layout.blocks * self.layout.steps(),
+            Register([favourites[0]; LANES]),
+        );
+        row.resize(self.layout.steps() * self.layout.step_columns(), padding);
         let mut exceptions = Vec::new();
-        for (block, registers) in symbols.chunks_exact_mut(quads).enumerate() {
+        for (block, registers) in symbols.chunks_exact_mut(self.layout.steps()).enumerate() {
             for (number, codes) in self.block(stream, block).chunks_exact(columns).enumerate() {
                 let wrong = |what: &str| {
                     let row = self.first_row(stream, block) + number;
@@ -302,22 +356,30 @@ impl<'a, T: Code> Source<'a, T> {
                 let Some(integers) = self.integers(codes, high) else {
                     return wrong("dependent codes follow no path of states");
                 };
-                if coder.look_up(integers, row) {
-                    for (column, integer) in take_out(integers, row, favourites) {
-                        if !(-LARGEST..=LARGEST).contains(&(integer << shift)) {
-                            return wrong("a code is too large");
-                        }
-                        let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
-                        let usual = i32::from(coder.table.lowest()) + i32::from(row[column]);
-                        let mirrored = self.layout.dependent && codes[column].low() & 3 == 3;
-                        let difference = if mirrored {
-                            usual - integer
-                        } else {
-                            integer - usual
-                        };
-                        exceptions.push((place as u32, difference << self.layout.low_bits));
+                row[columns..].fill(padding);
+                let outside = coder.look_up(integers, row);
+                let places = match &coder.pairing {
+                    Some(pairing) if pairing.join(row, joined) => {
+                        differing(integers, row, coder.table.lowest())
                     }
+                    None if outside => take_out(integers, row, favourites),
+                    _ => Vec::new(),
+                };
+                for (column, integer) in places {
+                    if !(-LARGEST..=LARGEST).contains(&(integer << self.layout.shift())) {
+                        return wrong("a code is too large");
+                    }
+                    let place = (block * quads + column / QUAD) * LANES + number * QUAD + column % QUAD;
+                    let usual = i32::from(coder.table.lowest()) + i32::from(row[column]);
+                    let mirrored = self.layout.dependent && codes[column].low() & 3 == 3;
+                    let difference = if mirrored {
+                        usual - integer
+                    } else {
+                        integer - usual
+                    };
+                    exceptions.push((place as u32, difference << self.layout.low_bits));
                 }
+                let row = if coder.pairing.is_some() { &*joined } else { &*row };
                 for (symbols, register) in row.as_chunks::<QUAD>().0.iter().zip(&mut *registers) {
                     register.0.as_chunks_mut::<QUAD>().0[number] = *symbols;
                 }
@@ -326,6 +388,17 @@ impl<'a, T: Code> Source<'a, T> {
         exceptions.sort_unstable();
         Ok(exceptions)
     }
+}
+
+/// The columns and integers of a row that differ from their digits.
+fn differing<T: Code>(integers: &[T], digits: &[u8], lowest: i8) -> Vec<(usize, i32)> {
+    let found = integers
+        .iter()
+        .map(|&integer| integer.into())
+        .zip(digits)
+        .enumerate();
+    let found = found.filter(|(_, (integer, digit))| *integer != i32::from(lowest) + i32::from(**digit));
+    found.map(|(column, (integer, _))| (column, integer)).collect()
 }
 
 /// Replaces what is no symbol by the favourite of the integer's parity; gives the columns and integers of these places.
@@ -350,187 +423,20 @@ struct Buffers<T> {
     symbols: Vec<Register>,
     /// What streams code of a row's codes.
     high: Vec<T>,
-    /// The symbols of a row.
+    /// The symbols of a row, or its digits.
     row: Vec<u8>,
+    /// The symbols of a row's digits.
+    joined: Vec<u8>,
     bytes: Vec<u8>,
 }
 
-/// A table as encoding needs it.
-struct Coder {
-    table: Table,
-    /// The symbol of each integer from -128 on, or [`NONE`], which follows for all others.
-    symbols: [u8; INTEGERS + 1],
-    /// All integers from the lowest to the highest have slots.
-    gapless: bool,
-    steps: [Step; LANES],
-}
-
-impl Coder {
-    fn new(table: Table) -> Coder {
-        let mut coder = Coder {
-            symbols: [NONE; INTEGERS + 1],
-            gapless: table.frequencies[..table.count].iter().all(|&slots| slots > 0),
-            steps: [Step(0); LANES],
-            table,
-        };
-        for (i, symbol) in coder.symbols[..INTEGERS].iter_mut().enumerate() {
-            *symbol = coder.table.symbol(i as i32 - 128).unwrap_or(NONE);
-        }
-        let slots = coder.table.frequencies.iter().zip(&coder.table.starts);
-        for (step, (&frequency, &start)) in coder.steps.iter_mut().zip(slots) {
-            *step = Step::new(frequency, start);
-        }
-        coder
-    }
-
-    /// The symbols that stand in the place of exceptions whose integers are even, and odd.
-    fn favourites(&self, dependent: bool) -> [u8; 2] {
-        match dependent {
-            true => [0, 1].map(|parity| self.table.favourite(parity, 2)),
-            false => [self.table.favourite(0, 1); 2],
-        }
-    }
-
-    /// Looks up the symbols of codes; returns whether there are codes without one, whose symbol is none of the table.
-    fn look_up<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
-        if self.gapless {
-            return self.subtract(codes, symbols);
-        }
-        let mut highest = 0;
-        for (&code, symbol) in codes.iter().zip(symbols) {
-            let index = code.into().wrapping_add(128) as u32 as usize;
-            *symbol = self.symbols[index.min(INTEGERS)];
-            highest = highest.max(*symbol);
-        }
-        highest == NONE
-    }
-
-    /// Does the same by subtracting the lowest integer.
-    fn subtract<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
-        let lowest = self.table.lowest();
-        let highest = (i32::from(lowest) + self.table.count as i32 - 1) as i8;
-        let (first, last) = (T::from(lowest), T::from(highest));
-        let mut outside = false;
-        for (&code, symbol) in codes.iter().zip(symbols) {
-            let none = (code < first) | (code > last);
-            *symbol = if none {
-                NONE
-            } else {
-                code.low().wrapping_sub(lowest as u8)
-            };
-            outside |= none;
-        }
-        outside
-    }
-
-    /// Encodes symbols from the last to the first; lanes of rows that do not exist stay at zero.
-    fn encode(
-        &self,
-        isa: Isa,
-        buffer: &mut Vec<u8>,
-        symbols: &[Register],
-        blocks: usize,
-        rows: impl Fn(usize) -> usize,
-    ) -> Vec<u8> {
-        buffer.resize((symbols.len() + 1) * LANES, 0);
-        let (mut at, mut states) = (buffer.len(), [0; LANES]);
-        let registers = symbols.len() / blocks;
-        for (block, symbols) in symbols.chunks_exact(registers).enumerate().rev() {
-            let lanes = rows(block) * QUAD;
-            let silent = states[..lanes].iter_mut().filter(|state| **state == 0);
-            silent.for_each(|state| *state = 256);
-            let give_off = give_off::fastest(isa);
-            at = take_up(
-                isa,
-                &self.steps,
-                symbols,
-                lanes,
-                &mut states,
-                &mut buffer[..at],
-                give_off,
-            );
-        }
-        let mut bytes = Vec::with_capacity(STATE_BYTES + buffer.len() - at);
-        bytes.extend(states.map(|state| (state >> 8) as u8));
-        bytes.extend(states.map(|state| state as u8));
-        bytes.extend(&buffer[at..]);
-        bytes
-    }
-}
-
-/// How a state takes up a symbol: from the low bits up its frequency (8 bits), its first slot (8) and the reciprocal of
-/// the frequency, 2^16 / frequency rounded down (16, which 2^16 is clamped to).
-#[derive(Clone, Copy)]
-struct Step(u32);
-
-impl Step {
-    fn new(frequency: u8, start: u8) -> Step {
-        let reciprocal = (1u32 << 16) / u32::from(frequency.max(1));
-        Step(u32::from(frequency) | u32::from(start) << 8 | reciprocal.min(0xffff) << 16)
-    }
-
-    /// The next state, and whether the low byte of this one is given off first.
-    #[inline(always)]
-    fn next(self, state: u32) -> (u32, bool) {
-        let (frequency, start, reciprocal) = (self.0 & 255, self.0 >> 8 & 255, self.0 >> 16);
-        let full = state >= frequency << 8;
-        let kept = if full { state >> 8 } else { state };
-        // The reciprocal is short by less than one, or by one where it is clamped, and the state is below 2^16: the
-        // quotient is exact or one too small.
-        let quotient = (kept * reciprocal) >> 16;
-        let rest = kept - quotient * frequency;
-        let (quotient, rest) = match rest >= frequency {
-            true => (quotient + 1, rest.wrapping_sub(frequency)),
-            false => (quotient, rest),
-        };
-        ((quotient << 8) + rest + start, full)
-    }
-}
-
-vectorized! {
-    /// The states of `lanes` lanes take up registers of symbols from the last to the first, and give off bytes from the
-    /// end of `buffer` on, which has a place for each and 64 more; returns where these start.
-    fn take_up(
-        steps: &[Step; LANES],
-        symbols: &[Register],
-        lanes: usize,
-        states: &mut [u32; LANES],
-        buffer: &mut [u8],
-        give_off: GiveOff,
-    ) -> usize = take_up_portable;
-}
-
-#[inline(always)]
-fn take_up_portable(
-    steps: &[Step; LANES],
-    symbols: &[Register],
-    lanes: usize,
-    states: &mut [u32; LANES],
-    buffer: &mut [u8],
-    give_off: GiveOff,
-) -> usize {
-    let mut at = buffer.len();
-    for register in symbols.iter().rev() {
-        // Steps are looked up one by one; all else is done to all lanes at once.
-        let steps: [Step; LANES] = std::array::from_fn(|lane| steps[usize::from(register.0[lane]) % LANES]);
-        let (mut bytes, mut marks) = ([0u8; LANES], [0u8; LANES]);
-        for lane in 0..LANES {
-            bytes[lane] = states[lane] as u8;
-            let (state, full) = steps[lane].next(states[lane]);
-            (states[lane], marks[lane]) = (state, if full { u8::MAX } else { 0 });
-        }
-        states[lanes..].fill(0);
-        marks[lanes..].fill(0);
-        let Some((_, room)) = buffer[..at].split_last_chunk_mut::<LANES>() else {
-            unreachable!("there is room for all symbols and a register more");
-        };
-        at -= give_off(&bytes, &marks, room);
-    }
-    at
-}
-
 /// Puts everything into its place.
-fn assemble(mut layout: Layout, scales: &[f32], tables: &[Frequencies], streams: &[Stream]) -> Vec<u8> {
+pub(super) fn assemble(
+    mut layout: Layout,
+    scales: &[f32],
+    tables: &[Frequencies],
+    streams: &[Stream],
+) -> Vec<u8> {
     layout.tables = tables.len();
     layout.symbols = tables.iter().map(|table| table.counts.len()).max().unwrap_or(2);
     let parts = || streams.iter().flat_map(|stream| [&stream.bytes, &stream.planes]);
@@ -552,10 +458,17 @@ fn assemble(mut layout: Layout, scales: &[f32], tables: &[Frequencies], streams:
     };
     let mut out = vec![0; total];
     layout.write(&mut out);
-    let rows = out[sections[0].clone()].chunks_exact_mut(1 + layout.symbols);
+    let rows = out[sections[0].clone()].chunks_exact_mut(layout.table_bytes());
     for (row, table) in rows.zip(tables) {
-        row[0] = table.lowest as u8;
-        row[1..=table.counts.len()].copy_from_slice(&table.counts);
+        let (lowest, lists) = row.split_at_mut(1);
+        lowest[0] = table.lowest as u8;
+        let [first, second] = &table.digits;
+        for (place, list) in lists
+            .chunks_exact_mut(layout.symbols)
+            .zip([&table.counts, first, second])
+        {
+            place[..list.len()].copy_from_slice(list);
+        }
     }
     write_scales(&layout, scales, &mut out[sections[1].clone()]);
     let entries = out[sections[2].clone()].chunks_exact_mut(layout.entry);

@@ -6,9 +6,9 @@ use super::table::{SLOTS, Table};
 use super::{LANES, layout::MAX_TABLES, trellis};
 
 /// About what an exception takes, in bits, beside the symbol in its place.
-const EXCEPTION_BITS: f64 = 32.0;
+pub(super) const EXCEPTION_BITS: f64 = 32.0;
 /// An integer that occurs less often has no slots; each share is tried, and the cheapest is taken.
-const RAREST: [f64; 5] = [
+pub(super) const RAREST: [f64; 5] = [
     1.0 / 12000.0,
     1.0 / 6000.0,
     1.0 / 3000.0,
@@ -56,7 +56,17 @@ impl Histogram {
         }
     }
 
-    fn sum<'a>(all: impl Iterator<Item = &'a Histogram>) -> [f64; INTEGERS] {
+    /// How many weights were counted.
+    pub fn weights(&self) -> f64 {
+        self.counts
+            .iter()
+            .chain([&self.others])
+            .map(|&count| f64::from(count))
+            .sum()
+    }
+
+    /// How often each integer occurs in all of some streams.
+    pub fn sum<'a>(all: impl Iterator<Item = &'a Histogram>) -> [f64; INTEGERS] {
         let mut sums = [0.0; INTEGERS];
         for histogram in all {
             let pairs = sums.iter_mut().zip(histogram.counts.iter());
@@ -71,15 +81,25 @@ impl Histogram {
 pub(super) struct Frequencies {
     pub lowest: i8,
     pub counts: Vec<u8>,
+    /// The digits of symbols of two weights ([`super::pairs`]); none of others.
+    pub digits: [Vec<u8>; 2],
 }
 
 impl Frequencies {
     /// The table.
     pub fn table(&self) -> Option<Table> {
-        Table::new(self.lowest, &self.counts)
+        match &self.digits {
+            [first, _] if first.is_empty() => Table::new(self.lowest, &self.counts),
+            [first, second] => Table::of_pairs(self.lowest, &self.counts, [first, second]),
+        }
     }
 
-    /// What each integer takes in bits.
+    /// What it takes.
+    pub fn bytes(&self) -> usize {
+        1 + self.counts.len() + self.digits.iter().map(Vec::len).sum::<usize>()
+    }
+
+    /// What each integer takes in bits, by a table of symbols of one weight.
     pub fn costs(&self) -> [f32; INTEGERS] {
         let bits = |frequency: u8| (SLOTS as f64 / f64::from(frequency)).log2();
         let most = self.counts.iter().copied().max().unwrap_or(1);
@@ -134,7 +154,7 @@ pub(super) fn tables(sample: &[Histogram], weight: f64, dependent: bool) -> Vec<
     let mut groups = 2;
     while groups <= MAX_TABLES && groups <= sample.len() {
         let (found, bits) = clustered(sample, &order, groups, dependent);
-        let stored: usize = found.iter().map(|table| 8 * (1 + table.counts.len())).sum();
+        let stored: usize = found.iter().map(|table| 8 * table.bytes()).sum();
         let bits = bits * weight + stored as f64;
         if bits > least * (1.0 - WORTHWHILE) {
             break;
@@ -183,7 +203,7 @@ fn clustered(
 fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
     let first = match dependent {
         true => (i32::from(trellis::LOWEST) + 128) as usize,
-        false => heaviest(counts),
+        false => heaviest(counts, LANES),
     };
     let window = &counts[first..first + LANES];
     let total = counts.iter().sum::<f64>().max(1.0);
@@ -192,6 +212,7 @@ fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
         let found = Frequencies {
             lowest: (first as i32 - 128) as i8,
             counts: frequencies,
+            digits: [Vec::new(), Vec::new()],
         };
         let pairs = counts.iter().zip(found.costs());
         (
@@ -206,12 +227,12 @@ fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
     }
 }
 
-/// The start of the 64 neighbouring integers that occur most often together, as near to the middle as may be.
-fn heaviest(counts: &[f64; INTEGERS]) -> usize {
-    let starts = (0..=INTEGERS - LANES).map(|start| {
+/// The start of so many neighbouring integers that occur most often together, as near to the middle as may be.
+pub(super) fn heaviest(counts: &[f64; INTEGERS], width: usize) -> usize {
+    let starts = (0..=INTEGERS - width).map(|start| {
         let middle = INTEGERS / 2;
-        let off = (start + LANES / 2).abs_diff(middle);
-        (counts[start..start + LANES].iter().sum::<f64>(), off, start)
+        let off = (start + width / 2).abs_diff(middle);
+        (counts[start..start + width].iter().sum::<f64>(), off, start)
     });
     let best = starts.min_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
     best.map_or(0, |(_, _, start)| start)
@@ -219,7 +240,7 @@ fn heaviest(counts: &[f64; INTEGERS]) -> usize {
 
 /// 256 slots for integers that occur so often: one at least for each that occurs more often than `rarest`, then one after
 /// the other where it saves most. At least two integers get some, of dependent codes an even and an odd one.
-fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8> {
+pub(super) fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8> {
     let total = counts.iter().sum::<f64>().max(1.0);
     let mut slots: Vec<u8> = counts
         .iter()
@@ -265,11 +286,16 @@ fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8> {
 
 /// Removes the integers without slots from both ends of a table, `step` of them at a time from its start.
 fn trimmed(found: Frequencies, step: usize) -> Frequencies {
-    let Frequencies { lowest, counts } = found;
+    let Frequencies {
+        lowest,
+        counts,
+        digits,
+    } = found;
     let first = counts.iter().position(|&slots| slots > 0).unwrap_or(0) / step * step;
     let last = counts.iter().rposition(|&slots| slots > 0).unwrap_or(0);
     Frequencies {
         lowest: lowest.wrapping_add(first as i8),
         counts: counts[first..=last].to_vec(),
+        digits,
     }
 }

@@ -45,6 +45,8 @@ pub struct Layout {
     pub(super) low_bits: usize,
     /// Whether codes are dependent ([`super::trellis`]).
     pub(super) dependent: bool,
+    /// Whether symbols stand for two weights ([`super::pairs`]).
+    pub(super) pairs: bool,
 }
 
 impl Layout {
@@ -70,6 +72,7 @@ impl Layout {
             exception: 4,
             low_bits: 0,
             dependent: false,
+            pairs: false,
         };
         match layout.is_valid() {
             true => Ok(layout),
@@ -105,6 +108,16 @@ impl Layout {
         self.shape.columns.div_ceil(QUAD)
     }
 
+    /// Registers of symbols of a row block.
+    pub(super) fn steps(&self) -> usize {
+        self.shape.columns.div_ceil(self.step_columns())
+    }
+
+    /// Columns of a register of symbols.
+    pub(super) fn step_columns(&self) -> usize {
+        if self.pairs { 2 * QUAD } else { QUAD }
+    }
+
     /// Rows of a row block of a stream of an expert, at most 16; none behind the last.
     pub fn rows_of(&self, stream: usize, block: usize) -> usize {
         let first = (stream * self.blocks + block) * BLOCK_ROWS;
@@ -114,7 +127,7 @@ impl Layout {
     /// Symbols that the lanes of rows of a stream decode.
     pub(super) fn symbols_of(&self, stream: usize) -> usize {
         let rows = (0..self.blocks).map(|block| self.rows_of(stream, block));
-        rows.sum::<usize>() * self.quads() * QUAD
+        rows.sum::<usize>() * self.steps() * QUAD
     }
 
     /// Bits of a code that are stored as they are, below its symbol's integer.
@@ -125,6 +138,16 @@ impl Layout {
     /// Whether codes follow paths of states ([`super::trellis`]), and streams code their indices.
     pub fn is_dependent(&self) -> bool {
         self.dependent
+    }
+
+    /// Whether symbols stand for two weights ([`super::pairs`]).
+    pub fn is_of_pairs(&self) -> bool {
+        self.pairs
+    }
+
+    /// Bytes of a table: the lowest integer, frequencies, and of symbols of two weights their digits.
+    pub(super) fn table_bytes(&self) -> usize {
+        1 + if self.pairs { 3 } else { 1 } * self.symbols
     }
 
     /// The factor of stored differences, in bits: what a code is of its symbol's integer, or of its index.
@@ -174,7 +197,7 @@ impl Layout {
             false => 1,
         };
         let lengths = [
-            self.tables.checked_mul(1 + self.symbols)?,
+            self.tables.checked_mul(self.table_bytes())?,
             scales.checked_mul(if self.wide_scales { 4 } else { 2 })?,
             self.shape
                 .experts
@@ -215,7 +238,7 @@ impl Layout {
 
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
         let version = match data.get(8) {
-            Some(&version @ 1..3) => version.into(),
+            Some(&version @ 1..=3) => version.into(),
             _ => VERSION,
         };
         let header: &[u8; HEADER_BYTES] = header::read(data, "coded tensor", MAGIC, version)?;
@@ -241,6 +264,7 @@ impl Layout {
             exception: header[57].into(),
             low_bits: header[58].into(),
             dependent: header[59] == 1,
+            pairs: version == 4,
         };
         let low_bits = if version == 2 { 1..=MAX_LOW_BITS } else { 0..=0 };
         let known = matches!(layout.blocks, 1 | 4)
@@ -262,6 +286,7 @@ impl Layout {
     pub(super) fn write(&self, out: &mut [u8]) {
         out[..8].copy_from_slice(&MAGIC);
         let version: u16 = match (self.dependent, self.low_bits) {
+            _ if self.pairs => 4,
             (true, _) => 3,
             (false, 0) => 1,
             (false, _) => 2,

@@ -20,11 +20,12 @@
 //! may keep r *low bits* of each code apart, as they are: a code is 2^r times a symbol's integer plus its low bits. Bit p
 //! of a register's codes is a *bit plane* of 8 bytes.
 //!
-//! Codes may be *dependent* ([`trellis`]): streams code their indices, and differences of exceptions count for four.
+//! Codes may be *dependent* ([`trellis`]): streams code their indices, and differences of exceptions count for four. Symbols
+//! of few bits may stand for two weights each ([`pairs`]): registers of symbols are half as many.
 //!
 //! ```text
 //!  0 8s magic "MOEPRANS"       14 u8 tables T, at most 64        40 u64 bytes of the payload
-//!  8 u16 version 1, 2 or 3     15 u8 symbols K of a table, 2-64  48 u64 exceptions
+//!  8 u16 version 1 to 4        15 u8 symbols K of a table, 2-64  48 u64 exceptions
 //! 10 u8 ndim 2 or 3            16 u64 experts E                  56 u8 bytes of an index entry, 4 or 8
 //! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
 //!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 1 to 3 in version 2, else 0
@@ -32,7 +33,8 @@
 //!                                                                60 4 zeros
 //! 12 u8 a scale a row 0 or 1
 //! 13 u8 type of scales: 0 bf16, 1 f32
-//! tables     T times: the lowest code, i8, and K frequencies, u8, which add up to 256
+//! tables     T times: the lowest integer, i8, and K frequencies, u8, which add up to 256; in version 4 K first and K
+//!            second digits, u8
 //! scales     one, or E x R
 //! index      an entry a stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
 //! exceptions what a code is above its symbol's integer (8 bits, or 32, signed), below the weight's place in the stream
@@ -43,17 +45,19 @@
 //! a decoder may read whole vectors.
 //!
 //! Invariants of [`Coded`]: frequencies of each table add up to 256, so any byte is the slot of a symbol; streams lie in
-//! the payload, and each has a table; a tensor has at most 1,424 weights for each of its bytes. Decoders bound their place
+//! the payload, and each has a table; a tensor has at most 1,424 symbols for each of its bytes. Decoders bound their place
 //! in a stream after every register, so whatever its bytes are, they read no further than 64 bytes behind its end, and all
 //! instruction sets decode the same. [`CodedView::verify`] decodes everything: a stream must end with its last byte and
 //! with all states at 256.
 
+mod coder;
 mod decode;
 pub mod device;
 mod encode;
 mod fit;
 mod give_off;
 mod layout;
+mod pairs;
 mod planes;
 mod rows;
 mod table;
@@ -64,7 +68,7 @@ mod verify;
 mod view;
 
 pub use decode::{Affine, Chain, Register, decode, side_by_side};
-pub use encode::{Code, encode, encode_dependent, encode_with_low_bits};
+pub use encode::{Code, encode, encode_dependent, encode_pairs, encode_with_low_bits};
 pub use layout::Layout;
 pub use planes::lows;
 pub use table::Table;
@@ -74,8 +78,8 @@ use crate::{Error, Result};
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"MOEPRANS";
-/// The newest version: dependent codes. Version 2 has low bits, version 1 neither.
-pub const VERSION: u16 = 3;
+/// The newest version: symbols of two weights. Version 3 has dependent codes, version 2 low bits, version 1 none of them.
+pub const VERSION: u16 = 4;
 /// Most low bits of a code.
 pub const MAX_LOW_BITS: usize = 3;
 /// Rows of a row block.

@@ -19,8 +19,14 @@ pub struct Table {
     pub(super) buckets: Buckets,
     /// Symbols, those of no slots counted.
     pub(super) count: usize,
-    /// The integer of symbol 0.
+    /// The integer of symbol 0, or of digit 0.
     pub(super) lowest: i8,
+    /// Integers from the lowest on, one of which each weight has.
+    pub(super) levels: usize,
+    /// Symbols stand for two weights ([`super::pairs`]).
+    pub(super) pairs: bool,
+    /// How far the integer of each of these is above the lowest.
+    pub(super) digits: [[u8; LANES]; 2],
     /// A frequency is above 127: more than a signed byte.
     pub(super) wide: bool,
 }
@@ -92,7 +98,10 @@ impl Table {
             starts: [0; LANES],
             buckets: Buckets::new(&[0; SLOTS]),
             count: frequencies.len(),
+            levels: frequencies.len(),
             lowest,
+            pairs: false,
+            digits: [[0; LANES]; 2],
             wide: frequencies.iter().any(|&f| f > 127),
         };
         let mut slot = 0;
@@ -107,16 +116,37 @@ impl Table {
         Some(table)
     }
 
-    /// The integer of symbol 0; that of symbol s is `lowest + s`.
+    /// The table of symbols of two weights ([`super::pairs`]) with these digits; `None` also if one is not below 64.
+    pub(super) fn of_pairs(lowest: i8, frequencies: &[u8], digits: [&[u8]; 2]) -> Option<Table> {
+        let mut table = Table::new(0, frequencies)?;
+        let highest = digits
+            .iter()
+            .flat_map(|digits| digits.iter())
+            .map(|&digit| usize::from(digit))
+            .max()?;
+        if highest >= LANES || i32::from(lowest) + highest as i32 > i8::MAX.into() {
+            return None;
+        }
+        table.lowest = lowest;
+        table.levels = highest + 1;
+        table.pairs = true;
+        for (place, digits) in table.digits.iter_mut().zip(digits) {
+            place[..digits.len()].copy_from_slice(digits);
+        }
+        Some(table)
+    }
+
+    /// The integer of symbol 0 or digit 0; that of others is so many above it.
     pub fn lowest(&self) -> i8 {
         self.lowest
     }
 
-    /// The symbol of an integer that has slots.
+    /// The symbol of an integer that has slots; of symbols of two weights the digit of an integer.
     #[inline(always)]
     pub(super) fn symbol(&self, code: i32) -> Option<u8> {
         let symbol = usize::try_from(code - i32::from(self.lowest)).ok()?;
-        (symbol < self.count && self.frequencies[symbol] > 0).then_some(symbol as u8)
+        let listed = symbol < self.levels && (self.pairs || self.frequencies[symbol] > 0);
+        listed.then_some(symbol as u8)
     }
 
     /// The most frequent symbol among every `step`-th from `first` on, the lowest of them.

@@ -52,6 +52,19 @@ pub(crate) fn encoded_with_low_bits(codes: &[i32], shape: Shape, stream_rows: Op
     encode_with_low_bits(codes, &[0.5], shape, stream_rows, MAX_LOW_BITS, &pool).unwrap()
 }
 
+/// Encoded with symbols of two weights, however many bits they take.
+pub(crate) fn encoded_pairs(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
+    encode_pairs(
+        codes,
+        &[0.5],
+        shape,
+        stream_rows,
+        f64::INFINITY,
+        &pool::current().unwrap(),
+    )
+    .unwrap()
+}
+
 /// Dependent codes that have given indices, of those beyond 2^27 the nearest.
 pub(crate) fn dependent(indices: &[i32], columns: usize) -> Vec<i32> {
     let rows = indices.chunks(columns.max(1));
@@ -95,6 +108,7 @@ fn round_trip(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8
     for (data, codes) in [
         (&encoded(codes, shape, stream_rows), codes),
         (&encoded_dependent(&paths, shape, stream_rows), &paths),
+        (&encoded_pairs(codes, shape, stream_rows), codes),
         (&data, codes),
     ] {
         let coded = Coded::parse(data).unwrap();
@@ -302,7 +316,12 @@ fn rows_that_are_looked_up_are_those_of_the_whole() {
     for (stream_rows, codes, data) in [16, 64].into_iter().flat_map(|stream_rows| {
         let plain = encoded_with_low_bits(&codes, shape, Some(stream_rows));
         let other = encoded_dependent(&paths, shape, Some(stream_rows));
-        [(stream_rows, &codes, plain), (stream_rows, &paths, other)]
+        let pairs = encoded_pairs(&codes, shape, Some(stream_rows));
+        [
+            (stream_rows, &codes, plain),
+            (stream_rows, &codes, pairs),
+            (stream_rows, &paths, other),
+        ]
     }) {
         let coded = Coded::parse(&data).unwrap();
         let view = coded.view(&data).unwrap();
@@ -353,20 +372,22 @@ fn damaged_bytes_are_found_or_harmless() {
         ndim: 3,
     };
     let mut random = Random(1);
-    for (stream_rows, deviation, paths) in [
-        (16, 2.0, false),
-        (64, 2.0, false),
-        (16, 80.0, false),
-        (64, 80.0, false),
-        (16, 2.0, true),
-        (64, 2.0, true),
+    type Encode = fn(&[i32], Shape, Option<usize>) -> Vec<u8>;
+    let of_paths: Encode =
+        |indices, shape, rows| encoded_dependent(&dependent(indices, shape.columns), shape, rows);
+    for (stream_rows, deviation, encode) in [
+        (16, 2.0, encoded_with_low_bits as Encode),
+        (64, 2.0, encoded_with_low_bits),
+        (16, 80.0, encoded_with_low_bits),
+        (64, 80.0, encoded_with_low_bits),
+        (16, 2.0, of_paths),
+        (64, 2.0, of_paths),
+        (16, 0.5, encoded_pairs),
+        (64, 0.7, encoded_pairs),
     ] {
         let mut codes = gaussian(shape, deviation, 9);
         codes[100] = 9999;
-        let data = match paths {
-            true => encoded_dependent(&dependent(&codes, shape.columns), shape, Some(stream_rows)),
-            false => encoded_with_low_bits(&codes, shape, Some(stream_rows)),
-        };
+        let data = encode(&codes, shape, Some(stream_rows));
         let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
         let (mut flips, mut found) = (0, 0);
         for _ in 0..600 {
@@ -396,6 +417,7 @@ fn hostile_headers_are_refused() {
     for (at, value) in [
         (8, 2u64),
         (8, 3),
+        (8, 5),
         (59, 1),
         (10, 4),
         (11, 2),
@@ -422,6 +444,63 @@ fn hostile_headers_are_refused() {
         let mut bad = data.clone();
         let width = if (16..56).contains(&at) { 8 } else { 1 };
         bad[at..at + width].copy_from_slice(&value.to_le_bytes()[..width]);
+        assert!(Coded::parse(&bad).is_err(), "{value} at {at}");
+    }
+}
+
+#[test]
+fn pairs_are_chosen_where_they_are_as_small() {
+    let shape = matrix(1024, 1024);
+    let (mut random, pool) = (Random(9), pool::current().unwrap());
+    let codes: Vec<i32> = (0..1024 * 1024)
+        .map(|_| random.normal(0.35).round() as i32)
+        .collect();
+    let size = |codes: &[i32], more| {
+        let data = encode_pairs(codes, &[0.5], shape, None, more, &pool).unwrap();
+        (data.len(), Layout::read(&data).unwrap().is_of_pairs())
+    };
+    let plain = encoded(&codes, shape, None).len();
+    assert_eq!(size(&codes, -1.0), (plain, false));
+    let (bytes, pairs) = size(&codes, 0.002);
+    assert!(
+        pairs && bytes as f64 <= plain as f64 * 1.003,
+        "{bytes} instead of {plain}"
+    );
+    let many = gaussian(shape, 4.0, 9);
+    assert_eq!(size(&many, 0.002), (encoded(&many, shape, None).len(), false));
+}
+
+#[test]
+fn tensors_of_pairs_become_those_of_single_symbols() {
+    let pool = pool::current().unwrap();
+    for (rows, columns, deviation) in [(37, 90, 0.5), (100, 65, 1.0), (16, 4, 0.0), (5, 3, 60.0)] {
+        let shape = matrix(rows, columns);
+        let codes = gaussian(shape, deviation, 9);
+        let data = encoded_pairs(&codes, shape, None);
+        let coded = Coded::parse(&data).unwrap();
+        for isa in isas() {
+            let single = coded.view(&data).unwrap().without_pairs(isa, &pool).unwrap();
+            let parsed = Coded::parse(&single).unwrap();
+            let view = parsed.view(&single).unwrap();
+            view.verify(isa, &pool).unwrap();
+            assert!(!parsed.layout().is_of_pairs() && decoded(&view, isa) == codes);
+        }
+    }
+}
+
+#[test]
+fn digits_beyond_a_signed_byte_are_refused() {
+    let shape = matrix(16, 64);
+    let data = encoded_pairs(&gaussian(shape, 1.0, 9), shape, None);
+    let layout = Layout::read(&data).unwrap();
+    let table = layout.sections().unwrap()[0].clone();
+    for (at, value) in [
+        (table.start, 127),
+        (table.end - 1, 64),
+        (table.end - layout.symbols, 255),
+    ] {
+        let mut bad = data.clone();
+        bad[at] = value;
         assert!(Coded::parse(&bad).is_err(), "{value} at {at}");
     }
 }
@@ -458,7 +537,11 @@ proptest! {
     #[test]
     fn random_payloads_decode_the_same_on_all_sets(seed: u64, rows in 1usize..70, columns in 1usize..70) {
         let shape = matrix(rows, columns);
-        let mut data = encoded(&gaussian(shape, 1.5, seed), shape, None);
+        let codes = gaussian(shape, 1.5, seed);
+        let mut data = match seed % 2 {
+            0 => encoded(&codes, shape, None),
+            _ => encoded_pairs(&codes, shape, None),
+        };
         let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
         let mut random = Random(seed);
         data[payload].fill_with(|| random.next() as u8);

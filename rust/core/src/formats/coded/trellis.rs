@@ -15,12 +15,10 @@ use super::decode::Register;
 use super::encode::Code;
 use super::table::Table;
 use super::{LANES, QUAD};
-use crate::simd::Isa;
+use crate::simd::{Isa, vectorized};
 
 /// The next state by twice the state plus the parity of the index.
 pub const NEXT: [u8; 16] = [0, 2, 5, 7, 1, 3, 6, 4, 2, 0, 4, 6, 3, 1, 7, 5];
-/// For each state all bits if it is odd. There are eight; vectors look states up among 16.
-const ODD: [u8; 16] = [0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255];
 /// The lowest index of a table; there are [`LANES`].
 pub(super) const LOWEST: i8 = -32;
 /// A code is twice a *half* plus this; halves, 0 to 127, are what integer dot products multiply.
@@ -47,161 +45,74 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
     (wrong == 0).then_some(())
 }
 
-/// The states of a stream's lanes.
-///
-/// Invariant: below 8.
+/// Registers until a mirror that has been read comes again.
+const PERIOD: usize = 4;
+
+/// Of a stream's lanes, whether states are odd (all bits of a byte, or none): now, and at the next three registers so far as
+/// symbols tell. The states of [`NEXT`] are those of a shift register: the parity of an index turns over what is two and
+/// three registers ahead, and what is four ahead starts as what is now.
 #[derive(Debug, Clone)]
-pub(super) struct States(Register);
+pub(super) struct States([Register; PERIOD]);
 
 impl States {
     /// The states at the start of a row block.
-    pub const START: States = States(Register::ZERO);
+    pub const START: States = States([Register::ZERO; PERIOD]);
 
     /// Makes of the symbols of registers that follow one another codes, signed bytes, or their halves. `isa` must have been
     /// found available.
     pub fn pass<const HALVES: bool>(&mut self, isa: Isa, lowest: i8, registers: &mut [Register]) {
-        match isa {
-            // SAFETY: the processor runs the set.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => unsafe { x86::avx2::<HALVES>(self, lowest, registers) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Amx => unsafe { x86::avx512::<HALVES>(self, lowest, registers) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "aarch64")]
-            Isa::Neon => unsafe { neon::<HALVES>(self, lowest, registers) },
-            _ => self.portable::<HALVES>(lowest, registers),
+        match HALVES {
+            true => halves(
+                isa,
+                self,
+                lowest.wrapping_mul(2).wrapping_add(LANES as i8),
+                registers,
+            ),
+            false => codes(isa, self, lowest.wrapping_mul(4).wrapping_add(1), registers),
         }
     }
 
-    fn portable<const HALVES: bool>(&mut self, lowest: i8, registers: &mut [Register]) {
-        for register in registers {
-            for (byte, state) in register.0.iter_mut().zip(&mut self.0.0) {
-                let parity = *byte & 1;
-                let half = byte.wrapping_add(lowest as u8).wrapping_mul(2) ^ ODD[usize::from(*state)];
-                *byte = match HALVES {
-                    true => half.wrapping_add(LANES as u8),
-                    false => half.wrapping_mul(2) | 1,
-                };
-                *state = NEXT[usize::from(2 * *state + parity)];
+    /// Makes codes or halves, of which symbol 0 is `lowest` in even states, of the symbols of a register, whose number among
+    /// those that follow one another is given.
+    #[inline(always)]
+    fn register<const HALVES: bool>(&mut self, number: usize, lowest: i8, register: &mut Register) {
+        let [now, ahead_two, ahead_three] = [0, 2, 3].map(|ahead| (number + ahead) % PERIOD);
+        // Doubled and mirrored: half h becomes 127 - h, code c becomes -c.
+        let (double, mirror) = if HALVES { (1, 127) } else { (2, 254) };
+        for (lane, byte) in register.0.iter_mut().enumerate() {
+            let turn = (*byte & 1).wrapping_neg();
+            *byte = (*byte << double).wrapping_add(lowest as u8) ^ (self.0[now].0[lane] & mirror);
+            self.0[ahead_two].0[lane] ^= turn;
+            self.0[ahead_three].0[lane] ^= turn;
+        }
+    }
+
+    #[inline(always)]
+    fn registers<const HALVES: bool>(&mut self, lowest: i8, registers: &mut [Register]) {
+        // In a copy of their own compilers keep them in vectors.
+        let mut states = self.clone();
+        let (periods, rest) = registers.as_chunks_mut::<PERIOD>();
+        for period in periods {
+            for (number, register) in period.iter_mut().enumerate() {
+                states.register::<HALVES>(number, lowest, register);
             }
         }
+        for (number, register) in rest.iter_mut().enumerate() {
+            states.register::<HALVES>(number, lowest, register);
+        }
+        states.0.rotate_left(rest.len());
+        *self = states;
     }
 }
 
-#[cfg(target_arch = "aarch64")]
-#[target_feature(enable = "neon")]
-fn neon<const HALVES: bool>(states: &mut States, lowest: i8, registers: &mut [Register]) {
-    use std::arch::aarch64::*;
-
-    let (one, middle) = (vdupq_n_u8(1), vdupq_n_u8(LANES as u8));
-    let twice = vdupq_n_u8((lowest as u8).wrapping_mul(2));
-    // SAFETY: both have 16 bytes.
-    let [next, odd] = [&NEXT, &ODD].map(|table| unsafe { vld1q_u8(table.as_ptr()) });
-    for part in 0..LANES / 16 {
-        let states = &mut states.0.0[16 * part..][..16];
-        // SAFETY: there are 16 bytes.
-        let mut state = unsafe { vld1q_u8(states.as_ptr()) };
-        for register in &mut *registers {
-            let bytes = &mut register.0[16 * part..][..16];
-            // SAFETY: there are 16 bytes.
-            let symbols = unsafe { vld1q_u8(bytes.as_ptr()) };
-            let half = veorq_u8(
-                vaddq_u8(vaddq_u8(symbols, symbols), twice),
-                vqtbl1q_u8(odd, state),
-            );
-            let found = match HALVES {
-                true => vaddq_u8(half, middle),
-                false => vorrq_u8(vaddq_u8(half, half), one),
-            };
-            // SAFETY: there are 16 bytes.
-            unsafe { vst1q_u8(bytes.as_mut_ptr(), found) };
-            state = vqtbl1q_u8(next, vorrq_u8(vaddq_u8(state, state), vandq_u8(symbols, one)));
-        }
-        // SAFETY: there are 16 bytes.
-        unsafe { vst1q_u8(states.as_mut_ptr(), state) };
-    }
+vectorized! {
+    /// See [`States::pass`].
+    fn halves(states: &mut States, lowest: i8, registers: &mut [Register]) = States::registers::<true>;
 }
 
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::x86_64::*;
-
-    use super::*;
-
+vectorized! {
     /// See [`States::pass`].
-    ///
-    /// # Safety
-    /// The processor has AVX2.
-    #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn avx2<const HALVES: bool>(
-        states: &mut States,
-        lowest: i8,
-        registers: &mut [Register],
-    ) {
-        let (one, middle) = (_mm256_set1_epi8(1), _mm256_set1_epi8(LANES as i8));
-        let twice = _mm256_set1_epi8(lowest.wrapping_mul(2));
-        // SAFETY: both have 16 bytes.
-        let [next, odd] = [&NEXT, &ODD]
-            .map(|table| unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())) });
-        for half in 0..2 {
-            // SAFETY: a register has 64 bytes and is aligned.
-            let mut state = unsafe { _mm256_load_si256(states.0.0.as_ptr().cast::<__m256i>().add(half)) };
-            for register in &mut *registers {
-                let place = register.0.as_mut_ptr().cast::<__m256i>();
-                // SAFETY: as above.
-                let symbols = unsafe { _mm256_load_si256(place.add(half)) };
-                let doubled = _mm256_add_epi8(_mm256_add_epi8(symbols, symbols), twice);
-                let halves = _mm256_xor_si256(doubled, _mm256_shuffle_epi8(odd, state));
-                let found = match HALVES {
-                    true => _mm256_add_epi8(halves, middle),
-                    false => _mm256_or_si256(_mm256_add_epi8(halves, halves), one),
-                };
-                // SAFETY: as above.
-                unsafe { _mm256_store_si256(place.add(half), found) };
-                let edges = _mm256_or_si256(_mm256_add_epi8(state, state), _mm256_and_si256(symbols, one));
-                state = _mm256_shuffle_epi8(next, edges);
-            }
-            // SAFETY: as above.
-            unsafe { _mm256_store_si256(states.0.0.as_mut_ptr().cast::<__m256i>().add(half), state) };
-        }
-    }
-
-    /// See [`States::pass`].
-    ///
-    /// # Safety
-    /// The processor has AVX-512 BW.
-    #[target_feature(enable = "avx512f,avx512bw")]
-    pub(super) unsafe fn avx512<const HALVES: bool>(
-        states: &mut States,
-        lowest: i8,
-        registers: &mut [Register],
-    ) {
-        let (one, middle) = (_mm512_set1_epi8(1), _mm512_set1_epi8(LANES as i8));
-        let twice = _mm512_set1_epi8(lowest.wrapping_mul(2));
-        // SAFETY: both have 16 bytes.
-        let [next, odd] = [&NEXT, &ODD]
-            .map(|table| unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())) });
-        // SAFETY: a register has 64 bytes and is aligned.
-        let mut state = unsafe { _mm512_load_si512(states.0.0.as_ptr().cast()) };
-        for register in registers {
-            let place = register.0.as_mut_ptr().cast::<__m512i>();
-            // SAFETY: as above.
-            let symbols = unsafe { _mm512_load_si512(place) };
-            let doubled = _mm512_add_epi8(_mm512_add_epi8(symbols, symbols), twice);
-            let halves = _mm512_xor_si512(doubled, _mm512_shuffle_epi8(odd, state));
-            let found = match HALVES {
-                true => _mm512_add_epi8(halves, middle),
-                false => _mm512_or_si512(_mm512_add_epi8(halves, halves), one),
-            };
-            // SAFETY: as above.
-            unsafe { _mm512_store_si512(place, found) };
-            let edges = _mm512_or_si512(_mm512_add_epi8(state, state), _mm512_and_si512(symbols, one));
-            state = _mm512_shuffle_epi8(next, edges);
-        }
-        // SAFETY: as above.
-        unsafe { _mm512_store_si512(states.0.0.as_mut_ptr().cast(), state) };
-    }
+    fn codes(states: &mut States, lowest: i8, registers: &mut [Register]) = States::registers::<false>;
 }
 
 #[cfg(test)]

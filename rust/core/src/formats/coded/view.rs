@@ -13,7 +13,7 @@ use crate::simd::Isa;
 use crate::{Error, Result};
 
 /// Symbols that a byte can hold: one of 255 slots takes 1/177 of a bit.
-const MOST_WEIGHTS: usize = 8 * 178;
+const MOST_SYMBOLS: usize = 8 * 178;
 
 /// What opening a tensor finds: everything but scales, exceptions and streams.
 #[derive(Debug, Clone)]
@@ -65,8 +65,18 @@ impl Coded {
         if data.len() > total || unused.any(|range| data[range].iter().any(|&byte| byte != 0)) {
             return corrupt("bytes that belong to nothing");
         }
-        let tables = data[sections[0].clone()].chunks_exact(1 + layout.symbols);
-        let tables = tables.map(|table| Table::new(table[0] as i8, &table[1..]));
+        let tables = data[sections[0].clone()].chunks_exact(layout.table_bytes());
+        let tables = tables.map(|table| {
+            let (frequencies, digits) = table[1..].split_at(layout.symbols);
+            match layout.pairs {
+                true => Table::of_pairs(
+                    table[0] as i8,
+                    frequencies,
+                    digits.split_at(layout.symbols).into(),
+                ),
+                false => Table::new(table[0] as i8, frequencies),
+            }
+        });
         let Some(tables) = tables.collect::<Option<Vec<_>>>() else {
             return corrupt("frequencies do not add up, or stand for more than a signed byte");
         };
@@ -127,7 +137,7 @@ fn starts(layout: &Layout, index: &[u8], payload: usize) -> Result<Vec<Start>> {
             return corrupt(format!("stream {number} has no table"));
         }
         let stream = number % layout.streams();
-        if layout.symbols_of(stream) > MOST_WEIGHTS * (length + LANES) {
+        if layout.symbols_of(stream) > MOST_SYMBOLS * (length + LANES) {
             return corrupt(format!("stream {number}: {length} bytes cannot hold its codes"));
         }
         starts.push(Start { at, exception, table });

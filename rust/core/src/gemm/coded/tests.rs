@@ -1,7 +1,7 @@
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, gaussian};
 use crate::formats::coded::{
-    self as format, MAX_LOW_BITS, QUAD, Register, encode_dependent, encode_with_low_bits,
+    self as format, MAX_LOW_BITS, QUAD, Register, encode_dependent, encode_pairs, encode_with_low_bits,
 };
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
@@ -44,6 +44,17 @@ impl Case {
         Case {
             codes,
             data,
+            shape: self.shape,
+            scales: self.scales.clone(),
+        }
+    }
+
+    /// The codes encoded with symbols of two weights.
+    fn pairs(&self) -> Case {
+        let pool = pool::current().unwrap();
+        Case {
+            data: encode_pairs(&self.codes, &self.scales, self.shape, None, f64::INFINITY, &pool).unwrap(),
+            codes: self.codes.clone(),
             shape: self.shape,
             scales: self.scales.clone(),
         }
@@ -118,7 +129,7 @@ fn products_are_those_of_the_codes() {
         };
         for (stream_rows, deviation) in [(16, 0.3), (64, 1.5), (16, 12.0), (64, 30.0), (16, 90.0)] {
             let plain = Case::new(shape, stream_rows, deviation);
-            let cases = [plain.dependent(), plain];
+            let cases = [plain.dependent(), plain.pairs(), plain];
             for (case, count) in cases
                 .iter()
                 .flat_map(|case| [1, 3, 19].map(|count| (case, count)))
@@ -169,7 +180,7 @@ fn a_token_gets_the_same_alone_and_among_others() {
     };
     let plain = Case::new(shape, 16, 2.0);
     let x = tokens(140, 300);
-    for (case, mode, isa) in [plain.dependent(), plain].iter().flat_map(|case| {
+    for (case, mode, isa) in [plain.dependent(), plain.pairs(), plain].iter().flat_map(|case| {
         let modes = [Mode::Exact, Mode::Int8].into_iter();
         modes.flat_map(move |mode| isas().map(move |isa| (case, mode, isa)))
     }) {

@@ -107,7 +107,7 @@ impl<'a> Chain<'a> {
             None => Affine {
                 factor: 1,
                 offset: self.table.lowest().into(),
-                most: self.table.count,
+                most: self.table.levels,
             },
             Some(states) => {
                 states.pass::<true>(isa, self.table.lowest(), symbols);
@@ -155,12 +155,72 @@ fn shift_portable(registers: &mut [Register], lowest: i8) {
     }
 }
 
-/// Decodes the next registers of some streams: those of the first stream, then those of the second, and so on. `isa` must
-/// have been found available.
+/// Decodes the next registers of some streams of a tensor: those of the first stream, then those of the second, and so on.
+/// They hold symbols, or the digits of symbols of two weights; of these an odd number ends a row block. `isa` must have been
+/// found available.
 #[inline]
 pub fn decode(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     // Decoders rely on it.
     assert!(out.len() >= chains.len() * registers);
+    if !chains.iter().any(|chain| chain.table.pairs) {
+        return symbols(isa, chains, registers, out);
+    }
+    let steps = registers.div_ceil(2);
+    symbols(isa, chains, steps, out);
+    // From the last to the first: what is split lies nowhere behind what it becomes.
+    for (number, chain) in chains.iter().enumerate().rev() {
+        let places = Split {
+            from: number * steps,
+            to: number * registers,
+            registers,
+        };
+        split(isa, chain.table, places, out);
+    }
+}
+
+/// Where registers of symbols of two weights lie, and where their digits go, which may be the same memory.
+#[derive(Debug, Clone, Copy)]
+struct Split {
+    from: usize,
+    to: usize,
+    /// Registers of digits.
+    registers: usize,
+}
+
+impl Split {
+    /// The place of each register of symbols, that of its first digits, and whether the second ones follow, from the last to
+    /// the first.
+    #[inline(always)]
+    fn places(self) -> impl Iterator<Item = (usize, usize, bool)> {
+        let place = move |step| {
+            (
+                self.from + step,
+                self.to + 2 * step,
+                2 * step + 1 < self.registers,
+            )
+        };
+        (0..self.registers.div_ceil(2)).rev().map(place)
+    }
+}
+
+/// Makes digits of symbols of two weights.
+fn split(isa: Isa, table: &Table, split: Split, registers: &mut [Register]) {
+    match isa {
+        // SAFETY: the processor runs the set.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { avx2::split(table, split, registers) },
+        // SAFETY: as above; the other sets have all of AVX-512 that is asked for.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Amx => unsafe { avx512::split(table, split, registers) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => unsafe { neon::split(table, split, registers) },
+        _ => scalar::split(table, split, registers),
+    }
+}
+
+/// Decodes registers of symbols; `out` has room for those of all chains.
+fn symbols(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     match isa {
         // SAFETY: the processor runs the set.
         #[cfg(target_arch = "x86_64")]

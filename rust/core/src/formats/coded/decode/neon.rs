@@ -4,7 +4,7 @@
 
 use std::arch::aarch64::*;
 
-use super::{Chain, Register};
+use super::{Chain, Register, Split};
 use crate::formats::coded::table::Table;
 use crate::formats::coded::{LANES, QUAD};
 
@@ -42,6 +42,23 @@ fn next(chain: &mut Chain, out: &mut Register) {
         at += usize::from(vgetq_lane_u8::<15>(counts));
     }
     chain.at = at.min(chain.length);
+}
+
+/// See [`super::split`].
+#[target_feature(enable = "neon")]
+pub(super) fn split(table: &Table, split: Split, registers: &mut [Register]) {
+    for (from, to, whole) in split.places() {
+        let symbols = registers[from];
+        for (to, digits) in (to..).zip(&table.digits).take(1 + usize::from(whole)) {
+            for first in (0..LANES).step_by(WIDTH) {
+                store(
+                    look_up(digits, load(&symbols.0, first)),
+                    &mut registers[to].0,
+                    first,
+                );
+            }
+        }
+    }
 }
 
 #[inline]

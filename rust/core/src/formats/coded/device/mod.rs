@@ -1,7 +1,8 @@
 //! The layout in which GPUs read a coded tensor. It is made when a tensor is uploaded, and never written to a file.
 //!
 //! A GPU gives a warp the 64 lanes of a row block, two to a thread, and they cannot afford to agree on whose the next
-//! byte is. So every lane gets its own bytes. Symbols, states and bytes stay what they are; nothing is encoded anew.
+//! byte is. So every lane gets its own bytes. Symbols, states and bytes stay what they are; only symbols of two weights are
+//! encoded anew, as symbols of one ([`CodedView::without_pairs`]).
 //!
 //! A GPU makes the records of what is uploaded to it (`cuda/coded_upload.cu`), behind what [`CodedView::device_frame`]
 //! gives; here they are made for bytes on a GPU that are checked again, and for tests.
@@ -45,8 +46,8 @@ use rayon::prelude::*;
 use super::layout::{ALIGNMENT, STATE_BYTES};
 use super::table::{SLOTS, Table};
 use super::trellis::{self, NEXT};
-use super::{BLOCK_ROWS, CodedView, LANES, Layout, QUAD, invalid};
-use crate::Result;
+use super::{BLOCK_ROWS, Coded, CodedView, LANES, Layout, QUAD, invalid};
+use crate::{Result, simd};
 
 pub use restore::from_device;
 
@@ -276,6 +277,10 @@ impl CodedView<'_> {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error): such segments, or so many bytes, do not exist.
     pub fn to_device(&self, of_segment: Option<usize>, pool: &ThreadPool) -> Result<Vec<u8>> {
+        if self.layout().is_of_pairs() {
+            let single = self.without_pairs(simd::active()?, pool)?;
+            return Coded::parse(&single)?.view(&single)?.to_device(of_segment, pool);
+        }
         self.laid_out(of_segment, pool, |cut, stream, tables| {
             self.records(cut, stream, tables)
         })
@@ -301,6 +306,9 @@ impl CodedView<'_> {
         pool: &ThreadPool,
         records: impl Fn(&Cut, usize, &[[u32; SLOTS]]) -> Part + Sync,
     ) -> Result<Vec<u8>> {
+        if self.layout().is_of_pairs() {
+            return invalid("GPUs read symbols of one weight");
+        }
         if self.layout().low_bits() > 0 {
             return invalid(
                 "GPUs have no kernel for codes with low bits, which more than 5 bits a weight have",

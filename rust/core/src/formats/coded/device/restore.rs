@@ -67,6 +67,7 @@ impl<'a> Stored<'a> {
         let cut = Cut::new(layout, Some(word(5) as usize))?;
         let known = word(0) == u64::from_le_bytes(MAGIC)
             && head.len() == packed.sections[4].start
+            && !layout.is_of_pairs()
             && starts.len() == 4 * (cut.all_blocks() * cut.chunks() + 1);
         match known {
             true => Ok(Stored {
