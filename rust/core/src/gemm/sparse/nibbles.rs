@@ -5,7 +5,9 @@
 //! ([`crate::gemm::groupwise`]): three planes of signed bytes, each worth 256 of the next. Eight lanes add up eight products
 //! of a group each, which stay below 2^30, so every instruction set gives the same bits.
 
-use super::rows::{Term, group};
+#[cfg(target_arch = "x86_64")]
+use super::rows::Term;
+use super::rows::group;
 use crate::formats::channels::{GROUP, Half};
 use crate::gemm::dense;
 use crate::gemm::groupwise::{Precision, STEP_COLUMNS, digit, quantize};
