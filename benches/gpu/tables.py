@@ -64,7 +64,8 @@ def peers() -> None:
     print("|" + "---|" * (1 + len(tokens)))
     for name in ("int3", "int4"):
         found = {(line["what"], line["tokens"]): line for line in lines if line["specification"].startswith(name)}
-        ratios = [[found[shape, count]["ratios"][f"humming {name}"] for shape in MATRICES] for count in tokens]
+        known = [[found[shape, count] for shape in MATRICES if (shape, count) in found] for count in tokens]
+        ratios = [[line["ratios"][f"humming {name}"] for line in lines] for lines in known]
         row(name, *(", ".join(f"{ratio:.2f}" for ratio in cell) for cell in ratios))
     print()
 
