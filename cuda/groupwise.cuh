@@ -218,7 +218,7 @@ struct Groupwise {
     }
 
 #if defined(__CUDACC__)
-    // The same by a warpgroup. Tensor cores multiply while the next codes are decoded.
+    // Multiplies a stage by a warpgroup. Tensor cores multiply while the next codes are decoded.
     template <int N>
     static MOEPACK_DEVICE void multiply_together(const Lane& lane, const u8* stage, const u8* cells, int tokens,
                                                  float (&part)[N][4]) {

@@ -205,8 +205,8 @@ struct Ring {
         if (threadIdx.x == 0) publish_barriers();
     }
 
-    // Of codes behind the end of rows nothing is copied. Only zeros are multiplied by them and their scales, which
-    // must be numbers.
+    // Zeroes a ring of which some stages are not copied whole. What lies behind the end of rows is multiplied by
+    // zeros, and its scales must be numbers.
     MOEPACK_DEVICE void clear(i64 block_bytes) {
         int bytes = Groupwise::WHOLE && block_bytes % Groupwise::STAGE ? depth * STAGE : 0;
         for (int i = threadIdx.x * 16; i < bytes; i += LINEAR_THREADS * 16)

@@ -107,15 +107,9 @@ class PackedTensor:
         compensated ones "base", "ranks", "right_scales", "right", "left_scales", "left" (docs/format.md).
         """
     def payloads(self) -> NDArray[np.int64]:
-        """Return where the bytes of each expert's codes lie, [experts, 2]: the first and the one behind the last.
-
-        Opening the tensor and products with other experts do not read them.
-        """
+        """Return where the bytes of each expert's codes lie, [experts, 2]; other experts' products do not read them."""
     def decode(self) -> NDArray[Any]:
-        """Return the codes [experts, rows, columns], int8 of ternary and coded tensors, uint8 of others.
-
-        Raises CorruptionError; ValueError if a byte does not hold them (see `decode_coded`).
-        """
+        """Return the codes [experts, rows, columns], int8 (ternary, coded) or uint8; CorruptionError, ValueError."""
     def dequantize(self, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
         """Return the values [experts, rows, columns], bfloat16 as its bits in uint16; ValueError, CorruptionError."""
     def look_up(self, rows: NDArray[np.int64], dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:

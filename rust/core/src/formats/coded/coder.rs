@@ -16,7 +16,7 @@ pub(super) const NONE: u8 = u8::MAX;
 /// A table as encoding needs it.
 pub(super) struct Coder {
     pub table: Table,
-    /// Of symbols of two weights.
+    /// How pairs of digits find symbols, where these stand for two weights.
     pub pairing: Option<Pairing>,
     /// The symbol of each integer from -128 on, or its digit in symbols of two weights, or [`NONE`], which follows for
     /// all others.

@@ -48,8 +48,8 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
 /// Registers until a mirror that has been read comes again.
 const PERIOD: usize = 4;
 
-/// Of a stream's lanes, whether states are odd (all bits of a byte, or none): now, and at the next three registers so far as
-/// symbols tell. The states of [`NEXT`] are those of a shift register: the parity of an index turns over what is two and
+/// Whether the states of a stream's lanes are odd (all bits of a byte, or none): now, and at the next three registers so far
+/// as symbols tell. The states of [`NEXT`] are those of a shift register: the parity of an index turns over what is two and
 /// three registers ahead, and what is four ahead starts as what is now.
 #[derive(Debug, Clone)]
 pub(super) struct States([Register; PERIOD]);
