@@ -4,8 +4,8 @@
 // Launches, after one that writes u of each slot (pair of a token and an expert):
 //     choose   a block a slot: lists the channels that pass the expert's threshold, in ascending order; the first of a
 //              token makes it f32
-//     compute  as many blocks as run at a time: all listed channels of all slots have one number; a block takes an equal
-//              range of them. Its threads own columns: they multiply the gates' rows while the down columns come to
+//     compute  as many blocks as run at a time: all listed channels of all slots have one number; a block takes an
+//              equal range of them. Its threads own columns: they multiply the gates' rows while the down columns come to
 //              the L2, and add these to a row of `parts` for each slot that the range meets: row block + slot, which
 //              no other pair has
 //     add      sums the parts of each token's slots
@@ -13,9 +13,9 @@
 // launches before these write the coarse gates and u. Then `choose` writes inner = silu(gate) * u of all channels and
 // judges them by it, times the router's weight; `compute` replaces it where channels are refined; a launch behind it
 // multiplies it by the coarse down projection, and `add` adds to what that wrote.
-// Every sum has one order, which routing and choice determine, and nothing waits for the host. The records of an expert's
-// first channels, or of all, lie in the memory of the GPU; the others in pinned memory of the host: those that are chosen,
-// and no others, cross the bus.
+// Every sum has one order, which routing and choice determine, and nothing waits for the host. The records of an
+// expert's first channels, or of all, lie in the memory of the GPU; the others in pinned memory of the host: those that
+// are chosen, and no others, cross the bus.
 //
 // `gather` is the compact transfer: copies chosen records from pinned memory of the host to the GPU, by indices on the
 // GPU, on as few blocks as fill the bus.
