@@ -26,10 +26,6 @@
 
 namespace moepack {
 
-MOEPACK_DEVICE void prefetch(const u8* at) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-
 MOEPACK_DEVICE void store_shared(Shared to, u64 value) {
     asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(value) : "memory");
 }
@@ -507,24 +503,40 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) combine_few(Few few
 }
 
 // Rotates each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at
-// all).
-extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out) {
+// all); with `steps` rounded rows are integers, which these are to be multiplied by.
+extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out, float* steps) {
     enter_launch();
-    i64 start = i64(blockIdx.x) * x.columns;
+    int row = blockIdx.x;
+    float* to = out + i64(row) * x.columns;
     float low = 0, high = 0, odd = 0;
-    auto use = [&](int column, float value) {
-        out[start + column] = value;
+    auto see = [&](float value) {
         low = fmaxf(low, -value), high = fmaxf(high, value);
         if (!(fabsf(value) < __uint_as_float(0x7f800000))) odd = 1;
     };
-    auto value = [&](int column) { return activation(x, start + column); };
-    if (width > 1) rotate_row(x.columns, width, value, use);
-    else for (int i = threadIdx.x; i < x.columns; i += blockDim.x) use(i, value(i));
+    if (width > 1) {
+        auto value = [&](int column) { return activation(x, i64(row) * x.columns + column); };
+        rotate_row(x.columns, width, value, [&](int column, float value) { to[column] = value, see(value); });
+    } else {
+        for_each_eight(x, row, [&](int, const float(&value)[8]) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) see(value[i]);
+        });
+    }
     if (bits == 0) return;
     Grid grid(block_largest(low), block_largest(high), bits);
     bool finite = block_largest(odd) == 0 && grid.step < __uint_as_float(0x7f800000);
-    for (int i = threadIdx.x; i < x.columns; i += blockDim.x)
-        out[start + i] = finite ? grid.round(out[start + i]) : __uint_as_float(0x7fc00000);
+    float none = __uint_as_float(0x7fc00000), unit = steps ? 1.0f : grid.step;
+    if (steps && threadIdx.x == 0) steps[row] = grid.step;
+    auto rounded = [&](float value) { return finite ? unit * grid.steps(value) : none; };
+    if (width > 1) {
+        for (int i = threadIdx.x; i < x.columns; i += blockDim.x) to[i] = rounded(to[i]);
+    } else {
+        for_each_eight(x, row, [&](int column, float(&value)[8]) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) value[i] = rounded(value[i]);
+            store_eight(to, column, value, 8, true, true);
+        });
+    }
 }
 
 // The value of a row and a column.

@@ -27,6 +27,11 @@ MOEPACK_BOTH u32 choose(u32 a, u32 b, u32 selector) {
 #endif
 }
 
+// Bits of b where the mask has ones, otherwise of a.
+MOEPACK_BOTH u32 blend(u32 a, u32 b, u32 mask) {
+    return (a & ~mask) | (b & mask);
+}
+
 // The bytes of `table` that eight codes choose, which are half-bytes of `codes`; the last is the upper one.
 template <int WIDTH>
 struct Table {
@@ -37,12 +42,13 @@ struct Table {
 // What selects bytes for eight codes.
 template <int WIDTH>
 struct Selector {
-    u32 low, half;  // entries of the tables of eight; of 4 bits which table
+    u32 low, upper[2];  // entries of the tables of eight; of 4 bits which codes choose from the second, by parts
 
-    MOEPACK_BOTH explicit Selector(u32 codes) : low(codes), half(0) {
+    MOEPACK_BOTH explicit Selector(u32 codes) : low(codes), upper{0, 0} {
         if (WIDTH == 4) {
+            u32 even = codes << 4;
             low = codes & 0x77777777;
-            half = and_or(codes >> 1, 0x44444444, 0x32103210);
+            upper[0] = signs(even, codes, 0x5140), upper[1] = signs(even, codes, 0x7362);
         }
     }
 
@@ -53,7 +59,7 @@ struct Selector {
         u32 first = choose(table.word[0], table.word[Table<WIDTH>::WORDS > 1], entries);
         if (WIDTH == 3) return first;
         u32 second = choose(table.word[2 % Table<WIDTH>::WORDS], table.word[3 % Table<WIDTH>::WORDS], entries);
-        return choose(first, second, half >> 16 * part);
+        return blend(first, second, upper[part]);
     }
 };
 

@@ -46,8 +46,10 @@ struct Paths {
     MOEPACK_BOTH void mirror(u32 (&a)[4]) {
         u32 first = a[1] * 256 + a[0], second = a[3] * 256 + a[2];
         late ^= first ^ between(last, first);
-        a[0] = (a[0] ^ signs(early, 0x2200)) & 0x007f007f, a[1] = (a[1] ^ signs(early, 0x3311)) & 0x007f007f;
-        a[2] = (a[2] ^ signs(late, 0x2200)) & 0x007f007f, a[3] = (a[3] ^ signs(late, 0x3311)) & 0x007f007f;
+        a[0] = (a[0] ^ signs(early, early, 0x2200)) & 0x007f007f;
+        a[1] = (a[1] ^ signs(early, early, 0x3311)) & 0x007f007f;
+        a[2] = (a[2] ^ signs(late, late, 0x2200)) & 0x007f007f;
+        a[3] = (a[3] ^ signs(late, late, 0x3311)) & 0x007f007f;
         early ^= second ^ between(first, second);
         last = second;
     }

@@ -42,14 +42,14 @@ MOEPACK_BOTH u32 permute(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// For each half-byte of the selector, 0 to 3, a byte: all ones if that byte of `a` is negative, otherwise zero.
-MOEPACK_BOTH u32 signs(u32 a, u32 selector) {
+// For each half-byte of the selector, 0 to 7, a byte: all ones if that byte of (a, b) is negative, otherwise zero.
+MOEPACK_BOTH u32 signs(u32 a, u32 b, u32 selector) {
 #if defined(__CUDA_ARCH__)
     u32 d;
-    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(a), "r"(selector | 0x8888));
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector | 0x8888));
     return d;
 #else
-    return (permute(a, a, selector) >> 7 & 0x01010101) * 255;
+    return (permute(a, b, selector) >> 7 & 0x01010101) * 255;
 #endif
 }
 
@@ -239,6 +239,11 @@ MOEPACK_DEVICE u32 shared_size() {
     u32 size;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(size));
     return size;
+}
+
+// Asks the L2 for what lies at an address.
+MOEPACK_DEVICE void prefetch(const u8* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
 MOEPACK_DEVICE Quad load_quad(const void* from) {

@@ -17,6 +17,7 @@ from moepack.runtime.backends.gpu import coded_upload, compiler, groupwise_linea
 from moepack.runtime.backends.gpu import groupwise as groupwise_kernels
 from moepack.runtime.backends.gpu import ternary as ternary_kernels
 from moepack.runtime.backends.gpu.families import FAMILIES
+from moepack.runtime.backends.gpu.linear import COLUMNS
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a")
 
@@ -44,6 +45,8 @@ PROGRAMS = {
     **{f"codebook {bits} bits": codebook(bits, 2) for bits in (2, 3, 4)},
     "linear int3 by 64 symmetric": groupwise_linear.program(3, 64, True, True),
     **{f"linear int{bits} by 64": groupwise_linear.program(bits, 64, False, True) for bits in (4, 8)},
+    "linear codebook 4 bits": codebook_kernels._compiled_linear(4, 2),
+    "linear codebook 4 bits, rounded": codebook_kernels._compiled_linear(4, 1),
     "codebook 4 bits, 32 tokens": codebook(4, 2, 32),
     "codebook 4 bits, rounded": codebook(4, 1),
     "fsv8": ternary(0, 1, 32),
@@ -61,10 +64,13 @@ PROGRAMS = {
 }
 """A program of each kind of inner loop."""
 
+LINEAR = {"prepare", "add", *(f"linear_{columns}" for columns in COLUMNS)}
+
 KERNELS = {
     "channels.cu": {"choose", "compute", "add", "dequantize", "gather"},
     "coded_upload.cu": {"measure", "write_records"},
-    "groupwise_linear.cu": {"prepare", "add", *(f"linear_{columns}" for columns in groupwise_linear.COLUMNS)},
+    "groupwise_linear.cu": LINEAR,
+    "codebook_linear.cu": LINEAR,
 }
 """The kernels of sources that have no products of whole matrices."""
 
@@ -123,7 +129,7 @@ def test_kernels_keep_what_they_need_in_registers(name, arch):
         together = kernel.startswith("linear") or (
             re.match(r"int.* 32 tokens", name) and kernel in ("gated", "combine")
         )
-        if kernel in ("linear_32", "linear_64") and arch == "sm_90a":
+        if kernel.startswith("linear_") and arch == "sm_90a":
             registers = next(int(registers) for found, *_, registers in kernels if found == kernel)
             assert registers == 96, "what its warps share out (REGISTERS)"
         if arch == "sm_90a" and together:
@@ -163,7 +169,15 @@ def test_decoding_takes_few_operations(name):
     assert products >= 2 and operations / (weights * products) <= most, block
 
 
-@pytest.mark.parametrize(("name", "most"), [("linear int3 by 64 symmetric", 3.0), ("linear int4 by 64", 3.0)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("linear int3 by 64 symmetric", 3.0),
+        ("linear int4 by 64", 3.0),
+        ("linear codebook 4 bits", 3.6),
+        ("linear codebook 4 bits, rounded", 3.4),
+    ],
+)
 def test_a_linear_layer_takes_few_instructions(name, most):
     """All that a warp issues for a chunk of a row block, 64 weights a lane, from its first product to the branch behind
     its last, and the few before it."""
@@ -175,7 +189,8 @@ def test_a_linear_layer_takes_few_instructions(name, most):
 
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    assert {program.source for program in PROGRAMS.values()} == families | {"coded_upload.cu", "groupwise_linear.cu"}
+    others = {"coded_upload.cu", "groupwise_linear.cu", "codebook_linear.cu"}
+    assert {program.source for program in PROGRAMS.values()} == families | others
     assert {path.name for path in compiler.sources().glob("*.cu")} == {p.source for p in PROGRAMS.values()}
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moepack import GroupwiseTensor, _core
-from moepack.runtime.backends.gpu import groupwise, groupwise_linear, layer
+from moepack.runtime.backends.gpu import codebook, groupwise, groupwise_linear, layer, linear
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Program
 
@@ -26,7 +26,7 @@ def launches(request, monkeypatch):
 
     monkeypatch.setattr(Program, "launch", record)
     monkeypatch.setattr(Program, "clusters", lambda self, name, cluster, *_: CLUSTERS[cluster])
-    for module in (layer, groupwise):
+    for module in (layer, groupwise, codebook):
         monkeypatch.setattr(module, "device_of", lambda tensor: device)
     monkeypatch.setattr(layer, "is_hopper", lambda index: device is H100)
     layer._clusters.cache_clear()
@@ -64,7 +64,7 @@ def test_blocks_of_a_linear_layer_run_at_a_time(launches, rows, tokens):
 def test_a_linear_layer_on_hopper_has_room_for_its_parts(launches, monkeypatch, rows, columns, tokens):
     sizes = []
     monkeypatch.setattr(groupwise_linear, "pays_from", lambda _: 1)
-    monkeypatch.setattr(groupwise_linear.torch, "empty", lambda size, **_: sizes.append(size) or torch.zeros(size))
+    monkeypatch.setattr(linear.torch, "empty", lambda size, **_: sizes.append(size) or torch.zeros(size))
     small = matrix(1, 16, columns)
     small.shape = 1, rows, columns
     groupwise.KERNELS.linear(small, torch.randn(tokens, columns), torch.zeros(tokens, rows))
@@ -95,3 +95,27 @@ def test_layers_are_two_launches_and_small_ones(launches, tokens):
     # Sums of many tokens may need more shared memory than there is: then half of them are made at a time.
     assert names.count("gated") == 1 and names.count("combine") in (1, 2)
     assert set(names) <= {"lay_out_tokens", "gated", "lay_out_hidden", "combine", "add_splits"}
+
+
+@pytest.mark.parametrize("launches", [H100, A100], indirect=True)
+@pytest.mark.parametrize("tokens", [16, 64, 65])
+@pytest.mark.parametrize(("bits", "block", "activation_bits"), [(4, 512, 0), (4, 512, 8), (4, 128, 0), (3, 512, 0)])
+def test_codebooks_of_whole_rows_have_linear_kernels_of_their_own(launches, bits, block, activation_bits, tokens):
+    codes = np.zeros((1, 16, 500), np.uint8)
+    blocks = -(-500 // block)
+    data = _core.encode_codebook(
+        codes, np.zeros((1, 16, blocks, 1 << bits), np.int16), np.ones((1, 16, blocks), np.float32), bits=bits,
+        block=block, ndim=2, activation_bits=activation_bits,
+    )  # fmt: skip
+    opened = _core.PackedTensor(data)
+    small = DeviceMatrix(
+        torch.from_numpy(data), opened.shape, opened.kind, opened.format, opened.details(), opened.sections()
+    )
+    codebook.KERNELS.linear(small, torch.randn(tokens, 500), torch.zeros(tokens, 16))
+    names = [name for name, *_ in launches]
+    own = "add" in names
+    assert own == (bits == 4 and block == 512 and tokens <= 64 and layer.device_of(small.data).has_warpgroups)
+    if own:
+        before = ["prepare_tokens"] if activation_bits else []
+        assert names == [*before, *(["prepare"] if tokens > 16 else []), f"linear_{tokens}", "add"]
+        assert bool(launches[-1][2][0]["units"]) == bool(activation_bits)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.runtime.backends.gpu import groupwise_linear
+from moepack.runtime.backends.gpu import groupwise_linear, linear
 from moepack.runtime.backends.gpu.layer import (
     BLOCK_ROWS,
     CHUNK,
@@ -81,14 +81,14 @@ class GroupwiseKernels(LayerKernels):
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`; takes memory of torch's allocator."""
-        many = len(x) > groupwise_linear.COLUMNS[-1] or not self._has_linear(matrix)
+        many = len(x) > linear.COLUMNS[-1] or not self._has_linear(matrix)
         if many or len(x) < groupwise_linear.pays_from(matrix):
             super().linear(matrix, x, out)
         else:
             _, group, symmetric, *_ = self.specification(matrix)
             cell_bytes = 2 * CHUNK + 4 * _sums(group, symmetric)
             kernels, gpu = self._linear(matrix), device_of(matrix.data)
-            groupwise_linear.launch(kernels, matrix, self._base(matrix), cell_bytes, x, out, gpu)
+            linear.launch(kernels, matrix, self._base(matrix), cell_bytes, x, out, gpu)
 
     def blocks(self, tokens: int) -> Blocks:
         """One large block where tiles are: its warps share the activations of more rows."""

@@ -1,11 +1,13 @@
-// Runs the launches of a linear layer of group-wise integers (cuda/groupwise_linear.cu) on the host.
+// Runs the launches of a linear layer (cuda/common/linear.cuh) on the host: those of FORMAT in SOURCE.
 //
-// Usage: groupwise_linear WEIGHTS OFFSET BLOCK_BYTES X TYPE TOKENS ROWS COLUMNS BLOCKS DEPTH OWN: activations
-// [TOKENS, COLUMNS, rounded up to 8] of a Type as it is stored; BLOCKS blocks, rings of DEPTH items, OWN whether blocks
-// make their own cells; [TOKENS, ROWS] f32 on the standard output.
+// Usage: linear WEIGHTS OFFSET BLOCK_BYTES X TYPE TOKENS ROWS COLUMNS BLOCKS DEPTH OWN: activations [TOKENS, COLUMNS,
+// rounded up to 8] of a Type as it is stored; BLOCKS blocks, rings of DEPTH items, OWN whether blocks make their own
+// cells; [TOKENS, ROWS] f32 on the standard output.
 #include "simt.hpp"
 
-#include "groupwise_linear.cu"
+#include SOURCE
+
+using namespace moepack;
 
 alignas(128) u8 moepack::shared_memory[256 << 10];
 
@@ -32,7 +34,7 @@ int main(int, char** arguments) {
     std::vector<u8> weights = read(arguments[1]), x = read(arguments[4]);
     int number[12];
     for (int i = 2; i < 12; ++i) number[i] = i == 4 ? 0 : std::atoi(arguments[i]);
-    Linear p = {};
+    Linear<FORMAT> p = {};
     p.tokens = number[6], p.rows = number[7], p.blocks = number[9], p.ahead = 2;
     p.columns = p.tokens <= 8 ? 8 : p.tokens <= 16 ? 16 : p.tokens <= 32 ? 32 : 64;
     p.chunks = ceil_div(number[8], CHUNK), p.items = p.chunks * ceil_div(p.rows, TILE_ROWS);
@@ -41,7 +43,7 @@ int main(int, char** arguments) {
     p.matrix.block_bytes = number[3];
     p.own = number[11] ? least(ceil_div(p.items, p.blocks), p.chunks) : 0;
     size_t outputs = size_t(p.tokens) * p.rows;
-    p.cells = aligned(nullptr, size_t(p.chunks) * Linear::cell_bytes(p.columns));
+    p.cells = aligned(nullptr, size_t(p.chunks) * p.cell_bytes(p.columns));
     p.scales = reinterpret_cast<float*>(aligned(nullptr, 4 * p.tokens));
     p.out = reinterpret_cast<float*>(aligned(nullptr, 4 * outputs));
     p.parts = reinterpret_cast<float*>(aligned(nullptr, 4 * outputs * (p.chunks * p.blocks / p.items + 2)));
@@ -50,8 +52,8 @@ int main(int, char** arguments) {
 
     if (!p.own) simt::launch({2, p.tokens}, 256, 0, [&] { prepare(p); });
     auto multiply = [&]<int N>() {
-        int shared = number[10] * Ring<N>::STAGE + p.own * Ring<N>::CELLS;
-        simt::launch({p.blocks, 1}, LINEAR_THREADS, shared, [&] { multiply_linear<N>(p); });
+        int shared = number[10] * Ring<FORMAT, N>::STAGE + p.own * Ring<FORMAT, N>::CELLS;
+        simt::launch({p.blocks, 1}, LINEAR_THREADS, shared, [&] { multiply_linear<FORMAT, N>(p); });
     };
     if (p.columns == 8) multiply.operator()<1>();
     else if (p.columns == 16) multiply.operator()<2>();

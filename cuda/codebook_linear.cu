@@ -1,0 +1,139 @@
+// Linear layers of 4-bit codes into the codebooks of whole rows (codebook.cuh) of up to 64 tokens (common/linear.cuh).
+//
+// Arithmetic: f16 products and f32 sums. Centroids of 16 bits are rounded to f16, by at most 2^-11 of each; those of 8
+// bits are exact, and so are activations of bfloat16 and f16, and those that are rounded to 8 bits, whose codes are
+// multiplied. Scales are multiplied in f32 at the end.
+//
+// Decoding: a lane keeps the codebooks of its two rows in registers, a plane of the high bytes of f16 and one of the
+// low ones: three byte permutations look four codes up in a plane, two more make f16 of the bytes. 8-bit centroids have
+// one plane, 128 more than they are, so that a byte under the exponent of 1024 is a number.
+//
+// Bounds, by machine code: TODO
+//
+// Definitions: PLANES (bytes of a centroid), BITS (4).
+#include "codebook.cuh"
+#include "common/integers.cuh"
+#include "common/linear.cuh"
+
+#if !defined(STEP_UNITS)
+#define STEP_UNITS 1
+#endif
+
+namespace moepack {
+
+struct CodebookLinear {
+    static constexpr int ENTRIES = 1 << BITS;
+    static constexpr int PARAMETERS = PANEL * (4 + PLANES * (ENTRIES + 4));
+    static constexpr int STAGE = PANEL * CHUNK / 8 * BITS, SUMS = 0, WIDTH = 0, SECOND = 1;
+    static constexpr int STEP_BYTES = PANEL * STEP / 8 * BITS;
+    static constexpr int PARTS = STEP_UNITS, COLUMNS = PARTS * STEP, QUADS = 2;
+    static_assert(BITS == 4);
+
+    struct Matrix {
+        const u8* data;  // the first panel
+        i64 block_bytes;
+    };
+
+    MOEPACK_BOTH static constexpr int quad(int product, int lane) {
+        return product * 4 + lane;
+    }
+
+    // What lies behind the end of rows are codes like others, which are multiplied by zeros.
+    MOEPACK_BOTH static constexpr bool clears(i64) {
+        return false;
+    }
+
+    struct Pieces {
+        int first_at, first;
+        static constexpr int second_at = 0, second = 0;
+
+        MOEPACK_DEVICE Pieces(const Matrix& matrix, int chunk)
+            : first_at(PARAMETERS + chunk * STAGE), first(least(STAGE, int(matrix.block_bytes) - first_at)) {}
+    };
+
+    struct Operands {
+        int row, t;
+        u32 at;  // where a stage has the codes of this lane
+        Table<BITS> tables[PLANES][2];
+        float2 scale;
+
+        MOEPACK_DEVICE Operands(int warp, int lane)
+            : row(lane / 4 * 2), t(lane % 4), at(warp * STAGE + row * 16 + t * 4) {
+            hold(at);
+        }
+
+        // Loads the codebooks of a panel, and asks the L2 for those of another.
+        MOEPACK_DEVICE void enter(const Matrix& matrix, i64 panel, i64 after) {
+            const u8* parameters = matrix.data + panel * matrix.block_bytes;
+            int ahead = (row / 2 * 4 + t) * 32;
+            if (ahead < PARAMETERS) prefetch(matrix.data + after * matrix.block_bytes + ahead);
+            scale = *reinterpret_cast<const float2*>(parameters + PLANES * PANEL * ENTRIES + 4 * row);
+            // A lane makes a quarter of each table.
+            u32 word[2][PLANES];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32* books = reinterpret_cast<const u32*>(parameters) + (row + i) * 4 + t;
+                if (PLANES == 1) word[i][0] = books[0] ^ 0x80808080;
+                else to_planes(books[0], books[PANEL * 4], word[i][0], word[i][PLANES - 1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int plane = 0; plane < PLANES; ++plane)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        tables[plane][i].word[j] = __shfl_sync(~0u, word[i][plane], row / 2 * 4 + j);
+        }
+
+        // The planes of four centroids' f16, of planes of their bytes.
+        static MOEPACK_DEVICE void to_planes(u32 high, u32 low, u32& high_of, u32& low_of) {
+            float value[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int shift = 24 - 8 * i;
+                value[i] = float((int(high << shift) >> 24) * 256 + (int(low << shift) >> 24));
+            }
+            u32 first = to_half2(value[0], value[1]), second = to_half2(value[2], value[3]);
+            high_of = permute(first, second, 0x7531), low_of = permute(first, second, 0x6420);
+        }
+
+        MOEPACK_DEVICE void decode(const u8* stage, int step, u32 (&quads)[PARTS][2][QUADS][2]) const {
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const u8* from = stage + at + (step * PARTS + part) * STEP_BYTES + 16 * i;
+                    decode(*reinterpret_cast<const u32*>(from), tables[0][i], tables[PLANES - 1][i], quads[part][i]);
+                }
+            }
+        }
+
+        // The quads of a row: codes alternate between those of columns c and c + 16.
+        static MOEPACK_DEVICE void decode(u32 codes, const Table<BITS>& high, const Table<BITS>& low,
+                                          u32 (&quads)[QUADS][2]) {
+            Selector<BITS> selector(codes);
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                u32 bytes = selector.bytes(high, pair);
+                if (PLANES == 2) {
+                    u32 lower = selector.bytes(low, pair);
+                    quads[0][pair] = permute(lower, bytes, 0x6240), quads[1][pair] = permute(lower, bytes, 0x7351);
+                } else {
+                    constexpr u32 ZERO = half2_integer(-1024 - 128);
+                    quads[0][pair] = half2_add(permute(bytes, EXPONENT, 0x5250), ZERO);
+                    quads[1][pair] = half2_add(permute(bytes, EXPONENT, 0x5351), ZERO);
+                }
+            }
+        }
+
+        // Of what `decode` makes: high bytes count 256.
+        MOEPACK_DEVICE float2 row_scales() const {
+            float unit = PLANES == 1 ? 256 : 1;
+            return {scale.x * unit, scale.y * unit};
+        }
+    };
+};
+
+}  // namespace moepack
+
+MOEPACK_LINEAR_KERNELS(moepack::CodebookLinear)

@@ -1,0 +1,76 @@
+"""Linear layers of up to 64 tokens on Hopper: the three launches of `cuda/common/linear.cuh`."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack.runtime.backends.gpu.layer import CHUNK, TYPES, Device, padded
+from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.runtime.backends.gpu.program import Program
+
+__all__ = ["COLUMNS", "TILE_ROWS", "launch"]
+
+COLUMNS = (8, 16, 32, 64)
+"""Tokens of a product: a kernel each."""
+
+TILE_ROWS = 256
+_THREADS, _PREPARING, _LANE_COLUMNS = 640, 256, 16
+_AHEAD = 4
+"""Chunks whose codes a block asks for before activations are there: more would make activations wait."""
+
+_OWN_TOKENS, _OWN_BYTES = 16, 64 << 10
+"""Most tokens, and bytes of their cells, that every block lays out for itself instead of a launch before."""
+
+_LINEAR = np.dtype(
+    [("x", np.uint64), ("type", np.int32), ("width", np.int32), ("data", np.uint64), ("block_bytes", np.int64)]
+    + [(name, np.uint64) for name in ("cells", "scales", "units", "out", "parts")]
+    + [(n, np.int32) for n in ("tokens", "columns", "rows", "chunks", "blocks", "items", "ahead", "own")]
+)
+
+
+def launch(
+    kernels: Program,
+    matrix: DeviceMatrix,
+    base: tuple[int, int],
+    cell_bytes: int,
+    x: Tensor,
+    out: Tensor,
+    gpu: Device,
+    units: Tensor | None = None,
+) -> None:
+    """Multiply x [N, C], at most 64 tokens, by the only expert, into out [N, R] float32.
+
+    Args:
+        kernels: those of the matrix's specification.
+        matrix: the weights.
+        base: the address of the first block of rows, bytes of a block.
+        cell_bytes: of a token and a chunk of columns.
+        x: bfloat16, float16 or float32.
+        out: is written.
+        gpu: of all of them.
+        units: [N] float32, what the values of a token are multiples of; None where they are as they are.
+    """
+    x, (_, rows, width) = padded(x), matrix.shape
+    tokens, chunks, tiles = len(x), -(-width // CHUNK), -(-rows // TILE_ROWS)
+    columns = next(most for most in COLUMNS if most >= tokens)
+    items = tiles * chunks
+    blocks = min(gpu.processors, max(1, items // 2))
+    own = min(-(-items // blocks), chunks)
+    if tokens > _OWN_TOKENS or own * columns * cell_bytes > _OWN_BYTES:
+        own = 0
+    # Cells, scales and the parts of sums of a tile, which so many blocks share at most.
+    cells = 0 if own else chunks * columns * cell_bytes
+    sizes = cells, 4 * COLUMNS[-1], 4 * tokens * rows * (-(-chunks * blocks // items) + 1)
+    starts = np.cumsum([0, *(-(-size // 128) * 128 for size in sizes)]).tolist()
+    work = torch.empty(starts[-1], dtype=torch.uint8, device=x.device)
+    pointers = [work.data_ptr() + start for start in starts[:3]]
+    outputs = 0 if units is None else units.data_ptr(), out.data_ptr(), pointers[2]
+    values = x.data_ptr(), TYPES[x.dtype], x.shape[1], *base, *pointers[:2], *outputs
+    problem: Any = np.array([(*values, tokens, columns, rows, chunks, blocks, items, _AHEAD, own)], _LINEAR)
+    if not own:
+        pieces = max(1, min(-(-width // (_PREPARING * _LANE_COLUMNS)), 2 * gpu.processors // tokens))
+        kernels.launch("prepare", (pieces, tokens), _PREPARING, [problem], early=True)
+    kernels.launch(f"linear_{columns}", blocks, _THREADS, [problem], gpu.most_shared // 128 * 128, early=True)
+    kernels.launch("add", (tiles, tokens), TILE_ROWS, [problem], early=True)

@@ -1,0 +1,108 @@
+"""Linear layers as warpgroups multiply them, compiled for the host: products by the weights of the core."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moepack import GroupwiseTensor, _core
+from moepack.runtime.backends.gpu.compiler import sources
+
+_COMPILER = shutil.which("g++")
+_HEADER = 128
+_TYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory):
+    """Build the launches of a format for a specification; functions of the host stand in for instructions."""
+    if _COMPILER is None:
+        pytest.skip("g++ is missing")
+    folder = tmp_path_factory.mktemp("linear")
+    shutil.copytree(sources(), folder / "cuda")
+    for name, old, new in [
+        ("ptx", r"#if defined\(__CUDACC__\)", "#if 0"),
+        ("warpgroups", r"#if defined\(__CUDACC__\)", "#if 0"),
+        ("layer", "extern __shared__", "extern"),
+    ]:
+        file = folder / "cuda" / "common" / f"{name}.cuh"
+        file.write_text(re.sub(old, new, file.read_text(), flags=re.MULTILINE))
+    host = Path(__file__).parent / "host"
+
+    def build(source, kind, **definitions):
+        path = folder / "-".join(map(str, (source, *definitions.values())))
+        options = [f"-D{name}={int(value)}" for name, value in definitions.items()]
+        options += [f'-DSOURCE="{source}"', f"-DFORMAT={kind}", f"-I{folder / 'cuda'}", f"-I{host}"]
+        command = [_COMPILER, "-std=c++20", "-O1", "-pthread", *options, str(host / "linear.cpp"), "-o", str(path)]
+        subprocess.run(command, check=True)
+        return path
+
+    return build
+
+
+def product(program, folder, data, x, rows, blocks, depth, own):
+    """Multiply x by a packed matrix of so many rows, in blocks with rings of so many items."""
+    tokens, columns = x.shape
+    (folder / "weights").write_bytes(data.tobytes())
+    padded = torch.nn.functional.pad(x, (0, -columns % 8)).contiguous()
+    (folder / "x").write_bytes(padded.view(torch.uint8).numpy().tobytes())
+    block_bytes = (data.nbytes - _HEADER) // -(-rows // 16)
+    numbers = map(str, (_TYPES.index(x.dtype), tokens, rows, columns, blocks, depth, own))
+    command = [program, folder / "weights", str(_HEADER), str(block_bytes), folder / "x", *numbers]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120)
+    return torch.from_numpy(np.frombuffer(printed.stdout, np.float32).reshape(tokens, rows).copy())
+
+
+def error(found, weights, x):
+    """The norm of the difference to the product in float64 over that of the product."""
+    expected = x.double() @ torch.as_tensor(weights).double().T
+    return (found - expected).norm() / expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "cases"),
+    [
+        # Tokens, rows, columns, blocks, items of a ring, whether blocks make their cells, the type of activations.
+        (3, 64, False, [(3, 300, 300, 3, 2, 1, 0), (17, 33, 390, 3, 2, 0, 1), (64, 20, 100, 1, 2, 0, 0)]),
+        (8, 16, True, [(9, 33, 130, 1, 2, 0, 2)]),
+    ],
+)
+def test_groupwise_integers_multiply_by_the_weights_of_the_core(linear, tmp_path, bits, group, symmetric, cases):
+    program = linear(
+        "groupwise_linear.cu", "GroupwiseLinear", BITS=bits, GROUP=group, SYMMETRIC=symmetric, HALVES=True, TOKENS=64,
+        RESIDENT=1, RANK_BITS=0,
+    )  # fmt: skip
+    for tokens, rows, columns, blocks, depth, own, kind in cases:
+        generator = torch.Generator().manual_seed(tokens)
+        weight = torch.randn(rows, columns, generator=generator)
+        tensor = GroupwiseTensor.quantize(weight, bits, group, symmetric=symmetric, search=False, dtype=torch.float16)
+        x = torch.randn(tokens, columns, generator=generator).to(_TYPES[kind])
+        found = product(program, tmp_path, tensor.data, x, rows, blocks, depth, own)
+        assert error(found, tensor.dequantize(), x) < (5e-4 if kind == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "blocks", "depth", "own", "kind"),
+    [(3, 300, 300, 3, 2, 1, 0), (17, 520, 390, 2, 3, 0, 1), (64, 20, 100, 1, 2, 0, 0), (9, 33, 130, 1, 2, 0, 2)],
+)
+def test_codebooks_multiply_by_the_weights_of_the_core(
+    linear, tmp_path, planes, tokens, rows, columns, blocks, depth, own, kind
+):
+    random = np.random.default_rng(tokens)
+    codes = random.integers(0, 16, (1, rows, columns), dtype=np.uint8)
+    # What f16 holds: the product is that of the core's weights but for the rounding of sums.
+    step = 256 if planes == 1 else 32
+    centroids = (random.integers(-127 * 256 // step, 127 * 256 // step + 1, (1, rows, 1, 16)) * step).astype(np.int16)
+    scales = random.uniform(0.5, 1.5, (1, rows, 1)).astype(np.float32)
+    data = _core.encode_codebook(
+        codes, centroids, scales, bits=4, block=1 << 16, ndim=2, activation_bits=8 if planes == 1 else 0
+    )
+    program = linear("codebook_linear.cu", "CodebookLinear", BITS=4, PLANES=planes, TOKENS=64, RESIDENT=1)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(_TYPES[kind])
+    found = product(program, tmp_path, data, x, rows, blocks, depth, own)
+    assert error(found, _core.PackedTensor(data).dequantize()[0], x) < (5e-4 if kind == 2 else 1e-5)
