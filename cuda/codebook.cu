@@ -26,6 +26,10 @@
 
 namespace moepack {
 
+MOEPACK_DEVICE void prefetch(const u8* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 MOEPACK_DEVICE void store_shared(Shared to, u64 value) {
     asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(value) : "memory");
 }

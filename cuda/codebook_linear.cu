@@ -56,33 +56,35 @@ struct CodebookLinear {
         u32 at;  // where a stage has the codes of this lane
         Table<BITS> tables[PLANES][2];
         float2 scale;
+        u32 asked[PLANES][2];  // of the next panel
+        Pair asked_scale;
 
         MOEPACK_DEVICE Operands(int warp, int lane)
             : row(lane / 4 * 2), t(lane % 4), at(warp * STAGE + row * 16 + t * 4) {
             hold(at);
         }
 
-        // Loads the codebooks of a panel, and asks the L2 for those of another.
-        MOEPACK_DEVICE void enter(const Matrix& matrix, i64 panel, i64 after) {
+        // Begins to load the codebooks of a panel.
+        MOEPACK_DEVICE void ask(const Matrix& matrix, i64 panel) {
             const u8* parameters = matrix.data + panel * matrix.block_bytes;
-            int ahead = (row / 2 * 4 + t) * 32;
-            if (ahead < PARAMETERS) prefetch(matrix.data + after * matrix.block_bytes + ahead);
-            scale = *reinterpret_cast<const float2*>(parameters + PLANES * PANEL * ENTRIES + 4 * row);
-            // A lane makes a quarter of each table.
-            u32 word[2][PLANES];
+#pragma unroll
+            for (int i = 0; i < 2 * PLANES; ++i)
+                asked[i / 2][i % 2] = load_word(parameters + ((i / 2 * PANEL + row + i % 2) * 4 + t) * 4);
+            asked_scale = load_pair(parameters + PLANES * PANEL * ENTRIES + 4 * row);
+        }
+
+        // Comes to the panel that was asked for. A lane makes a quarter of each table.
+        MOEPACK_DEVICE void enter() {
+            scale = {__uint_as_float(asked_scale.x), __uint_as_float(asked_scale.y)};
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32* books = reinterpret_cast<const u32*>(parameters) + (row + i) * 4 + t;
-                if (PLANES == 1) word[i][0] = books[0] ^ 0x80808080;
-                else to_planes(books[0], books[PANEL * 4], word[i][0], word[i][PLANES - 1]);
+                u32 word[2];
+                if (PLANES == 1) word[0] = asked[0][i] ^ 0x80808080;
+                else to_planes(asked[0][i], asked[PLANES - 1][i], word[0], word[1]);
+#pragma unroll
+                for (int j = 0; j < 4 * PLANES; ++j)
+                    tables[j / 4][i].word[j % 4] = __shfl_sync(~0u, word[j / 4], row / 2 * 4 + j % 4);
             }
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int plane = 0; plane < PLANES; ++plane)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j)
-                        tables[plane][i].word[j] = __shfl_sync(~0u, word[i][plane], row / 2 * 4 + j);
         }
 
         // The planes of four centroids' f16, of planes of their bytes.

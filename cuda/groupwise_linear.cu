@@ -54,7 +54,8 @@ struct GroupwiseLinear : Groupwise {
             }
         }
 
-        MOEPACK_DEVICE void enter(const Matrix&, i64, i64) {}
+        MOEPACK_DEVICE void ask(const Matrix&, i64) {}
+        MOEPACK_DEVICE void enter() {}
 
         MOEPACK_DEVICE void decode(const u8* stage, int step, u32 (&quads)[PARTS][2][QUADS][2]) const {
 #pragma unroll

@@ -3,7 +3,8 @@
 A family is a module beside this one with `SPECIFICATIONS`, a name and a function for each kind of tensor:
 `make(experts, rows, columns, seed)` gives the bytes, with values of about
 `columns ** -0.5`, so that products are about one. A family whose products round activations has `ERROR`, the bound of
-their relative errors, and, where a tensor says how, `seen(details, x)`, what is left of activations.
+their relative errors, and `LINEAR_ERROR` where linear layers have another; where a tensor says how activations are
+rounded, `seen(details, x)` is what is left of them.
 """
 
 from functools import partial

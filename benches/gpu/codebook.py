@@ -17,6 +17,10 @@ ERROR = 2.0**-12
 """The bound of relative errors: an activation is rounded by at most 2^-15 of the power of two above the largest of 128
 columns, which of normal columns is below 8 root mean squares."""
 
+LINEAR_ERROR = 2.0**-11
+"""The same of linear layers, whose kernels may round centroids to f16: by at most 2^-11 of each, so that no sum of the
+magnitudes of products is off by more."""
+
 
 def make(
     experts: int, rows: int, columns: int, seed: int, *, bits: int, activation_bits: int, block: int, rotated: bool

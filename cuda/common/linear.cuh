@@ -21,8 +21,8 @@
 //   makes a pair with its first: 1 or 2;
 // - COLUMNS of a step, decoded at a time, in PARTS of QUADS products each;
 // - WIDTH, columns of a chunk that share a scale, or 0: whole rows do; SUMS, groups of a chunk that have an offset;
-// - Operands, what a lane makes operands A with: enter(matrix, block, after) when a warp comes to a row block, behind
-//   which it comes to the one `after`, decode(stage, step, quads), for groups scales(stage, group) and
+// - Operands, what a lane makes operands A with: ask(matrix, block) for what a row block needs beside its stages,
+//   enter() when the warp comes there, decode(stage, step, quads), for groups scales(stage, group) and
 //   offsets(stage, group), for whole rows row_scales(). Rows 2 g and 2 g + 1 of a block are rows g and g + 8 of
 //   operand A.
 #pragma once
@@ -401,10 +401,16 @@ struct Consumer {
         if constexpr (!LAST) multiply<STEP + 1>(stage);
     }
 
-    // Comes to the row block of a tile.
+    // Asks for what the row block of a tile needs.
+    MOEPACK_DEVICE void ask(int tile) {
+        i64 block = tile * TILE_BLOCKS + warp;
+        operands.ask(linear.matrix, least(block, i64(ceil_div(linear.rows, BLOCK_ROWS) - 1)));
+    }
+
+    // Comes to a tile that was asked for, and asks for the next.
     MOEPACK_DEVICE void enter(int tile) {
-        i64 last = ceil_div(linear.rows, BLOCK_ROWS) - 1, block = tile * TILE_BLOCKS + warp;
-        operands.enter(linear.matrix, least(block, last), least(block + TILE_BLOCKS, last));
+        operands.enter();
+        ask(tile + 1);
         decode(ring.at(), 0);
     }
 
@@ -470,13 +476,15 @@ MOEPACK_DEVICE void multiply_linear(const Linear<Format>& linear) {
         Producer<Format, N>(linear, ring, first).run(last - first);
     } else {
         take_registers<MULTIPLYING_REGISTERS>();
+        Consumer<Format, N> consumer(linear, ring, N <= 2 && linear.own ? scales : linear.scales);
+        consumer.ask(first / linear.chunks);
         enter_launch();
         if (N <= 2 && linear.own) {
             make_own_cells(linear, {ring.own_cells(), first % linear.chunks, least(last - first, linear.own)}, scales);
             publish_operands();
             __syncthreads();
         }
-        Consumer<Format, N>(linear, ring, N <= 2 && linear.own ? scales : linear.scales).run(first, last);
+        consumer.run(first, last);
     }
 }
 #elif defined(__CUDACC__)

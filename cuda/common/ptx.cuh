@@ -241,9 +241,10 @@ MOEPACK_DEVICE u32 shared_size() {
     return size;
 }
 
-// Asks the L2 for what lies at an address.
-MOEPACK_DEVICE void prefetch(const u8* at) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+MOEPACK_DEVICE u32 load_word(const void* from) {
+    u32 word;
+    asm("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(from));
+    return word;
 }
 
 MOEPACK_DEVICE Quad load_quad(const void* from) {

@@ -202,10 +202,12 @@ Words load(const void* from) {
 inline Quad load_quad(const void* from) {
     return load<Quad>(from);
 }
+inline u32 load_word(const void* from) {
+    return load<u32>(from);
+}
 inline Pair load_pair(const void* from) {
     return load<Pair>(from);
 }
-inline void prefetch(const u8*) {}
 inline u32 to_half2(float low, float high) {
     return simt::bits_of<u16>(_Float16(high)) << 16 | simt::bits_of<u16>(_Float16(low));
 }
