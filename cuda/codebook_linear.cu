@@ -27,6 +27,7 @@ struct CodebookLinear {
     static constexpr int STAGE = PANEL * CHUNK / 8 * BITS, SUMS = 0, WIDTH = 0, SECOND = 1;
     static constexpr int STEP_BYTES = PANEL * STEP / 8 * BITS;
     static constexpr int PARTS = STEP_UNITS, COLUMNS = PARTS * STEP, QUADS = 2;
+    static constexpr bool FETCHES = true;
     static_assert(BITS == 4);
 
     struct Matrix {
@@ -58,6 +59,7 @@ struct CodebookLinear {
         float2 scale;
         u32 asked[PLANES][2];  // of the next panel
         Pair asked_scale;
+        u32 codes[PARTS][2];
 
         MOEPACK_DEVICE Operands(int warp, int lane)
             : row(lane / 4 * 2), t(lane % 4), at(warp * STAGE + row * 16 + t * 4) {
@@ -99,15 +101,18 @@ struct CodebookLinear {
             high_of = permute(first, second, 0x7531), low_of = permute(first, second, 0x6420);
         }
 
-        MOEPACK_DEVICE void decode(const u8* stage, int step, u32 (&quads)[PARTS][2][QUADS][2]) const {
+        MOEPACK_DEVICE void fetch(const u8* stage, int step) {
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const u8* from = stage + at + (step * PARTS + part) * STEP_BYTES + 16 * i;
-                    decode(*reinterpret_cast<const u32*>(from), tables[0][i], tables[PLANES - 1][i], quads[part][i]);
-                }
+            for (int i = 0; i < 2 * PARTS; ++i) {
+                const u8* from = stage + at + (step * PARTS + i / 2) * STEP_BYTES + 16 * (i % 2);
+                codes[i / 2][i % 2] = *reinterpret_cast<const u32*>(from);
             }
+        }
+
+        MOEPACK_DEVICE void decode(u32 (&quads)[PARTS][2][QUADS][2]) const {
+#pragma unroll
+            for (int i = 0; i < 2 * PARTS; ++i)
+                decode(codes[i / 2][i % 2], tables[0][i % 2], tables[PLANES - 1][i % 2], quads[i / 2][i % 2]);
         }
 
         // The quads of a row: codes alternate between those of columns c and c + 16.

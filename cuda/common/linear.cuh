@@ -19,11 +19,12 @@
 //   whether what is not copied of a stage must be zeros;
 // - quad(product, lane), the quad of a chunk that a lane of four has in a product, and SECOND, which column of a quad
 //   makes a pair with its first: 1 or 2;
-// - COLUMNS of a step, decoded at a time, in PARTS of QUADS products each;
+// - COLUMNS of a step, decoded at a time, in PARTS of QUADS products each; FETCHES, whether its codes are loaded a step
+//   before;
 // - WIDTH, columns of a chunk that share a scale, or 0: whole rows do; SUMS, groups of a chunk that have an offset;
 // - Operands, what a lane makes operands A with: ask(matrix, block) for what a row block needs beside its stages,
-//   enter() when the warp comes there, decode(stage, step, quads), for groups scales(stage, group) and
-//   offsets(stage, group), for whole rows row_scales(). Rows 2 g and 2 g + 1 of a block are rows g and g + 8 of
+//   enter() when the warp comes there, decode(stage, step, quads), or fetch(stage, step) and decode(quads), for groups
+//   scales(stage, group) and offsets(stage, group), for whole rows row_scales(). Rows 2 g and 2 g + 1 of a block are rows g and g + 8 of
 //   operand A.
 #pragma once
 #include "common/barriers.cuh"
@@ -110,34 +111,77 @@ MOEPACK_DEVICE float largest_of_row(const Activations& x, int row) {
     return __uint_as_float(__reduce_max_sync(~0u, bits));
 }
 
-// Writes what a product reads of a token, sixteen columns, to the cells of its chunk. Eight neighbouring lanes call it
-// for the products of a chunk.
+// What a product reads of a token: sixteen columns of a chunk.
 template <Type TYPE, class Format>
-MOEPACK_DEVICE void write_product(const Linear<Format>& linear, int token, int chunk, int product, float factor,
-                                  bool exists, u8* cells) {
+struct Columns {
     Stored<TYPE> quad[4];
-    u32 first[4], second[4];
-    float sum = 0;
+
+    MOEPACK_DEVICE void load(const Linear<Format>& linear, int token, int chunk, int product) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) quad[i].load(linear.x, token, chunk * CHUNK + Format::quad(product, i) * 4);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const Stored<TYPE>& q = quad[i];
-        constexpr int SECOND = Format::SECOND, THIRD = 3 - SECOND;
-        Pair pair = {to_half2(q.value(0) * factor, q.value(SECOND) * factor),
-                     to_half2(q.value(THIRD) * factor, q.value(3) * factor)};
-        first[i] = pair.x, second[i] = pair.y, sum += sum_of(pair);
+        for (int i = 0; i < 4; ++i) quad[i].load(linear.x, token, chunk * CHUNK + Format::quad(product, i) * 4);
     }
-    Quad* to = reinterpret_cast<Quad*>(cells) + product * 2 * linear.columns + token;
-    if (exists) to[0] = {first[0], first[1], first[2], first[3]};
-    if (exists) to[linear.columns] = {second[0], second[1], second[2], second[3]};
-    if constexpr (Format::SUMS > 0) {
-        constexpr int PRODUCTS = 8 / most(Format::SUMS, 1);
+
+    MOEPACK_DEVICE float largest() const {
+        float largest = 0;
 #pragma unroll
-        for (int distance = PRODUCTS / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        float* sums = reinterpret_cast<float*>(cells + linear.columns * VALUE_BYTES);
-        if (exists && product % PRODUCTS == 0) sums[product / PRODUCTS * linear.columns + token] = sum;
+        for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(quad[i / 4].value(i % 4)));
+        return largest;
     }
+
+    // Writes them to the cells of the chunk. Lanes at a DISTANCE call it for its eight products.
+    template <int DISTANCE>
+    MOEPACK_DEVICE void write(const Linear<Format>& linear, int token, int product, float factor, bool exists,
+                              u8* cells) const {
+        u32 first[4], second[4];
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            constexpr int SECOND = Format::SECOND, THIRD = 3 - SECOND;
+            Pair pair = {to_half2(quad[i].value(0) * factor, quad[i].value(SECOND) * factor),
+                         to_half2(quad[i].value(THIRD) * factor, quad[i].value(3) * factor)};
+            first[i] = pair.x, second[i] = pair.y, sum += sum_of(pair);
+        }
+        Quad* to = reinterpret_cast<Quad*>(cells) + product * 2 * linear.columns + token;
+        if (exists) to[0] = {first[0], first[1], first[2], first[3]};
+        if (exists) to[linear.columns] = {second[0], second[1], second[2], second[3]};
+        if constexpr (Format::SUMS > 0) {
+            constexpr int PRODUCTS = 8 / most(Format::SUMS, 1);
+#pragma unroll
+            for (int i = PRODUCTS / 2; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i * DISTANCE);
+            float* sums = reinterpret_cast<float*>(cells + linear.columns * VALUE_BYTES);
+            if (exists && product % PRODUCTS == 0) sums[product / PRODUCTS * linear.columns + token] = sum;
+        }
+    }
+};
+
+// Writes the cells of a token: a thread every `step`-th product from `begin` on.
+template <Type TYPE, class Format>
+MOEPACK_DEVICE void write_cells(const Linear<Format>& linear, int token, float factor, int begin, int step) {
+    int products = linear.chunks * 8;
+    for (int item = begin; item - item % WARP < products; item += step) {
+        int chunk = least(item, products - 1) / 8;
+        u8* cells = linear.cells + i64(chunk) * Linear<Format>::cell_bytes(linear.columns);
+        Columns<TYPE, Format> columns;
+        columns.load(linear, token, chunk, item % 8);
+        columns.template write<1>(linear, token, item % 8, factor, item < products, cells);
+    }
+}
+
+template <class Format>
+MOEPACK_DEVICE void prepare_token(const Linear<Format>& linear, int token) {
+    Scale scale = scale_of(largest_of_row(linear.x, token));
+    if (blockIdx.x == 0 && threadIdx.x == 0) linear.scales[token] = scale.inverse * linear.unit(token);
+    int begin = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+    if (linear.x.type == Type::f32) write_cells<Type::f32>(linear, token, scale.factor, begin, step);
+    else if (linear.x.type == Type::f16) write_cells<Type::f16>(linear, token, scale.factor, begin, step);
+    else write_cells<Type::bf16>(linear, token, scale.factor, begin, step);
+}
+
+// The largest of the values of eight lanes, four apart.
+MOEPACK_DEVICE float largest_of_products(float value) {
+#pragma unroll
+    for (int distance = 4; distance < WARP; distance *= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
+    return value;
 }
 
 // Chunks whose cells lie side by side: `count` from `first` on; behind a row's last its first.
@@ -146,67 +190,47 @@ struct Chunks {
     int first, count;
 };
 
-// Writes the cells of a token in some chunks: a thread every `step`-th product from `begin` on.
+// Makes the cells of some chunks, 64 KB at most, by the sixteen warps that multiply: a warp those of four of at most
+// sixteen tokens at a time, so that neighbouring lanes write to different banks. They are in registers from when they
+// are loaded; the scales undo the powers of two. Calls __syncthreads once.
 template <Type TYPE, class Format>
-MOEPACK_DEVICE void write_cells(const Linear<Format>& linear, int token, float factor, const Chunks& chunks, int begin,
-                                int step) {
-    int products = chunks.count * 8;
-    for (int item = begin; item - item % WARP < products; item += step) {
-        int at = least(item, products - 1) / 8, chunk = (chunks.first + at) % linear.chunks;
-        u8* cells = chunks.cells + i64(at) * Linear<Format>::cell_bytes(linear.columns);
-        write_product<TYPE>(linear, token, chunk, item % 8, factor, item < products, cells);
-    }
-}
-
-template <class Format>
-MOEPACK_DEVICE void write_cells(const Linear<Format>& linear, int token, float factor, const Chunks& chunks, int begin,
-                                int step) {
-    if (linear.x.type == Type::f32) write_cells<Type::f32>(linear, token, factor, chunks, begin, step);
-    else if (linear.x.type == Type::f16) write_cells<Type::f16>(linear, token, factor, chunks, begin, step);
-    else write_cells<Type::bf16>(linear, token, factor, chunks, begin, step);
-}
-
-template <class Format>
-MOEPACK_DEVICE void prepare_token(const Linear<Format>& linear, int token) {
-    Scale scale = scale_of(largest_of_row(linear.x, token));
-    if (blockIdx.x == 0 && threadIdx.x == 0) linear.scales[token] = scale.inverse * linear.unit(token);
-    write_cells(linear, token, scale.factor, {linear.cells, 0, linear.chunks}, blockIdx.x * blockDim.x + threadIdx.x,
-                gridDim.x * blockDim.x);
-}
-
-// The largest absolute value of a token in some chunks, for all lanes of a warp.
-template <class Format>
-MOEPACK_DEVICE float largest_of_chunks(const Linear<Format>& linear, int token, const Chunks& chunks) {
-    constexpr int BATCH = 4;  // of two chunks
+MOEPACK_DEVICE void make_own_cells(const Linear<Format>& linear, const Chunks& chunks, float* scales) {
+    constexpr int BATCH = 4;
+    __shared__ float largest_of[TILE_BLOCKS][4];
+    int shift = linear.tokens <= 4 ? 0 : linear.columns == 8 ? 1 : 2, groups = 1 << shift;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, product = lane / 4;
+    int token = warp % groups * 4 + lane % 4, existing = least(token, linear.tokens - 1);
+    int first = warp >> shift, step = TILE_BLOCKS >> shift;
+    Columns<TYPE, Format> columns[BATCH];
     float largest = 0;
-    for (int first = threadIdx.x % WARP / 16; first < chunks.count; first += 2 * BATCH) {
-        u32 word[BATCH][8];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            int chunk = (chunks.first + least(first + 2 * i, chunks.count - 1)) % linear.chunks;
-            load_eight(linear.x, token, chunk * CHUNK + threadIdx.x % 16 * 8, word[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            float value[8];
-            to_floats(linear.x.type, word[i], value);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(value[j]));
-        }
+    for (int i = 0; i < BATCH; ++i) {
+        int chunk = chunks.first + least(first + i * step, chunks.count - 1);
+        columns[i].load(linear, existing, chunk < linear.chunks ? chunk : chunk - linear.chunks, product);
     }
-    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) largest = fmaxf(largest, columns[i].largest());
+    largest = largest_of_products(largest);
+    if (product == 0) largest_of[warp][lane] = largest;
+    __syncthreads();
+    for (int i = warp % groups + product * groups; i < TILE_BLOCKS; i += 8 * groups)
+        largest = fmaxf(largest, largest_of[i][lane % 4]);
+    Scale scale = scale_of(largest_of_products(largest));
+    bool exists = token == existing;
+    if (first == 0 && product == 0 && exists) scales[token] = scale.inverse * linear.unit(token);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+        int at = first + i * step;
+        u8* cells = chunks.cells + at * Linear<Format>::cell_bytes(linear.columns);
+        columns[i].template write<4>(linear, token, product, scale.factor, exists && at < chunks.count, cells);
+    }
 }
 
-// Makes the cells of some chunks by the sixteen warps that multiply: at most sixteen tokens, as many warps a token as
-// there are for all. The scales undo the powers of two.
 template <class Format>
 MOEPACK_DEVICE void make_own_cells(const Linear<Format>& linear, const Chunks& chunks, float* scales) {
-    int shares = TILE_BLOCKS / linear.tokens, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    int token = warp % linear.tokens, share = warp / linear.tokens;
-    if (share >= shares) return;
-    Scale scale = scale_of(largest_of_chunks(linear, token, chunks));
-    if (share == 0 && lane == 0) scales[token] = scale.inverse * linear.unit(token);
-    write_cells(linear, token, scale.factor, chunks, share * WARP + lane, shares * WARP);
+    if (linear.x.type == Type::f32) make_own_cells<Type::f32>(linear, chunks, scales);
+    else if (linear.x.type == Type::f16) make_own_cells<Type::f16>(linear, chunks, scales);
+    else make_own_cells<Type::bf16>(linear, chunks, scales);
 }
 #endif
 
@@ -301,7 +325,8 @@ struct Producer {
         Producer late = *this;
         for (int i = 0; i < ahead; ++i) copy_codes(), advance();
         wait_for_launch_before();
-        if (linear.own) __syncthreads();  // all are made: nothing waits behind codes
+        // What the others load, and then make: nothing of it waits behind codes.
+        if (linear.own) __syncthreads(), __syncthreads();
         for (int i = 0; i < ahead; ++i) late.copy_cells(), late.advance();
         for (int i = ahead; i < count; ++i) {
             // A stage that has not been used is empty: the phase before the first has parity 1.
@@ -336,7 +361,13 @@ struct Consumer {
           lane(threadIdx.x % WARP), operands(warp, lane) {}
 
     MOEPACK_DEVICE void decode(const u8* stage, int step) {
-        operands.decode(stage, step, quads[step % 2]);
+        if constexpr (Format::FETCHES) {
+            if (step == 0) operands.fetch(stage, 0);
+            operands.decode(quads[step % 2]);
+            if (step + 1 < STEPS) operands.fetch(stage, step + 1);
+        } else {
+            operands.decode(stage, step, quads[step % 2]);
+        }
     }
 
     // What the products of a step are added to: whole rows need no sums but their own.
@@ -496,13 +527,21 @@ MOEPACK_DEVICE void multiply_linear(const Linear<Format>&) {}
 // Adds the parts of a tile that several blocks have summed; a thread a row.
 template <class Format>
 MOEPACK_DEVICE void add_segments(const Linear<Format>& linear, int tile, int token) {
+    constexpr int BATCH = 8;
     Segments segments(linear, tile);
     int row = tile * TILE_ROWS + threadIdx.x;
+    enter_launch();
     if (segments.count == 1 || row >= linear.rows) return;
     i64 at = i64(token) * linear.rows + row, size = i64(linear.tokens) * linear.rows;
-    float sum = linear.parts[at];
-#pragma unroll 4
-    for (int i = 1; i < segments.count; ++i) sum += linear.parts[i * size + at];
+    float sum = 0;
+    for (int first = 0; first < segments.count; first += BATCH) {
+        float part[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            part[i] = first + i < segments.count ? linear.parts[(first + i) * size + at] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) sum += part[i];
+    }
     linear.out[at] = sum;
 }
 #endif
@@ -519,7 +558,7 @@ MOEPACK_DEVICE void add_segments(const Linear<Format>& linear, int tile, int tok
 // The launches of a Format: `prepare`, a grid of shares of a row by tokens; the products; `add`, a grid of tiles by
 // tokens.
 #define MOEPACK_LINEAR_KERNELS(FORMAT)                                                     \
-    extern "C" __global__ void __launch_bounds__(256) prepare(moepack::Linear<FORMAT> linear) { \
+    extern "C" __global__ void __launch_bounds__(512) prepare(moepack::Linear<FORMAT> linear) { \
         moepack::enter_launch();                                                           \
         moepack::prepare_token(linear, blockIdx.y);                                        \
     }                                                                                      \
@@ -528,7 +567,6 @@ MOEPACK_DEVICE void add_segments(const Linear<Format>& linear, int tile, int tok
     MOEPACK_LINEAR(FORMAT, 32)                                                             \
     MOEPACK_LINEAR(FORMAT, 64)                                                             \
     extern "C" __global__ void __launch_bounds__(moepack::TILE_ROWS) add(moepack::Linear<FORMAT> linear) { \
-        moepack::enter_launch();                                                           \
         moepack::add_segments(linear, blockIdx.x, blockIdx.y);                             \
     }
 #endif

@@ -50,7 +50,7 @@ int main(int, char** arguments) {
     std::memset(shared_memory, 0xff, sizeof shared_memory);
     std::thread(simt::make_copies).detach();
 
-    if (!p.own) simt::launch({2, p.tokens}, 256, 0, [&] { prepare(p); });
+    if (!p.own) simt::launch({2, p.tokens}, 512, 0, [&] { prepare(p); });
     auto multiply = [&]<int N>() {
         int shared = number[10] * Ring<FORMAT, N>::STAGE + p.own * Ring<FORMAT, N>::CELLS;
         simt::launch({p.blocks, 1}, LINEAR_THREADS, shared, [&] { multiply_linear<FORMAT, N>(p); });

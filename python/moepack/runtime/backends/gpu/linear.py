@@ -16,7 +16,7 @@ COLUMNS = (8, 16, 32, 64)
 """Tokens of a product: a kernel each."""
 
 TILE_ROWS = 256
-_THREADS, _PREPARING, _LANE_COLUMNS = 640, 256, 16
+_THREADS, _PREPARING, _LANE_COLUMNS = 640, 512, 16
 _AHEAD = 4
 """Chunks whose codes a block asks for before activations are there: more would make activations wait."""
 
