@@ -15,10 +15,6 @@
 #include "common/integers.cuh"
 #include "common/linear.cuh"
 
-#if !defined(STEP_UNITS)
-#define STEP_UNITS 1
-#endif
-
 namespace moepack {
 
 struct CodebookLinear {
@@ -26,7 +22,7 @@ struct CodebookLinear {
     static constexpr int PARAMETERS = PANEL * (4 + PLANES * (ENTRIES + 4));
     static constexpr int STAGE = PANEL * CHUNK / 8 * BITS, SUMS = 0, WIDTH = 0, SECOND = 1;
     static constexpr int STEP_BYTES = PANEL * STEP / 8 * BITS;
-    static constexpr int PARTS = STEP_UNITS, COLUMNS = PARTS * STEP, QUADS = 2;
+    static constexpr int PARTS = PLANES == 1 ? 2 : 1, COLUMNS = PARTS * STEP, QUADS = 2;
     static constexpr bool FETCHES = true;
     static_assert(BITS == 4);
 

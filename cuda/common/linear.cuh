@@ -24,8 +24,8 @@
 // - WIDTH, columns of a chunk that share a scale, or 0: whole rows do; SUMS, groups of a chunk that have an offset;
 // - Operands, what a lane makes operands A with: ask(matrix, block) for what a row block needs beside its stages,
 //   enter() when the warp comes there, decode(stage, step, quads), or fetch(stage, step) and decode(quads), for groups
-//   scales(stage, group) and offsets(stage, group), for whole rows row_scales(). Rows 2 g and 2 g + 1 of a block are rows g and g + 8 of
-//   operand A.
+//   scales(stage, group) and offsets(stage, group), for whole rows row_scales(). Rows 2 g and 2 g + 1 of a block are
+//   rows g and g + 8 of operand A.
 #pragma once
 #include "common/barriers.cuh"
 #include "common/layer.cuh"
@@ -45,11 +45,11 @@ template <class Format>
 struct Linear {
     Activations x;
     typename Format::Matrix matrix;
-    u8* cells;      // [chunks] of `cell_bytes`
+    u8* cells;           // [chunks] of `cell_bytes`
     float* scales;       // [tokens], what undoes the powers of two
     const float* units;  // [tokens], what activations are multiples of; null: as they are
-    float* out;     // [tokens, rows]
-    float* parts;   // [segments of a tile at most, tokens, rows]
+    float* out;          // [tokens, rows]
+    float* parts;        // [segments of a tile at most, tokens, rows]
     int tokens, columns;  // those of a product: 8, 16, 32 or 64
     int rows, chunks;
     int blocks, items;  // of the launch
@@ -205,11 +205,13 @@ MOEPACK_DEVICE void make_own_cells(const Linear<Format>& linear, const Chunks& c
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
+        if (i * step >= chunks.count) break;
         int chunk = chunks.first + least(first + i * step, chunks.count - 1);
         columns[i].load(linear, existing, chunk < linear.chunks ? chunk : chunk - linear.chunks, product);
     }
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) largest = fmaxf(largest, columns[i].largest());
+    for (int i = 0; i < BATCH; ++i)
+        if (i * step < chunks.count) largest = fmaxf(largest, columns[i].largest());
     largest = largest_of_products(largest);
     if (product == 0) largest_of[warp][lane] = largest;
     __syncthreads();
@@ -220,6 +222,7 @@ MOEPACK_DEVICE void make_own_cells(const Linear<Format>& linear, const Chunks& c
     if (first == 0 && product == 0 && exists) scales[token] = scale.inverse * linear.unit(token);
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
+        if (i * step >= chunks.count) break;
         int at = first + i * step;
         u8* cells = chunks.cells + at * Linear<Format>::cell_bytes(linear.columns);
         columns[i].template write<4>(linear, token, product, scale.factor, exists && at < chunks.count, cells);
@@ -344,6 +347,8 @@ struct Consumer {
     static constexpr int COLUMNS = Format::COLUMNS, STEPS = CHUNK / COLUMNS, PRODUCTS = COLUMNS / 16;
     static constexpr int QUADS = Format::QUADS, PARTS = Format::PARTS;
     static constexpr bool GROUPS = Format::WIDTH != 0, AHEAD = N < 8 || !GROUPS;
+    // Whether registers move to these warps: sums of few tokens of groups do without, and need not wait for them.
+    static constexpr bool TAKES = N >= 4 || !GROUPS;
     static constexpr int WIDTH = GROUPS ? Format::WIDTH : CHUNK;
     static_assert(PARTS * QUADS == PRODUCTS);
 
@@ -503,10 +508,10 @@ MOEPACK_DEVICE void multiply_linear(const Linear<Format>& linear) {
     __syncthreads();
     int first = linear.first_item(blockIdx.x), last = linear.first_item(blockIdx.x + 1);
     if (threadIdx.x >= TILE_BLOCKS * WARP) {
-        leave_registers<COPYING_REGISTERS>();
+        if (Consumer<Format, N>::TAKES) leave_registers<COPYING_REGISTERS>();
         Producer<Format, N>(linear, ring, first).run(last - first);
     } else {
-        take_registers<MULTIPLYING_REGISTERS>();
+        if (Consumer<Format, N>::TAKES) take_registers<MULTIPLYING_REGISTERS>();
         Consumer<Format, N> consumer(linear, ring, N <= 2 && linear.own ? scales : linear.scales);
         consumer.ask(first / linear.chunks);
         enter_launch();
@@ -527,21 +532,14 @@ MOEPACK_DEVICE void multiply_linear(const Linear<Format>&) {}
 // Adds the parts of a tile that several blocks have summed; a thread a row.
 template <class Format>
 MOEPACK_DEVICE void add_segments(const Linear<Format>& linear, int tile, int token) {
-    constexpr int BATCH = 8;
+    enter_launch();
     Segments segments(linear, tile);
     int row = tile * TILE_ROWS + threadIdx.x;
-    enter_launch();
     if (segments.count == 1 || row >= linear.rows) return;
     i64 at = i64(token) * linear.rows + row, size = i64(linear.tokens) * linear.rows;
-    float sum = 0;
-    for (int first = 0; first < segments.count; first += BATCH) {
-        float part[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            part[i] = first + i < segments.count ? linear.parts[(first + i) * size + at] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) sum += part[i];
-    }
+    float sum = linear.parts[at];
+#pragma unroll 4
+    for (int i = 1; i < segments.count; ++i) sum += linear.parts[i * size + at];
     linear.out[at] = sum;
 }
 #endif
