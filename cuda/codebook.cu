@@ -14,6 +14,7 @@
 // prepared by a launch of its own, `prepare_tokens`, a block a token: the grid is that of the CPU, to the bit.
 //
 // Launch: common/layer.cuh; one token of a layer, and up to four of a linear layer, have kernels of their own (`Few`).
+// On Hopper more tokens of linear layers of 4 bits with a codebook a row have those of codebook_linear.cu.
 //
 // Bounds: bytes of the panels over the memory's rate, or the integer pipe, which takes a warp's instruction in two
 // cycles. Decoding takes for a weight, of 16-bit and 8-bit centroids: 4 bits 2.1 and 1.4 integer instructions, 3 bits

@@ -67,7 +67,17 @@ def error(found, weights, x):
     ("bits", "group", "symmetric", "cases"),
     [
         # Tokens, rows, columns, blocks, items of a ring, whether blocks make their cells, the type of activations.
-        (3, 64, False, [(3, 300, 300, 3, 2, 1, 0), (17, 33, 390, 3, 2, 0, 1), (64, 20, 100, 1, 2, 0, 0), (13, 20, 700, 1, 2, 1, 1)]),
+        (
+            3,
+            64,
+            False,
+            [
+                (3, 300, 300, 3, 2, 1, 0),
+                (17, 33, 390, 3, 2, 0, 1),
+                (64, 20, 100, 1, 2, 0, 0),
+                (13, 20, 700, 1, 2, 1, 1),
+            ],
+        ),
         (8, 16, True, [(9, 33, 130, 1, 2, 0, 2), (6, 33, 700, 1, 2, 1, 2)]),
     ],
 )
@@ -89,9 +99,12 @@ def test_groupwise_integers_multiply_by_the_weights_of_the_core(linear, tmp_path
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "blocks", "depth", "own", "kind"),
     [
-        (3, 300, 300, 3, 2, 1, 0), (17, 520, 390, 2, 3, 0, 1), (64, 20, 100, 1, 2, 0, 0), (9, 33, 130, 1, 2, 0, 2),
+        (3, 300, 300, 3, 2, 1, 0),
+        (17, 520, 390, 2, 3, 0, 1),
+        (64, 20, 100, 1, 2, 0, 0),
+        (9, 33, 130, 1, 2, 0, 2),
         (16, 33, 700, 1, 2, 1, 0),
-    ],  # fmt: skip
+    ],
 )
 def test_codebooks_multiply_by_the_weights_of_the_core(
     linear, tmp_path, planes, tokens, rows, columns, blocks, depth, own, kind

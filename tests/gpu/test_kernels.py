@@ -131,7 +131,9 @@ def test_kernels_keep_what_they_need_in_registers(name, arch):
         )
         if kernel.startswith("linear_") and arch == "sm_90a":
             registers = next(int(registers) for found, *_, registers in kernels if found == kernel)
-            assert registers == 96, "what its warps share out (REGISTERS)"
+            moved = code.count("USETMAXREG") > 0
+            assert moved or kernel in ("linear_8", "linear_16"), f"{kernel} keeps registers where its warps copy"
+            assert registers == 96 if moved else registers <= 96, "what its warps share out (REGISTERS)"
         if arch == "sm_90a" and together:
             assert code.count("HGMMA") > 0 and "serialized" not in cubin.log
         # NVRTC 13.0 has made descriptors of odd registers, which a GPU refuses to read.
