@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from moepack.runtime.streaming.blocks import BLOCK
 from typer.testing import CliRunner
 
 import moepack
@@ -27,7 +28,6 @@ from moepack.pipeline import compress
 from moepack.runtime.backends.cpu import CpuBackend
 from moepack.runtime.experts import RefinedExperts, SparseExperts
 from moepack.runtime.streaming import statistics_of
-from moepack.runtime.streaming.blocks import BLOCK
 from oracle import channels as oracle
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "UnknownFormatError", "__version__", "available_isas",
-    "coded_frame", "coded_from_device", "coded_to_device", "coded_without_pairs", "count_integers", "count_values",
-    "decode_coded", "encode_channels", "encode_codebook", "encode_coded", "encode_compensated", "encode_groupwise",
-    "encode_ternary", "fit_groups", "formats", "gated_experts", "isa", "kernels", "kmeans", "pack_int3",
-    "packed_bytes", "refine_channels", "refine_codebooks", "round_priced", "set_threads", "solve_dependent",
-    "sparse_channels", "sparse_experts", "ternary_table", "threads", "unpack_int3",
+    "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "RecordMemory", "StreamedChannels",
+    "UnknownFormatError", "__version__", "available_isas", "coded_frame", "coded_from_device", "coded_to_device",
+    "coded_without_pairs", "count_integers", "count_values", "decode_coded", "encode_channels", "encode_codebook",
+    "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary", "fit_groups", "formats",
+    "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes", "refine_channels", "refine_codebooks",
+    "round_priced", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts", "ternary_table", "threads",
+    "unpack_int3",
 ]  # fmt: skip
 
 __version__: str
@@ -447,6 +448,49 @@ def fit_groups(
     """
 
 @final
+class RecordMemory:
+    """Memory of records, which the tensors of a model share: what one gives up another takes."""
+
+    def __new__(cls) -> RecordMemory: ...
+
+@final
+class StreamedChannels:
+    """Packed channels whose records come from a file and go again.
+
+    Args:
+        memory: where records lie while they are there.
+        head: everything before the first record.
+        file, start: the file, and the tensor's first byte in it.
+        direct: read past the page cache; the file system must take such reads.
+
+    Raises:
+        CorruptionError: `head` contradicts the format.
+        OSError: the file cannot be opened.
+
+    Attributes:
+        format, shape: as of `PackedTensor`.
+        record_bytes, buffer_bytes: bytes of a record, and of the buffer of each thread that reads.
+    """
+
+    format: str
+    shape: tuple[int, int, int]
+    record_bytes: int
+    buffer_bytes: int
+    def __new__(cls, memory: RecordMemory, head: _Bytes, file: str, start: int, direct: bool) -> StreamedChannels: ...
+    def thresholds(self) -> _Floats:
+        """Return the experts' thresholds, float32 [experts]."""
+
+    def read(self, records: NDArray[np.int64], threads: int) -> tuple[int, int]:
+        """Read records, ascending numbers over all experts; return how many reads that took, and their bytes.
+
+        Raises:
+            EOFError: the file ends before, at the byte that is the argument; OSError: the drive reports an error.
+        """
+
+    def drop(self, records: NDArray[np.int64]) -> None:
+        """Let records go, ascending; those that are not there are none."""
+
+@final
 class DenseMatrix:
     """A dense matrix of rows x columns, read in place.
 
@@ -532,7 +576,7 @@ def gated_experts(
     """
 
 def refine_channels(
-    channels: PackedTensor,
+    channels: PackedTensor | StreamedChannels,
     x: _Vector,
     experts: NDArray[np.int64],
     weights: _Floats,
@@ -554,7 +598,7 @@ def refine_channels(
     """
 
 def sparse_channels(
-    channels: PackedTensor,
+    channels: PackedTensor | StreamedChannels,
     x: _Vector,
     experts: NDArray[np.int64],
     weights: _Floats,

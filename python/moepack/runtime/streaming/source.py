@@ -74,7 +74,7 @@ class Source:
         while left:
             count = os.preadv(descriptor, left, place)
             if count == 0:
-                raise CorruptionError(f"ends at byte {place}: it was truncated while it was open", file=self.file)
+                raise self.ended(place)
             if descriptor == self._buffered:
                 self._forget(place, count)
             place += count
@@ -82,6 +82,10 @@ class Source:
                 count -= len(left.popleft())
             if count:
                 left[0] = left[0][count:]
+
+    def ended(self, place: int) -> CorruptionError:
+        """The error of a file that ends at a byte before what is read."""
+        return CorruptionError(f"ends at byte {place}: it was truncated while it was open", file=self.file)
 
     def _forget(self, place: int, count: int) -> None:
         """Let the page cache drop some bytes."""

@@ -85,9 +85,7 @@ class StreamingStore(ExpertStore):
         taken = {id(layer._buffers.get(name)) for layer in layers for name in self._streamed(layer)}
         always = sum(tensor.nbytes for tensor in model.parameters())
         always += sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in taken)
-        for layer in layers:
-            regions = self._take_layer(layer)
-            always += sum(region.shared for region in regions)
+        always += sum(self._take_layer(layer) for layer in layers)
         for source, _ in self._sources.values():
             source.forget()
         self._residency = self._begin(always, described(model.config.model_type).top_k(vars(model.config)))
@@ -100,14 +98,15 @@ class StreamingStore(ExpertStore):
         """The projections whose codes stay on disk."""
         return layer.projections
 
-    def _take_layer(self, layer: PackedModule) -> list[Region]:
-        """Move the streamed projections of a layer into regions."""
+    def _take_layer(self, layer: PackedModule) -> int:
+        """Move the streamed projections of a layer to where they come and go; bytes of them that stay in memory."""
         mapped = [expert_payloads(matrix) for matrix in layer.store.fetch(layer, None, _CPU)]
-        regions = [self._region(layer, *each) for each in zip(layer.projections, mapped, strict=True)]
+        located = [self._located(layer, projection) for projection in layer.projections]
+        regions = [Region(*each, payloads) for each, payloads in zip(located, mapped, strict=True)]
         matrices = tuple(self._adopt(layer, *each) for each in zip(layer.projections, regions, strict=True))
         experts = [Expert(regions, number) for number in range(len(regions[0].sizes))]
         self._layers[layer] = matrices, experts
-        return regions
+        return sum(region.shared for region in regions)
 
     def _adopt(self, layer: PackedModule, projection: str, region: Region) -> Matrix:
         """Let a region's bytes be those of a projection."""
@@ -116,8 +115,8 @@ class StreamingStore(ExpertStore):
         layer.readers[projection], layer.store = (region.data.data_ptr(), matrix), self
         return matrix
 
-    def _region(self, layer: PackedModule, projection: str, payloads: NDArray[np.int64]) -> Region:
-        """The region of a projection, with the places [N, 2] of what comes and goes."""
+    def _located(self, layer: PackedModule, projection: str) -> tuple[Source, int, NDArray[np.uint8]]:
+        """The file that a projection lies in, its first byte there, and its bytes as they are mapped."""
         place, buffer = layer.places[projection], layer.get_buffer(projection)
         if place.get("file") is None:
             raise LoadError(f"the bytes of {projection} do not come from a file that experts could be read from")
@@ -128,7 +127,7 @@ class StreamingStore(ExpertStore):
         info = header.tensors.get(tensor)
         if info is None or info.nbytes != buffer.nbytes:
             raise CorruptionError("is not what it was when it was opened", **place)
-        return Region(source, info.offset, buffer.numpy(), payloads)
+        return source, info.offset, buffer.numpy()
 
     def _begin(self, always: int, top_k: int) -> Any:
         """What keeps within the memory that is left, if it is enough."""

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rayon::ThreadPool;
 
@@ -144,7 +144,12 @@ impl Layer<'_> {
                 unsafe { y.fill(unit, token..token + 1, band.clone(), &pass.sum(token, band)) }
             });
         });
-        Ok(Some(pass))
+        match pass.incomplete.load(Ordering::Relaxed) {
+            false => Ok(Some(pass)),
+            true => Err(Error::InvalidArgument(
+                "channels: a record is not in memory".into(),
+            )),
+        }
     }
 
     /// Says whether the two fit together, and to a routing.
@@ -216,6 +221,8 @@ struct Pass<'a> {
     /// For each token, its experts' places and weights.
     terms: Vec<Vec<(usize, f32)>>,
     computed: AtomicU64,
+    /// Whether a record that is wanted is not there.
+    incomplete: AtomicBool,
     isa: Isa,
 }
 
@@ -250,6 +257,7 @@ impl<'a> Pass<'a> {
             parts: Output::owned(job.list.len(), blocks * part, job.tasks.len() * blocks),
             terms: terms.collect(),
             computed: AtomicU64::new(0),
+            incomplete: AtomicBool::new(false),
             layer,
             job,
             step,
@@ -351,6 +359,12 @@ impl<'a> Pass<'a> {
             let places = task.places.clone();
             let above = places.filter(|&place| passes(self.outputs(place)[channel]));
             list.extend(above.map(|place| (channel, place)));
+        }
+        let first = task.expert * self.layer.channels.layout().shape().rows;
+        let absent = |pair: &(usize, usize)| !self.layer.channels.is_there(first + pair.0);
+        if list.iter().any(absent) {
+            list.clear();
+            self.incomplete.store(true, Ordering::Relaxed);
         }
     }
 
