@@ -2,7 +2,7 @@
 
 What every token needs (parameters, packed linear layers, the shared parts of experts) stays in memory; the rest of the
 budget is for experts. Where the experts of a call are larger than that, as those of a prompt may be, they come in
-portions, each of which is read while the one before is multiplied.
+portions, each of which is read while the one before is multiplied. Those of a single token are multiplied as they come.
 
 Where something guesses which experts the next layer will choose (`Foresight`), those are read while this one computes.
 
@@ -53,6 +53,8 @@ class StreamingStore(ExpertStore):
     Args:
         memory: the most bytes that weights may take, those that are always in memory included.
     """
+
+    as_they_come = True
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -170,8 +172,25 @@ class StreamingStore(ExpertStore):
                 self._look_ahead(layer)
                 yield matrices, experts
             else:
-                chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
-                yield matrices, torch.where(chosen, experts, len(own))
+                yield matrices, _only(part, experts, len(own))
+
+    def arrivals(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """Give experts while others are read, where the memory takes all; see `ExpertStore.arrivals`."""
+        self._refuse_elsewhere(device)
+        matrices, own = self._layers[layer]
+        needed = [own[number] for number in _numbers(experts, len(own))]
+        if sum(expert.nbytes for expert in needed) > self._residency.budget:
+            yield from self.portions(layer, experts, device)
+            return
+        coming, left = self._residency.come(needed), len(needed)
+        try:
+            for came in coming:
+                if not (left := left - len(came)):
+                    self._look_ahead(layer)
+                yield matrices, _only(came, experts, len(own))
+        finally:
+            coming.close()
+        self._residency.release(needed)
 
     def _look_ahead(self, layer: Layer) -> None:
         """Guess which experts the next layer will choose, and begin to read them."""
@@ -211,6 +230,12 @@ def statistics_of(model: Any) -> Statistics | None:
     """Return what streaming did so far for a model; None if its experts are not streamed."""
     stores = (module.store for module in model.modules() if isinstance(module, PackedModule))
     return next((store.statistics for store in stores if store.statistics is not None), None)
+
+
+def _only(part: Sequence[Expert], experts: Tensor, count: int) -> Tensor:
+    """The numbers of experts that are in a part, `count` in place of others."""
+    chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
+    return torch.where(chosen, experts, count)
 
 
 def _numbers(experts: Tensor, count: int) -> list[int]:
