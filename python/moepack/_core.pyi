@@ -27,6 +27,8 @@ _Floats: TypeAlias = NDArray[np.float32]
 _Counts: TypeAlias = list[tuple[int, NDArray[np.uint64]]]
 _Factor: TypeAlias = tuple[_Bytes, _Floats] | _Floats
 _Integers: TypeAlias = NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32]
+_Indices: TypeAlias = NDArray[np.int64]
+_Channels: TypeAlias = PackedTensor | StreamedChannels
 _Vector: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 """float32, or bfloat16 as its bits."""
 
@@ -107,13 +109,13 @@ class PackedTensor:
         Group-wise tensors have "blocks", codebooks "panels", ternary ones "levels", "index", "starts", "payload",
         compensated ones "base", "ranks", "right_scales", "right", "left_scales", "left" (docs/format.md).
         """
-    def payloads(self) -> NDArray[np.int64]:
+    def payloads(self) -> _Indices:
         """Return where the bytes of each expert's codes lie, [experts, 2]; other experts' products do not read them."""
     def decode(self) -> NDArray[Any]:
         """Return the codes [experts, rows, columns], int8 (ternary, coded) or uint8; CorruptionError, ValueError."""
     def dequantize(self, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
         """Return the values [experts, rows, columns], bfloat16 as its bits in uint16; ValueError, CorruptionError."""
-    def look_up(self, rows: NDArray[np.int64], dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
+    def look_up(self, rows: _Indices, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
         """Return the values [n, columns] of rows [n] of all experts' rows without decoding the others; ValueError."""
     def parameters(self, name: str) -> NDArray[Any]:
         """Return the stored parameters of a name, float32 or (ranks) int64; ValueError if the tensor has none.
@@ -149,7 +151,7 @@ class PackedTensor:
     def matmul_grouped(
         self,
         x: _Vector,
-        offsets: NDArray[np.int64],
+        offsets: _Indices,
         mode: str | None = None,
         isa: str | None = None,
         activation_bits: int | None = None,
@@ -165,7 +167,7 @@ class PackedTensor:
         Raises:
             ValueError: sizes or offsets do not match, there is no such mode, or the processor lacks the set.
         """
-    def matmul_transposed(self, y: _Vector, offsets: NDArray[np.int64], isa: str | None = None) -> _Floats:
+    def matmul_transposed(self, y: _Vector, offsets: _Indices, isa: str | None = None) -> _Floats:
         """Return W^T y with each expert's own tokens, float32 [tokens, columns]; W is decoded 64 rows at a time.
 
         Args:
@@ -283,7 +285,7 @@ def encode_codebook(
             divides the columns, 1 for not at all; codes and centroids are those of the rotated weights.
     """
 
-def encode_compensated(base: _Bytes, ranks: NDArray[np.int64], right: _Factor, left: _Factor, *, bits: int) -> _Bytes:
+def encode_compensated(base: _Bytes, ranks: _Indices, right: _Factor, left: _Factor, *, bits: int) -> _Bytes:
     """Add low-rank compensators to a packed group-wise tensor, W = Wq + U V; uint8 [bytes].
 
     Args:
@@ -371,7 +373,7 @@ def solve_dependent(
     pivots: _Floats,
     prices: NDArray[np.float32],
     lengths: _Floats,
-    runs: NDArray[np.int64],
+    runs: _Indices,
     *,
     step: float,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
@@ -480,14 +482,14 @@ class StreamedChannels:
     def thresholds(self) -> _Floats:
         """Return the experts' thresholds, float32 [experts]."""
 
-    def read(self, records: NDArray[np.int64], threads: int) -> tuple[int, int]:
+    def read(self, records: _Indices, threads: int) -> tuple[int, int]:
         """Read records, ascending numbers over all experts; return how many reads that took, and their bytes.
 
         Raises:
             EOFError: the file ends before, at the byte that is the argument; OSError: the drive reports an error.
         """
 
-    def drop(self, records: NDArray[np.int64]) -> None:
+    def drop(self, records: _Indices) -> None:
         """Let records go, ascending; those that are not there are none."""
 
 @final
@@ -553,7 +555,7 @@ def gated_experts(
     up: PackedTensor | DenseMatrix,
     down: PackedTensor | DenseMatrix,
     x: _Vector,
-    experts: NDArray[np.int64],
+    experts: _Indices,
     weights: _Floats,
     modes: Sequence[str | None] = ...,
     isa: str | None = None,
@@ -576,9 +578,9 @@ def gated_experts(
     """
 
 def refine_channels(
-    channels: PackedTensor | StreamedChannels,
+    channels: _Channels,
     x: _Vector,
-    experts: NDArray[np.int64],
+    experts: _Indices,
     weights: _Floats,
     ups: _Floats,
     gates: _Floats,
@@ -598,12 +600,7 @@ def refine_channels(
     """
 
 def sparse_channels(
-    channels: PackedTensor | StreamedChannels,
-    x: _Vector,
-    experts: NDArray[np.int64],
-    weights: _Floats,
-    ups: _Floats,
-    isa: str | None = None,
+    channels: _Channels, x: _Vector, experts: _Indices, weights: _Floats, ups: _Floats, isa: str | None = None
 ) -> tuple[_Floats, int]:
     """Compute a layer of experts of which each token takes the channels whose output of the up projection is given.
 
@@ -620,7 +617,7 @@ def sparse_experts(
     up: PackedTensor,
     channels: PackedTensor,
     x: _Vector,
-    experts: NDArray[np.int64],
+    experts: _Indices,
     weights: _Floats,
     mode: str | None = None,
     isa: str | None = None,
