@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moepack._core import RecordMemory, StreamedChannels
 from moepack.errors import LoadError, MoepackWarning
 from moepack.format import PackedDirectory
 from moepack.runtime.backends import backend_for
-from moepack.runtime.backends.cpu.views import expert_payloads
+from moepack.runtime.backends.cpu.views import RecordMemory, StreamedChannels, expert_payloads
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.store import Layer, Matrices, Portion
 from moepack.runtime.streaming.records import Numbers, RecordCache
