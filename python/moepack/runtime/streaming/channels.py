@@ -10,6 +10,7 @@ Invariant: outputs depend on weights, inputs and the budget alone, never on what
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,11 +68,8 @@ class RecordFile:
             LoadError: the drive reports an error.
         """
         try:
-            return self.matrix.read(records, threads)
-        except EOFError as error:
-            raise self._source.ended(error.args[0]) from error
-        except OSError as error:
-            raise LoadError(f"cannot be read: {error.strerror}", file=self._source.file) from error
+            with _failures_of(self._source):
+                return self.matrix.read(records, threads)
         finally:
             if not self._source.is_direct:
                 self._source.forget()
@@ -79,6 +77,17 @@ class RecordFile:
     def drop(self, records: Numbers) -> None:
         """Let records go."""
         self.matrix.drop(records)
+
+
+@contextmanager
+def _failures_of(source: Source) -> Iterator[None]:
+    """Let what goes wrong with a file name it."""
+    try:
+        yield
+    except EOFError as error:
+        raise source.ended(error.args[0]) from error
+    except OSError as error:
+        raise LoadError(f"cannot be read: {error.strerror}", file=source.file) from error
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,8 @@ class ChannelStore(StreamingStore):
         *deciders, mapped = layer.store.fetch(layer, None, torch.device("cpu"))
         name, head = layer.projections[-1], int(expert_payloads(mapped)[0, 0])
         source, place, data = self._located(layer, name)
-        records = StreamedChannels(self._slots, data[:head], str(source.file), place, source.is_direct)
+        with _failures_of(source):
+            records = StreamedChannels(self._slots, data[:head], str(source.file), place, source.is_direct)
         layer._buffers.pop(name)
         layer.readers[name], layer.store = (0, records), self
         file = RecordFile(records, source)

@@ -65,11 +65,18 @@ impl Records {
     /// `head` is everything before its first record; what stands in the file there is not looked at.
     ///
     /// # Errors
-    /// [`Failure::Argument`]: `head` is no start of such a tensor. [`Failure::System`]: the file cannot be opened.
+    /// [`Failure::Argument`]: `head` is no start of such a tensor. [`Failure::Ends`]: the file is shorter than the tensor.
+    /// [`Failure::System`]: the file cannot be opened.
     pub fn open(slots: Arc<Slots>, head: &[u8], place: &Place) -> std::result::Result<Records, Failure> {
         let layout = Layout::of_head(head).map_err(Failure::Argument)?;
         let Shape { experts, rows, .. } = layout.shape();
-        let file = open(place).map_err(|error| Failure::System(0, error))?;
+        let system = |error| Failure::System(0, error);
+        let file = open(place).map_err(system)?;
+        let length = file.metadata().map_err(system)?.len();
+        // A short file has not earned the table of records that a header asks for.
+        if length.saturating_sub(place.start) < layout.total_bytes() as u64 {
+            return Err(Failure::Ends(length));
+        }
         Ok(Records {
             slots,
             head: head.to_vec(),
