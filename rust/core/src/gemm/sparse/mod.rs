@@ -16,6 +16,10 @@
 //! With u = 2^-24 and n columns a product of a gate's row is within (n / 64 + 12) u sum |w x| of the exact one; of a row of
 //! 4 bits, an activation is also off by at most 2 u of the largest of its group ([`nibbles`]).
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod layer;
 mod nibbles;
 mod projection;
