@@ -488,7 +488,7 @@ pub(super) unsafe fn compute<V: Lanes>(
 const PAIR_LINES: usize = 4;
 
 /// Whether tiles of so many lines go by two blocks at a time: many for the sake of their loads, one because it waits for
-/// memory. Two ascending streams come faster than one, for each stops at the end of a page (a row of 2 bits: 1.50 ms for
+/// memory. Two ascending streams come faster than one, for each stops at the end of a page (rows of 2 bits: 1.50 ms for
 /// 18 MB, one after the other 1.72; one thread of a Xeon).
 pub(super) fn by_pairs(lines: usize) -> bool {
     lines >= PAIR_LINES || lines == 1 && !simd::reads_ahead()
