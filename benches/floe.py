@@ -88,7 +88,7 @@ def groupwise(rng: np.random.Generator, shape: tuple[int, int, int], bits: int) 
 
 
 def records(rng: np.random.Generator, bits: int) -> np.ndarray[Any, Any]:
-    """Records of random values, so large that gates are about 1: SiLU of larger ones is subnormal, which takes longer."""
+    """Records of random values; gates are about 1, for SiLU of large negative ones is subnormal, which takes longer."""
     shape, thresholds = (1, CHANNELS, 2 * COLUMNS), np.zeros(1, np.float32)
     if bits == 16:
         values = COLUMNS**-0.5 * rng.standard_normal(shape, np.float32)

@@ -415,7 +415,8 @@ impl<'a> Pass<'a> {
         {
             let place = run[0].1;
             let (x, ups) = (self.tokens.get(self.job.list[place]), self.outputs(place));
-            (gates.clear(), downs.clear());
+            gates.clear();
+            downs.clear();
             for i in at..at + run.len() {
                 let (halves, next) = (halves(i), halves(i + run.len()));
                 rows::announce(next);
@@ -424,7 +425,8 @@ impl<'a> Pass<'a> {
                     next: next[half],
                     factor: 0.0,
                 });
-                (gates.push(gate), downs.push(down));
+                gates.push(gate);
+                downs.push(down);
             }
             let (mut factors, mut own) = ([0.0; RUN], [0.0; RUN]);
             let factors = &mut factors[..run.len()];

@@ -9,7 +9,8 @@
 //!
 //! A call is one parallel region: the up projection, channels, the sum over blocks of channels. A unit of work of the second
 //! phase is a block of an expert's channels for all of its tokens. How many blocks there are depends on sizes alone, each
-//! adds its channels in ascending order, and blocks are added in theirs: results do not depend on the number of threads.
+//! adds its channels in ascending order, and blocks are added in theirs, at once where a thread computes all of an expert's:
+//! results do not depend on the number of threads.
 //! Nothing is fused, so every instruction set gives the same bits (given those of the up projection).
 //!
 //! # Bounds

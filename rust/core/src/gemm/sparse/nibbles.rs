@@ -85,20 +85,17 @@ impl Pair {
 
 /// The products of half a record each and a token; asks for the values of what comes soon. The processor runs `isa`.
 pub fn dot(isa: Isa, terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
+    let places = terms.iter().zip(&mut *out);
     match isa {
         // SAFETY: the caller's processor runs the set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { avx512::dot_nibbles(terms, x, out) },
-        // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => terms
-            .iter()
-            .zip(out)
-            .for_each(|(term, out)| *out = unsafe { avx2::dot(term.half, term.next, x) }),
-        _ => terms
-            .iter()
-            .zip(out)
-            .for_each(|(term, out)| *out = portable(term.half, term.next, x)),
+        Isa::Avx2 => places.for_each(|(term, out)| {
+            // SAFETY: as above.
+            *out = unsafe { avx2::dot(term.half, term.next, x) }
+        }),
+        _ => places.for_each(|(term, out)| *out = portable(term.half, term.next, x)),
     }
 }
 

@@ -60,10 +60,10 @@ pub fn dot(isa: Isa, width: Width, terms: &[Term<'_>], x: &Token, out: &mut [f32
     }
 }
 
-/// Asks for the first line of a record and its scales. Processors that translate addresses in four places at once do so for
-/// several records, where a line of each by itself would wait for its own page.
+/// Asks for the first line of a record and for its scales: of several records one after the other, so that processors look up
+/// their pages at a time (int4, a fifth of the records in order: 0.06 us of a record's 0.56, one thread of a Xeon).
 pub fn announce([gate, down]: [Half<'_>; 2]) {
-    simd::fetch(&gate.values[..1]);
+    simd::fetch(&gate.values[..gate.values.len().min(1)]);
     simd::fetch(gate.scales.as_flattened());
     simd::fetch(down.scales.as_flattened());
 }
