@@ -390,12 +390,13 @@ impl<'a> Pass<'a> {
         if task.places.len() == 1 {
             let ups = &self.outputs(task.places.start)[channels.clone()];
             let above = channels.zip(ups).filter(|(_, up)| passes(**up));
-            return list.extend(above.map(|(channel, _)| (channel, task.places.start)));
-        }
-        for channel in channels {
-            let places = task.places.clone();
-            let above = places.filter(|&place| passes(self.outputs(place)[channel]));
-            list.extend(above.map(|place| (channel, place)));
+            list.extend(above.map(|(channel, _)| (channel, task.places.start)));
+        } else {
+            for channel in channels {
+                let places = task.places.clone();
+                let above = places.filter(|&place| passes(self.outputs(place)[channel]));
+                list.extend(above.map(|place| (channel, place)));
+            }
         }
         let first = task.expert * self.layer.channels.layout().shape().rows;
         let absent = |pair: &(usize, usize)| !self.layer.channels.is_there(first + pair.0);
