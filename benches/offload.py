@@ -15,8 +15,8 @@ Each side runs in a process of its own whose memory, page cache included, is lim
 group to the budget and what the process itself takes; where no group can be made, the mapped side has all memory and
 the figures say so. The page cache forgets the model's files before each run.
 
-`--bytes` computes without a model what channels must read for a token, by the size of blocks and the most bytes between
-two that are read along, with the blocks that are wanted most in memory: the most that any policy by use can keep.
+`--bytes` computes without a model what channels must read for a token, by the most bytes between two records that are
+read along, with the records that are wanted most in memory: the most that any policy by use can keep.
 
 Two floors tell what bounds a side: the bytes of a token at the drive's rate (`drive`: reads past the page cache, as
 many at a time and as large as the side's own), and computing alone (`resident`: the same store, with memory for all).
@@ -43,6 +43,8 @@ import numpy as np
 
 import llama
 import machine
+
+PAGE = mmap.PAGESIZE
 
 PROCESS = 480 << 20
 """Bytes for Python, torch and activations beside the weights."""
@@ -185,20 +187,18 @@ def bytes_of_a_token(share: float) -> None:
     tokens = [np.flatnonzero(np.abs(random.standard_normal(llama.INNER)) * scales >= threshold) for _ in range(64)]
     experts = llama.LAYERS * llama.TOP_K
     print(f"whole experts: {experts * (1 - share) * llama.INNER * record / 1e6:.0f} MB")
-    for block in (4 << 10, 16 << 10):
-        blocks = -(-llama.INNER * record // block)
-        for gap in (0, 16, 40, 64):
-            nbytes = reads = 0
-            for wanted in tokens:
-                edges = wanted * record, (wanted + 1) * record - 1
-                first, last = (np.bincount(at // block, minlength=blocks + 1) for at in edges)
-                touched = np.flatnonzero(first.cumsum() - np.append(0, last.cumsum()[:-1]) > 0)
-                touched = touched[touched >= share * blocks]
-                within = (np.diff(touched) - 1) * block <= gap << 10
-                reads += len(touched) - int(within.sum())
-                nbytes += block * (len(touched) + int((np.diff(touched) - 1)[within].sum()))
-            row = f"{experts * nbytes / len(tokens) / 1e6:.0f} MB in reads of {nbytes / reads / 1e3:.0f} KB"
-            print(f"blocks of {block >> 10} KiB, gaps of {gap} KiB: {row}")
+    for gap in (0, 16, 32, 48, 64):
+        nbytes = reads = 0
+        for wanted in tokens:
+            missing = wanted[wanted >= share * llama.INNER] * record
+            begins, ends = missing // PAGE * PAGE, -(-(missing + record) // PAGE) * PAGE
+            apart = np.append(begins[1:] - ends[:-1] > gap << 10, True)
+            last = ends[apart]
+            first = begins[np.append(True, apart[:-1])]
+            nbytes += int((last - first).sum())
+            reads += len(first)
+        row = f"{experts * nbytes / len(tokens) / 1e6:.0f} MB in reads of {nbytes / reads / 1e3:.0f} KB"
+        print(f"gaps of {gap} KiB: {row}")
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -244,7 +244,7 @@ def drive(directory: Path, length: int, new: bool = False) -> float:
 
     With `new` each read goes into memory that was given back, as in a full cache: the system fills it with zeros first.
     """
-    from moepack.runtime.streaming.source import PAGE, Source
+    from moepack.runtime.streaming.source import Source
     from moepack.runtime.streaming.store import READERS
 
     file = max(directory.glob("*.safetensors"), key=lambda each: each.stat().st_size)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
@@ -111,6 +112,31 @@ def test_generate_prints_prompt_text_and_speed(run, packed):
     assert "12 tokens" in result.stderr
     for part in ("tokens/s", "first token after", "peak memory"):
         assert part in result.stderr
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "The sea"], ["eval", "--text", "TEXT"]])
+def test_a_gpu_that_disappears_is_a_foreseen_failure(monkeypatch, capsys, packed, text, command):
+    def forward(*_, **__):
+        raise torch.AcceleratorError(
+            "CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later"
+        )
+
+    monkeypatch.setattr(transformers.MixtralForCausalLM, "forward", forward)
+    name, *rest = command
+    with pytest.raises(SystemExit) as exit_:
+        main([name, str(packed), *(str(text) if word == "TEXT" else word for word in rest)])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 1
+    assert "error: a GPU failed while it was at work (CUDA error: unspecified launch failure); what it held is" in said
+
+
+def test_other_runtime_errors_are_no_failures_of_a_gpu(monkeypatch, packed):
+    def forward(*_, **__):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(transformers.MixtralForCausalLM, "forward", forward)
+    with pytest.raises(RuntimeError, match="something else"):
+        main(["generate", str(packed), "--prompt", "The sea"])
 
 
 def test_generate_resident_writes_the_same_text(run, packed):

@@ -12,59 +12,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moepack
-from moepack.runtime.streaming import blocks
-from moepack.runtime.streaming.blocks import BLOCK, Blocks
+from moepack.runtime.streaming.records import RecordCache
 from moepack.runtime.streaming.residency import Expert, Residency
 from moepack.runtime.streaming.source import PAGE
 
 
 class Drive:
-    """A tensor of blocks, or experts of a page each, without a file: notes reads, which wait while it is closed."""
+    """A tensor of 32 records, or experts of a page each, without a file: notes reads, which wait while it is closed."""
 
-    def __init__(self, count: int, kind: str) -> None:
-        self.sizes, self.unit = ([BLOCK * count], BLOCK) if kind == "blocks" else ([PAGE] * count, PAGE)
+    count = 32
+
+    def __init__(self) -> None:
+        self.sizes = [PAGE] * self.count
         self.there: set[int] = set()
         self.broken: set[int] = set()
         self.begun, self.open = 0, threading.Event()
         self.open.set()
 
-    def piece(self, _: int, start: int, stop: int) -> Any:
-        return self, memoryview(bytes(stop - start)), start
-
     def reads(self, number: int) -> Any:
         yield self, memoryview(bytes(PAGE)), number * PAGE
 
-    def read_parts(self, parts: list[memoryview], place: int) -> None:
-        for part in parts:
-            if part.obj is not blocks._FORGOTTEN.obj:
-                self.read(part, place)
-            place += len(part)
-
-    def read(self, memory: memoryview, place: int) -> None:
-        self.begun += 1
+    def read(self, what: Any, place: int) -> tuple[int, int]:
+        """Read an expert's page at a place, or records by so many threads."""
+        units = {place // PAGE} if isinstance(what, memoryview) else {*what.tolist()}
+        self.begun += len(units)
         self.open.wait()
-        units = {*range(place // self.unit, (place + len(memory)) // self.unit)}
         if units & self.broken:
             raise moepack.LoadError("a failing drive")
         self.there |= units
+        return 1, PAGE * len(units)
 
-    def drop(self, number: int, start: int = 0, stop: int | None = None) -> None:
-        self.there -= {number} if stop is None else {*range(start // BLOCK, stop // BLOCK)}
+    def drop(self, what: Any) -> None:
+        self.there -= {what} if isinstance(what, int) else {*what.tolist()}
 
 
 class Cache:
     """Both caches alike: 32 units, of which 16 fit."""
 
     def __init__(self, kind: str) -> None:
-        self.drive = Drive(32, kind)
+        self.drive = Drive()
         drives: Any = [self.drive]
-        self.kept: Any = Blocks(16 * BLOCK, drives, 2) if kind == "blocks" else Residency(16 * PAGE, 2)
-        self.blocks = kind == "blocks"
-        self.experts = [] if self.blocks else [Expert(drives, number) for number in range(32)]
+        self.records = kind == "records"
+        self.kept: Any = RecordCache(16, PAGE, drives, 2) if self.records else Residency(16 * PAGE, 2)
+        self.experts = [] if self.records else [Expert(drives, number) for number in range(32)]
 
     def units(self, numbers: Any) -> Any:
         chosen = sorted(numbers)
-        return np.array(chosen, np.int64) if self.blocks else [self.experts[number] for number in chosen]
+        return np.array(chosen, np.int64) if self.records else [self.experts[number] for number in chosen]
 
     def use(self, *numbers: int) -> None:
         self.kept.hold(self.units(numbers))
@@ -72,9 +66,8 @@ class Cache:
         self.kept.release(self.units(numbers))
 
 
-@pytest.fixture(params=["blocks", "experts"])
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(blocks, "GAP", 0)
+@pytest.fixture(params=["records", "experts"])
+def cache(request: pytest.FixtureRequest) -> Cache:
     return Cache(request.param)
 
 
@@ -98,9 +91,9 @@ def test_what_is_guessed_is_read_ahead_and_counted(cache: Cache) -> None:
     begun = cache.drive.begun
     cache.use(1, 5, 6)
     assert cache.drive.begun == begun
-    counts, unit = cache.kept.statistics, cache.drive.unit
+    counts = cache.kept.statistics
     assert (counts.guessed, counts.right, counts.wanted) == (4, 3, 3)
-    assert (counts.bytes_guessed, counts.in_vain, counts.bytes_read) == (3 * unit, unit, 5 * unit)
+    assert (counts.bytes_guessed, counts.in_vain, counts.bytes_read) == (3 * PAGE, PAGE, 5 * PAGE)
     assert counts.misses == 2 and counts.hidden > 0
 
 
@@ -147,10 +140,10 @@ def test_guesses_that_are_mostly_wrong_are_compared_and_not_read_until_they_are_
 
 def test_a_read_that_fails_on_a_guess_is_forgotten(cache: Cache) -> None:
     cache.drive.broken = {5}
-    cache.kept.guess(cache.units({5, 9}))
-    until(lambda: 9 in cache.drive.there and idle(cache))
-    assert cache.kept.statistics.resident == cache.drive.unit
-    cache.use(9)
+    cache.kept.guess(cache.units({5, 20}))
+    until(lambda: 20 in cache.drive.there and idle(cache))
+    assert cache.kept.statistics.resident == PAGE
+    cache.use(20)
     cache.drive.broken = set()
     cache.use(5)
 
@@ -167,7 +160,7 @@ def test_what_is_held_stays_whatever_is_guessed(cache: Cache) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from(["blocks", "experts"]),
+    st.sampled_from(["records", "experts"]),
     st.lists(st.tuples(st.sets(st.integers(0, 31), max_size=9), st.sets(st.integers(0, 31), max_size=12)), max_size=20),
 )
 def test_the_budget_is_kept_whatever_is_guessed(kind: str, calls: list[tuple[set[int], set[int]]]) -> None:
@@ -178,5 +171,5 @@ def test_the_budget_is_kept_whatever_is_guessed(kind: str, calls: list[tuple[set
         assert len(cache.drive.there) <= 16
     until(lambda: idle(cache))
     counts = cache.kept.statistics
-    assert counts.most <= 16 * cache.drive.unit and 0 <= counts.bytes_used <= counts.bytes_guessed
-    assert len(cache.drive.there) * cache.drive.unit == counts.resident
+    assert counts.most <= 16 * PAGE and 0 <= counts.bytes_used <= counts.bytes_guessed
+    assert len(cache.drive.there) * PAGE == counts.resident

@@ -223,6 +223,18 @@ def test_a_failing_model_fails_its_answers_and_goes_on(engine, monkeypatch):
     assert ask(engine, "The sea", max_new_tokens=2).text()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_gpu_that_disappears_closes_the_engine(engine, monkeypatch):
+    def forward(*_, **__):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(type(engine.model), "forward", forward)
+    left = [ask(engine, "The sea") for _ in range(3)]
+    engine.start()
+    errors = {collector.text() or collector.pieces[-1].error for collector in left}
+    assert errors <= {"the model failed: AcceleratorError", "the server shuts down"} and not engine.is_open
+
+
 def test_the_next_turn_reads_only_what_is_new(engine, model, monkeypatch):
     engine.start()
     first = ask(engine, PROMPTS[3], max_new_tokens=8)

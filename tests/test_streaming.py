@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import moepack
 from moepack import _core
 from moepack.methods.finequant import FineQuant
+from moepack.runtime.experts import PackedExperts
 from moepack.runtime.streaming import StreamingStore, region, source, statistics_of
 from moepack.runtime.streaming.region import Region
 from moepack.runtime.streaming.residency import Expert, Residency
@@ -122,15 +123,6 @@ def test_short_reads_are_continued(file, monkeypatch):
     memory = np.frombuffer(region.mmap.mmap(-1, 5 * PAGE), np.uint8)
     found.read(memoryview(memory), 3 * PAGE)
     assert memory.tobytes() == file.read_bytes()[3 * PAGE : 8 * PAGE]
-
-
-def test_parts_are_read_together_however_short_the_reads(file, monkeypatch):
-    found, real = Source(file), os.preadv
-    monkeypatch.setattr(source.os, "preadv", lambda fd, into, place: real(fd, [*into][:2], place))
-    memory = memoryview(region.mmap.mmap(-1, 9 * PAGE))
-    parts = [memory[:PAGE], memory[PAGE : 4 * PAGE], memory[4 * PAGE : 4 * PAGE], memory[4 * PAGE :]]
-    found.read_parts(parts, 2 * PAGE)
-    assert memory.tobytes() == file.read_bytes()[2 * PAGE : 11 * PAGE]
 
 
 def test_a_file_that_is_replaced_stays_open(file):
@@ -282,6 +274,81 @@ def test_outputs_do_not_depend_on_what_is_in_memory(directory):
     expected = logits(model)
     logits(model, tokens=3, seed=7)
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("mode", ["exact", "auto"])
+@pytest.mark.parametrize(
+    "method", [{"method": "finequant", "bits": 3}, {"method": "milo"}, {"method": "rate", "bits_per_weight": 3.0}]
+)
+def test_experts_of_one_token_add_up_as_if_all_were_there(method, mode, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, num_experts=12, num_experts_per_tok=4,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")
+    directory = tmp_path / "packed"
+    moepack.compress(tmp_path / "model", directory, **method)
+    mapped = moepack.load(directory, dtype="float32", mode=mode)
+    streaming = moepack.load(directory, dtype="float32", mode=mode, host_memory=least(directory)[1])
+    (layer,), (expected,) = (
+        [m for m in each.modules() if isinstance(m, PackedExperts)] for each in (streaming, mapped)
+    )
+    random = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        index = torch.randperm(13, generator=random)[None, :4]  # the last number is no expert's
+        x, weights = torch.randn(1, 256, generator=random), torch.rand(1, 4, generator=random)
+        assert torch.equal(layer(x, index, weights), expected(x, index, weights))
+    counts = statistics_of(streaming)
+    assert counts.hits > 10 and counts.misses > 10
+
+
+class Slow(Drive):
+    """Experts whose reads end when they are let."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.let = [threading.Event() for _ in sizes]
+
+    def read(self, memory, number):
+        assert self.let[number].wait(5)
+        super().read(memory, number)
+
+
+def test_experts_are_given_as_they_come():
+    drive = Slow([1] * 6)
+    experts, kept = drive.experts(), Residency(5 * PAGE, 3)
+    drive.let[4].set()
+    kept.hold([experts[4]])
+    kept.release([experts[4]])
+    coming = kept.come([experts[number] for number in (1, 2, 4)])
+    assert next(coming) == [experts[4]]
+    drive.let[2].set()
+    assert next(coming) == [experts[2]]
+    drive.let[1].set()
+    assert next(coming) == [experts[1]] and not list(coming)
+    assert kept.statistics.misses == 3 and kept.statistics.hits == 1
+    kept.release([experts[number] for number in (1, 2, 4)])
+
+
+def test_who_gives_up_before_all_have_come_holds_nothing():
+    drive = Slow([1] * 6)
+    experts, kept = drive.experts(), Residency(3 * PAGE, 3)
+    drive.let[0].set()
+    drive.broken = {1}
+    coming = kept.come(experts[:3])
+    assert next(coming) == [experts[0]]
+    drive.let[1].set()
+    drive.let[2].set()
+    with pytest.raises(moepack.LoadError, match="expert 1"):
+        list(coming)
+    coming = kept.come([experts[0], experts[2]])
+    next(coming)
+    coming.close()
+    drive.let[3].set(), drive.let[4].set(), drive.let[5].set()
+    kept.hold(experts[3:])
+    assert drive.there == {3, 4, 5}
 
 
 def test_threads_compute_what_one_does(directory):

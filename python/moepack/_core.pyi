@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "UnknownFormatError", "__version__", "available_isas",
-    "coded_frame", "coded_from_device", "coded_to_device", "coded_without_pairs", "count_integers", "count_values",
-    "decode_coded", "encode_channels", "encode_codebook", "encode_coded", "encode_compensated", "encode_groupwise",
-    "encode_ternary", "fit_groups", "formats", "gated_experts", "isa", "kernels", "kmeans", "pack_int3",
-    "packed_bytes", "refine_channels", "refine_codebooks", "round_priced", "set_threads", "solve_dependent",
-    "sparse_channels", "sparse_experts", "ternary_table", "threads", "unpack_int3",
+    "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "RecordMemory", "StreamedChannels",
+    "UnknownFormatError", "__version__", "available_isas", "coded_frame", "coded_from_device", "coded_to_device",
+    "coded_without_pairs", "count_integers", "count_values", "decode_coded", "encode_channels", "encode_codebook",
+    "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary", "fit_groups", "formats",
+    "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes", "refine_channels", "refine_codebooks",
+    "round_priced", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts", "ternary_table", "threads",
+    "unpack_int3",
 ]  # fmt: skip
 
 __version__: str
@@ -26,6 +27,8 @@ _Floats: TypeAlias = NDArray[np.float32]
 _Counts: TypeAlias = list[tuple[int, NDArray[np.uint64]]]
 _Factor: TypeAlias = tuple[_Bytes, _Floats] | _Floats
 _Integers: TypeAlias = NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32]
+_Indices: TypeAlias = NDArray[np.int64]
+_Channels: TypeAlias = PackedTensor | StreamedChannels
 _Vector: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 """float32, or bfloat16 as its bits."""
 
@@ -106,13 +109,13 @@ class PackedTensor:
         Group-wise tensors have "blocks", codebooks "panels", ternary ones "levels", "index", "starts", "payload",
         compensated ones "base", "ranks", "right_scales", "right", "left_scales", "left" (docs/format.md).
         """
-    def payloads(self) -> NDArray[np.int64]:
+    def payloads(self) -> _Indices:
         """Return where the bytes of each expert's codes lie, [experts, 2]; other experts' products do not read them."""
     def decode(self) -> NDArray[Any]:
         """Return the codes [experts, rows, columns], int8 (ternary, coded) or uint8; CorruptionError, ValueError."""
     def dequantize(self, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
         """Return the values [experts, rows, columns], bfloat16 as its bits in uint16; ValueError, CorruptionError."""
-    def look_up(self, rows: NDArray[np.int64], dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
+    def look_up(self, rows: _Indices, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
         """Return the values [n, columns] of rows [n] of all experts' rows without decoding the others; ValueError."""
     def parameters(self, name: str) -> NDArray[Any]:
         """Return the stored parameters of a name, float32 or (ranks) int64; ValueError if the tensor has none.
@@ -148,7 +151,7 @@ class PackedTensor:
     def matmul_grouped(
         self,
         x: _Vector,
-        offsets: NDArray[np.int64],
+        offsets: _Indices,
         mode: str | None = None,
         isa: str | None = None,
         activation_bits: int | None = None,
@@ -164,7 +167,7 @@ class PackedTensor:
         Raises:
             ValueError: sizes or offsets do not match, there is no such mode, or the processor lacks the set.
         """
-    def matmul_transposed(self, y: _Vector, offsets: NDArray[np.int64], isa: str | None = None) -> _Floats:
+    def matmul_transposed(self, y: _Vector, offsets: _Indices, isa: str | None = None) -> _Floats:
         """Return W^T y with each expert's own tokens, float32 [tokens, columns]; W is decoded 64 rows at a time.
 
         Args:
@@ -282,7 +285,7 @@ def encode_codebook(
             divides the columns, 1 for not at all; codes and centroids are those of the rotated weights.
     """
 
-def encode_compensated(base: _Bytes, ranks: NDArray[np.int64], right: _Factor, left: _Factor, *, bits: int) -> _Bytes:
+def encode_compensated(base: _Bytes, ranks: _Indices, right: _Factor, left: _Factor, *, bits: int) -> _Bytes:
     """Add low-rank compensators to a packed group-wise tensor, W = Wq + U V; uint8 [bytes].
 
     Args:
@@ -370,7 +373,7 @@ def solve_dependent(
     pivots: _Floats,
     prices: NDArray[np.float32],
     lengths: _Floats,
-    runs: NDArray[np.int64],
+    runs: _Indices,
     *,
     step: float,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
@@ -447,6 +450,49 @@ def fit_groups(
     """
 
 @final
+class RecordMemory:
+    """Memory of records, which the tensors of a model share: what one gives up another takes."""
+
+    def __new__(cls) -> RecordMemory: ...
+
+@final
+class StreamedChannels:
+    """Packed channels whose records come from a file and go again.
+
+    Args:
+        memory: where records lie while they are there.
+        head: everything before the first record.
+        file, start: the file, and the tensor's first byte in it.
+        direct: read past the page cache; the file system must take such reads.
+
+    Raises:
+        CorruptionError: `head` contradicts the format.
+        OSError: the file cannot be opened.
+
+    Attributes:
+        format, shape: as of `PackedTensor`.
+        record_bytes, buffer_bytes: bytes of a record, and of the buffer of each thread that reads.
+    """
+
+    format: str
+    shape: tuple[int, int, int]
+    record_bytes: int
+    buffer_bytes: int
+    def __new__(cls, memory: RecordMemory, head: _Bytes, file: str, start: int, direct: bool) -> StreamedChannels: ...
+    def thresholds(self) -> _Floats:
+        """Return the experts' thresholds, float32 [experts]."""
+
+    def read(self, records: _Indices, threads: int) -> tuple[int, int]:
+        """Read records, ascending numbers over all experts; return how many reads that took, and their bytes.
+
+        Raises:
+            EOFError: the file ends before, at the byte that is the argument; OSError: the drive reports an error.
+        """
+
+    def drop(self, records: _Indices) -> None:
+        """Let records go, ascending; those that are not there are none."""
+
+@final
 class DenseMatrix:
     """A dense matrix of rows x columns, read in place.
 
@@ -509,7 +555,7 @@ def gated_experts(
     up: PackedTensor | DenseMatrix,
     down: PackedTensor | DenseMatrix,
     x: _Vector,
-    experts: NDArray[np.int64],
+    experts: _Indices,
     weights: _Floats,
     modes: Sequence[str | None] = ...,
     isa: str | None = None,
@@ -532,9 +578,9 @@ def gated_experts(
     """
 
 def refine_channels(
-    channels: PackedTensor,
+    channels: _Channels,
     x: _Vector,
-    experts: NDArray[np.int64],
+    experts: _Indices,
     weights: _Floats,
     ups: _Floats,
     gates: _Floats,
@@ -554,12 +600,7 @@ def refine_channels(
     """
 
 def sparse_channels(
-    channels: PackedTensor,
-    x: _Vector,
-    experts: NDArray[np.int64],
-    weights: _Floats,
-    ups: _Floats,
-    isa: str | None = None,
+    channels: _Channels, x: _Vector, experts: _Indices, weights: _Floats, ups: _Floats, isa: str | None = None
 ) -> tuple[_Floats, int]:
     """Compute a layer of experts of which each token takes the channels whose output of the up projection is given.
 
@@ -576,7 +617,7 @@ def sparse_experts(
     up: PackedTensor,
     channels: PackedTensor,
     x: _Vector,
-    experts: NDArray[np.int64],
+    experts: _Indices,
     weights: _Floats,
     mode: str | None = None,
     isa: str | None = None,

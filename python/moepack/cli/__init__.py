@@ -77,11 +77,18 @@ def main(arguments: list[str] | None = None) -> None:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show, warnings.showwarning)
             app(given)
-    except MoepackError as error:
-        if "--debug" in given:
+    except (MoepackError, RuntimeError) as error:
+        foreseen = error if isinstance(error, MoepackError) else _of_a_device(error)
+        if foreseen is None or "--debug" in given:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {foreseen}", file=sys.stderr)
         sys.exit(1)
+
+
+def _of_a_device(error: RuntimeError) -> MoepackError | None:
+    """What a failure of a GPU means, if it is one; torch is imported by now, or was to be."""
+    found: MoepackError | None = import_module("moepack.runtime.backends.gpu").lost(error)
+    return found
 
 
 def _show(others: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from moepack.errors import MoepackWarning
+from moepack.runtime.backends.gpu import lost
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
@@ -104,6 +105,7 @@ def generate(
 
     Raises:
         ValueError: the prompt has no tokens, or is a chat and the tokenizer has no template.
+        DeviceError: a GPU failed or disappeared meanwhile.
 
     Warns:
         MoepackWarning: prompt and answer may become longer than what the model was made for.
@@ -116,6 +118,7 @@ def generate(
     inputs = torch.tensor([ids], device=model.device)
     start = time.perf_counter()
     with (
+        _device_failures(),
         torch.inference_mode(),
         _seeded(sampling.seed, model.device),
         _remembered(memory, model, ids, streamer) as kept,
@@ -129,6 +132,18 @@ def generate(
             **sampling.arguments(),
         )
     return _report(streamer, len(ids), start)
+
+
+@contextmanager
+def _device_failures() -> Iterator[None]:
+    """Let a GPU that fails be a `DeviceError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = lost(error)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def _warn_of_length(model: Any, prompt: int, new: int) -> None:

@@ -80,10 +80,12 @@ class ExpertStore(ABC):
     Attributes:
         by_channels: whether records of channels are there only while `channels` says so.
         asks_host: whether `portions` waits for the device to learn which experts were chosen.
+        as_they_come: whether `arrivals` gives experts before all of a call are there.
     """
 
     by_channels = False
     asks_host = False
+    as_they_come = False
 
     @property
     def statistics(self) -> Any:
@@ -143,6 +145,10 @@ class ExpertStore(ABC):
             LoadError: as in `fetch`.
         """
         yield self.fetch(layer, experts, device), experts
+
+    def arrivals(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """Give the chosen experts as `portions` does, but as they come, in whatever order that is."""
+        yield from self.portions(layer, experts, device)
 
     def channels(self, layer: Layer, experts: Tensor, ups: Tensor) -> Iterator[Tensor]:
         """Give the channels that a call wants in portions that can be in memory at a time, one by default.

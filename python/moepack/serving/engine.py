@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from moepack.errors import LoadError
+from moepack.runtime.backends.gpu import lost
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import positions
 from moepack.runtime.sampling import Sampling
@@ -205,6 +206,8 @@ class Engine:
         except Exception as error:
             for sequence, _ in parts:
                 self._fail(sequence, error)
+            if failure := lost(error):
+                raise failure from error
             return
         for (sequence, part), row in zip(parts, logits, strict=True):
             try:

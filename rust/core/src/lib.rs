@@ -15,6 +15,7 @@ pub mod limits;
 pub mod pool;
 pub mod simd;
 pub mod solvers;
+pub mod streaming;
 pub mod tensor;
 pub mod types;
 mod workers;

@@ -12,6 +12,7 @@ use crate::arrays::{Activations, chosen_isa, lengths, places, products, values};
 use crate::dense::DenseMatrix;
 use crate::error::detached;
 pub use crate::packed::Packed;
+use crate::streaming::Channels;
 use crate::tensor::PackedTensor;
 
 /// The tensor that an object is: a `PackedTensor` or a `DenseMatrix`.
@@ -125,15 +126,16 @@ pub fn sparse_experts<'py>(
 /// each token the sum over its experts and their channels c with u_c not zero of weight * silu(gate_c x) * u_c * down_c.
 ///
 /// Args:
-///     channels, x, experts, weights, isa: as for `sparse_experts`.
+///     channels: packed or streamed; of the latter what is wanted must be there.
+///     x, experts, weights, isa: as for `sparse_experts`.
 ///     ups: u, float32 [tokens, top_k, hidden], C-contiguous; zero where a channel is skipped.
 ///
-/// Returns and raises: as `sparse_experts`.
+/// Returns and raises: as `sparse_experts`; ValueError, too, where a record is not there.
 #[pyfunction]
 #[pyo3(signature = (channels, x, experts, weights, ups, isa=None))]
 pub fn sparse_channels<'py>(
     py: Python<'py>,
-    channels: &PackedTensor,
+    channels: &Bound<'py, PyAny>,
     x: Activations<'py>,
     experts: PyReadonlyArray2<'py, i64>,
     weights: PyReadonlyArray2<'py, f32>,
@@ -141,18 +143,15 @@ pub fn sparse_channels<'py>(
     isa: Option<&str>,
 ) -> PyResult<(Bound<'py, PyArray2<f32>>, u64)> {
     let (isa, routing) = (chosen_isa(isa)?, routing(&experts, &weights)?);
-    let records = channels.array().bind(py).try_readonly()?;
-    let (records, ups) = (values(&records, "data")?, values(&ups, "ups")?);
+    let channels = Channels::of(channels)?;
+    let (channels, ups) = (channels.source()?, values(&ups, "ups")?);
     let (columns, mut computed) = (x.shape()[1], 0);
     let y = products(py, &x, columns, columns, |x, y| {
-        let forward = || {
-            let layer = sparse::Layer {
-                ups: Ups::Given(ups),
-                channels: View::parse(records)?,
-            };
-            layer.forward(x, routing, y, isa, &*pool::current()?)
+        let forward = |channels: View| {
+            let ups = Ups::Given(ups);
+            sparse::Layer { ups, channels }.forward(x, routing, y, isa, &*pool::current()?)
         };
-        computed = detached(py, forward)?;
+        computed = detached(py, || channels.view(forward))?;
         Ok(())
     })?;
     Ok((y, computed))
@@ -173,7 +172,7 @@ pub fn sparse_channels<'py>(
 #[allow(clippy::too_many_arguments)] // Python's signature
 pub fn refine_channels<'py>(
     py: Python<'py>,
-    channels: &PackedTensor,
+    channels: &Bound<'py, PyAny>,
     x: Activations<'py>,
     experts: PyReadonlyArray2<'py, i64>,
     weights: PyReadonlyArray2<'py, f32>,
@@ -183,22 +182,15 @@ pub fn refine_channels<'py>(
     isa: Option<&str>,
 ) -> PyResult<(Bound<'py, PyArray2<f32>>, u64)> {
     let (isa, routing) = (chosen_isa(isa)?, routing(&experts, &weights)?);
-    let records = channels.array().bind(py).try_readonly()?;
-    let (records, ups, gates) = (
-        values(&records, "data")?,
-        values(&ups, "ups")?,
-        values(&gates, "gates")?,
-    );
+    let channels = Channels::of(channels)?;
+    let (channels, ups, gates) = (channels.source()?, values(&ups, "ups")?, values(&gates, "gates")?);
     let (columns, inner, mut computed) = (x.shape()[1], places(&mut inner)?, 0);
     let y = products(py, &x, columns, columns, |x, y| {
-        let forward = || {
-            let layer = sparse::Layer {
-                ups: Ups::Refining { ups, gates },
-                channels: View::parse(records)?,
-            };
-            layer.refine(x, routing, y, inner, isa, &*pool::current()?)
+        let forward = |channels: View| {
+            let ups = Ups::Refining { ups, gates };
+            sparse::Layer { ups, channels }.refine(x, routing, y, inner, isa, &*pool::current()?)
         };
-        computed = detached(py, forward)?;
+        computed = detached(py, || channels.view(forward))?;
         Ok(())
     })?;
     Ok((y, computed))

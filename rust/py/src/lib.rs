@@ -13,6 +13,7 @@ mod layer;
 mod machine;
 mod packed;
 mod solvers;
+mod streaming;
 mod tables;
 mod tensor;
 
@@ -44,6 +45,8 @@ mod _core {
     use super::solvers::{
         count_integers, count_values, fit_groups, kmeans, refine_codebooks, round_priced, solve_dependent,
     };
+    #[pymodule_export]
+    use super::streaming::{RecordMemory, StreamedChannels};
     #[pymodule_export]
     use super::tables::ternary_table;
     #[pymodule_export]

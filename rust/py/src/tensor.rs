@@ -41,6 +41,14 @@ impl PackedTensor {
         detached(py, || work(&*self.tensor, data, &*pool::current()?))
     }
 
+    /// The bytes, for whoever keeps the tensor.
+    ///
+    /// # Errors
+    /// BufferError: somebody writes to them.
+    pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<PyReadonlyArray1<'py, u8>> {
+        Ok(self.data.bind(py).try_readonly()?)
+    }
+
     fn dimensions(&self) -> [usize; 3] {
         let shape = self.tensor.shape();
         [shape.experts, shape.rows, shape.columns]

@@ -3,7 +3,7 @@
 `stream` lets a model's store keep what every token needs in memory and read the rest as routers ask for it, past the
 system's page cache and into memory that it counts: whole experts (`StreamingStore`), or single channels where experts
 are kept so (`ChannelStore`). `Region` is the address range of a tensor, `Source` reads a file, `Residency` decides
-which experts stay and `Blocks` which channels. `foresee` lets what enters a layer tell what the next one will want.
+which experts stay and `RecordCache` which channels. `foresee` lets what enters a layer tell what the next one wants.
 """
 
 from itertools import pairwise

@@ -13,8 +13,8 @@ Invariants:
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Condition
@@ -33,17 +33,16 @@ class Statistics:
     """What streaming did so far.
 
     Attributes:
-        hits: experts, or blocks of records, that were in memory when they were needed, counted at each layer of each
-            call.
+        hits: experts, or records, that were in memory when they were needed, counted at each layer of each call.
         misses: those that were not.
         bytes_read: bytes that came from the drive.
         reads: how many reads brought them.
         waited: seconds that computing threads waited for them.
         resident: their bytes in memory now.
         most: the most that they ever were.
-        guessed: experts or blocks that were guessed to be needed next.
+        guessed: experts or records that were guessed to be needed next.
         right: those of them that were.
-        wanted: experts or blocks that were needed after a guess.
+        wanted: experts or records that were needed after a guess.
         bytes_guessed: bytes that were read on a guess, among those read.
         bytes_used: those of them that were needed before they were dropped; the others were read in vain.
         hidden: seconds in which guesses were read and nobody waited for the drive.
@@ -137,19 +136,46 @@ class Residency:
         Raises:
             CorruptionError, LoadError: one cannot be read; none is held.
         """
-        start = time.perf_counter()
+        for _ in self.come(experts, meanwhile):
+            pass
+
+    def come(self, experts: Sequence[Expert], meanwhile: Callable[[], None] | None = None) -> Iterator[list[Expert]]:
+        """Hold experts, as `hold` does, and give them as they come: those first that are there.
+
+        They are held until `release`; where the iterator ends before it has given all, none is.
+        """
         missing, coming = self._claim(experts)
+        left, reads = dict(zip(coming, experts, strict=True)), list[Future[None]]()
         try:
-            self._read(missing, meanwhile)
-            for ready in coming:
-                ready.result()
+            for expert in missing:
+                reads += self._read(expert)
+            if missing and meanwhile is not None:
+                meanwhile()
+            while left:
+                came = [left.pop(ready) for ready in self._wait(left)]
+                if not left:
+                    self._demanded()
+                yield came
+            if not experts:
+                self._demanded()
         except BaseException:
+            for read in reads:
+                read.cancel()
+            wait(coming)
+            if left:
+                self._demanded()
             self.release(experts)
             raise
-        finally:
-            self._demanded()
+
+    def _wait(self, coming: Collection[Future[None]]) -> list[Future[None]]:
+        """Wait until some have come that somebody waits for."""
+        start = time.perf_counter()
+        done = wait(coming, return_when=FIRST_COMPLETED).done
+        for ready in done:
+            ready.result()
         with self._changed:
             self._statistics.waited += time.perf_counter() - start
+        return [ready for ready in coming if ready in done]
 
     def _demanded(self) -> None:
         """Let guesses be read again."""
@@ -229,19 +255,24 @@ class Residency:
         expert.drop()
         self._statistics.resident -= expert.nbytes
 
-    def _read(self, missing: Sequence[Expert], meanwhile: Callable[[], None] | None) -> None:
-        """Read experts, all at a time."""
-        started = [
-            (expert, [self._pool.submit(source.read, memory, place) for source, memory, place in expert.reads()])
-            for expert in missing
-        ]
-        try:
-            if started and meanwhile is not None:
-                meanwhile()
-            wait([read for _, reads in started for read in reads])
-        finally:
-            for expert, reads in started:
+    def _read(self, expert: Expert) -> list[Future[None]]:
+        """Begin to read an expert."""
+        reads = [self._pool.submit(source.read, memory, place) for source, memory, place in expert.reads()]
+        left = len(reads)
+
+        def ended(_: Future[None]) -> None:
+            nonlocal left
+            with self._changed:
+                left -= 1
+                last = not left
+            if last:
                 self._settle(expert, _error(reads), len(reads))
+
+        for read in reads:
+            read.add_done_callback(ended)
+        if not reads:
+            self._settle(expert, None, 0)
+        return reads
 
     def _settle(self, expert: Expert, error: BaseException | None, reads: int, guessed: bool = False) -> None:
         """Say to everyone who waits for an expert how its reads ended."""
@@ -261,10 +292,7 @@ class Residency:
 
 
 def _error(reads: Sequence[Future[None]]) -> BaseException | None:
-    """What went wrong with reads, once all have ended; those that have not begun never will."""
-    for read in reads:
-        read.cancel()
-    wait(reads)
+    """What went wrong with reads that have ended."""
     errors = [CancelledError() if read.cancelled() else read.exception() for read in reads]
     return next(filter(None, errors), None)
 

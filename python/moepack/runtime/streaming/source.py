@@ -8,8 +8,7 @@ buffered read tells the page cache to drop what it has read.
 import mmap
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,14 +48,10 @@ class Source:
         self.is_direct = self._direct is not None and self._prefers_direct()
 
     def read(self, into: memoryview, place: int) -> None:
-        """Fill memory with the file's bytes from `place` on; see `read_parts`."""
-        self.read_parts([into], place)
-
-    def read_parts(self, into: Sequence[memoryview], place: int) -> None:
-        """Fill parts of memory, one after the other, with the file's bytes from `place` on.
+        """Fill memory with the file's bytes from `place` on.
 
         Args:
-            into: whole pages of memory each, at most 1,024 parts.
+            into: whole pages of memory.
             place: of the first byte, a multiple of `PAGE`.
 
         Raises:
@@ -68,20 +63,19 @@ class Source:
         except OSError as error:
             raise LoadError(f"cannot be read at byte {place}: {error.strerror}", file=self.file) from error
 
-    def _read(self, into: Sequence[memoryview], place: int, direct: bool) -> None:
+    def _read(self, into: memoryview, place: int, direct: bool) -> None:
         descriptor = self._direct if direct and self._direct is not None else self._buffered
-        left = deque(part for part in into if part)
-        while left:
-            count = os.preadv(descriptor, left, place)
+        while into:
+            count = os.preadv(descriptor, [into], place)
             if count == 0:
-                raise CorruptionError(f"ends at byte {place}: it was truncated while it was open", file=self.file)
+                raise self.ended(place)
             if descriptor == self._buffered:
                 self._forget(place, count)
-            place += count
-            while left and count >= len(left[0]):
-                count -= len(left.popleft())
-            if count:
-                left[0] = left[0][count:]
+            into, place = into[count:], place + count
+
+    def ended(self, place: int) -> CorruptionError:
+        """The error of a file that ends at a byte before what is read."""
+        return CorruptionError(f"ends at byte {place}: it was truncated while it was open", file=self.file)
 
     def _forget(self, place: int, count: int) -> None:
         """Let the page cache drop some bytes."""
@@ -102,10 +96,10 @@ class Source:
         memory = memoryview(mmap.mmap(-1, length))
         self.forget()
         try:
-            direct = _seconds(lambda place: self._read([memory], place, True), places[::2])
+            direct = _seconds(lambda place: self._read(memory, place, True), places[::2])
         except OSError:  # file systems that accept the flag and refuse the read
             return False
-        return direct < 1.5 * _seconds(lambda place: self._read([memory], place, False), places[1::2])
+        return direct < 1.5 * _seconds(lambda place: self._read(memory, place, False), places[1::2])
 
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_buffered", None), getattr(self, "_direct", None)):

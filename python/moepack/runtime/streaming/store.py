@@ -2,7 +2,7 @@
 
 What every token needs (parameters, packed linear layers, the shared parts of experts) stays in memory; the rest of the
 budget is for experts. Where the experts of a call are larger than that, as those of a prompt may be, they come in
-portions, each of which is read while the one before is multiplied.
+portions, each of which is read while the one before is multiplied. Those of a single token are multiplied as they come.
 
 Where something guesses which experts the next layer will choose (`Foresight`), those are read while this one computes.
 
@@ -54,6 +54,8 @@ class StreamingStore(ExpertStore):
         memory: the most bytes that weights may take, those that are always in memory included.
     """
 
+    as_they_come = True
+
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._layers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -85,9 +87,7 @@ class StreamingStore(ExpertStore):
         taken = {id(layer._buffers.get(name)) for layer in layers for name in self._streamed(layer)}
         always = sum(tensor.nbytes for tensor in model.parameters())
         always += sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in taken)
-        for layer in layers:
-            regions = self._take_layer(layer)
-            always += sum(region.shared for region in regions)
+        always += sum(self._take_layer(layer) for layer in layers)
         for source, _ in self._sources.values():
             source.forget()
         self._residency = self._begin(always, described(model.config.model_type).top_k(vars(model.config)))
@@ -100,14 +100,15 @@ class StreamingStore(ExpertStore):
         """The projections whose codes stay on disk."""
         return layer.projections
 
-    def _take_layer(self, layer: PackedModule) -> list[Region]:
-        """Move the streamed projections of a layer into regions."""
+    def _take_layer(self, layer: PackedModule) -> int:
+        """Move the streamed projections of a layer to where they come and go; bytes of them that stay in memory."""
         mapped = [expert_payloads(matrix) for matrix in layer.store.fetch(layer, None, _CPU)]
-        regions = [self._region(layer, *each) for each in zip(layer.projections, mapped, strict=True)]
+        located = [self._located(layer, projection) for projection in layer.projections]
+        regions = [Region(*each, payloads) for each, payloads in zip(located, mapped, strict=True)]
         matrices = tuple(self._adopt(layer, *each) for each in zip(layer.projections, regions, strict=True))
         experts = [Expert(regions, number) for number in range(len(regions[0].sizes))]
         self._layers[layer] = matrices, experts
-        return regions
+        return sum(region.shared for region in regions)
 
     def _adopt(self, layer: PackedModule, projection: str, region: Region) -> Matrix:
         """Let a region's bytes be those of a projection."""
@@ -116,8 +117,8 @@ class StreamingStore(ExpertStore):
         layer.readers[projection], layer.store = (region.data.data_ptr(), matrix), self
         return matrix
 
-    def _region(self, layer: PackedModule, projection: str, payloads: NDArray[np.int64]) -> Region:
-        """The region of a projection, with the places [N, 2] of what comes and goes."""
+    def _located(self, layer: PackedModule, projection: str) -> tuple[Source, int, NDArray[np.uint8]]:
+        """The file that a projection lies in, its first byte there, and its bytes as they are mapped."""
         place, buffer = layer.places[projection], layer.get_buffer(projection)
         if place.get("file") is None:
             raise LoadError(f"the bytes of {projection} do not come from a file that experts could be read from")
@@ -128,7 +129,7 @@ class StreamingStore(ExpertStore):
         info = header.tensors.get(tensor)
         if info is None or info.nbytes != buffer.nbytes:
             raise CorruptionError("is not what it was when it was opened", **place)
-        return Region(source, info.offset, buffer.numpy(), payloads)
+        return source, info.offset, buffer.numpy()
 
     def _begin(self, always: int, top_k: int) -> Any:
         """What keeps within the memory that is left, if it is enough."""
@@ -171,8 +172,25 @@ class StreamingStore(ExpertStore):
                 self._look_ahead(layer)
                 yield matrices, experts
             else:
-                chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
-                yield matrices, torch.where(chosen, experts, len(own))
+                yield matrices, _only(part, experts, len(own))
+
+    def arrivals(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """Give experts while others are read, where the memory takes all; see `ExpertStore.arrivals`."""
+        self._refuse_elsewhere(device)
+        matrices, own = self._layers[layer]
+        needed = [own[number] for number in _numbers(experts, len(own))]
+        if sum(expert.nbytes for expert in needed) > self._residency.budget:
+            yield from self.portions(layer, experts, device)
+            return
+        coming, left = self._residency.come(needed), len(needed)
+        try:
+            for came in coming:
+                if not (left := left - len(came)):
+                    self._look_ahead(layer)
+                yield matrices, _only(came, experts, len(own))
+        finally:
+            coming.close()
+        self._residency.release(needed)
 
     def _look_ahead(self, layer: Layer) -> None:
         """Guess which experts the next layer will choose, and begin to read them."""
@@ -212,6 +230,12 @@ def statistics_of(model: Any) -> Statistics | None:
     """Return what streaming did so far for a model; None if its experts are not streamed."""
     stores = (module.store for module in model.modules() if isinstance(module, PackedModule))
     return next((store.statistics for store in stores if store.statistics is not None), None)
+
+
+def _only(part: Sequence[Expert], experts: Tensor, count: int) -> Tensor:
+    """The numbers of experts that are in a part, `count` in place of others."""
+    chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
+    return torch.where(chosen, experts, count)
 
 
 def _numbers(experts: Tensor, count: int) -> list[int]:

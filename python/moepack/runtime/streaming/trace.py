@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from moepack.errors import LoadError
-from moepack.runtime.streaming.blocks import HALF_LIFE
+from moepack.runtime.streaming.records import HALF_LIFE
 from moepack.runtime.streaming.residency import CANDIDATES
 from moepack.runtime.streaming.store import expert_layers
 

@@ -100,7 +100,7 @@ class Drive(StreamingStore):
     def __init__(self, memory: int, stacks: dict[Any, list[Stack]], pin: Pin) -> None:
         super().__init__(memory)
         self._lengths = {layer: [stack.expert_bytes for stack in own] for layer, own in stacks.items()}
-        shared = sum(region.shared for layer in stacks for region in self._take_layer(layer))
+        shared = sum(self._take_layer(layer) for layer in stacks)
         largest = max(map(sum, self._lengths.values()))
         least = shared + BUFFERS * largest + max(own[0].nbytes for _, own in self._layers.values())
         if memory < least:

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from moepack._core import PackedTensor, gated_experts, refine_channels, sparse_channels, sparse_experts
+from moepack._core import (
+    PackedTensor,
+    StreamedChannels,
+    gated_experts,
+    refine_channels,
+    sparse_channels,
+    sparse_experts,
+)
 from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Coarse, Matrix, is_silu
@@ -145,7 +152,7 @@ class CpuBackend(Backend):
         """See `Backend.refined_channels`."""
         choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
         known = ups.numpy(), coarse.gates.numpy(), coarse.inner.numpy()
-        y, computed = refine_channels(cast(PackedTensor, records), activations(x), *choice, *known)
+        y, computed = refine_channels(cast(PackedTensor | StreamedChannels, records), activations(x), *choice, *known)
         return torch.from_numpy(y), computed
 
     def coarse_outputs(self, down: Matrix, coarse: Coarse, index: Tensor, weights: Tensor, mode: str | None) -> Tensor:
@@ -159,7 +166,9 @@ class CpuBackend(Backend):
     ) -> tuple[Tensor, int]:
         """See `Backend.sparse_channels`."""
         choice = index.long().contiguous().numpy(), weights.float().contiguous().numpy()
-        y, computed = sparse_channels(cast(PackedTensor, records), activations(x), *choice, ups.numpy())
+        y, computed = sparse_channels(
+            cast(PackedTensor | StreamedChannels, records), activations(x), *choice, ups.numpy()
+        )
         return torch.from_numpy(y), computed
 
 
@@ -193,8 +202,7 @@ class _Places:
     def judged(self, matrices: Sequence[Matrix], x: Tensor, weights: Tensor | None, mode: str | None) -> _Judged:
         """Judge channels by the outputs of up, or by coarse gate and up and the router's weights."""
         *deciders, channels = matrices
-        own = cast(PackedTensor, channels).parameters("thresholds")
-        thresholds = torch.from_numpy(own)[self.index.reshape(-1)[self._pairs].long()][:, None]
+        thresholds = _thresholds(channels)[self.index.reshape(-1)[self._pairs].long()][:, None]
         if len(deciders) == 1:
             ups = self.product(deciders[0], x, deciding_mode(deciders[0], mode))
             return _Judged(ups, None, None, ups.abs() < thresholds)
@@ -215,6 +223,13 @@ class _Places:
         placed = values.new_zeros((self.index.numel(), values.shape[1]))
         placed[self._pairs] = values
         return placed.view(*self.index.shape, -1)
+
+
+def _thresholds(channels: Matrix) -> Tensor:
+    """The thresholds of packed or streamed channels, [E]."""
+    if isinstance(channels, StreamedChannels):
+        return torch.from_numpy(channels.thresholds())
+    return torch.from_numpy(cast(PackedTensor, channels).parameters("thresholds"))
 
 
 def deciding_mode(up: Any, mode: str | None) -> str | None:

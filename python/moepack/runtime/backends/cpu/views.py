@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moepack._core import Decoder, DenseMatrix, PackedTensor
+from moepack._core import Decoder, DenseMatrix, PackedTensor, RecordMemory, StreamedChannels
 from moepack.errors import LoadError
 from moepack.registry import Activations
 from moepack.runtime.backends.base import Matrix
@@ -19,6 +19,8 @@ from moepack.runtime.compute import product_mode
 __all__ = [
     "FLOATS",
     "Decoder",
+    "RecordMemory",
+    "StreamedChannels",
     "activations",
     "decode",
     "decoded",

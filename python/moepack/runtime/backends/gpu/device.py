@@ -1,4 +1,4 @@
-"""Whether a GPU can be used, and how much of its memory is free."""
+"""Whether a GPU can be used, or is lost, and how much of its memory is free."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ import torch
 from moepack.errors import DeviceError, DeviceMemoryError
 from moepack.runtime.backends.gpu.compiler import architecture
 
-__all__ = ["allocate", "free_bytes", "missing_memory", "require"]
+__all__ = ["allocate", "free_bytes", "lost", "missing_memory", "require"]
 
 
 def require(device: torch.device) -> torch.device:
@@ -30,6 +30,18 @@ def require(device: torch.device) -> torch.device:
 @cache
 def _require_capability(index: int) -> None:
     architecture(torch.cuda.get_device_capability(index))
+
+
+def lost(error: BaseException) -> DeviceError | None:
+    """Return the error of a GPU that failed or disappeared while it was at work; None where that is not what happened.
+
+    CUDA says so of whatever is called next, and from then on of every call of the process.
+    """
+    kinds = getattr(torch, "AcceleratorError", ())  # a RuntimeError like others before torch 2.8
+    if not isinstance(error, kinds) and not (type(error) is RuntimeError and str(error).startswith("CUDA error")):
+        return None
+    what = str(error).partition("\n")[0]
+    return DeviceError(f"a GPU failed while it was at work ({what}); what it held is lost: start the process again")
 
 
 def free_bytes(device: torch.device) -> int:

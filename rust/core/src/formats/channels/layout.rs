@@ -154,7 +154,8 @@ impl Layout {
         self.total
     }
 
-    pub(super) fn read(data: &[u8]) -> Result<Layout> {
+    /// The layout of a tensor by its header.
+    fn of_header(data: &[u8]) -> Result<Layout> {
         let header: &[u8; HEADER_BYTES] = header::read(data, "channels", MAGIC, VERSION)?;
         if header[11..16].iter().chain(&header[40..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
@@ -165,15 +166,36 @@ impl Layout {
         let experts = size(header, 16, limits::MAX_ROWS)?;
         let channels = size(header, 24, limits::MAX_ROWS)?;
         let half = size(header, 32, limits::MAX_COLUMNS / 2)?;
-        let Some(layout) = Layout::of(experts, channels, half, width) else {
-            return corrupt(format!(
+        match Layout::of(experts, channels, half, width) {
+            Some(layout) => Ok(layout),
+            None => corrupt(format!(
                 "{experts} x {channels} x {half} is too large for this machine"
-            ));
-        };
-        match layout.total.cmp(&data.len()) {
-            Ordering::Equal => Ok(layout),
+            )),
+        }
+    }
+
+    /// The layout of a tensor of which everything before the first record is at hand, and no more.
+    ///
+    /// # Errors
+    /// [`Error::Corruption`] or [`Error::InsufficientData`]: the bytes are no start of such a tensor.
+    pub fn of_head(head: &[u8]) -> Result<Layout> {
+        let layout = Layout::of_header(head)?;
+        layout.check(head, layout.start)?;
+        Ok(layout)
+    }
+
+    pub(super) fn read(data: &[u8]) -> Result<Layout> {
+        let layout = Layout::of_header(data)?;
+        layout.check(data, layout.total)?;
+        Ok(layout)
+    }
+
+    /// Says whether so many bytes are there.
+    fn check(&self, data: &[u8], bytes: usize) -> Result<()> {
+        match bytes.cmp(&data.len()) {
+            Ordering::Equal => Ok(()),
             Ordering::Greater => {
-                let message = format!("channels: {} bytes instead of {}", data.len(), layout.total);
+                let message = format!("channels: {} bytes instead of {bytes}", data.len());
                 Err(Error::InsufficientData(message))
             }
             Ordering::Less => corrupt(format!("{} bytes contradict the shape", data.len())),

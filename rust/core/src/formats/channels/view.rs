@@ -8,13 +8,17 @@ use rayon::prelude::*;
 
 use super::{GROUP, HEADER_BYTES, Layout, Width, corrupt};
 use crate::Result;
+use crate::streaming::Slot;
 use crate::types::{Shape, from_bf16};
 
 /// A tensor read in place.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
+    /// All of it, or what is before the first record.
     data: &'a [u8],
     layout: Layout,
+    /// Records that lie apart, and not behind the others: each in memory of its own, if it is there.
+    apart: Option<&'a [Option<Slot>]>,
 }
 
 /// A gate's row or a down column: its values, filled up to whole groups of 64, and their scales.
@@ -33,7 +37,26 @@ impl<'a> View<'a> {
     /// [`Error::Corruption`](crate::Error) or `InsufficientData`: the bytes are no such tensor.
     pub fn parse(data: &'a [u8]) -> Result<View<'a>> {
         let layout = Layout::read(data)?;
-        Ok(View { data, layout })
+        Ok(View {
+            data,
+            layout,
+            apart: None,
+        })
+    }
+
+    /// A tensor of which some records are there, each in memory of its own; `head` is everything before the first.
+    pub(crate) fn apart(head: &'a [u8], layout: Layout, records: &'a [Option<Slot>]) -> View<'a> {
+        View {
+            data: head,
+            layout,
+            apart: Some(records),
+        }
+    }
+
+    /// Whether a record of all experts' is there; only then it may be read.
+    #[inline(always)]
+    pub(crate) fn is_there(&self, record: usize) -> bool {
+        self.apart.is_none_or(|records| records[record].is_some())
     }
 
     /// Shape, width and sizes.
@@ -47,7 +70,7 @@ impl<'a> View<'a> {
         f32::from_le_bytes(*bytes)
     }
 
-    /// The bytes of some of all experts' records.
+    /// The bytes of some of all experts' records, which do not lie apart.
     pub fn records(&self, records: Range<usize>) -> &'a [u8] {
         &self.data[self.layout.record_at(records.start)..self.layout.record_at(records.end)]
     }
@@ -56,7 +79,10 @@ impl<'a> View<'a> {
     #[inline(always)]
     pub fn halves(&self, record: usize) -> [Half<'a>; 2] {
         let (bytes, groups) = (self.layout.half_bytes(), self.layout.groups());
-        let record = &self.data[self.layout.record_at(record)..][..self.layout.record_bytes()];
+        let record = match self.apart {
+            None => &self.data[self.layout.record_at(record)..][..self.layout.record_bytes()],
+            Some(records) => records[record].as_ref().map_or(&[][..], Slot::bytes),
+        };
         let (values, scales) = record.split_at(2 * bytes);
         let half = |number: usize| Half {
             values: &values[number * bytes..][..bytes],

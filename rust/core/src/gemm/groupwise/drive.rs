@@ -1,8 +1,8 @@
 //! Which kernel computes what: the tokens of a tile, and the tile's product with a block.
 
-#[cfg(target_arch = "x86_64")]
-use super::kernel::PAIR_LINES;
 use super::kernel::Weights;
+#[cfg(target_arch = "x86_64")]
+use super::kernel::by_pairs;
 #[cfg(target_arch = "x86_64")]
 use super::matrix::{self, Multiplier, Panel};
 #[cfg(target_arch = "aarch64")]
@@ -134,7 +134,7 @@ impl Engine {
             return;
         }
         #[cfg(target_arch = "x86_64")]
-        if let (Isa::Avx512, Ok(pair), true) = (self.isa, weights.try_into(), tile.lines() >= PAIR_LINES) {
+        if let (Isa::Avx512, Ok(pair), true) = (self.isa, weights.try_into(), by_pairs(tile.lines())) {
             return x86::compute_pair(pair, steps, tile, out);
         }
         for (weights, out) in weights.as_chunks().0.iter().zip(out.as_chunks_mut().0) {

@@ -11,7 +11,7 @@
 //! two operations for four columns instead of three.
 //!
 //! With many lines the loads of their words take as long as the dot products, so that sets with registers enough take two
-//! blocks at a time, and each word serves both. Zen 4 starts one operation of 512 bits a cycle that multiplies, be it
+//! blocks at a time, and each word serves both ([`by_pairs`]). Zen 4 starts one operation of 512 bits a cycle that multiplies, be it
 //! of bytes or floats: with groups of 64 columns 19 cycles a line and block are the least (16 dot products, and three
 //! multiplications that scale), while extracting codes goes beside them on other units.
 
@@ -31,6 +31,13 @@ const QUADS: usize = UNIT / 4;
 /// A block is one ascending stream, parameters and codes in turn. On Zen 4 two threads read it at 98% of the speed of
 /// plain sums without asking, and at 92% with; on Xeons 1 to 2 KB ahead gave up to a quarter, as on Zen 3.
 const AHEAD: usize = 1536;
+/// As [`AHEAD`], where two blocks are read side by side for few lines.
+const PAIR_AHEAD: usize = 2560;
+
+/// How far ahead memory is asked for: so far, or not at all where the processor does without.
+fn ahead(bytes: usize) -> usize {
+    if simd::reads_ahead() { 0 } else { bytes }
+}
 
 /// Where a kernel reads weights.
 #[derive(Clone, Copy)]
@@ -67,9 +74,8 @@ impl<V: Lanes> Cursor<V> {
     /// The block is as long as the layout says.
     #[inline(always)]
     pub unsafe fn new(weights: &Weights) -> Self {
-        let ahead = if simd::reads_ahead() { 0 } else { AHEAD };
         // SAFETY: the caller's.
-        unsafe { Cursor::with(weights, ahead) }
+        unsafe { Cursor::with(weights, ahead(AHEAD)) }
     }
 
     /// As [`Cursor::new`], memory being asked for `ahead` bytes ahead, or not at all.
@@ -392,7 +398,10 @@ unsafe fn multiply<
         if R > 1 {
             // The next blocks: with few tokens an expert the processor's own prefetching is too late. A layer of 128
             // experts with 16 tokens each took about a seventh less with it (one thread of Zen 4).
-            let bytes = R * weights[0].layout.block_bytes();
+            let bytes = match M < PAIR_LINES {
+                true => ahead(PAIR_AHEAD),
+                false => R * weights[0].layout.block_bytes(),
+            };
             for r in 0..R {
                 cursors[r] = Cursor::with(&weights[r], bytes);
             }
@@ -475,10 +484,17 @@ pub(super) unsafe fn compute<V: Lanes>(
         [(1 1 4) (2 2 2) (3 3 1) (4 4 1) (5 5 1) (6 6 1) (7 7 1) (8 8 1) (1 3 1) (2 6 1) (3 9 1) (4 12 1)]);
 }
 
-/// Fewer lines than this go block by block.
-pub(super) const PAIR_LINES: usize = 4;
+/// As many lines go by two blocks at a time for the sake of their loads.
+const PAIR_LINES: usize = 4;
 
-/// Computes two blocks by a tile of at least [`PAIR_LINES`] lines.
+/// Whether tiles of so many lines go by two blocks at a time: many for the sake of their loads, few because they wait for
+/// memory. Two ascending streams come faster than one, for each stops at the end of a page (rows of 2 bits: 1.50 ms for
+/// 18 MB, one after the other 1.72; one thread of a Xeon).
+pub(super) fn by_pairs(lines: usize) -> bool {
+    lines >= PAIR_LINES || !simd::reads_ahead()
+}
+
+/// Computes two blocks by a tile of lines that go [`by_pairs`].
 ///
 /// # Safety
 /// As [`compute`].
@@ -490,5 +506,5 @@ pub(super) unsafe fn compute_pair<V: Lanes>(
     out: &mut [Out; 2],
 ) {
     choose!(V, 2, weights, steps, tile, out,
-        [(4 4 1) (5 5 1) (6 6 1) (7 7 1) (8 8 1) (2 6 1) (3 9 1) (4 12 1)]);
+        [(1 1 4) (2 2 2) (3 3 1) (4 4 1) (5 5 1) (6 6 1) (7 7 1) (8 8 1) (1 3 1) (2 6 1) (3 9 1) (4 12 1)]);
 }

@@ -61,7 +61,7 @@ pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, isa: I
     }
 }
 
-/// Computes two blocks by a tile of at least [`kernel::PAIR_LINES`] lines with AVX-512; the processor has it.
+/// Computes two blocks by a tile of lines that go [`kernel::by_pairs`] with AVX-512; the processor has it.
 pub(super) fn compute_pair(weights: &[Weights; 2], steps: &Steps, tile: &Tile, out: &mut [Out; 2]) {
     // SAFETY: as in `compute`.
     unsafe { pair_avx512(weights, steps, tile, out) }

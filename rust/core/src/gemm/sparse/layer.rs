@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rayon::ThreadPool;
 
@@ -144,7 +144,12 @@ impl Layer<'_> {
                 unsafe { y.fill(unit, token..token + 1, band.clone(), &pass.sum(token, band)) }
             });
         });
-        Ok(Some(pass))
+        match pass.incomplete.load(Ordering::Relaxed) {
+            false => Ok(Some(pass)),
+            true => Err(Error::InvalidArgument(
+                "channels: a record is not in memory".into(),
+            )),
+        }
     }
 
     /// Says whether the two fit together, and to a routing.
@@ -209,13 +214,18 @@ struct Pass<'a> {
     /// Channels of a block, and blocks of an expert.
     step: usize,
     blocks: usize,
-    /// Outputs of all blocks, places x (blocks x filled up columns).
+    /// Blocks that are added up where they are computed: all of an expert's where a thread computes alone, or each by
+    /// itself.
+    merged: usize,
+    /// Outputs of merged blocks, places x (blocks / merged x filled up columns).
     parts: Output<'a>,
     /// Where channels are refined: their values behind SiLU, places x channels.
     inner: Option<Output<'a>>,
     /// For each token, its experts' places and weights.
     terms: Vec<Vec<(usize, f32)>>,
     computed: AtomicU64,
+    /// Whether a record that is wanted is not there.
+    incomplete: AtomicBool,
     isa: Isa,
 }
 
@@ -228,6 +238,7 @@ impl<'a> Pass<'a> {
         let most = (BLOCK_BYTES / (4 * part * job.list.len()).max(1)).clamp(1, BLOCKS);
         let step = rows.div_ceil(most).max(LEAST_CHANNELS);
         let blocks = rows.div_ceil(step);
+        let merged = if threads == 1 { blocks.max(1) } else { 1 };
         let mut pairs = vec![0; job.list.len()];
         let placed = places.iter().enumerate();
         placed.for_each(|(pair, place)| place.iter().for_each(|&place| pairs[place] = pair));
@@ -247,13 +258,19 @@ impl<'a> Pass<'a> {
             pairs,
             inner: matches!(layer.ups, Ups::Refining { .. })
                 .then(|| Output::owned(job.list.len(), rows, job.tasks.len() * blocks)),
-            parts: Output::owned(job.list.len(), blocks * part, job.tasks.len() * blocks),
+            parts: Output::owned(
+                job.list.len(),
+                blocks / merged * part,
+                job.tasks.len() * (blocks / merged),
+            ),
             terms: terms.collect(),
             computed: AtomicU64::new(0),
+            incomplete: AtomicBool::new(false),
             layer,
             job,
             step,
             blocks,
+            merged,
             isa,
         }
     }
@@ -311,25 +328,48 @@ impl<'a> Pass<'a> {
 
     /// The phase of the channels.
     fn channels(&self, thread: &mut Thread) {
-        let part = self.part();
-        let (mut list, mut values, mut sums) = (Vec::new(), Vec::new(), Vec::new());
-        thread.phase(self.job.tasks.len() * self.blocks, |unit| {
-            let (task, block) = (unit / self.blocks, unit % self.blocks);
+        let (part, parts) = (self.part(), self.blocks / self.merged);
+        let (mut list, mut coming, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sums, mut totals) = (Vec::new(), Vec::new());
+        thread.phase(self.job.tasks.len() * parts, |unit| {
+            let (task, number) = (unit / parts, unit % parts);
             let places = self.job.tasks[task].places.clone();
-            let rows = self.layer.channels.layout().shape().rows;
-            let channels = block * self.step..((block + 1) * self.step).min(rows);
-            self.wanted(task, channels.clone(), &mut list);
-            sums.clear();
-            sums.resize(places.len() * part, 0.0);
-            self.block(task, &list, &mut values, &mut sums);
-            self.keep(unit, places.clone(), channels, &list, &values);
-            self.computed.fetch_add(list.len() as u64, Ordering::Relaxed);
+            let blocks = number * self.merged..(number + 1) * self.merged;
+            self.wanted(task, self.block(blocks.start), &mut list);
+            for block in blocks.clone() {
+                coming.clear();
+                if block + 1 < blocks.end {
+                    self.wanted(task, self.block(block + 1), &mut coming);
+                }
+                sums.clear();
+                sums.resize(places.len() * part, 0.0);
+                self.add_channels(task, [&list, &coming], &mut values, &mut sums);
+                self.keep(
+                    task * self.blocks + block,
+                    places.clone(),
+                    self.block(block),
+                    &list,
+                    &values,
+                );
+                self.computed.fetch_add(list.len() as u64, Ordering::Relaxed);
+                match block == blocks.start {
+                    true => std::mem::swap(&mut totals, &mut sums),
+                    false => add(&mut totals, &sums),
+                }
+                std::mem::swap(&mut list, &mut coming);
+            }
             // SAFETY: a place is of one task, and the blocks of a task have columns of their own.
             unsafe {
                 self.parts
-                    .fill(unit, places, block * part..(block + 1) * part, &sums)
+                    .fill(unit, places, number * part..(number + 1) * part, &totals)
             }
         });
+    }
+
+    /// The channels of a block.
+    fn block(&self, number: usize) -> Range<usize> {
+        let rows = self.layer.channels.layout().shape().rows;
+        number * self.step..((number + 1) * self.step).min(rows)
     }
 
     /// Columns of a part: those of an output, filled up.
@@ -347,50 +387,79 @@ impl<'a> Pass<'a> {
             Ups::Given(_) | Ups::Refining { .. } => up != 0.0,
         };
         list.clear();
-        for channel in channels {
-            let places = task.places.clone();
-            let above = places.filter(|&place| passes(self.outputs(place)[channel]));
-            list.extend(above.map(|place| (channel, place)));
+        if task.places.len() == 1 {
+            let ups = &self.outputs(task.places.start)[channels.clone()];
+            let above = channels.zip(ups).filter(|(_, up)| passes(**up));
+            list.extend(above.map(|(channel, _)| (channel, task.places.start)));
+        } else {
+            for channel in channels {
+                let places = task.places.clone();
+                let above = places.filter(|&place| passes(self.outputs(place)[channel]));
+                list.extend(above.map(|place| (channel, place)));
+            }
+        }
+        let first = task.expert * self.layer.channels.layout().shape().rows;
+        let absent = |pair: &(usize, usize)| !self.layer.channels.is_there(first + pair.0);
+        if list.iter().any(absent) {
+            list.clear();
+            self.incomplete.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Adds the channels of a list to the sums of the task's places; `values` become theirs behind SiLU.
-    fn block(&self, task: usize, list: &[(usize, usize)], values: &mut Vec<f32>, sums: &mut [f32]) {
+    /// Adds the channels of a list to the sums of the task's places, those of the other list being asked for towards the end;
+    /// `values` become theirs behind SiLU.
+    fn add_channels(
+        &self,
+        task: usize,
+        [list, coming]: [&[(usize, usize)]; 2],
+        values: &mut Vec<f32>,
+        sums: &mut [f32],
+    ) {
         values.clear();
         let (task, channels, part) = (&self.job.tasks[task], &self.layer.channels, self.part());
         let (width, rows) = (channels.layout().width(), channels.layout().shape().rows);
-        let record = |channel: usize| task.expert * rows + channel;
-        let halves = |at: usize| channels.halves(record(list[at.min(list.len() - 1)].0));
-        let (mut at, mut terms) = (0, Vec::with_capacity(RUN));
+        let halves = |at: usize| {
+            let found = list.get(at).or_else(|| coming.get(at - list.len()));
+            let (channel, _) = found.unwrap_or(&list[list.len() - 1]);
+            channels.halves(task.expert * rows + channel)
+        };
+        let (mut at, mut gates, mut downs) = (0, Vec::with_capacity(RUN), Vec::with_capacity(RUN));
         for run in list
             .chunk_by(|one, next| one.1 == next.1)
             .flat_map(|run| run.chunks(RUN))
         {
-            let (place, count) = (run[0].1, run.len());
+            let place = run[0].1;
             let (x, ups) = (self.tokens.get(self.job.list[place]), self.outputs(place));
-            let (mut gates, mut own) = ([0.0; RUN], [0.0; RUN]);
-            terms.clear();
-            for (i, &(channel, _)) in run.iter().enumerate() {
-                let ([gate, half], [next_gate, next]) = (halves(at + i), halves(at + count + i));
-                gates[i] = rows::dot(self.isa, width, gate, next_gate, x);
-                if let Ups::Refining { gates: coarse, .. } = self.layer.ups {
-                    gates[i] += coarse[self.pairs[place] * rows + channel];
-                }
-                own[i] = ups[channel];
-                terms.push(Term {
-                    half,
-                    next,
+            gates.clear();
+            downs.clear();
+            for i in at..at + run.len() {
+                let (halves, next) = (halves(i), halves(i + run.len()));
+                rows::announce(next);
+                let [gate, down] = [0, 1].map(|half| Term {
+                    half: halves[half],
+                    next: next[half],
                     factor: 0.0,
                 });
+                gates.push(gate);
+                downs.push(down);
             }
-            gated(self.isa, &mut gates[..count], &own[..count]);
-            values.extend_from_slice(&gates[..count]);
-            for (term, factor) in terms.iter_mut().zip(gates) {
-                term.factor = factor;
+            let (mut factors, mut own) = ([0.0; RUN], [0.0; RUN]);
+            let factors = &mut factors[..run.len()];
+            rows::dot(self.isa, width, &gates, x, factors);
+            for ((factor, own), &(channel, _)) in factors.iter_mut().zip(&mut own).zip(run) {
+                if let Ups::Refining { gates: coarse, .. } = self.layer.ups {
+                    *factor += coarse[self.pairs[place] * rows + channel];
+                }
+                *own = ups[channel];
+            }
+            gated(self.isa, factors, &own);
+            values.extend_from_slice(factors);
+            for (term, factor) in downs.iter_mut().zip(factors) {
+                term.factor = *factor;
             }
             let sums = &mut sums[(place - task.places.start) * part..][..part];
-            rows::add(self.isa, width, &terms, sums);
-            at += count;
+            rows::add(self.isa, width, &downs, sums);
+            at += run.len();
         }
     }
 
@@ -417,13 +486,9 @@ impl<'a> Pass<'a> {
         let (mut sum, mut output) = (vec![0.0; columns.len()], vec![0.0; columns.len()]);
         for &(place, weight) in &self.terms[token] {
             output.fill(0.0);
-            for block in 0..self.blocks {
-                let from = (place * self.blocks + block) * self.part() + columns.start;
-                let values = &self.parts.values()[from..][..columns.len()];
-                output
-                    .iter_mut()
-                    .zip(values)
-                    .for_each(|(sum, value)| *sum += value);
+            for number in 0..self.blocks / self.merged {
+                let from = place * self.parts.rows() + number * self.part() + columns.start;
+                add(&mut output, &self.parts.values()[from..]);
             }
             sum.iter_mut()
                 .zip(&output)
@@ -431,4 +496,9 @@ impl<'a> Pass<'a> {
         }
         sum
     }
+}
+
+/// Adds to sums.
+fn add(sums: &mut [f32], values: &[f32]) {
+    sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
 }

@@ -9,13 +9,18 @@
 //!
 //! A call is one parallel region: the up projection, channels, the sum over blocks of channels. A unit of work of the second
 //! phase is a block of an expert's channels for all of its tokens. How many blocks there are depends on sizes alone, each
-//! adds its channels in ascending order, and blocks are added in theirs: results do not depend on the number of threads.
+//! adds its channels in ascending order, and blocks are added in theirs, at once where a thread computes all of an expert's:
+//! results do not depend on the number of threads.
 //! Nothing is fused, so every instruction set gives the same bits (given those of the up projection).
 //!
 //! # Bounds
 //! With u = 2^-24 and n columns a product of a gate's row is within (n / 64 + 12) u sum |w x| of the exact one; of a row of
 //! 4 bits, an activation is also off by at most 2 u of the largest of its group ([`nibbles`]).
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod layer;
 mod nibbles;
 mod projection;

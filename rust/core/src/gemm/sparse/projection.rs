@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::rows::{self, Token};
+use super::rows::{self, RUN, Term, Token};
 use crate::Result;
 use crate::formats::channels::{View, Width};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, direct};
@@ -85,19 +85,30 @@ impl Kernel for Records<'_> {
     }
 
     fn multiply(&self, work: Work<'_, Self::Prepared>, _: &mut (), rows: Range<usize>, out: &mut [f32]) {
-        let (width, first, count) = (
-            self.view.layout().width(),
-            work.expert() * self.shape().rows,
-            rows.len(),
-        );
+        let (width, count) = (self.view.layout().width(), rows.len());
+        let first = work.expert() * self.shape().rows;
+        let last = first + rows.end - 1;
         for (&token, out) in work.tokens().iter().zip(out.chunks_exact_mut(count)) {
             let [gate, down] = work.prepared.get(token);
-            for (row, out) in rows.clone().zip(out) {
-                let halves = self.view.halves(first + row);
-                let next = self.view.halves(first + (row + 1).min(rows.end - 1));
-                let product =
-                    |half: usize, x: &Token| rows::dot(self.isa, width, halves[half], next[half], x);
-                *out = product(0, gate) + product(1, down);
+            for (run, out) in out.chunks_mut(RUN).enumerate() {
+                let first = first + rows.start + run * RUN;
+                let product = |number: usize, x: &Token| {
+                    let mut sums = [0.0; RUN];
+                    let terms = std::array::from_fn::<_, RUN, _>(|i| {
+                        let [half, next] =
+                            [i, i + RUN].map(|i| self.view.halves((first + i).min(last))[number]);
+                        Term {
+                            half,
+                            next,
+                            factor: 0.0,
+                        }
+                    });
+                    rows::dot(self.isa, width, &terms[..out.len()], x, &mut sums[..out.len()]);
+                    sums
+                };
+                let (gates, downs) = (product(0, gate), product(1, down));
+                let sums = gates.iter().zip(downs).map(|(gate, down)| gate + down);
+                out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum);
             }
         }
     }

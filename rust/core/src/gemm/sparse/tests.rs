@@ -146,6 +146,7 @@ fn sparse_layers_are_within_their_bound_and_the_same_on_all_sets_and_threads() {
             (200, 100, 1, 3.0),
             (150, 130, 7, 2.0),
             (33, 1100, 3, 9.0),
+            (90, 2100, 1, 0.5),
         ] {
             let setting = Setting::new(width, rows, columns, tokens, threshold);
             let (y, bound, wanted) = setting.naive();

@@ -1,0 +1,76 @@
+//! Memory of records that went, for those that come, and buffers of reads.
+
+use std::sync::{Mutex, MutexGuard};
+
+use super::PAGE;
+
+/// Where the bytes of a record start: at a multiple of this, as in a tensor.
+const ALIGNMENT: usize = 64;
+
+/// Memory that the tensors of a model share.
+#[derive(Default)]
+pub struct Slots {
+    spare: Mutex<Vec<Slot>>,
+    buffers: Mutex<Vec<Slot>>,
+}
+
+impl Slots {
+    /// Memory for a record of so many bytes: that of one that went, if it had as many.
+    pub(super) fn take(&self, length: usize) -> Slot {
+        let spare = lock(&self.spare).pop();
+        spare
+            .filter(|slot| slot.length == length)
+            .unwrap_or_else(|| Slot::new(length, ALIGNMENT))
+    }
+
+    /// Keeps the memory of records that went.
+    pub(super) fn give_back(&self, slots: impl IntoIterator<Item = Slot>) {
+        lock(&self.spare).extend(slots);
+    }
+
+    /// Calls `work` with a buffer of at least so many bytes, aligned for reads past the page cache.
+    pub(super) fn with_buffer<T>(&self, length: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
+        let spare = lock(&self.buffers).pop();
+        let mut buffer = spare
+            .filter(|buffer| buffer.length >= length)
+            .unwrap_or_else(|| Slot::new(length, PAGE));
+        let done = work(buffer.bytes_mut());
+        lock(&self.buffers).push(buffer);
+        done
+    }
+}
+
+/// What a panic left behind is whole: slots are pushed and popped, and no more.
+fn lock(slots: &Mutex<Vec<Slot>>) -> MutexGuard<'_, Vec<Slot>> {
+    slots.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Aligned memory.
+#[derive(Debug)]
+pub struct Slot {
+    memory: Box<[u8]>,
+    start: usize,
+    length: usize,
+}
+
+impl Slot {
+    fn new(length: usize, alignment: usize) -> Slot {
+        let memory = vec![0; length + alignment - 1].into_boxed_slice();
+        let start = memory.as_ptr().align_offset(alignment).min(alignment - 1);
+        Slot {
+            memory,
+            start,
+            length,
+        }
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.memory[self.start..][..self.length]
+    }
+
+    /// The bytes, to be written.
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..][..self.length]
+    }
+}
