@@ -49,23 +49,6 @@ MOEPACK_DEVICE float activation(const Activations& x, i64 at) {
     return x.type == Type::f16 ? half_value(bits) : bf16_value(bits);
 }
 
-// Calls use(column, values) for every eight columns of a row, by all threads of a block.
-template <class Use>
-MOEPACK_DEVICE void for_each_eight(const Activations& x, i64 row, Use use) {
-    constexpr int BATCH = 4;
-    for (int first = threadIdx.x * 8; first < x.columns; first += blockDim.x * 8 * BATCH) {
-        u32 word[BATCH][8];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) load_eight(x, row, first + i * blockDim.x * 8, word[i]);
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            float value[8];
-            to_floats(x.type, word[i], value);
-            if (first + i * blockDim.x * 8 < x.columns) use(first + i * blockDim.x * 8, value);
-        }
-    }
-}
-
 // The largest of the threads' values, which are not negative; all threads of a block.
 MOEPACK_DEVICE float block_largest(float value) {
     __shared__ float largest[WARP];

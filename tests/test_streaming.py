@@ -227,15 +227,19 @@ def test_an_expert_that_cannot_be_read_is_not_there_and_may_come_later():
     assert kept.statistics.resident == 3 * PAGE
 
 
+def qwen3_moe(**settings):
+    """A small model of random weights."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, **settings
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Six experts a layer, of 36 pages each, int4."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=256, moe_intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, num_experts=6, num_experts_per_tok=2,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = qwen3_moe(moe_intermediate_size=384, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2)
     return write_packed(model, tmp_path_factory.mktemp("packed") / "model", FineQuant(bits=4, dense_bits=8))
 
 
@@ -281,12 +285,7 @@ def test_outputs_do_not_depend_on_what_is_in_memory(directory):
     "method", [{"method": "finequant", "bits": 3}, {"method": "milo"}, {"method": "rate", "bits_per_weight": 3.0}]
 )
 def test_experts_of_one_token_add_up_as_if_all_were_there(method, mode, tmp_path):
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, num_experts=12, num_experts_per_tok=4,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = qwen3_moe(moe_intermediate_size=256, num_hidden_layers=1, num_experts=12, num_experts_per_tok=4)
     model.save_pretrained(tmp_path / "model")
     directory = tmp_path / "packed"
     moepack.compress(tmp_path / "model", directory, **method)

@@ -18,8 +18,8 @@ ERROR = 2.0**-12
 columns, which of normal columns is below 8 root mean squares."""
 
 LINEAR_ERROR = 2.0**-11
-"""The same of linear layers, whose kernels may round centroids to f16: by at most 2^-11 of each, so that no sum of the
-magnitudes of products is off by more."""
+"""The bound of relative errors of linear layers, whose kernels may round centroids to f16: by at most 2^-11 of each, so
+that no sum of the magnitudes of products is off by more."""
 
 
 def make(

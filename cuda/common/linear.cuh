@@ -90,20 +90,11 @@ struct Segments {
 // The largest absolute value of a row, for all threads of a block.
 MOEPACK_DEVICE float largest_of_row(const Activations& x, int row) {
     __shared__ u32 largest_of[WARP];
-    constexpr int BATCH = 4;
     float largest = 0;
-    for (int first = threadIdx.x * 8; first < x.columns; first += blockDim.x * 8 * BATCH) {
-        u32 word[BATCH][8];
+    for_each_eight(x, row, [&](int, const float(&value)[8]) {
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) load_eight(x, row, first + i * blockDim.x * 8, word[i]);
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            float value[8];
-            to_floats(x.type, word[i], value);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(value[j]));
-        }
-    }
+        for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(value[i]));
+    });
     u32 bits = __reduce_max_sync(~0u, __float_as_uint(largest));
     if (threadIdx.x % WARP == 0) largest_of[threadIdx.x / WARP] = bits;
     __syncthreads();

@@ -61,6 +61,23 @@ MOEPACK_DEVICE void to_floats(Type type, const u32 (&word)[8], float (&value)[8]
     }
 }
 
+// Calls use(column, values) for every eight columns of a row, by all threads of a block.
+template <class Use>
+MOEPACK_DEVICE void for_each_eight(const Activations& x, i64 row, Use use) {
+    constexpr int BATCH = 4;
+    for (int first = threadIdx.x * 8; first < x.columns; first += blockDim.x * 8 * BATCH) {
+        u32 word[BATCH][8];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) load_eight(x, row, first + i * blockDim.x * 8, word[i]);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            float value[8];
+            to_floats(x.type, word[i], value);
+            if (first + i * blockDim.x * 8 < x.columns) use(first + i * blockDim.x * 8, value);
+        }
+    }
+}
+
 // A quad as it is stored: activations of type f32 take twice the words.
 template <Type TYPE>
 struct Stored {

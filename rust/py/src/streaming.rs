@@ -145,9 +145,9 @@ fn failed(failure: Failure) -> PyErr {
 
 /// Channels that take part in products.
 pub enum Channels<'a, 'py> {
-    /// All of whose bytes are there.
+    /// A packed tensor, all of whose bytes are there.
     Packed(PyReadonlyArray1<'py, u8>),
-    /// Whose records come and go.
+    /// A tensor whose records come and go.
     Streamed(&'a StreamedChannels),
 }
 
@@ -183,9 +183,9 @@ impl<'a, 'py> Channels<'a, 'py> {
 
 /// The bytes of channels, which other threads may read.
 pub enum Source<'a> {
-    /// Of a whole tensor.
+    /// The bytes of a whole tensor.
     Packed(&'a [u8]),
-    /// Of those records that are there.
+    /// The tensor of which some records are there.
     Streamed(&'a Records),
 }
 

@@ -10,10 +10,10 @@
 //! without dot products of bytes needs none: there, products of a unit's codes below 16 add up in 16 bits, which takes
 //! two operations for four columns instead of three.
 //!
-//! With many lines the loads of their words take as long as the dot products, so that sets with registers enough take two
-//! blocks at a time, and each word serves both ([`by_pairs`]). Zen 4 starts one operation of 512 bits a cycle that multiplies, be it
-//! of bytes or floats: with groups of 64 columns 19 cycles a line and block are the least (16 dot products, and three
-//! multiplications that scale), while extracting codes goes beside them on other units.
+//! With many lines the loads of their words take as long as the dot products, so that sets with registers enough take
+//! two blocks at a time, and each word serves both ([`by_pairs`]). Zen 4 starts one operation of 512 bits a cycle that
+//! multiplies, be it of bytes or floats: with groups of 64 columns 19 cycles a line and block are the least (16 dot
+//! products, and three multiplications that scale), while extracting codes goes beside them on other units.
 
 #![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
 

@@ -24,7 +24,7 @@ pub const SCALES: usize = 16;
 
 /// A token's activations.
 pub struct Token {
-    /// Of two groups each, the last of which may be missing: zeros.
+    /// Activations of two groups each; zeros where the last pair has one group alone.
     pub pairs: Vec<Pair>,
     /// What a unit of a group's integers is worth; zeros behind the last.
     pub scales: Vec<f32>,
