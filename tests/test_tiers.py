@@ -1,6 +1,7 @@
 """A device with too little memory, stood in for by memory of the host: the right experts in the right slots."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from moepack.runtime.streaming.trace import Trace, hit_rate
 from moepack.runtime.tiers import keep_on, store
 from moepack.runtime.tiers.arena import Arena, Stack
 from moepack.runtime.tiers.device import ChannelCounts, Device
+from moepack.runtime.tiers.misses import Rates
 from moepack.runtime.tiers.slots import Slots
 from runtime_support import logits, tiny_model, write_packed
 
@@ -111,10 +113,10 @@ def directory(tmp_path_factory):
     return write_packed(tiny_model("qwen2_moe"), tmp_path_factory.mktemp("packed") / "packed", create("finequant"))
 
 
-def on_memory(directory, memory, host_memory=None, device=None):
+def on_memory(directory, memory, host_memory=None, device=None, misses="moved"):
     """A model whose device has so many bytes for its weights."""
     model = moepack.load(directory, dtype="float32")
-    keep_on(model, device or Memory(), memory, host_memory)
+    keep_on(model, device or Memory(), memory, host_memory, misses)
     return model
 
 
@@ -209,6 +211,76 @@ def test_calls_begin_with_the_experts_that_are_there(directory, least):
         assert 0 < int((late < count).sum()) < late.numel()
 
 
+@pytest.mark.parametrize("host_memory", [None, 200_000])
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_the_cpu_multiplies_misses(directory, least, host_memory, overlapping):
+    model = on_memory(directory, least, host_memory, Memory(overlapping), "computed")
+    for tokens, batch in ((1, 1), (3, 1), (20, 2), (1, 1)):
+        expected = logits(moepack.load(directory, dtype="float32"), tokens=tokens, batch=batch)
+        assert_near(logits(model, tokens=tokens, batch=batch), expected)
+    counts = statistics_of(model)
+    assert counts.computed == counts.misses > 0 == counts.hits == counts.bytes_read == counts.resident
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_misses_are_shared_out(directory, least, overlapping):
+    """Slots and the CPU are as fast as each other: of two misses one comes, of many tokens the CPU takes few."""
+    model = on_memory(directory, least, device=Memory(overlapping))
+    tier = expert_layers(model)[0].store
+    tier._rates = dict.fromkeys(tier._rates, Rates(1.0, 1.0, 0.0, 1.0, 1.0))
+    for _ in range(2):
+        for tokens, batch in ((1, 1), (2, 1), (20, 2), (1, 3)):
+            expected = logits(moepack.load(directory, dtype="float32"), tokens=tokens, batch=batch)
+            assert_near(logits(model, tokens=tokens, batch=batch), expected)
+    counts = statistics_of(model)
+    assert 0 < counts.computed < counts.misses and counts.bytes_read > 0
+
+
+def test_what_is_used_often_comes_still(directory, least):
+    """Where the CPU is faster than the bus it multiplies all misses of a token, but not for ever."""
+    model = on_memory(directory, least)
+    first, second = expert_layers(model)
+    tier = first.store
+    tier._rates = dict.fromkeys(tier._rates, Rates(3.0, 3.0, 0.0, 1.0, 1.0))
+
+    def call(layer, *experts):
+        index = torch.tensor([experts])
+        x = torch.ones(1, layer.shapes["gate_proj"][2])
+        layer(x, index, torch.ones(index.shape))
+        return statistics_of(model).computed, statistics_of(model).reads
+
+    for layer in (first, second):  # slots are free
+        for expert in (0, 1):
+            assert call(layer, expert)[0] == 0
+    found = [call(first, 4, 5) for _ in range(12)]
+    assert found[0] == (2, 4) and found[1] == (4, 4)
+    assert found[-1] == found[-2] and found[-1][1] == 6
+
+
+def test_shares_are_measured(directory, least):
+    model = on_memory(directory, least, misses="auto")
+    for rates in expert_layers(model)[0].store._rates.values():
+        assert all(0 <= seconds < 1 for seconds in rates) and rates.bus > 0 and rates.call + rates.alone > 0
+    assert_near(logits(model), logits(moepack.load(directory, dtype="float32")))
+
+
+SECONDS = st.floats(0, 8)
+
+
+@given(st.lists(SECONDS, min_size=5, max_size=5), st.lists(st.integers(1, 9), max_size=6))
+def test_no_other_shares_are_done_sooner(seconds, tokens):
+    def done(computed):
+        coming = len(tokens) - len(computed)
+        if not computed:
+            return coming * rates.bus
+        on_cpu = rates.call + sum(computed) * (rates.beside if coming else rates.alone)
+        return max(coming * rates.bus_beside, on_cpu)
+
+    rates, tokens = Rates(*seconds), sorted(tokens)
+    others = (done(some) for size in range(len(tokens) + 1) for some in combinations(tokens, size))
+    assert done(tokens[: rates.computed(tokens)]) <= min(others) * (1 + 1e-9)
+
+
 def test_threads_take_turns(directory, least):
     model = on_memory(directory, least)
     expected = [logits(model, tokens=tokens, batch=1) for tokens in range(1, 9)]
@@ -240,6 +312,10 @@ def test_what_cannot_be_is_refused(directory, least):
     for arguments in ({}, {"device": "cpu"}, {"device_map": "auto"}):
         with pytest.raises(ValueError, match="device_memory is for models on one GPU"):
             moepack.load(directory, device_memory="1GB", **arguments)
+    with pytest.raises(ValueError, match="misses is one of auto, moved, computed, not 'sometimes'"):
+        moepack.load(directory, misses="sometimes")
+    with pytest.raises(ValueError, match="misses is for models with device_memory"):
+        moepack.load(directory, misses="moved")
 
 
 def test_experts_by_channels_keep_the_first_channels_on_the_device(tmp_path):

@@ -11,6 +11,7 @@ from moepack.runtime.decoder import set_decoding
 from moepack.runtime.streaming import statistics_of
 from moepack.runtime.streaming.store import expert_layers
 from moepack.runtime.tiers import store
+from moepack.runtime.tiers.misses import Rates
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -66,7 +67,7 @@ def assert_near(found, expected):
 def test_outputs_are_those_of_the_whole_model_and_depend_on_no_slot(whole, host_memory):
     directory, least = whole
     expected = moepack.load(directory, dtype="float32")
-    options = {"dtype": "float32", "device": "cuda", "host_memory": host_memory}
+    options = {"dtype": "float32", "device": "cuda", "host_memory": host_memory, "misses": "moved"}
     small = moepack.load(directory, device_memory=least, **options)
     large = moepack.load(directory, device_memory="1GB", **options)
     for tokens, batch in ((1, 1), (3, 1), (20, 2), (1, 1), (100, 2), (1, 4)):
@@ -78,6 +79,31 @@ def test_outputs_are_those_of_the_whole_model_and_depend_on_no_slot(whole, host_
     counts, all_there = statistics_of(small), statistics_of(large)
     assert counts.misses > all_there.misses and counts.most < least
     assert counts.waited > 0
+
+
+@pytest.mark.parametrize("misses", ["auto", "computed"])
+@pytest.mark.parametrize("host_memory", [None, "300kB"])
+def test_outputs_with_misses_on_the_cpu_are_those_of_the_whole_model(whole, host_memory, misses):
+    directory, least = whole
+    expected = moepack.load(directory, dtype="float32")
+    options = {"dtype": "float32", "device": "cuda", "host_memory": host_memory, "misses": misses}
+    model = moepack.load(directory, device_memory=least, **options)
+    for tokens, batch in ((1, 1), (3, 1), (20, 2), (1, 1), (100, 2), (1, 4), (1, 1)):
+        assert_near(logits(model, tokens, batch), logits(expected, tokens, batch))
+    assert statistics_of(model).computed > 0
+
+
+def test_shares_of_all_kinds_are_those_of_the_whole_model(whole):
+    """Some experts are there, some come, and the CPU multiplies some, in recorded launches and others."""
+    directory, least = whole
+    model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least)
+    tier = expert_layers(model)[0].store
+    tier._rates = dict.fromkeys(tier._rates, Rates(1.0, 1.0, 0.0, 1.0, 1.0))
+    expected = moepack.load(directory, dtype="float32")
+    for tokens in (1, 2, 3, 5, 8, 9, 30) * 4:
+        assert_near(logits(model, 1, tokens), logits(expected, 1, tokens))
+    counts = statistics_of(model)
+    assert counts.hits and 0 < counts.computed < counts.misses
 
 
 def generated(model, batch=1):
@@ -94,10 +120,12 @@ def launched(model, batch=1):
         set_decoding(None)
 
 
+@pytest.mark.parametrize("misses", ["moved", "computed"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_steps_are_recorded_between_layers_of_experts(whole, batch):
+def test_steps_are_recorded_between_layers_of_experts(whole, batch, misses):
     directory, least = whole
-    model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least + 20_000)
+    options = {"dtype": "float32", "device": "cuda", "misses": misses}
+    model = moepack.load(directory, device_memory=least + 20_000, **options)
     expected = launched(model, batch)
     assert model.model.forward.steps == 0
     found = generated(model, batch)

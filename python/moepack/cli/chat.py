@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepack.cli.device import Device, DeviceMemory, HostMemory, places
+from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, places
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -60,6 +60,7 @@ def chat_command(
     device: Device = None,
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
+    misses: Misses = None,
 ) -> None:
     """Talk to a model; one without a chat template continues what you write."""
     from moepack.cli.evaluate import quiet_transformers
@@ -70,7 +71,8 @@ def chat_command(
 
     quiet_transformers()
     with wrong_usage():
-        model = open_model(directory, dtype, threads, mode, resident, **places(device, host_memory, device_memory))
+        where = places(device, host_memory, device_memory, misses)
+        model = open_model(directory, dtype, threads, mode, resident, **where)
         tokenizer = open_tokenizer(directory)
         drawn = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
         limits = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "seed": seed}

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "places", "usable_device"]
+__all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "Misses", "places", "usable_device"]
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: all GPUs, then the CPU, layer by layer.")]
 HostMemory = Annotated[
@@ -13,6 +13,10 @@ HostMemory = Annotated[
 DeviceMemory = Annotated[
     str | None,
     typer.Option(help="Most memory of --device cuda for the weights, such as 8GB: the host keeps the other experts."),
+]
+Misses = Annotated[
+    str | None,
+    typer.Option(help="With --device-memory: what the host keeps is moved, computed there, or auto: what is faster."),
 ]
 
 Guess = Annotated[
@@ -27,12 +31,14 @@ def places(
     device: str | None,
     host_memory: str | None = None,
     device_memory: str | None = None,
+    misses: str | None = None,
     guess: bool = True,
     approximate: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `moepack.load` that put a model where the options say."""
     memory: dict[str, Any] = {} if host_memory is None else {"host_memory": host_memory, "guess": guess}
     memory |= {} if device_memory is None else {"device_memory": device_memory}
+    memory |= {} if misses is None else {"misses": misses}
     memory |= {"approximate": True} if approximate else {}
     if device is None:
         return memory

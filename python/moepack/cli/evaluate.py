@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moepack.cli.device import Approximate, Device, DeviceMemory, HostMemory, places
+from moepack.cli.device import Approximate, Device, DeviceMemory, HostMemory, Misses, places
 from moepack.cli.options import AnyModel, Mode, Threads
 from moepack.cli.usage import wrong_usage
 from moepack.units import size
@@ -53,6 +53,7 @@ def eval_command(
     device: Device = None,
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
+    misses: Misses = None,
     approximate: Approximate = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
@@ -72,7 +73,7 @@ def eval_command(
             raise ValueError("give either --text or --tasks")
         if save_reference is not None and reference is None:
             raise ValueError("--save-reference needs --reference")
-        where = places(device, host_memory, device_memory, approximate=approximate)
+        where = places(device, host_memory, device_memory, misses, approximate=approximate)
         if tasks is not None:
             asked = {"shots": shots, "limit": limit, "dtype": dtype, "mode": mode, **where}
             _print_tasks(directory, evaluate_tasks(directory, tasks.split(","), task_path, **asked), as_json)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, places
+from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, places
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -61,6 +61,7 @@ def generate_command(
     device: Device = None,
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
+    misses: Misses = None,
     guess: Guess = True,
     approximate: Approximate = False,
 ) -> None:
@@ -79,7 +80,7 @@ def generate_command(
         sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), **drawn)
         if system is not None and not chat:
             raise ValueError("--system needs --chat")
-        where = places(device, host_memory, device_memory, guess, approximate)
+        where = places(device, host_memory, device_memory, misses, guess, approximate)
         model = open_model(directory, dtype, threads, mode, resident, **where)
         tokenizer = open_tokenizer(directory)
         if not (chat or model.config.is_encoder_decoder):
@@ -119,9 +120,11 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 def _streaming(statistics: "Statistics") -> str:
     """What streaming did, in a line."""
     asked = statistics.hits + statistics.misses
+    computed = f", {statistics.computed} multiplied by the CPU" if statistics.computed else ""
     found = (
-        f"experts: {statistics.hits / max(asked, 1):.0%} of {asked} were in memory; {size(statistics.bytes_read)} read "
-        f"in {statistics.reads} reads, {statistics.waited:.1f} s waited for them; at most {size(statistics.most)} kept"
+        f"experts: {statistics.hits / max(asked, 1):.0%} of {asked} were in memory{computed}; "
+        f"{size(statistics.bytes_read)} read in {statistics.reads} reads, {statistics.waited:.1f} s waited for them; "
+        f"at most {size(statistics.most)} kept"
     )
     if not statistics.guessed:
         return found

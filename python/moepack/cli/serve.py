@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moepack.cli.device import Device, DeviceMemory, HostMemory, places
+from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, places
 from moepack.cli.options import AnyModel, Dtype, Mode, Resident, Threads
 from moepack.cli.usage import wrong_usage
 from moepack.errors import LoadError
@@ -40,6 +40,7 @@ def serve_command(
     device: Device = None,
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
+    misses: Misses = None,
 ) -> None:
     """Answer OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, streamed or whole."""
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
@@ -57,7 +58,8 @@ def serve_command(
         hosts = LOCAL if host in LOCAL else ()
         called = name or (directory.resolve().name if directory.exists() else str(directory))
         settings = Settings(called, path, api_key, max_new_tokens, byte_count(max_body), hosts)
-        model = open_model(path, dtype, threads, mode, resident, **places(device, host_memory, device_memory))
+        where = places(device, host_memory, device_memory, misses)
+        model = open_model(path, dtype, threads, mode, resident, **where)
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
     if host not in LOCAL and api_key is None:
         print("warning: everybody who reaches this address can use the model: there is no --api-key", file=sys.stderr)

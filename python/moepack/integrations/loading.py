@@ -23,7 +23,7 @@ from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
 from moepack.runtime.streaming import foresee, stream
 from moepack.runtime.threads import set_threads
-from moepack.runtime.tiers import Gpu, keep_on
+from moepack.runtime.tiers import MISSES, Gpu, Misses, keep_on
 from moepack.units import byte_count
 
 __all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
@@ -43,6 +43,7 @@ def load(
     guess: bool = True,
     approximate: bool = False,
     device_memory: str | int | None = None,
+    misses: Misses = "auto",
 ) -> Any:
     """Load a packed directory as a transformers model, in evaluation mode.
 
@@ -72,6 +73,9 @@ def load(
             computed: what was guessed is never waited for, and outputs change.
         device_memory: the most that the weights may take of the memory of `device`, a GPU; experts come from the host's
             memory as they are chosen (docs/gpu.md).
+        misses: with `device_memory`, where whole experts come and go: whether chosen experts that are not on the GPU
+            are "moved" there, "computed" by the CPU, or shared out so that all are done soonest ("auto", measured when
+            the model is loaded). Outputs of "moved" do not depend on what is on the GPU, not even in the last bit.
 
     Returns:
         The model of the class that config.json names, such as `...ForCausalLM` or `...ForConditionalGeneration`.
@@ -89,7 +93,7 @@ def load(
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
-    places = device, device_map, host_memory, guess, approximate, device_memory
+    places = device, device_map, host_memory, guess, approximate, device_memory, misses
     return open_model(directory, dtype, threads, mode, resident, *places)
 
 
@@ -105,6 +109,7 @@ def open_model(
     guess: bool = True,
     approximate: bool = False,
     device_memory: str | int | None = None,
+    misses: Misses = "auto",
 ) -> Any:
     """Load a packed or an ordinary model directory; arguments, result and errors as for `load`.
 
@@ -115,6 +120,7 @@ def open_model(
     _refuse_absurd(config, Path(directory))
     memory, tier = (None if given is None else byte_count(given) for given in (host_memory, device_memory))
     gpu = None if tier is None else _tiered(device, resident)
+    _check_misses(misses, gpu)
     places = _device_map(None if gpu else device, device_map, resident)
     if memory is not None and (resident or places is not None):
         raise ValueError("host_memory is for models on the CPU that are not resident, or with device_memory")
@@ -142,7 +148,7 @@ def open_model(
     if resident:
         ResidentStore().take(model, Path(directory).glob("*.safetensors"))
     if gpu is not None and tier is not None:
-        keep_on(model, gpu, tier, memory)
+        keep_on(model, gpu, tier, memory, misses)
     elif memory is not None:
         stream(model, memory)
     if approximate or (guess and memory is not None and gpu is None):
@@ -208,6 +214,13 @@ def _tiered(device: torch.device | str | None, resident: bool) -> Gpu:
     if device is None or torch.device(device).type != "cuda" or resident:
         raise ValueError('device_memory is for models on one GPU that are not resident: device="cuda"')
     return Gpu(torch.device(device))
+
+
+def _check_misses(misses: str, gpu: Gpu | None) -> None:
+    if misses not in MISSES:
+        raise ValueError(f"misses is one of {', '.join(MISSES)}, not {misses!r}")
+    if misses != "auto" and gpu is None:
+        raise ValueError("misses is for models with device_memory")
 
 
 def _device_map(device: torch.device | str | None, device_map: Any, resident: bool) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moepack.runtime import gradients
-from moepack.runtime.backends import Activation, Backend, backend_for
+from moepack.runtime.backends import Activation, backend_for
 from moepack.runtime.ops import activation_name
 from moepack.runtime.ops import experts as traced_experts
 from moepack.runtime.ops import grouped as traced_grouped
@@ -27,7 +27,7 @@ from moepack.runtime.own import OwnCode
 from moepack.runtime.packed import PackedModule, Shape
 from moepack.runtime.prediction import Foresight
 from moepack.runtime.recording import interlude
-from moepack.runtime.store import Matrices
+from moepack.runtime.store import Call, Matrices
 
 __all__ = [
     "PackedEveryExperts",
@@ -115,28 +115,12 @@ class _Experts(_Routed):
         return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype).view(hidden_states.shape)
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        backend = backend_for(hidden_states.device)
-        if self.store.as_they_come and len(hidden_states) == 1:
-            return self._as_they_come(backend, hidden_states, index, weights)
-        outputs: torch.Tensor | None = None
-        for matrices, chosen in self.store.portions(self, index, hidden_states.device):
-            portion = backend.experts(matrices, hidden_states, chosen, weights, self.act_fn, self.mode)
-            outputs = portion if outputs is None else outputs.add_(portion)
-        assert outputs is not None
-        return outputs
+        backend_for(hidden_states.device)  # refuses a device without one, before anything is read
+        return self.store.summed(self, Call(hidden_states, index, weights), self._multiply)
 
-    def _as_they_come(
-        self, backend: Backend, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """The output for one token, [1, H]: experts are computed as they come and added up in the index's order."""
-        parts = torch.zeros((index.shape[1], x.shape[1]), dtype=torch.float32)
-        for matrices, chosen in self.store.arrivals(self, index, x.device):
-            here = (chosen[0] < self.num_experts).nonzero().squeeze(-1)
-            pairs = x.expand(len(here), -1), chosen[0, here, None], weights[0, here, None]
-            parts[here] = backend.experts(matrices, *pairs, self.act_fn, self.mode)
-        for part in parts[1:]:
-            parts[0] += part
-        return parts[:1]
+    def _multiply(self, matrices: Matrices, call: Call) -> torch.Tensor:
+        """The sum of the outputs of experts, wherever the call's tensors are."""
+        return backend_for(call.x.device).experts(matrices, *call, self.act_fn, self.mode)
 
     def between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
         """The activation of the first, times the others."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["interlude", "record"]
+__all__ = ["interlude", "pause", "record"]
 
 _current = local()
 
@@ -34,8 +34,21 @@ def interlude(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Te
     return function(x, *others) if recording is None else recording.interlude(function, x, *others)
 
 
-def record(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def pause(function: Callable[[], None]) -> None:
+    """Call a function that cannot be recorded; while this thread records, let replays call it."""
+    recording: _Recording | None = getattr(_current, "recording", None)
+    if recording is None:
+        function()
+    else:
+        recording.pause(function)
+
+
+def record(function: Callable[[], Tensor], *, tidy: bool = True) -> tuple[Callable[[], None], Tensor]:
     """Record the kernels of a function; they run when the result is called, not before.
+
+    Args:
+        function: launches kernels on the current device.
+        tidy: give unused memory back before, as a recording keeps what it uses. It takes a third of a second.
 
     Returns:
         What runs them, and the function's result, which each run writes anew.
@@ -44,8 +57,11 @@ def record(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         RuntimeError: the function does outside of interludes what cannot be recorded.
     """
     recording = _Recording()
-    output = recording.of(function)
-    return recording.replay, output
+    if tidy:
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return recording.replay, recording.of(function)
 
 
 class _Recording:
@@ -58,9 +74,6 @@ class _Recording:
 
     def of(self, function: Callable[[], Tensor]) -> Tensor:
         """Record a function; its result."""
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
         _current.recording = self
         try:
             with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -88,6 +101,12 @@ class _Recording:
         self._steps.append(lambda: given.copy_(function(x, *others)))
         self._begin()
         return given
+
+    def pause(self, function: Callable[[], None]) -> None:
+        """Leave a call without a result to replays."""
+        self._end()
+        self._steps.append(function)
+        self._begin()
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()

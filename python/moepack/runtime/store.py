@@ -6,9 +6,9 @@ they are needed; the modules compute the same.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +18,10 @@ from moepack.arrays import AnyTensor, as_bytes
 from moepack.errors import LoadError
 from moepack.runtime.backends import Matrix, backend_for
 
-__all__ = ["ExpertStore", "Layer", "MappedStore", "Matrices", "Portion", "Shape", "matrix_over"]
+__all__ = [
+    "Call", "ExpertStore", "Layer", "MappedStore", "Matrices", "Multiply", "Portion", "Shape", "matrix_over",
+    "sum_portions",
+]  # fmt: skip
 
 Shape = tuple[int, int, int]
 """Experts, rows and columns; a linear layer has one expert."""
@@ -30,8 +33,36 @@ Portion = tuple[Matrices, Tensor]
 """The projections of a layer, and the experts of a call whose bytes are there; another number stands for others."""
 
 
+class Call(NamedTuple):
+    """What a layer of experts is called with, on one device.
+
+    Attributes:
+        x: [T, H], activations.
+        experts: [T, k] int64, those that are chosen; a number that is no expert's is skipped.
+        weights: [T, k], what the experts' outputs are multiplied by.
+    """
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+Multiply = Callable[[Matrices, Call], Tensor]
+"""Gives the outputs [T, H] of a call, on its device."""
+
+
 _open: WeakValueDictionary[tuple[torch.device, int], Matrix] = WeakValueDictionary()
 """The matrices that somebody holds, by where their bytes are; a matrix keeps its bytes, so no address is used twice."""
+
+
+def sum_portions(portions: Iterable[Portion], call: Call, multiply: Multiply) -> Tensor:
+    """Add up the outputs of a call, portion by portion."""
+    outputs: Tensor | None = None
+    for matrices, chosen in portions:
+        portion = multiply(matrices, call._replace(experts=chosen))
+        outputs = portion if outputs is None else outputs.add_(portion)
+    assert outputs is not None
+    return outputs
 
 
 def matrix_over(data: Tensor, **place: Any) -> Matrix:
@@ -80,12 +111,10 @@ class ExpertStore(ABC):
     Attributes:
         by_channels: whether records of channels are there only while `channels` says so.
         asks_host: whether `portions` waits for the device to learn which experts were chosen.
-        as_they_come: whether `arrivals` gives experts before all of a call are there.
     """
 
     by_channels = False
     asks_host = False
-    as_they_come = False
 
     @property
     def statistics(self) -> Any:
@@ -146,9 +175,16 @@ class ExpertStore(ABC):
         """
         yield self.fetch(layer, experts, device), experts
 
-    def arrivals(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
-        """Give the chosen experts as `portions` does, but as they come, in whatever order that is."""
-        yield from self.portions(layer, experts, device)
+    def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
+        """Sum the outputs of the chosen experts, [T, H], as their bytes come.
+
+        Args:
+            layer: whose experts.
+            call: what it is called with.
+            multiply: gives the sum for the experts whose bytes are there; called for each portion of them, maybe with
+                the call's tensors on another device, where the bytes are, and maybe in another thread.
+        """
+        return sum_portions(self.portions(layer, call.experts, call.x.device), call, multiply)
 
     def channels(self, layer: Layer, experts: Tensor, ups: Tensor) -> Iterator[Tensor]:
         """Give the channels that a call wants in portions that can be in memory at a time, one by default.

@@ -111,7 +111,6 @@ class ChannelStore(StreamingStore):
     """Keeps a model's weights within a number of bytes, records of channels coming and going one by one."""
 
     by_channels = True
-    as_they_come = False
 
     def __init__(self, memory: int) -> None:
         super().__init__(memory)

@@ -35,6 +35,7 @@ class Statistics:
     Attributes:
         hits: experts, or records, that were in memory when they were needed, counted at each layer of each call.
         misses: those that were not.
+        computed: experts of these that the CPU multiplied for a GPU, where they are.
         bytes_read: bytes that came from the drive.
         reads: how many reads brought them.
         waited: seconds that computing threads waited for them.
@@ -50,6 +51,7 @@ class Statistics:
 
     hits: int = 0
     misses: int = 0
+    computed: int = 0
     bytes_read: int = 0
     reads: int = 0
     waited: float = 0.0

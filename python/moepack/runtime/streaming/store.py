@@ -30,7 +30,7 @@ from moepack.runtime.backends import Matrix
 from moepack.runtime.backends.cpu.views import expert_payloads
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.prediction import Foresight
-from moepack.runtime.store import ExpertStore, Layer, Matrices, Portion, matrix_over
+from moepack.runtime.store import Call, ExpertStore, Layer, Matrices, Multiply, Portion, matrix_over
 from moepack.runtime.streaming.region import Region
 from moepack.runtime.streaming.residency import Expert, Residency, Statistics
 from moepack.runtime.streaming.source import Source
@@ -53,8 +53,6 @@ class StreamingStore(ExpertStore):
     Args:
         memory: the most bytes that weights may take, those that are always in memory included.
     """
-
-    as_they_come = True
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -174,20 +172,34 @@ class StreamingStore(ExpertStore):
             else:
                 yield matrices, _only(part, experts, len(own))
 
-    def arrivals(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
-        """Give experts while others are read, where the memory takes all; see `ExpertStore.arrivals`."""
-        self._refuse_elsewhere(device)
+    def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
+        """Multiply the experts of a single token as they come, where the memory takes all; see `ExpertStore.summed`.
+
+        Their outputs are added up in the order of the router's choice.
+        """
+        x, experts, weights = call
+        self._refuse_elsewhere(x.device)
         matrices, own = self._layers[layer]
         needed = [own[number] for number in _numbers(experts, len(own))]
-        if sum(expert.nbytes for expert in needed) > self._residency.budget:
-            yield from self.portions(layer, experts, device)
-            return
+        if len(x) != 1 or sum(expert.nbytes for expert in needed) > self._residency.budget:
+            return super().summed(layer, call, multiply)
+        outputs = torch.zeros((experts.shape[1], x.shape[1]), dtype=torch.float32)
+        for chosen in self._arrivals(layer, needed, experts):
+            here = (chosen[0] < len(own)).nonzero().squeeze(-1)
+            pairs = Call(x.expand(len(here), -1), chosen[0, here, None], weights[0, here, None])
+            outputs[here] = multiply(matrices, pairs)
+        for output in outputs[1:]:
+            outputs[0] += output
+        return outputs[:1]
+
+    def _arrivals(self, layer: Layer, needed: Sequence[Expert], experts: Tensor) -> Iterator[Tensor]:
+        """The numbers of a call's experts as they come, in place of others none; bytes are there until the end."""
         coming, left = self._residency.come(needed), len(needed)
         try:
             for came in coming:
                 if not (left := left - len(came)):
                     self._look_ahead(layer)
-                yield matrices, _only(came, experts, len(own))
+                yield _only(came, experts, len(self._layers[layer][1]))
         finally:
             coming.close()
         self._residency.release(needed)

@@ -23,14 +23,15 @@ from moepack.runtime.tiers.channels import ChannelTier
 from moepack.runtime.tiers.device import Device, Gpu
 from moepack.runtime.tiers.host import Drive, Host, Pin, Pinned
 from moepack.runtime.tiers.layers import LayerTier
+from moepack.runtime.tiers.misses import MISSES, Misses
 from moepack.runtime.tiers.store import TierStore
 
-__all__ = ["ChannelTier", "Gpu", "LayerTier", "TierStore", "keep_on"]
+__all__ = ["MISSES", "ChannelTier", "Gpu", "LayerTier", "Misses", "TierStore", "keep_on"]
 
 _CPU = torch.device("cpu")
 
 
-def keep_on(model: Any, device: Device, memory: int, host_memory: int | None = None) -> None:
+def keep_on(model: Any, device: Device, memory: int, host_memory: int | None = None, misses: Misses = "auto") -> None:
     """Move a packed model to a device, of whose memory its weights take a number of bytes.
 
     Args:
@@ -38,6 +39,8 @@ def keep_on(model: Any, device: Device, memory: int, host_memory: int | None = N
         device: where it computes.
         memory: the most bytes that weights take there.
         host_memory: the most that experts take of the host's memory; the others stay on the drive. None keeps all.
+        misses: what becomes of chosen experts that are not on the device: "moved" over the bus, "computed" by the CPU,
+            or "auto", whichever is faster. Only where whole experts come and go.
 
     Raises:
         DeviceMemoryError: what every token needs and the experts of one token are larger than `memory`.
@@ -57,7 +60,7 @@ def keep_on(model: Any, device: Device, memory: int, host_memory: int | None = N
     else:
         stacks = {layer: _stacks(layer) for layer in layers}
         top_k = described(model.config.model_type).top_k(vars(model.config))
-        store = TierStore(device, partial(_host, host_memory, stacks, device.pinned), stacks, budget, top_k)
+        store = TierStore(device, partial(_host, host_memory, stacks, device.pinned), stacks, budget, top_k, misses)
     for layer in layers:
         layer.store = store
         for projection in layer.projections:

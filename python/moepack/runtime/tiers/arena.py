@@ -84,20 +84,21 @@ class Arena:
     Attributes:
         slots: the accounting.
         matrices: of all projections, experts being slots.
+        sizes: bytes of an expert in each projection.
         expert_bytes: of an expert, all projections.
     """
 
     def __init__(self, device: Device, stacks: Sequence[Stack], count: int) -> None:
-        self.slots, self.expert_bytes = Slots(count), sum(stack.expert_bytes for stack in stacks)
-        sizes = [stack.expert_bytes for stack in stacks]
-        lengths = [arena_bytes(size, count) for size in sizes]
+        self.slots, self.sizes = Slots(count), [stack.expert_bytes for stack in stacks]
+        self.expert_bytes = sum(self.sizes)
+        lengths = [arena_bytes(size, count) for size in self.sizes]
         self._memory = device.allocate(sum(lengths))
         tensors = torch.split(self._memory, lengths)
         for tensor, stack in zip(tensors, stacks, strict=True):
             tensor[:HEADER].copy_(_header(stack, count))
         self._slots = [
             tensor[HEADER : HEADER + count * size].view(count, size)
-            for tensor, size in zip(tensors, sizes, strict=True)
+            for tensor, size in zip(tensors, self.sizes, strict=True)
         ]
         pairs = zip(tensors, stacks, strict=True)
         self.matrices: Matrices = tuple(device.matrix(data, stack.matrix, count) for data, stack in pairs)

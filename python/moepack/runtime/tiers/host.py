@@ -4,7 +4,7 @@ Either gives an expert's bytes in pinned memory. From the drive they come by `mo
 pinned buffers that copies to the device empty in turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moepack.errors import LoadError
 from moepack.memory import available_bytes
+from moepack.runtime.store import Portion, matrix_over
 from moepack.runtime.streaming.region import Region
 from moepack.runtime.streaming.residency import Residency, Statistics
 from moepack.runtime.streaming.store import READERS, StreamingStore, cut_portions
@@ -49,6 +50,10 @@ class Host(Protocol):
         """
         ...
 
+    def portions(self, layer: Any, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """Give experts to the CPU; see `ExpertStore.portions`."""
+        ...
+
 
 class Pinned:
     """All experts in pinned memory.
@@ -64,25 +69,31 @@ class Pinned:
     statistics = None
 
     def __init__(self, stacks: dict[Any, list[Stack]], pin: Pin) -> None:
-        needed = sum(stack.payloads().numel() for own in stacks.values() for stack in own)
+        needed = sum(stack.data.numel() for own in stacks.values() for stack in own)
         available = available_bytes()
         if available is not None and needed > available:
             raise LoadError(
                 f"the experts take {size(needed)} of the host's memory and {size(available)} are available: "
                 "host_memory= keeps some of them there and the others on the drive"
             )
-        self._layers: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()
+        self._layers: WeakKeyDictionary[Any, list[Stack]] = WeakKeyDictionary()
         for layer, own in stacks.items():
-            self._layers[layer] = [_copied(stack.payloads(), pin) for stack in own]
+            self._layers[layer] = [_copied(stack, pin) for stack in own]
 
     def send(self, layer: Any, experts: Sequence[int], to: Send) -> None:
         """See `Host.send`."""
+        payloads = [stack.payloads() for stack in self._layers[layer]]
         for expert in experts:
-            to(expert, [payloads[expert] for payloads in self._layers[layer]])
+            to(expert, [of_projection[expert] for of_projection in payloads])
+
+    def portions(self, layer: Any, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+        """See `Host.portions`."""
+        yield tuple(stack.matrix for stack in self._layers[layer]), experts
 
 
-def _copied(payloads: Tensor, pin: Pin) -> Tensor:
-    return pin(payloads.numel()).view(payloads.shape).copy_(payloads)
+def _copied(stack: Stack, pin: Pin) -> Stack:
+    data = pin(stack.data.numel()).copy_(stack.data)
+    return Stack(data, matrix_over(data))
 
 
 class Drive(StreamingStore):

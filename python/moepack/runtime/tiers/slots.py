@@ -12,6 +12,7 @@ Invariants:
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from math import inf
 
 from moepack.runtime.streaming.residency import CANDIDATES
 
@@ -41,6 +42,27 @@ class Slots:
         """How many hold an expert."""
         return len(self._slots)
 
+    def __contains__(self, expert: Expert) -> bool:
+        """Whether it has a slot."""
+        return expert in self._slots
+
+    def uses(self, expert: Expert) -> int:
+        """How often it was used, less half of that at each time when it lost its slot."""
+        return self._uses[expert]
+
+    def use(self, experts: Iterable[Expert]) -> None:
+        """Note uses of experts without a slot."""
+        self._uses.update(experts)
+
+    def gain(self, expert: Expert, used: Collection[Expert]) -> float:
+        """How many more uses an expert without a slot has than the one that would go; infinite where a slot is free.
+
+        Args:
+            expert: which.
+            used: experts that keep their slots.
+        """
+        return inf if self._free else self._uses[expert] - self._uses[self._next(used)]
+
     def take(self, experts: Sequence[Expert], used: Collection[Expert] = ()) -> tuple[list[int], list[Expert]]:
         """Give experts slots.
 
@@ -67,7 +89,11 @@ class Slots:
 
     def _vacated(self, held: Collection[Expert]) -> int:
         """The slot of an expert that goes."""
-        old = islice((expert for expert in self._slots if expert not in held), CANDIDATES)
-        victim = min(old, key=self._uses.__getitem__)
+        victim = self._next(held)
         self._uses[victim] //= 2
         return self._slots.pop(victim)
+
+    def _next(self, held: Collection[Expert]) -> Expert:
+        """The expert that goes next."""
+        old = islice((expert for expert in self._slots if expert not in held), CANDIDATES)
+        return min(old, key=self._uses.__getitem__)

@@ -3,16 +3,19 @@
 What every token needs is on the device. When a layer is called, the router's choice comes to the host, the one moment
 in a layer at which the host waits: which experts are missing is known there alone, and accounting on the device would
 have to keep every expert's state up to date in kernels of its own. Missing experts are copied beside the computation,
-and those that are there are computed meanwhile. A prompt chooses nearly all experts: where they do not fit, they come
-in portions, the next one on its way while one is multiplied.
+and those that are there are computed meanwhile; or the CPU multiplies them, by a rule (`misses`). A prompt chooses
+nearly all experts: where they do not fit, they come in portions, the next one on its way while one is multiplied.
 
 Invariants:
-- Outputs depend on weights, inputs and the number of slots, never on what happens to be in them: sums have the order of
-  the router's choice, portions that of the experts' numbers.
+- What the device computes depends on weights, inputs and the number of slots, never on what happens to be in them: sums
+  have the order of the router's choice, portions that of the experts' numbers. What the CPU multiplies is added to it
+  and rounded as the CPU rounds.
 - One thread at a time uses slots; what another launches on its stream comes behind.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,14 +27,18 @@ from torch import Tensor
 
 from moepack.arrays import AnyTensor
 from moepack.errors import DeviceMemoryError, LoadError
-from moepack.runtime.store import ExpertStore, Layer, Matrices, Portion
+from moepack.runtime.experts import PackedExperts
+from moepack.runtime.store import Call, ExpertStore, Layer, Matrices, Multiply, Portion, sum_portions
 from moepack.runtime.streaming.residency import Statistics
 from moepack.runtime.tiers.arena import Arena, Budget, Stack, arena_bytes
 from moepack.runtime.tiers.device import Arrival, Device
 from moepack.runtime.tiers.host import Host
+from moepack.runtime.tiers.misses import COMPUTED, MOVED, SECONDS, Misses, measured
 from moepack.units import size
 
 __all__ = ["TierStore"]
+
+_CPU = torch.device("cpu")
 
 
 class _Layer(NamedTuple):
@@ -69,6 +76,7 @@ class TierStore(ExpertStore):
         stacks: the projections of each layer, whose experts have one form.
         budget: what slots may take.
         top_k: experts that a token chooses in a layer.
+        misses: what becomes of chosen experts that are not on the device.
 
     Raises:
         DeviceMemoryError: the experts of one token do not fit, so that every one would be gone when it is asked for
@@ -78,9 +86,16 @@ class TierStore(ExpertStore):
     asks_host = True
 
     def __init__(
-        self, device: Device, host: Callable[[], Host], stacks: dict[Any, list[Stack]], budget: Budget, top_k: int
+        self,
+        device: Device,
+        host: Callable[[], Host],
+        stacks: dict[Any, list[Stack]],
+        budget: Budget,
+        top_k: int,
+        misses: Misses = "moved",
     ) -> None:
         self._device, self._lock = device, RLock()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="moepack-beside")
         self._counts = Statistics()
         self._layers: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
         counts = slot_counts(stacks, budget, top_k)
@@ -89,6 +104,12 @@ class TierStore(ExpertStore):
         for number, (layer, own) in enumerate(stacks.items()):
             self._layers[layer] = _Layer(self._arenas[form_of(own)], number)
         self._host = host()
+        self._rates = {arena: COMPUTED if misses == "computed" else MOVED for arena in self._arenas.values()}
+        if misses == "auto":
+            ours = {arena: layer for layer, (arena, _) in self._layers.items() if isinstance(layer, PackedExperts)}
+            each = SECONDS / max(len(ours), 1)
+            for arena, layer in ours.items():
+                self._rates[arena] = measured(device, arena, self._host, layer, top_k, each)
 
     @property
     def statistics(self) -> Statistics:
@@ -114,12 +135,58 @@ class TierStore(ExpertStore):
 
     def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
         """Bring the chosen experts, in portions where they do not fit; see `ExpertStore.portions`."""
+        self._refuse_elsewhere(device)
+        yield from self._portions(layer, _on_host(layer, experts))
+
+    def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
+        """Bring some of the chosen experts, and give the CPU the others meanwhile; see `ExpertStore.summed`."""
+        self._refuse_elsewhere(call.x.device)
+        chosen, count = _on_host(layer, call.experts), _count(layer)
+        with self._lock:
+            if not (left := self._left(layer, chosen)):
+                return sum_portions(self._portions(layer, chosen), call, multiply)
+            is_left = np.zeros(count + 1, bool)
+            is_left[left] = True
+            of_cpu = is_left[chosen]
+            on_cpu = torch.from_numpy(np.where(of_cpu, chosen, count))
+            # Before anything is launched behind which it would have to wait.
+            home = Call(call.x.cpu(), on_cpu, call.weights.cpu())
+            share = self._beside.submit(sum_portions, self._host.portions(layer, on_cpu, _CPU), home, multiply)
+            try:
+                others = np.where(of_cpu, count, chosen)
+                outputs = sum_portions(self._portions(layer, others), call, multiply) if (others < count).any() else 0
+            finally:
+                wait([share])  # which reads bytes that may go
+            return share.result().to(call.x.device, non_blocking=True).add_(outputs)
+
+    def _refuse_elsewhere(self, device: torch.device) -> None:
         if device.type != self._device.place.type:
             raise LoadError(f"experts of '{self._device.place}' cannot be used on '{device}'")
-        arena, (count, *_) = self._layers[layer].arena, next(iter(layer.shapes.values()))
-        chosen = experts.cpu().numpy()
-        chosen = np.where((chosen >= 0) & (chosen < count), chosen, count)
-        parts = _parts(sorted({*chosen.ravel().tolist()} - {count}), arena.slots.count)
+
+    def _left(self, layer: Layer, chosen: NDArray[np.int64]) -> list[int]:
+        """The missing experts that the CPU multiplies: those of the fewest tokens, and of them the least used.
+
+        Where it could multiply all of them sooner than one comes, the most used one comes still, once it has been used
+        so much more often than the expert that would go that the CPU's time for it is that of the bus.
+        """
+        arena, own = self._layers[layer]
+        slots, rates = arena.slots, self._rates[arena]
+        tokens = Counter((own, expert) for expert in chosen.ravel().tolist() if expert < _count(layer))
+        missing = sorted(
+            (pair for pair in tokens if pair not in slots), key=lambda pair: (tokens[pair], slots.uses(pair))
+        )
+        left = missing[: rates.computed([tokens[pair] for pair in missing])]
+        if left and len(left) == len(missing) and slots.gain(left[-1], tokens) > rates.patience:
+            left.pop()
+        slots.use(left)
+        self._counts.misses += len(left)
+        self._counts.computed += len(left)
+        return [expert for _, expert in left]
+
+    def _portions(self, layer: Layer, chosen: NDArray[np.int64]) -> Iterator[Portion]:
+        """Bring experts, in portions where they do not fit."""
+        arena = self._layers[layer].arena
+        parts = _parts(sorted({*chosen.ravel().tolist()} - {_count(layer)}), arena.slots.count)
         with self._lock:
             self._device.enter()
             try:
@@ -156,7 +223,8 @@ class TierStore(ExpertStore):
             return arrivals[-1]
 
         try:
-            self._host.send(layer, new, send)
+            if new:
+                self._host.send(layer, new, send)
         except BaseException:
             arena.slots.forget(missing)
             raise
@@ -169,8 +237,20 @@ class TierStore(ExpertStore):
     def _count(self, hits: int, misses: int) -> None:
         counts = self._counts
         counts.hits, counts.misses, counts.reads = counts.hits + hits, counts.misses + misses, counts.reads + misses
-        counts.resident = sum(len(arena.slots) * arena.expert_bytes for arena in self._arenas.values())
-        counts.most = max(counts.most, counts.resident)
+        if misses:
+            counts.resident = sum(len(arena.slots) * arena.expert_bytes for arena in self._arenas.values())
+            counts.most = max(counts.most, counts.resident)
+
+
+def _count(layer: Layer) -> int:
+    """Experts of a layer."""
+    return next(iter(layer.shapes.values()))[0]
+
+
+def _on_host(layer: Layer, experts: Tensor) -> NDArray[np.int64]:
+    """The router's choice, the number of experts in place of what is none; waits for the device."""
+    chosen, count = experts.cpu().numpy(), _count(layer)
+    return np.where((chosen >= 0) & (chosen < count), chosen, count)
 
 
 def form_of(stacks: Sequence[Stack]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from moepack.arrays import as_bytes
 from moepack.errors import LoadError
 from moepack.registry import OpenTensor, open_tensor
 from moepack.runtime.backends.base import Activation, Backend, Matrix, is_silu
-from moepack.runtime.backends.gpu import channels, coded, prompt
+from moepack.runtime.backends.gpu import channels, coded, prompt, slots
 from moepack.runtime.backends.gpu.coded_upload import lay_out
 from moepack.runtime.backends.gpu.device import allocate, require
 from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
@@ -110,7 +110,7 @@ class GpuBackend(Backend):
             if not has_kernels(projections, index, activation):
                 return prompt.experts(projections, x, index, weights, activation)
             if projections[-1].slots:
-                return _by_choice(projections, x, index, weights)
+                return slots.experts(projections, x, index, weights)
             gate, up, down = projections
             hidden = torch.empty((index.numel(), gate.shape[1]), dtype=torch.float32, device=x.device)
             out = torch.empty((len(x), rows), dtype=torch.float32, device=x.device)
@@ -187,22 +187,6 @@ def _calls(index: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         raise ValueError(f"a token has at most {PAIRS} experts here, not {index.shape[1]}")
     few = min(TOKENS, PAIRS // index.shape[1])
     return zip(*(torch.split(tensor, few) for tensor in tensors), strict=True)
-
-
-def _by_choice(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Sum the outputs of experts in slots in the order of the router's choice, the late ones computed last."""
-    gate, up, down = matrices
-    gated, (_, rows, inner) = kernels_of(gate.kind).gated, down.shape
-    hidden = torch.empty((index.numel(), inner), dtype=torch.float32, device=x.device)
-    if gate.late is None:
-        gated(gate, up, x, index, hidden)
-    else:
-        gated(gate, up, x, gate.late.there, hidden)
-        gate.late.wait()
-        gated(gate, up, x, gate.late.index, hidden)
-    each = torch.zeros((*index.shape, rows), dtype=torch.float32, device=x.device)
-    kernels_of(down.kind).project(down, hidden, index.view(-1, 1), each.view(-1, rows))
-    return each.mul_(weights.unsqueeze(-1)).sum(1)
 
 
 def _activations(x: Tensor) -> Tensor:
