@@ -1,5 +1,7 @@
 """Experts that come and go on a GPU that is there."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 import moepack
 from moepack.methods import create
+from moepack.runtime.backends.gpu.slots import recordings
 from moepack.runtime.decoder import set_decoding
 from moepack.runtime.streaming import statistics_of
 from moepack.runtime.streaming.store import expert_layers
@@ -90,7 +93,7 @@ def test_outputs_with_misses_on_the_cpu_are_those_of_the_whole_model(whole, host
     model = moepack.load(directory, device_memory=least, **options)
     for tokens, batch in ((1, 1), (3, 1), (20, 2), (1, 1), (100, 2), (1, 4), (1, 1)):
         assert_near(logits(model, tokens, batch), logits(expected, tokens, batch))
-    assert statistics_of(model).computed > 0
+    assert misses == "auto" or statistics_of(model).computed > 0
 
 
 def test_shares_of_all_kinds_are_those_of_the_whole_model(whole):
@@ -104,6 +107,24 @@ def test_shares_of_all_kinds_are_those_of_the_whole_model(whole):
         assert_near(logits(model, 1, tokens), logits(expected, 1, tokens))
     counts = statistics_of(model)
     assert counts.hits and 0 < counts.computed < counts.misses
+    (arena,) = tier._arenas.values()
+    assert recordings(arena.matrices[-1]) > 3
+    with torch.no_grad():  # recordings were made in inference mode
+        found = model(ids(1, 2).cuda()).logits.float().cpu()
+    assert_near(found, logits(expected, 1, 2))
+
+
+def test_recordings_go_with_their_model(whole):
+    directory, least = whole
+    model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least, misses="moved")
+    for _ in range(4):
+        logits(model, 1, 2)
+    (arena,) = expert_layers(model)[0].store._arenas.values()
+    down = weakref.ref(arena.matrices[-1])
+    assert recordings(down()) > 0
+    del model, arena
+    gc.collect()
+    assert down() is None
 
 
 def generated(model, batch=1):
@@ -135,7 +156,7 @@ def test_steps_are_recorded_between_layers_of_experts(whole, batch, misses):
 
 def test_threads_take_turns(whole):
     directory, least = whole
-    model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least)
+    model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least, misses="moved")
     expected = [logits(model, 1, tokens) for tokens in range(1, 9)]
 
     def run(tokens):

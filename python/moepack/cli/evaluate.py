@@ -30,10 +30,7 @@ def eval_command(
         Path | None, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)
     ] = None,
     reference: Annotated[
-        Path | None,
-        typer.Option(
-            help="What to compare with: model directory or hub id, usually the original, or a saved reference."
-        ),
+        Path | None, typer.Option(help="What to compare with: model, usually the original, or a saved reference.")
     ] = None,
     save_reference: Annotated[
         Path | None, typer.Option(help="Keep what the reference predicts in this file, for the next --reference.")

@@ -8,7 +8,8 @@ that to the code of the module that it replaces. `PackedIdentityExperts`, `Packe
 
 Invariants, beside those of `PackedModule`:
 - Products accumulate in float32, and so does the sum over a token's experts, in an order that depends on the routing
-  alone: the same input gives the same output, whatever the number of threads.
+  alone: the same input gives the same output, whatever the number of threads, unless a store shares calls out between
+  devices (`moepack.runtime.tiers`).
 """
 
 from abc import ABC, abstractmethod

@@ -10,9 +10,10 @@ Invariants:
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import suppress
-from threading import local
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -43,12 +44,14 @@ def pause(function: Callable[[], None]) -> None:
         recording.pause(function)
 
 
-def record(function: Callable[[], Tensor], *, tidy: bool = True) -> tuple[Callable[[], None], Tensor]:
+def record(function: Callable[[], Tensor], *, tidy: bool = True, pool: Any = None) -> tuple[Callable[[], None], Tensor]:
     """Record the kernels of a function; they run when the result is called, not before.
 
     Args:
         function: launches kernels on the current device.
         tidy: give unused memory back before, as a recording keeps what it uses. It takes a third of a second.
+        pool: memory that it shares with recordings that never run at the same time
+            (`torch.cuda.graph_pool_handle`); None takes a pool of its own.
 
     Returns:
         What runs them, and the function's result, which each run writes anew.
@@ -56,7 +59,7 @@ def record(function: Callable[[], Tensor], *, tidy: bool = True) -> tuple[Callab
     Raises:
         RuntimeError: the function does outside of interludes what cannot be recorded.
     """
-    recording = _Recording()
+    recording = _Recording(pool or torch.cuda.graph_pool_handle())
     if tidy:
         torch.cuda.synchronize()
         gc.collect()
@@ -64,19 +67,36 @@ def record(function: Callable[[], Tensor], *, tidy: bool = True) -> tuple[Callab
     return recording.replay, recording.of(function)
 
 
-class _Recording:
-    """Graphs and interludes in turn."""
+_one_at_a_time = Lock()
 
-    def __init__(self) -> None:
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The stream of a device on which everything is recorded.
+
+    torch gives the same streams out again and again, and what another thread launches on one that records would be
+    recorded, too. Nobody else asks for streams of this priority.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class _Recording:
+    """Graphs and interludes in turn.
+
+    Args:
+        pool: the memory of the graphs.
+    """
+
+    def __init__(self, pool: Any) -> None:
         self._steps: list[Callable[[], Any]] = []
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._graph: torch.cuda.CUDAGraph
 
     def of(self, function: Callable[[], Tensor]) -> Tensor:
         """Record a function; its result."""
-        _current.recording = self
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with _one_at_a_time, _without_collection(), torch.cuda.stream(_stream(torch.cuda.current_device())):
+            _current.recording = self
+            try:
                 self._begin()
                 try:
                     output = function()
@@ -85,8 +105,8 @@ class _Recording:
                         self._graph.capture_end()
                     raise
                 self._end()
-        finally:
-            del _current.recording
+            finally:
+                del _current.recording
         return output
 
     def replay(self) -> None:
@@ -115,3 +135,15 @@ class _Recording:
     def _end(self) -> None:
         self._graph.capture_end()
         self._steps.append(self._graph.replay)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Do not collect garbage: it may hold memory that the driver does not free during a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -6,7 +6,8 @@ they are needed; the modules compute the same.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from os import PathLike
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -19,8 +20,8 @@ from moepack.errors import LoadError
 from moepack.runtime.backends import Matrix, backend_for
 
 __all__ = [
-    "Call", "ExpertStore", "Layer", "MappedStore", "Matrices", "Multiply", "Portion", "Shape", "matrix_over",
-    "sum_portions",
+    "Call", "ExpertStore", "Layer", "MappedStore", "Matrices", "Multiply", "Portion", "Portions", "Shape",
+    "matrix_over", "sum_portions",
 ]  # fmt: skip
 
 Shape = tuple[int, int, int]
@@ -31,6 +32,9 @@ Matrices = tuple[Matrix, ...]
 
 Portion = tuple[Matrices, Tensor]
 """The projections of a layer, and the experts of a call whose bytes are there; another number stands for others."""
+
+Portions = Generator[Portion, None, None]
+"""Portions in turn; bytes of one are there until the next one is asked for, or the generator is closed."""
 
 
 class Call(NamedTuple):
@@ -55,12 +59,13 @@ _open: WeakValueDictionary[tuple[torch.device, int], Matrix] = WeakValueDictiona
 """The matrices that somebody holds, by where their bytes are; a matrix keeps its bytes, so no address is used twice."""
 
 
-def sum_portions(portions: Iterable[Portion], call: Call, multiply: Multiply) -> Tensor:
+def sum_portions(portions: Portions, call: Call, multiply: Multiply) -> Tensor:
     """Add up the outputs of a call, portion by portion."""
     outputs: Tensor | None = None
-    for matrices, chosen in portions:
-        portion = multiply(matrices, call._replace(experts=chosen))
-        outputs = portion if outputs is None else outputs.add_(portion)
+    with closing(portions):  # at once, and in this thread, where `multiply` raises
+        for matrices, chosen in portions:
+            portion = multiply(matrices, call._replace(experts=chosen))
+            outputs = portion if outputs is None else outputs.add_(portion)
     assert outputs is not None
     return outputs
 
@@ -110,7 +115,7 @@ class ExpertStore(ABC):
 
     Attributes:
         by_channels: whether records of channels are there only while `channels` says so.
-        asks_host: whether `portions` waits for the device to learn which experts were chosen.
+        asks_host: whether `portions` and `summed` wait for the device to learn which experts were chosen.
     """
 
     by_channels = False
@@ -159,7 +164,7 @@ class ExpertStore(ABC):
             LoadError: the layer has no bytes yet, or they cannot be had on the device.
         """
 
-    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
         """Give the chosen experts in portions that can be on the device at a time, one by default.
 
         The outputs of a call are the sum of the portions' outputs. A portion's bytes are there until the next one is

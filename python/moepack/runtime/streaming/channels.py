@@ -26,7 +26,7 @@ from moepack.format import PackedDirectory
 from moepack.runtime.backends import backend_for
 from moepack.runtime.backends.cpu.views import RecordMemory, StreamedChannels, expert_payloads
 from moepack.runtime.packed import PackedModule
-from moepack.runtime.store import Layer, Matrices, Portion
+from moepack.runtime.store import Layer, Matrices, Portions
 from moepack.runtime.streaming.records import Numbers, RecordCache
 from moepack.runtime.streaming.source import Source
 from moepack.runtime.streaming.store import READERS, StreamingStore, expert_layers
@@ -174,7 +174,7 @@ class ChannelStore(StreamingStore):
         skipped = [share for share in details.get("achieved_sparsity", ()) if share is not None]
         return 1 - sum(skipped) / len(skipped) if skipped else 1.0
 
-    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
         """Give all experts; the bytes of records are there while `channels` says so."""
         self._refuse_elsewhere(device)
         yield self._layers[layer].matrices, experts

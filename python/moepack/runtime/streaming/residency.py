@@ -35,7 +35,7 @@ class Statistics:
     Attributes:
         hits: experts, or records, that were in memory when they were needed, counted at each layer of each call.
         misses: those that were not.
-        computed: experts of these that the CPU multiplied for a GPU, where they are.
+        computed: those of the misses that did not come: the CPU multiplied them, in the host's memory, for a GPU.
         bytes_read: bytes that came from the drive.
         reads: how many reads brought them.
         waited: seconds that computing threads waited for them.

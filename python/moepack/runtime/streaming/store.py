@@ -30,7 +30,7 @@ from moepack.runtime.backends import Matrix
 from moepack.runtime.backends.cpu.views import expert_payloads
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.prediction import Foresight
-from moepack.runtime.store import Call, ExpertStore, Layer, Matrices, Multiply, Portion, matrix_over
+from moepack.runtime.store import Call, ExpertStore, Layer, Matrices, Multiply, Portions, matrix_over
 from moepack.runtime.streaming.region import Region
 from moepack.runtime.streaming.residency import Expert, Residency, Statistics
 from moepack.runtime.streaming.source import Source
@@ -160,7 +160,7 @@ class StreamingStore(ExpertStore):
         numbers = range(len(own)) if experts is None else _numbers(experts, len(own))
         self._residency.guess([own[number] for number in numbers])
 
-    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
         """Read the chosen experts, in portions where they are larger than the memory; see `ExpertStore.portions`."""
         self._refuse_elsewhere(device)
         matrices, own = self._layers[layer]

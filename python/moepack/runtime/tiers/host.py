@@ -4,7 +4,7 @@ Either gives an expert's bytes in pinned memory. From the drive they come by `mo
 pinned buffers that copies to the device empty in turn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moepack.errors import LoadError
 from moepack.memory import available_bytes
-from moepack.runtime.store import Portion, matrix_over
+from moepack.runtime.store import Portions, matrix_over
 from moepack.runtime.streaming.region import Region
 from moepack.runtime.streaming.residency import Residency, Statistics
 from moepack.runtime.streaming.store import READERS, StreamingStore, cut_portions
@@ -50,7 +50,7 @@ class Host(Protocol):
         """
         ...
 
-    def portions(self, layer: Any, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+    def portions(self, layer: Any, experts: Tensor, device: torch.device) -> Portions:
         """Give experts to the CPU; see `ExpertStore.portions`."""
         ...
 
@@ -86,7 +86,7 @@ class Pinned:
         for expert in experts:
             to(expert, [of_projection[expert] for of_projection in payloads])
 
-    def portions(self, layer: Any, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+    def portions(self, layer: Any, experts: Tensor, device: torch.device) -> Portions:
         """See `Host.portions`."""
         yield tuple(stack.matrix for stack in self._layers[layer]), experts
 

@@ -6,29 +6,37 @@ is, beside the other, is measured when a model is loaded (`measured`), and each 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, cycle
 from math import inf
 from statistics import median
+from threading import Event
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moepack.runtime.backends import backend_for
 from moepack.runtime.tiers.arena import Arena
-from moepack.runtime.tiers.device import Device
+from moepack.runtime.tiers.device import Arrival, Device
 from moepack.runtime.tiers.host import Host
 
 __all__ = ["COMPUTED", "MISSES", "MOVED", "SECONDS", "Misses", "Rates", "measured"]
 
 Misses = Literal["auto", "moved", "computed"]
-"""Whichever is faster; all over the bus; all on the CPU."""
+"""What becomes of missing experts: "moved": all come; "computed": the CPU multiplies all for which no slot is free;
+"auto": they are shared out so that all are done soonest."""
 
 MISSES: tuple[Misses, ...] = ("auto", "moved", "computed")
+"""The values of `Misses`."""
 
 SECONDS = 0.5
 """How long to measure: other threads may be busy for a while with what they did before."""
+
+MARGIN = 1.25
+"""Factor by which measured times of the CPU are multiplied. They have to be that much shorter than the bus's, because
+an expert that comes is faster at its next use, and because launches, which copies hide, add to the CPU's time."""
 
 _ROUNDS = 6
 """Fewest measurements, of which the later half counts."""
@@ -37,48 +45,54 @@ _CPU = torch.device("cpu")
 
 
 class Rates(NamedTuple):
-    """Seconds that missing experts of one form take.
+    """What missing experts of one form cost.
 
     Attributes:
-        bus: to come, each, while the CPU does nothing.
-        bus_beside: to come, each, while it multiplies.
-        call: of the CPU, whatever it multiplies.
-        alone: of the CPU beyond that, for each expert and token, while nothing comes.
-        beside: the same while experts come.
+        bus: seconds for an expert to come to the device, while the CPU is idle.
+        bus_beside: the same while the CPU multiplies.
+        overhead: seconds of a call of the CPU beyond those for its experts.
+        product: seconds for the CPU to multiply an expert by one token, while the bus is idle.
+        product_beside: the same while experts come.
     """
 
     bus: float
     bus_beside: float
-    call: float
-    alone: float
-    beside: float
+    overhead: float
+    product: float
+    product_beside: float
 
-    def computed(self, tokens: Sequence[int]) -> int:
+    def cpu_share(self, tokens: Sequence[int]) -> int:
         """How many of some missing experts the CPU multiplies, the first ones, so that all are done soonest.
 
         Args:
-            tokens: those of each expert, ascending. The CPU takes at most as many times as long for them as for one.
+            tokens: of each expert, ascending. An expert with n tokens is taken to cost the CPU n times what it costs
+                with one, which is the most that it can.
         """
         missing = len(tokens)
 
-        def seconds(count: int, multiplied: int) -> float:
+        def seconds(count: int, pairs: int) -> float:
             if not count:
                 return missing * self.bus
             if count == missing:
-                return self.call + multiplied * self.alone
-            return max((missing - count) * self.bus_beside, self.call + multiplied * self.beside)
+                return self.overhead + pairs * self.product
+            return max((missing - count) * self.bus_beside, self.overhead + pairs * self.product_beside)
 
-        times = [seconds(*pair) for pair in enumerate(accumulate(tokens, initial=0))]
+        times = [seconds(*each) for each in enumerate(accumulate(tokens, initial=0))]
         return times.index(min(times))
 
     @property
     def patience(self) -> float:
-        """The uses on the CPU that take as long as coming over the bus."""
-        return self.bus / (self.call + self.alone) if self.call + self.alone else inf
+        """How many products of the CPU take as long as one expert takes to come.
+
+        Bringing an expert pays when it will be used so much more often than the one that goes; `Slots.gain` tells how
+        much more often it has been.
+        """
+        each = self.overhead + self.product
+        return self.bus / each if each else inf
 
 
 MOVED, COMPUTED = Rates(0.0, 0.0, 1.0, 1.0, 1.0), Rates(1.0, 1.0, 0.0, 0.0, 0.0)
-"""Rates by which all come, and by which the CPU multiplies all."""
+"""Rates by which all come, and by which the CPU multiplies all for which no slot is free."""
 
 
 def measured(device: Device, arena: Arena, host: Host, layer: Any, top_k: int, seconds: float = SECONDS) -> Rates:
@@ -92,49 +106,103 @@ def measured(device: Device, arena: Arena, host: Host, layer: Any, top_k: int, s
         top_k: experts that a token chooses.
         seconds: how long to measure, at least.
     """
-    trial = _Trial(device, arena, host, layer, top_k)
-    few, end, rounds = trial.few, time.perf_counter() + seconds, list[tuple[float, ...]]()
+    end, rounds = time.perf_counter() + seconds, list[_Round]()
     with ThreadPoolExecutor(1) as pool:
+        trial = _Trial(device, arena, host, layer, top_k, pool)
         while len(rounds) < _ROUNDS or time.perf_counter() < end:
-            product = pool.submit(trial.product, few)
-            both = trial.bus(), product.result()
-            rounds.append((trial.bus(), trial.product(1), trial.product(few), *both))
-    bus, one, alone, bus_beside, beside = (median(values) for values in zip(*rounds[len(rounds) // 2 :], strict=True))
-    slope = (alone - one) / max(few - 1, 1)
-    each = slope if 0 < slope < alone / few else alone / few
-    call = alone - few * each
-    return Rates(bus / few, bus_beside / few, call, each, max(beside - call, 0.0) / few)
+            rounds.append(trial.round())
+    bus, bus_beside, one, many, beside = (median(times) for times in zip(*rounds[len(rounds) // 2 :], strict=True))
+    share = many / trial.many
+    each = min(max((many - one) / (trial.many - 1), share / 2), share)  # by the slope, which may be noise
+    overhead = max(one - each, 0.0)
+    of_cpu = overhead, each, max((beside - overhead) / trial.many, each)
+    return Rates(bus, bus_beside, *(MARGIN * time for time in of_cpu))
+
+
+class _Round(NamedTuple):
+    """Seconds of one measurement.
+
+    Attributes:
+        bus, bus_beside: as of `Rates`.
+        one, many: of products with one expert and with many.
+        beside: of a product with many while experts come.
+    """
+
+    bus: float
+    bus_beside: float
+    one: float
+    many: float
+    beside: float
 
 
 class _Trial:
-    """Products and copies of experts of one form; arguments as of `measured`.
+    """Products and copies of experts of one form.
+
+    Args:
+        device, arena, host, layer, top_k: as of `measured`.
+        pool: a thread for products beside copies.
 
     Attributes:
-        few: experts that come at a time, and that a product has.
+        many: experts of a product.
     """
 
-    def __init__(self, device: Device, arena: Arena, host: Host, layer: Any, top_k: int) -> None:
-        self._device, self._arena, self._host, self._layer = device, arena, host, layer
+    def __init__(
+        self, device: Device, arena: Arena, host: Host, layer: Any, top_k: int, pool: ThreadPoolExecutor
+    ) -> None:
+        self._device, self._arena, self._host, self._layer, self._pool = device, arena, host, layer, pool
         self._experts, _, columns = next(iter(layer.shapes.values()))
-        self.few, self._next = max(1, min(top_k, self._experts, arena.slots.count)), 0
-        self._sources = torch.split(device.pinned(arena.expert_bytes).zero_(), arena.sizes)
+        self.many, self._next = max(2, min(top_k, self._experts)), 0
         self._x = torch.ones((1, columns), device=device.place)
 
-    def bus(self) -> float:
-        """Seconds in which experts come."""
-        start = time.perf_counter()
-        arrivals = [self._device.bring(self._arena.copies(slot, self._sources)) for slot in range(self.few)]
-        arrivals[-1].finish()
-        return time.perf_counter() - start
+    def round(self) -> _Round:
+        """Measure everything once."""
+        one, many, bus = self._product(1), self._product(self.many), self._bus()
+        # Each again and again while the other has not ended once.
+        multiplied, moved = Event(), Event()
+        products = self._pool.submit(_again, lambda: self._product(self.many), multiplied, moved)
+        bus_beside = _again(self._bus, moved, multiplied)
+        return _Round(bus, bus_beside, one, many, products.result())
 
-    def product(self, count: int) -> float:
+    def _numbers(self, count: int) -> Tensor:
+        """Other experts at each time, [1, count], which no cache of the CPU has."""
+        self._next += count
+        return torch.arange(self._next, self._next + count).remainder(self._experts).view(1, -1)
+
+    def _bus(self) -> float:
+        """Seconds for an expert to come."""
+        count: int = min(self.many, self._experts, self._arena.slots.count)
+        seconds = 0.0
+        slots, arrivals = cycle(range(count)), list[Arrival]()
+
+        def send(expert: int, sources: Sequence[Tensor]) -> Arrival:
+            arrivals.append(self._device.bring(self._arena.copies(next(slots), sources)))
+            return arrivals[-1]
+
+        for _, chosen in self._host.portions(self._layer, self._numbers(count), _CPU):  # read from the drive before
+            start = time.perf_counter()
+            self._host.send(self._layer, [number for number in chosen[0].tolist() if number < self._experts], send)
+            arrivals[-1].finish()
+            seconds += time.perf_counter() - start
+        return seconds / count
+
+    def _product(self, count: int) -> float:
         """Seconds of one token's product with so many experts, and of its way to the CPU and back."""
-        # Others at each time, which no cache of the CPU has.
-        numbers = torch.arange(self._next, self._next + count).remainder(self._experts).view(1, -1)
-        self._next, seconds, layer = self._next + count, 0.0, self._layer
-        for matrices, chosen in self._host.portions(layer, numbers, _CPU):
+        seconds, layer = 0.0, self._layer
+        for matrices, chosen in self._host.portions(layer, self._numbers(count), _CPU):
             start = time.perf_counter()
             given = self._x.cpu(), chosen, torch.ones(chosen.shape)
             backend_for(_CPU).experts(matrices, *given, layer.act_fn, layer.mode).to(self._device.place)
             seconds += time.perf_counter() - start
         return seconds
+
+
+def _again(run: Callable[[], float], ran: Event, other: Event) -> float:
+    """Run something once, and again until something else has run once; the mean of what it gives."""
+    given = list[float]()
+    try:
+        while not given or not other.is_set():
+            given.append(run())
+            ran.set()
+    finally:
+        ran.set()  # nobody waits for what has failed
+    return sum(given) / len(given)

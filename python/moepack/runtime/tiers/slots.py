@@ -10,7 +10,7 @@ Invariants:
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import islice
 from math import inf
 
@@ -42,9 +42,9 @@ class Slots:
         """How many hold an expert."""
         return len(self._slots)
 
-    def __contains__(self, expert: Expert) -> bool:
-        """Whether it has a slot."""
-        return expert in self._slots
+    def experts(self) -> Set[Expert]:
+        """Those that have a slot."""
+        return self._slots.keys()
 
     def uses(self, expert: Expert) -> int:
         """How often it was used, less half of that at each time when it lost its slot."""
@@ -55,13 +55,18 @@ class Slots:
         self._uses.update(experts)
 
     def gain(self, expert: Expert, used: Collection[Expert]) -> float:
-        """How many more uses an expert without a slot has than the one that would go; infinite where a slot is free.
+        """How many more uses an expert without a slot has than the one that would go.
+
+        Infinite where a slot is free, and minus infinity where none may go.
 
         Args:
             expert: which.
             used: experts that keep their slots.
         """
-        return inf if self._free else self._uses[expert] - self._uses[self._next(used)]
+        if self._free:
+            return inf
+        leaving = self._next(used)
+        return -inf if leaving is None else self._uses[expert] - self._uses[leaving]
 
     def take(self, experts: Sequence[Expert], used: Collection[Expert] = ()) -> tuple[list[int], list[Expert]]:
         """Give experts slots.
@@ -90,10 +95,11 @@ class Slots:
     def _vacated(self, held: Collection[Expert]) -> int:
         """The slot of an expert that goes."""
         victim = self._next(held)
+        assert victim is not None
         self._uses[victim] //= 2
         return self._slots.pop(victim)
 
-    def _next(self, held: Collection[Expert]) -> Expert:
-        """The expert that goes next."""
+    def _next(self, held: Collection[Expert]) -> Expert | None:
+        """The expert that goes next, if any may."""
         old = islice((expert for expert in self._slots if expert not in held), CANDIDATES)
-        return min(old, key=self._uses.__getitem__)
+        return min(old, key=self._uses.__getitem__, default=None)

@@ -1,20 +1,20 @@
 """A store whose experts are on the host, and of which a device holds as many as its memory takes.
 
-What every token needs is on the device. When a layer is called, the router's choice comes to the host, the one moment
-in a layer at which the host waits: which experts are missing is known there alone, and accounting on the device would
-have to keep every expert's state up to date in kernels of its own. Missing experts are copied beside the computation,
+What every token needs is on the device. When a layer is called, the router's choice comes to the host, which waits for
+it: which experts are missing is known there alone, and accounting on the device would have to keep every expert's state
+up to date in kernels of its own. Missing experts are copied beside the computation,
 and those that are there are computed meanwhile; or the CPU multiplies them, by a rule (`misses`). A prompt chooses
 nearly all experts: where they do not fit, they come in portions, the next one on its way while one is multiplied.
 
 Invariants:
-- What the device computes depends on weights, inputs and the number of slots, never on what happens to be in them: sums
-  have the order of the router's choice, portions that of the experts' numbers. What the CPU multiplies is added to it
-  and rounded as the CPU rounds.
+- Where all missing experts come, outputs depend on weights, inputs and the number of slots, never on what happens to be
+  in them: sums have the order of the router's choice, portions that of the experts' numbers. Where the CPU multiplies
+  some, its sum is added to the device's, and which experts are in which depends on slots and measured times.
 - One thread at a time uses slots; what another launches on its stream comes behind.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import RLock
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from moepack.arrays import AnyTensor
 from moepack.errors import DeviceMemoryError, LoadError
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.store import Call, ExpertStore, Layer, Matrices, Multiply, Portion, sum_portions
+from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
+from moepack.runtime.store import Call, ExpertStore, Layer, Matrices, Multiply, Portions, sum_portions
 from moepack.runtime.streaming.residency import Statistics
 from moepack.runtime.tiers.arena import Arena, Budget, Stack, arena_bytes
 from moepack.runtime.tiers.device import Arrival, Device
@@ -39,6 +39,9 @@ from moepack.units import size
 __all__ = ["TierStore"]
 
 _CPU = torch.device("cpu")
+
+_SHARED = PackedExperts, PackedSwitchExperts
+"""Modules whose calls are shared out with the CPU; others ask for `portions`, and all of theirs come."""
 
 
 class _Layer(NamedTuple):
@@ -92,7 +95,7 @@ class TierStore(ExpertStore):
         stacks: dict[Any, list[Stack]],
         budget: Budget,
         top_k: int,
-        misses: Misses = "moved",
+        misses: Misses,
     ) -> None:
         self._device, self._lock = device, RLock()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="moepack-beside")
@@ -106,9 +109,9 @@ class TierStore(ExpertStore):
         self._host = host()
         self._rates = {arena: COMPUTED if misses == "computed" else MOVED for arena in self._arenas.values()}
         if misses == "auto":
-            ours = {arena: layer for layer, (arena, _) in self._layers.items() if isinstance(layer, PackedExperts)}
-            each = SECONDS / max(len(ours), 1)
-            for arena, layer in ours.items():
+            shared = {arena: layer for layer, (arena, _) in self._layers.items() if isinstance(layer, _SHARED)}
+            each = SECONDS / max(len(shared), 1)
+            for arena, layer in shared.items():
                 self._rates[arena] = measured(device, arena, self._host, layer, top_k, each)
 
     @property
@@ -133,7 +136,7 @@ class TierStore(ExpertStore):
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
         """Do nothing: the bus is busy with experts that are needed."""
 
-    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Iterator[Portion]:
+    def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
         """Bring the chosen experts, in portions where they do not fit; see `ExpertStore.portions`."""
         self._refuse_elsewhere(device)
         yield from self._portions(layer, _on_host(layer, experts))
@@ -141,7 +144,7 @@ class TierStore(ExpertStore):
     def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
         """Bring some of the chosen experts, and give the CPU the others meanwhile; see `ExpertStore.summed`."""
         self._refuse_elsewhere(call.x.device)
-        chosen, count = _on_host(layer, call.experts), _count(layer)
+        chosen, count = _on_host(layer, call.experts), _expert_count(layer)
         with self._lock:
             if not (left := self._left(layer, chosen)):
                 return sum_portions(self._portions(layer, chosen), call, multiply)
@@ -156,7 +159,7 @@ class TierStore(ExpertStore):
                 others = np.where(of_cpu, count, chosen)
                 outputs = sum_portions(self._portions(layer, others), call, multiply) if (others < count).any() else 0
             finally:
-                wait([share])  # which reads bytes that may go
+                wait([share])  # which is over when the lock is free, whatever has happened here
             return share.result().to(call.x.device, non_blocking=True).add_(outputs)
 
     def _refuse_elsewhere(self, device: torch.device) -> None:
@@ -166,27 +169,30 @@ class TierStore(ExpertStore):
     def _left(self, layer: Layer, chosen: NDArray[np.int64]) -> list[int]:
         """The missing experts that the CPU multiplies: those of the fewest tokens, and of them the least used.
 
-        Where it could multiply all of them sooner than one comes, the most used one comes still, once it has been used
-        so much more often than the expert that would go that the CPU's time for it is that of the bus.
+        Where it could multiply all of them sooner than one comes, the most used one comes still if that pays
+        (`Rates.patience`).
         """
         arena, own = self._layers[layer]
         slots, rates = arena.slots, self._rates[arena]
-        tokens = Counter((own, expert) for expert in chosen.ravel().tolist() if expert < _count(layer))
-        missing = sorted(
-            (pair for pair in tokens if pair not in slots), key=lambda pair: (tokens[pair], slots.uses(pair))
-        )
-        left = missing[: rates.computed([tokens[pair] for pair in missing])]
-        if left and len(left) == len(missing) and slots.gain(left[-1], tokens) > rates.patience:
+        if rates is MOVED:
+            return []
+        choices = Counter(chosen.ravel().tolist())
+        choices.pop(_expert_count(layer), None)
+        tokens = {(own, expert): count for expert, count in choices.items()}
+        there = slots.experts()
+        missing = sorted((count, slots.uses(pair), pair) for pair, count in tokens.items() if pair not in there)
+        left = [pair for *_, pair in missing[: rates.cpu_share([count for count, *_ in missing])]]
+        if left and len(left) == len(missing) and slots.gain(left[-1], tokens) >= rates.patience:
             left.pop()
         slots.use(left)
         self._counts.misses += len(left)
         self._counts.computed += len(left)
         return [expert for _, expert in left]
 
-    def _portions(self, layer: Layer, chosen: NDArray[np.int64]) -> Iterator[Portion]:
+    def _portions(self, layer: Layer, chosen: NDArray[np.int64]) -> Portions:
         """Bring experts, in portions where they do not fit."""
         arena = self._layers[layer].arena
-        parts = _parts(sorted({*chosen.ravel().tolist()} - {_count(layer)}), arena.slots.count)
+        parts = _parts(sorted({*chosen.ravel().tolist()} - {_expert_count(layer)}), arena.slots.count)
         with self._lock:
             self._device.enter()
             try:
@@ -242,14 +248,14 @@ class TierStore(ExpertStore):
             counts.most = max(counts.most, counts.resident)
 
 
-def _count(layer: Layer) -> int:
+def _expert_count(layer: Layer) -> int:
     """Experts of a layer."""
     return next(iter(layer.shapes.values()))[0]
 
 
 def _on_host(layer: Layer, experts: Tensor) -> NDArray[np.int64]:
     """The router's choice, the number of experts in place of what is none; waits for the device."""
-    chosen, count = experts.cpu().numpy(), _count(layer)
+    chosen, count = experts.cpu().numpy(), _expert_count(layer)
     return np.where((chosen >= 0) & (chosen < count), chosen, count)
 
 
@@ -286,7 +292,7 @@ def slot_counts(stacks: dict[Any, list[Stack]], budget: Budget, top_k: int) -> d
 
 def _parts(numbers: list[int], slots: int) -> list[list[int]]:
     """Ascending experts in portions: one if all fit, else of half the slots, so that two portions do."""
-    most = len(numbers) if len(numbers) <= slots else max(1, slots // 2)
+    most = max(1, len(numbers) if len(numbers) <= slots else slots // 2)
     return [numbers[first : first + most] for first in range(0, len(numbers), most)] or [[]]
 
 

@@ -1,12 +1,13 @@
 """Layers of experts in slots: the outputs of each token in the order of the router's choice, late experts last.
 
-What a slot's number says changes from call to call, so sums over experts have the order of the choice. The host takes
-part in every such layer, and nothing that it launches hides how long launching takes (0.6 ms on the host of an H100,
-where the kernels run for 0.1): the launches of few tokens are recorded, once for each shape of call, and replayed.
+A slot has another expert at each call, so sums over experts have the order of the choice. The host takes part in every
+such layer, and no work of the GPU hides how long launching takes (0.6 ms on the host of an H100, where the kernels run
+for 0.1): the launches of few tokens are recorded in CUDA graphs, one for each shape of call, and replayed.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,19 +17,17 @@ from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix, Late
 from moepack.runtime.recording import pause, record
 
-__all__ = ["experts"]
+__all__ = ["RECORDED", "experts", "recordings"]
 
 RECORDED = 8
-"""Most tokens of a call that is recorded: what a recording keeps grows with them."""
+"""Most tokens of a call whose launches are recorded: the memory that a recording keeps grows with them."""
 
 _Shape = tuple[int, int, torch.dtype, bool]
-
-_recordings: WeakKeyDictionary[DeviceMatrix, dict[_Shape, "_Recording | None"]] = WeakKeyDictionary()
-"""By the last projection, which is the same object in all calls; None after the first call, which loads the kernels."""
+"""Tokens and experts of each, the dtype of the activations, and whether experts are late."""
 
 
 def experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Sum the outputs of experts in slots, [T, H] float32, of which one caller at a time makes use.
+    """Sum the outputs of experts in slots, [T, H] float32; not in two threads at a time for the same slots.
 
     Args:
         matrices: of the gate, up and down projections, whose experts are slots; the first may have late ones.
@@ -38,13 +37,53 @@ def experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights:
     """
     late = matrices[0].late
     shape = *index.shape, x.dtype, late is not None
-    known = _recordings.setdefault(matrices[-1], {})
-    if len(x) > RECORDED or shape not in known:
-        if len(x) <= RECORDED:
-            known[shape] = None
-        return _outputs(matrices, x, index, weights).sum(1)
-    recording = known[shape] = known[shape] or _Recording(matrices, x, index, weights)
-    return recording.replayed(x, index, weights, late).sum(1)
+    known = _recorded.setdefault(matrices[-1], _Recordings())
+    recording = known.of_shape.get(shape)
+    if recording is None and shape in known.launched:
+        recording = known.record(shape, matrices, x, index, weights)
+    if recording is not None:
+        return recording.replayed(x, index, weights, late).sum(1)
+    outputs = _outputs(matrices, x, index, weights).sum(1)
+    if len(x) <= RECORDED and shape not in known.refused:
+        known.launched.add(shape)  # so its kernels are loaded, which a recording does not allow
+    return outputs
+
+
+def recordings(down: DeviceMatrix) -> int:
+    """How many shapes of calls are recorded of the layers whose last projection is a matrix."""
+    return len(_recorded[down].of_shape) if down in _recorded else 0
+
+
+class _Recordings:
+    """The recordings for the slots of one form.
+
+    Attributes:
+        of_shape: those that there are.
+        launched: shapes that have run unrecorded.
+        refused: shapes that could not be recorded, for want of memory, say.
+    """
+
+    def __init__(self) -> None:
+        self.of_shape: dict[_Shape, _Recording] = {}
+        self.launched: set[_Shape] = set()
+        self.refused: set[_Shape] = set()
+        # One for all: no two run at a time, and what one gives is read before the next one runs.
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def record(
+        self, shape: _Shape, matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor
+    ) -> "_Recording | None":
+        """Record a shape, if possible."""
+        self.launched.discard(shape)
+        try:
+            self.of_shape[shape] = _Recording(matrices, x, index, weights, self._pool)
+        except RuntimeError:
+            self.refused.add(shape)
+        return self.of_shape.get(shape)
+
+
+_recorded: WeakKeyDictionary[DeviceMatrix, _Recordings] = WeakKeyDictionary()
+"""Recordings by the last projection, which is the same object in all calls of a form."""
 
 
 def _outputs(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -63,36 +102,45 @@ def _outputs(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights
     return each.mul_(weights.unsqueeze(-1))
 
 
+@dataclass
+class _Waiting:
+    """What the call at hand waits for."""
+
+    late: Late | None
+
+    def __call__(self) -> None:
+        """Wait for it."""
+        if self.late is not None:
+            self.late.wait()
+
+
 class _Recording:
     """The launches of calls of one shape.
 
     Args:
         matrices, x, index, weights: of such a call.
+        pool: the memory that recordings share.
     """
 
-    def __init__(self, matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> None:
+    def __init__(self, matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, pool: Any) -> None:
         first, *others = matrices
-        late = first.late
-        self._wait: Callable[[], None] = _nothing
-        self._given = [tensor.clone() for tensor in _tensors(x, index, weights, late)]
-        given_x, given_index, given_weights, *parts = self._given
-        own = replace(first, late=None if late is None else Late(parts[0], parts[1], lambda: self._wait()))
-        self._run, self._outputs = record(
-            lambda: _outputs([own, *others], given_x, given_index, given_weights), tidy=False
-        )
+        self._waiting = waiting = _Waiting(None)
+        with torch.inference_mode(False), torch.no_grad():  # calls outside of inference mode write into these, too
+            self._given = [tensor.clone() for tensor in _tensors(x, index, weights, first.late)]
+            given_x, given_index, given_weights, *parts = self._given
+            own = replace(first, late=Late(parts[0], parts[1], waiting) if parts else None)
+            self._run, self._outputs = record(
+                lambda: _outputs([own, *others], given_x, given_index, given_weights), tidy=False, pool=pool
+            )
 
     def replayed(self, x: Tensor, index: Tensor, weights: Tensor, late: Late | None) -> Tensor:
         """Run the launches for a call; the result is written anew by the next one."""
         for given, tensor in zip(self._given, _tensors(x, index, weights, late), strict=True):
             given.copy_(tensor)
-        self._wait = _nothing if late is None else late.wait
+        self._waiting.late = late
         self._run()
         return self._outputs
 
 
 def _tensors(x: Tensor, index: Tensor, weights: Tensor, late: Late | None) -> list[Tensor]:
     return [x, index, weights] if late is None else [x, index, weights, late.there, late.index]
-
-
-def _nothing() -> None:
-    pass
