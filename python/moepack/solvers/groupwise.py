@@ -129,7 +129,7 @@ def quantize_groupwise(
     scales = torch.zeros((*values.shape[:-1], groups), device=values.device)
     offsets = None if symmetric else torch.zeros_like(scales)
     for matrix, rows in row_chunks(tuple(values.shape)):
-        chunk = values[matrix][rows].float()
+        chunk = values[matrix][rows].float().contiguous()  # so that sums have one order, whatever the layout
         if not bool(chunk.isfinite().all()):
             raise _not_finite(chunk, [*matrix, rows.start], name)
         for columns, places in _pieces(values.shape[-1], width):
