@@ -10,14 +10,16 @@ Invariants:
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from threading import Lock, local
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moepack.memory import without_collector
 
 __all__ = ["interlude", "pause", "record"]
 
@@ -94,7 +96,8 @@ class _Recording:
 
     def of(self, function: Callable[[], Tensor]) -> Tensor:
         """Record a function; its result."""
-        with _one_at_a_time, _without_collection(), torch.cuda.stream(_stream(torch.cuda.current_device())):
+        # Garbage may hold memory that the driver does not free during a capture.
+        with _one_at_a_time, without_collector(), torch.cuda.stream(_stream(torch.cuda.current_device())):
             _current.recording = self
             try:
                 self._begin()
@@ -135,15 +138,3 @@ class _Recording:
     def _end(self) -> None:
         self._graph.capture_end()
         self._steps.append(self._graph.replay)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Do not collect garbage: it may hold memory that the driver does not free during a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
