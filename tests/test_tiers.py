@@ -302,6 +302,14 @@ def test_what_is_used_often_comes_still(directory, least):
     assert found[-1] == found[-2] and found[-1][1] == 6
 
 
+def test_shares_are_measured_for_experts_on_the_drive(directory, least):
+    model = on_memory(directory, least, 200_000, misses="auto")
+    tier = expert_layers(model)[0].store
+    assert all(rates.bus > 0 and rates.product > 0 for rates in tier._rates.values())
+    assert not any(expert.holders for _, own in tier._host._layers.values() for expert in own)
+    assert_near(logits(model), logits(moepack.load(directory, dtype="float32")))
+
+
 class Slow(Memory):
     """Memory to which copies take so many seconds each."""
 
