@@ -323,7 +323,7 @@ class Slow(Memory):
 
 
 def test_shares_are_measured(directory, least):
-    """Of experts that take the bus 30 ms each the CPU multiplies all; if it takes 100 ms itself, all come."""
+    """Measured rates leave all to the CPU where the bus takes 30 ms an expert, and none where the CPU takes 50 ms."""
     model = on_memory(directory, least, device=Slow(0.03), misses="auto")
     (rates,) = expert_layers(model)[0].store._rates.values()
     assert 0.03 <= rates.bus < 0.06 and 0.03 <= rates.bus_beside < 0.06

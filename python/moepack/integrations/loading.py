@@ -53,17 +53,14 @@ def load(
     Args:
         directory: what `moepack compress` wrote, or the id of such a model on the hub (`ORGANIZATION/NAME[@REVISION]`).
         dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
-        threads: threads for the packed kernels and for torch (both are settings of the whole process); None leaves
-            them as they are.
+        threads: of the packed kernels and of torch, settings of the whole process; None leaves them as they are.
         mode: how this model's packed weights are multiplied: "auto" (exact for few tokens, bf16 for many), "exact" (the
             precision of float32), "bf16" (rounded to it), "int8" (activations quantized for each token and group of
             columns), or None for the mode of the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE).
-        resident: copy the weights into the process's own memory, in huge pages; loading then reads everything. Decoding
-            gains where the page cache holds the files in small pages (docs/performance.md).
+        resident: read all weights into the process's own memory, in huge pages (docs/performance.md says who gains).
         device: where the whole model goes: "cpu", "cuda", "cuda:1"; None means the CPU.
         device_map: where each layer goes, instead of `device`: "auto" fills the GPUs, then the CPU; or a device by the
-            path of a module, as transformers takes it. Layers on the CPU beside others on GPUs stay in the mapped files
-            and are multiplied there.
+            path of a module, as transformers takes it. Layers on the CPU are multiplied there, in the mapped files.
         host_memory: the most that the weights may take of the CPU's memory, for example "8GB" or "7.5GiB". What every
             token needs stays there; experts are read from the drive as they are chosen, and the rest of the memory
             keeps those of the last tokens (docs/offload.md). None maps the files. With `device_memory` the most that
@@ -73,9 +70,8 @@ def load(
             computed: what was guessed is never waited for, and outputs change.
         device_memory: the most that the weights may take of the memory of `device`, a GPU; experts come from the host's
             memory as they are chosen (docs/gpu.md).
-        misses: with `device_memory`, where whole experts come and go: whether chosen experts that are not on the GPU
-            are "moved" there, "computed" by the CPU, or shared out so that all are done soonest ("auto", measured when
-            the model is loaded). Outputs of "moved" do not depend on what is on the GPU, not even in the last bit.
+        misses: with `device_memory`: whether chosen experts that are not on the GPU are "moved" there, "computed" by
+            the CPU, or shared out by measured times so that all are done soonest ("auto", docs/gpu.md).
 
     Returns:
         The model of the class that config.json names, such as `...ForCausalLM` or `...ForConditionalGeneration`.

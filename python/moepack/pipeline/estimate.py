@@ -159,18 +159,14 @@ def estimate(
     """Estimate what `compress` with the same arguments needs and makes.
 
     Args:
-        model: directory of a checkpoint or id of the hub, as for `compress`; a model of the hub is fetched.
-        out: directory to be made; it must not exist.
+        model, out, mtp_bits: as for `compress`; a model of the hub is fetched.
         method: the method with its settings.
         threads: threads to use; None means torch's setting.
         progress: where the method shows what it measures.
-        mtp_bits: as for `compress`.
 
     Raises:
-        CheckpointError, UnsupportedModelError, InvalidTensorError: as for `compress`.
-        CalibrationError: the calibration text is unusable.
+        CheckpointError, UnsupportedModelError, InvalidTensorError, CalibrationError, ValueError: as for `compress`.
         OutputExistsError, DiskError: `out` exists or cannot be made, or the disk has too little room for a size.
-        ValueError: the size cannot be.
     """
     target = Path(os.path.abspath(out))
     refuse_existing(target)

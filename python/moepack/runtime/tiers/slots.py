@@ -43,7 +43,7 @@ class Slots:
         return len(self._slots)
 
     def experts(self) -> Set[Expert]:
-        """Those that have a slot."""
+        """The experts that have a slot."""
         return self._slots.keys()
 
     def uses(self, expert: Expert) -> int:

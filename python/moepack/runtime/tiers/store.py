@@ -2,9 +2,9 @@
 
 What every token needs is on the device. When a layer is called, the router's choice comes to the host, which waits for
 it: which experts are missing is known there alone, and accounting on the device would have to keep every expert's state
-up to date in kernels of its own. Missing experts are copied beside the computation,
-and those that are there are computed meanwhile; or the CPU multiplies them, by a rule (`misses`). A prompt chooses
-nearly all experts: where they do not fit, they come in portions, the next one on its way while one is multiplied.
+up to date in kernels of its own. Missing experts are copied beside the computation, and those that are there are
+computed meanwhile; or the CPU multiplies the missing ones, by a rule (`misses`). A prompt chooses nearly all experts:
+where they do not fit, they come in portions, the next one on its way while one is multiplied.
 
 Invariants:
 - Where all missing experts come, outputs depend on weights, inputs and the number of slots, never on what happens to be
@@ -79,7 +79,7 @@ class TierStore(ExpertStore):
         stacks: the projections of each layer, whose experts have one form.
         budget: what slots may take.
         top_k: experts that a token chooses in a layer.
-        misses: what becomes of chosen experts that are not on the device.
+        misses: what becomes of chosen experts that have no slot.
 
     Raises:
         DeviceMemoryError: the experts of one token do not fit, so that every one would be gone when it is asked for

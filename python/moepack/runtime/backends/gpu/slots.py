@@ -17,7 +17,7 @@ from moepack.runtime.backends.gpu.families import kernels_of
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix, Late
 from moepack.runtime.recording import pause, record
 
-__all__ = ["RECORDED", "experts", "recordings"]
+__all__ = ["experts"]
 
 RECORDED = 8
 """Most tokens of a call whose launches are recorded: the memory that a recording keeps grows with them."""
@@ -47,11 +47,6 @@ def experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights:
     if len(x) <= RECORDED and shape not in known.refused:
         known.launched.add(shape)  # so its kernels are loaded, which a recording does not allow
     return outputs
-
-
-def recordings(down: DeviceMatrix) -> int:
-    """How many shapes of calls are recorded of the layers whose last projection is a matrix."""
-    return len(_recorded[down].of_shape) if down in _recorded else 0
 
 
 class _Recordings:
