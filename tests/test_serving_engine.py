@@ -179,7 +179,9 @@ def test_whoever_gives_up_gives_back_the_slot(model, tokenizer):
 
 def test_late_answers_end(model, tokenizer):
     engine = Engine(model, tokenizer, slots=1, seconds=0.5).start()
-    long, waiting = ask(engine, "The sea", max_new_tokens=2000), ask(engine, "x", max_new_tokens=1)
+    long = ask(engine, "The sea", max_new_tokens=2000)
+    engine.seconds = 0.05  # so that what waits is late before the slot is free, however slow this thread is
+    waiting = ask(engine, "x", max_new_tokens=1)
     assert long.text() and long.finish == "length" and long.pieces[-1].tokens < 2000
     waiting.text()
     assert (waiting.finish, waiting.pieces[-1].error) == ("error", "the server was too busy to answer in time")
