@@ -6,8 +6,8 @@
 The model has Mixtral-8x7B's shapes and few layers; weights repeat and tokens are drawn, so every expert is as likely as
 any other, and every channel: the worst case of what is kept on the device. "all" has everything on the GPU, the others
 as many bytes of it as a quarter of the experts of 4 bits. "launched" decodes operation by operation, without graphs.
-"CPU" computes everything on the processor. One sequence at a time, four in all, and two before them; the first steps of
-each are left out.
+"CPU" computes everything on the processor. One sequence at a time, eight in all, and two before them; the first steps
+of each are left out. What becomes of missing experts ("misses ...") is compared in turns, sequence by sequence.
 
 The second form needs no GPU: of a real model of `floe`, the share of the channels that a text's tokens want that are
 among the first of each expert, which is what a device that keeps these hits.
@@ -21,12 +21,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from cases import device_name
-from models import decoding
+from models import allocated, decoding
 from numpy.typing import NDArray
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
@@ -48,7 +48,7 @@ from moepack.runtime.tiers import Gpu, Misses, keep_on
 WIDTH, INNER, EXPERTS, TOP_K, VOCABULARY = 4096, 14336, 8, 2, 4096
 PROMPT, WARM, STEPS = 8, 8, 48
 LENGTH = PROMPT + WARM + STEPS
-WARM_SEEDS, SEEDS = (1, 2), (3, 4, 5, 6)
+WARM_SEEDS, SEEDS = (1, 2), tuple(range(3, 11))
 
 Tensors = dict[str, NDArray[np.uint8]]
 
@@ -144,48 +144,79 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def measure(make: Callable[[], Any], mode: str = "native") -> dict[str, Any]:
-    """Tokens a second of a model, and what a step brought to the GPU."""
-    model = make()
-    with decoding(mode):
-        for seed in WARM_SEEDS:  # what is slow once at each length of the cache, and what is used often
-            decode(model, seed)
-        before = replace(statistics_of(model) or Statistics())
-        took = sum(decode(model, seed) for seed in SEEDS) / len(SEEDS)
-    row: dict[str, Any] = {"tokens/s": round(1000 / took, 1), "ms": round(took, 3)}
-    row["replayed"] = getattr(model.model.forward, "steps", 0)
-    if (after := statistics_of(model)) is not None:
-        tokens, hits, misses = len(SEEDS) * LENGTH, after.hits - before.hits, after.misses - before.misses
-        row["hits"] = round(hits / max(hits + misses, 1), 3)
-        row["of misses computed"] = round((after.computed - before.computed) / max(misses, 1), 3)
-        row["MB a token"] = round((after.bytes_read - before.bytes_read) / tokens / 1e6, 1)
-        row["stalled ms"] = round(1000 * (after.waited - before.waited) / tokens, 3)
-    if torch.cuda.is_available():
-        row["GPU GB"] = round(torch.cuda.memory_allocated() / 1e9, 2)
-    return row
+class Case(NamedTuple):
+    """What is measured: how a model is made, and what decodes."""
+
+    make: Callable[[], Any]
+    mode: str = "native"
 
 
-def cases(layers: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What is measured, by name."""
+def measure(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """Tokens a second of models, sequence by sequence in turns, and what a step brought to the GPU."""
+    models, sizes = dict[str, Any](), dict[str, float]()
+    for name, case in cases.items():
+        size = allocated()
+        models[name] = case.make()
+        sizes[name] = allocated() - size
+    for seed in WARM_SEEDS:  # what is slow once at each length of the cache, and what is used often
+        in_turns(cases, models, seed)
+    before = {name: replace(statistics_of(model) or Statistics()) for name, model in models.items()}
+    took = [in_turns(cases, models, seed) for seed in SEEDS]
+    rows = dict[str, dict[str, Any]]()
+    for name, model in models.items():
+        ms = sum(times[name] for times in took) / len(SEEDS)
+        rows[name] = {"tokens/s": round(1000 / ms, 1), "ms": round(ms, 3)}
+        rows[name] |= {"replayed": getattr(model.model.forward, "steps", 0), "GPU GB": round(sizes[name], 2)}
+        rows[name] |= moved(statistics_of(model), before[name])
+    return rows
+
+
+def in_turns(cases: dict[str, Case], models: dict[str, Any], seed: int) -> dict[str, float]:
+    """Milliseconds of a step of each model: what disturbs the machine disturbs all."""
+    times = dict[str, float]()
+    for name, case in cases.items():
+        with decoding(case.mode):
+            times[name] = decode(models[name], seed)
+    return times
+
+
+def moved(after: Statistics | None, before: Statistics) -> dict[str, float]:
+    """What a step brought to the GPU, if there is a store that counts it."""
+    if after is None:
+        return {}
+    tokens, hits, misses = len(SEEDS) * LENGTH, after.hits - before.hits, after.misses - before.misses
+    return {
+        "hits": round(hits / max(hits + misses, 1), 3),
+        "of misses computed": round((after.computed - before.computed) / max(misses, 1), 3),
+        "MB a token": round((after.bytes_read - before.bytes_read) / tokens / 1e6, 1),
+        "stalled ms": round(1000 * (after.waited - before.waited) / tokens, 3),
+    }
+
+
+def groups(layers: int) -> list[dict[str, Case]]:
+    """What is measured, by name; in turns what is in one group."""
     all_there = partial(model_of, layers=layers, device="cuda")
     quarter = partial(tiered, layers=layers)
-    found = {
-        "int2 all": lambda: measure(lambda: all_there(integers(2))),
-        "int2 all, launched": lambda: measure(lambda: all_there(integers(2)), "transformers"),
-        "int4 all": lambda: measure(lambda: all_there(integers(4))),
-        "int4 whole experts": lambda: measure(lambda: quarter(integers(4))),
-        "int4 whole experts, launched": lambda: measure(lambda: quarter(integers(4)), "transformers"),
-        "int4 whole experts, half": lambda: measure(lambda: quarter(integers(4), share=0.5)),
-        "int4 whole experts, misses moved": lambda: measure(lambda: quarter(integers(4), misses="moved")),
-        "int4 whole experts, half, misses moved": lambda: measure(
-            lambda: quarter(integers(4), share=0.5, misses="moved")
-        ),
-        "int4 whole experts, misses computed": lambda: measure(lambda: quarter(integers(4), misses="computed")),
-        "int4 CPU": lambda: measure(lambda: model_of(integers(4), layers)),
-    }
+    half = partial(quarter, share=0.5)
+    found = [
+        {"int2 all": Case(lambda: all_there(integers(2)))},
+        {"int2 all, launched": Case(lambda: all_there(integers(2)), "transformers")},
+        {"int4 all": Case(lambda: all_there(integers(4)))},
+        {
+            "int4 whole experts": Case(lambda: quarter(integers(4))),
+            "int4 whole experts, misses moved": Case(lambda: quarter(integers(4), misses="moved")),
+            "int4 whole experts, misses computed": Case(lambda: quarter(integers(4), misses="computed")),
+            "int4 CPU": Case(lambda: model_of(integers(4), layers)),
+        },
+        {"int4 whole experts, launched": Case(lambda: quarter(integers(4)), "transformers")},
+        {
+            "int4 whole experts, half": Case(lambda: half(integers(4))),
+            "int4 whole experts, half, misses moved": Case(lambda: half(integers(4), misses="moved")),
+        },
+    ]
     for bits, sparsity in ((4, 0.8), (4, 0.9), (8, 0.8), (8, 0.9)):
-        made = partial(sparse, bits, sparsity)
-        found[f"channels of {bits} bits, {sparsity:.0%}"] = lambda made=made: measure(lambda: quarter(made()))  # type: ignore[misc]
+        make = lambda bits=bits, sparsity=sparsity: quarter(sparse(bits, sparsity))  # noqa: E731
+        found.append({f"channels of {bits} bits, {sparsity:.0%}": Case(make)})
     return found
 
 
@@ -226,15 +257,17 @@ def main() -> None:
         return
     found: dict[str, Any] = device_name() if torch.cuda.is_available() else {}
     found |= {"layers": given.layers, "threads": torch.get_num_threads(), "cases": {}}
-    for name, run in cases(given.layers).items():
-        if given.only and name not in given.only:
-            continue
+    for group in groups(given.layers):
         start = time.perf_counter()
-        found["cases"][name] = run()
+        if not (asked := {name: case for name, case in group.items() if not given.only or name in given.only}):
+            continue
+        found["cases"] |= (rows := measure(asked))
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        print(name, found["cases"][name], f"({time.perf_counter() - start:.0f} s)", flush=True)
+        for name, row in rows.items():
+            print(name, row, flush=True)
+        print(f"{time.perf_counter() - start:.0f} s", flush=True)
         if given.results:
             given.results.write_text(json.dumps(found, indent=1) + "\n")
 
