@@ -17,14 +17,14 @@ from moepack.arrays import as_bytes
 from moepack.methods import create
 from moepack.methods.floe import Floe
 from moepack.methods.floe.thresholds import Decision
-from moepack.runtime.store import matrix_over
+from moepack.runtime.store import Call, matrix_over
 from moepack.runtime.streaming import statistics_of
 from moepack.runtime.streaming.store import expert_layers
 from moepack.runtime.streaming.trace import Trace, hit_rate
 from moepack.runtime.tiers import keep_on, store
 from moepack.runtime.tiers.arena import Arena, Stack
 from moepack.runtime.tiers.device import ChannelCounts, Device
-from moepack.runtime.tiers.misses import Rates
+from moepack.runtime.tiers.misses import MARGIN, Rates, Shares
 from moepack.runtime.tiers.slots import Slots
 from runtime_support import logits, tiny_model, write_packed
 
@@ -241,7 +241,7 @@ def test_a_call_that_uses_all_slots_leaves_them_as_they_are(directory, least):
     x, index = torch.ones(count + 1, layer.shapes["gate_proj"][2]), torch.arange(count + 1).view(-1, 1)
     layer(x[:count], index[:count], torch.ones(count, 1))
     before = statistics_of(model).reads
-    tier._rates = dict.fromkeys(tier._rates, Rates(100.0, 100.0, 0.0, 1.0, 1.0))
+    tier._shares = dict.fromkeys(tier._shares, Shares(Rates(100.0, 100.0, 0.0, 1.0, 1.0)))
     for _ in range(200):
         layer(x, index, torch.ones(index.shape))
     assert statistics_of(model).reads == before and statistics_of(model).computed == 200
@@ -272,7 +272,7 @@ def test_misses_are_shared_out(directory, least, overlapping):
     """Slots and the CPU are as fast as each other: of two misses one comes, of many tokens the CPU takes few."""
     model = on_memory(directory, least, device=Memory(overlapping))
     tier = expert_layers(model)[0].store
-    tier._rates = dict.fromkeys(tier._rates, Rates(1.0, 1.0, 0.0, 1.0, 1.0))
+    tier._shares = dict.fromkeys(tier._shares, Shares(Rates(1.0, 1.0, 0.0, 1.0, 1.0)))
     for _ in range(2):
         for tokens, batch in ((1, 1), (2, 1), (20, 2), (1, 3)):
             expected = logits(moepack.load(directory, dtype="float32"), tokens=tokens, batch=batch)
@@ -286,7 +286,7 @@ def test_what_is_used_often_comes_still(directory, least):
     model = on_memory(directory, least)
     first, second = expert_layers(model)
     tier = first.store
-    tier._rates = dict.fromkeys(tier._rates, Rates(3.0, 3.0, 0.0, 1.0, 1.0))
+    tier._shares = dict.fromkeys(tier._shares, Shares(Rates(3.0, 3.0, 0.0, 1.0, 1.0)))
 
     def call(layer, *experts):
         index = torch.tensor([experts])
@@ -305,9 +305,14 @@ def test_what_is_used_often_comes_still(directory, least):
 def test_shares_are_measured_for_experts_on_the_drive(directory, least):
     model = on_memory(directory, least, 200_000, misses="auto")
     tier = expert_layers(model)[0].store
-    assert all(rates.bus > 0 and rates.product > 0 for rates in tier._rates.values())
+    assert all(shares.rates.bus > 0 and shares.rates.product > 0 for shares in tier._shares.values())
     assert not any(expert.holders for _, own in tier._host._layers.values() for expert in own)
     assert_near(logits(model), logits(moepack.load(directory, dtype="float32")))
+
+
+def rates_of(model):
+    (shares,) = expert_layers(model)[0].store._shares.values()
+    return shares.rates
 
 
 class Slow(Memory):
@@ -325,7 +330,7 @@ class Slow(Memory):
 def test_shares_are_measured(directory, least):
     """Measured rates leave all to the CPU where the bus takes 30 ms an expert, and none where the CPU takes 50 ms."""
     model = on_memory(directory, least, device=Slow(0.03), misses="auto")
-    (rates,) = expert_layers(model)[0].store._rates.values()
+    rates = rates_of(model)
     assert 0.03 <= rates.bus < 0.06 and 0.03 <= rates.bus_beside < 0.06
     assert 0 < rates.overhead + rates.product < 0.02
     assert rates.cpu_share([1]) == 1 and rates.cpu_share([1, 1]) == 2 and rates.cpu_share([10**6] * 2) == 0
@@ -340,9 +345,79 @@ def test_shares_are_measured(directory, least):
     for layer in expert_layers(model):
         layer.act_fn = Slowly()
     keep_on(model, Memory(), least)
-    (rates,) = expert_layers(model)[0].store._rates.values()
+    rates = rates_of(model)
     assert rates.bus < 0.02 and rates.overhead + rates.product > 0.05
     assert rates.cpu_share([1]) == rates.cpu_share([1, 1]) == 0
+
+
+def test_shares_follow_a_cpu_that_is_slower_than_when_it_was_measured(directory, least):
+    class Delayed(torch.nn.Module):
+        seconds = 0.0
+
+        def forward(self, x):
+            time.sleep(self.seconds)
+            return torch.nn.functional.silu(x)
+
+    model = moepack.load(directory, dtype="float32")
+    for layer in expert_layers(model):
+        layer.act_fn = Delayed()
+    keep_on(model, Slow(0.01), least)
+    counts, before = statistics_of(model), rates_of(model)
+    logits(model)  # no slot is free
+    assert counts.computed and before.cpu_share([1]) == 1
+    Delayed.seconds = 0.1
+    for tokens in range(1, 40):
+        computed, misses = counts.computed, counts.misses
+        logits(model, tokens=1 + tokens % 3, batch=1)
+        if counts.computed == computed and counts.misses > misses:
+            break
+    assert counts.computed == computed and rates_of(model).cpu_share([1]) == 0
+    assert rates_of(model)[:2] == before[:2]
+
+
+@pytest.mark.parametrize("of_cpu", [0.1, 0.7, 1.2, 3.0, 10.0])
+@pytest.mark.parametrize("measured", [0.01, 0.5, 1.0, 8.0])
+def test_shares_find_who_is_faster(of_cpu, measured):
+    """The bus takes 1 s and the CPU another time than was measured: calls come to take what the faster one takes."""
+    shares = Shares(Rates(1.0, 1.0, 0.0, measured, measured), follow=True)
+    left = []
+    for _ in range(8000):
+        left.append(shares.cpu_share([1]))
+        if left[-1]:
+            shares.note(1, 1, of_cpu, beside=False)
+    seconds = np.where(left, of_cpu, 1.0)[6000:].mean()
+    assert seconds < 1.02 * min(of_cpu, 1.0)
+    assert np.isclose(shares.rates.product, MARGIN * of_cpu) if of_cpu < 1 else shares.rates.product > 0.999
+
+
+def test_many_tokens_of_an_expert_say_when_the_cpu_is_slow_but_not_when_it_is_fast():
+    shares = Shares(Rates(1.0, 1.0, 0.0, 0.1, 0.1), follow=True)
+    shares.note(1, 8, 0.2, beside=False)
+    assert shares.rates.product == 0.1
+    shares.note(1, 8, 2.0, beside=True)
+    assert shares.rates.product > 0.1 < shares.rates.product_beside
+
+
+def test_what_is_given_stays_as_it_is():
+    shares = Shares(Rates(1.0, 1.0, 0.0, 2.0, 2.0))
+    assert shares.cpu_share([1]) == 0
+    shares.note(1, 1, 0.1, beside=False)
+    assert shares.rates == Rates(1.0, 1.0, 0.0, 2.0, 2.0)
+
+
+def test_the_time_of_a_share_has_no_reads_from_the_drive():
+    def portions():
+        for _ in range(2):
+            time.sleep(0.1)
+            yield (), torch.zeros((1, 1), dtype=torch.int64)
+
+    def multiply(_, call):
+        time.sleep(0.02)
+        return call.x.clone()
+
+    call = Call(torch.ones(1, 4), torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, 1))
+    outputs, seconds = store._timed(portions(), call, multiply, time.perf_counter())
+    assert torch.equal(outputs, torch.full((1, 4), 2.0)) and 0.04 <= seconds < 0.2
 
 
 TIMES = st.floats(0, 8)

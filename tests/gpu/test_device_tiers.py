@@ -14,7 +14,7 @@ from moepack.runtime.decoder import set_decoding
 from moepack.runtime.streaming import statistics_of
 from moepack.runtime.streaming.store import expert_layers
 from moepack.runtime.tiers import store
-from moepack.runtime.tiers.misses import Rates
+from moepack.runtime.tiers.misses import Rates, Shares
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -101,7 +101,7 @@ def test_shares_of_all_kinds_are_those_of_the_whole_model(whole):
     directory, least = whole
     model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least)
     tier = expert_layers(model)[0].store
-    tier._rates = dict.fromkeys(tier._rates, Rates(1.0, 1.0, 0.0, 1.0, 1.0))
+    tier._shares = dict.fromkeys(tier._shares, Shares(Rates(1.0, 1.0, 0.0, 1.0, 1.0)))
     expected = moepack.load(directory, dtype="float32")
     for tokens in (1, 2, 3, 5, 8, 9, 30) * 4:
         assert_near(logits(model, 1, tokens), logits(expected, 1, tokens))

@@ -3,6 +3,7 @@
 A copy takes the bus as long as it takes, whatever the expert is needed for, and leaves the expert on the device. The
 CPU reads the same bytes where they are, often faster than the bus moves them, and both work at a time. How fast either
 is, beside the other, is measured when a model is loaded (`measured`), and each call is shared out by that (`Rates`).
+How fast the CPU is depends on what else it does, so its times follow those of the calls (`Shares`).
 """
 
 import time
@@ -22,7 +23,7 @@ from moepack.runtime.tiers.arena import Arena
 from moepack.runtime.tiers.device import Arrival, Device
 from moepack.runtime.tiers.host import Host
 
-__all__ = ["COMPUTED", "MISSES", "MOVED", "SECONDS", "Misses", "Rates", "measured"]
+__all__ = ["COMPUTED", "MISSES", "MOVED", "SECONDS", "Misses", "Rates", "Shares", "measured"]
 
 Misses = Literal["auto", "moved", "computed"]
 """What becomes of missing experts: "moved": all come; "computed": the CPU multiplies all for which no slot is free;
@@ -34,9 +35,19 @@ MISSES: tuple[Misses, ...] = ("auto", "moved", "computed")
 SECONDS = 0.5
 """How long to measure: other threads may be busy for a while with what they did before."""
 
-MARGIN = 1.25
-"""Factor by which measured times of the CPU are multiplied. They have to be that much shorter than the bus's, because
-an expert that comes is faster at its next use, and because launches, which copies hide, add to the CPU's time."""
+MARGIN = 1.1
+"""Factor by which times of the CPU are multiplied: where both are as fast, an expert that comes is there for its next
+use. On an H100 with 16 virtual cores, where the CPU takes 0.7 of the bus's time, 1.0 to 1.25 are level."""
+
+WEIGHT = 0.25
+"""Exponent of a call's time over the expected one, by which the CPU's times are multiplied: 1 would forget the past."""
+
+AGEING = 0.9995
+"""Factor of the CPU's times at each call that leaves it nothing, so that it is tried again some day: where a time is
+four times too long after 2,800 calls, where the CPU is ten times slower than the bus once in 700, which costs 1.3 %."""
+
+_MOST = 4.0
+"""Largest ratio that counts: what takes much longer has been interrupted."""
 
 _ROUNDS = 6
 """Fewest measurements, of which the later half counts."""
@@ -73,9 +84,8 @@ class Rates(NamedTuple):
         def seconds(count: int, pairs: int) -> float:
             if not count:
                 return missing * self.bus
-            if count == missing:
-                return self.overhead + pairs * self.product
-            return max((missing - count) * self.bus_beside, self.overhead + pairs * self.product_beside)
+            beside = count < missing
+            return max((missing - count) * self.bus_beside, self.of_cpu(pairs, beside=beside))
 
         times = [seconds(*each) for each in enumerate(accumulate(tokens, initial=0))]
         return times.index(min(times))
@@ -87,12 +97,58 @@ class Rates(NamedTuple):
         Bringing an expert pays when it will be used so much more often than the one that goes; `Slots.gain` tells how
         much more often it has been.
         """
-        each = self.overhead + self.product
+        each = self.of_cpu(1, beside=False)
         return self.bus / each if each else inf
+
+    def of_cpu(self, pairs: int, *, beside: bool) -> float:
+        """Seconds of the CPU for so many pairs of an expert and a token."""
+        return self.overhead + pairs * (self.product_beside if beside else self.product)
+
+    def with_cpu(self, factor: float) -> "Rates":
+        """The same with the CPU's times multiplied by a factor."""
+        bus, bus_beside, *of_cpu = self
+        return Rates(bus, bus_beside, *(factor * time for time in of_cpu))
 
 
 MOVED, COMPUTED = Rates(0.0, 0.0, 1.0, 1.0, 1.0), Rates(1.0, 1.0, 0.0, 0.0, 0.0)
 """Rates by which all come, and by which the CPU multiplies all for which no slot is free."""
+
+
+class Shares:
+    """How the calls of one form's experts are shared out.
+
+    Args:
+        rates: by which.
+        follow: whether the CPU's times follow those of calls.
+
+    Attributes:
+        rates: the current ones.
+    """
+
+    def __init__(self, rates: Rates, *, follow: bool = False) -> None:
+        self.rates, self._follow = rates, follow
+
+    def cpu_share(self, tokens: Sequence[int]) -> int:
+        """See `Rates.cpu_share`."""
+        share = self.rates.cpu_share(tokens)
+        if self._follow and not share and min(tokens, default=0) == 1:
+            self.rates = self.rates.with_cpu(AGEING)
+        return share
+
+    def note(self, experts: int, pairs: int, seconds: float, *, beside: bool) -> None:
+        """Note how long the CPU took for a share.
+
+        Args:
+            experts: of the share.
+            pairs: of an expert and a token.
+            seconds: how long.
+            beside: whether other experts came meanwhile.
+        """
+        expected = self.rates.of_cpu(pairs, beside=beside)
+        if self._follow and expected:
+            # The tokens of one expert together take less than was expected, however fast the CPU is.
+            least = 1 / _MOST if experts == pairs else 1.0
+            self.rates = self.rates.with_cpu(min(max(MARGIN * seconds / expected, least), _MOST) ** WEIGHT)
 
 
 def measured(device: Device, arena: Arena, host: Host, layer: Any, top_k: int, seconds: float = SECONDS) -> Rates:
@@ -116,7 +172,7 @@ def measured(device: Device, arena: Arena, host: Host, layer: Any, top_k: int, s
     each = min(max((many - one) / (trial.many - 1), share / 2), share)  # by the slope, which may be noise
     overhead = max(one - each, 0.0)
     of_cpu = overhead, each, max((beside - overhead) / trial.many, each)
-    return Rates(bus, bus_beside, *(MARGIN * time for time in of_cpu))
+    return Rates(bus, bus_beside, *of_cpu).with_cpu(MARGIN)
 
 
 class _Round(NamedTuple):

@@ -16,7 +16,9 @@ Invariants:
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from threading import RLock
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -33,7 +35,7 @@ from moepack.runtime.streaming.residency import Statistics
 from moepack.runtime.tiers.arena import Arena, Budget, Stack, arena_bytes
 from moepack.runtime.tiers.device import Arrival, Device
 from moepack.runtime.tiers.host import Host
-from moepack.runtime.tiers.misses import COMPUTED, MOVED, SECONDS, Misses, measured
+from moepack.runtime.tiers.misses import COMPUTED, MOVED, SECONDS, Misses, Shares, measured
 from moepack.units import size
 
 __all__ = ["TierStore"]
@@ -107,12 +109,13 @@ class TierStore(ExpertStore):
         for number, (layer, own) in enumerate(stacks.items()):
             self._layers[layer] = _Layer(self._arenas[form_of(own)], number)
         self._host = host()
-        self._rates = {arena: COMPUTED if misses == "computed" else MOVED for arena in self._arenas.values()}
+        rates = COMPUTED if misses == "computed" else MOVED
+        self._shares = {arena: Shares(rates) for arena in self._arenas.values()}
         if misses == "auto":
             shared = {arena: layer for layer, (arena, _) in self._layers.items() if isinstance(layer, _SHARED)}
             each = SECONDS / max(len(shared), 1)
             for arena, layer in shared.items():
-                self._rates[arena] = measured(device, arena, self._host, layer, top_k, each)
+                self._shares[arena] = Shares(measured(device, arena, self._host, layer, top_k, each), follow=True)
 
     @property
     def statistics(self) -> Statistics:
@@ -151,16 +154,19 @@ class TierStore(ExpertStore):
             is_left = np.zeros(count + 1, bool)
             is_left[left] = True
             of_cpu = is_left[chosen]
-            on_cpu = torch.from_numpy(np.where(of_cpu, chosen, count))
+            on_cpu, reads, start = torch.from_numpy(np.where(of_cpu, chosen, count)), self._counts.reads, perf_counter()
             # Before anything is launched behind which it would have to wait.
             home = Call(call.x.cpu(), on_cpu, call.weights.cpu())
-            share = self._beside.submit(sum_portions, self._host.portions(layer, on_cpu, _CPU), home, multiply)
+            share = self._beside.submit(_timed, self._host.portions(layer, on_cpu, _CPU), home, multiply, start)
             try:
                 others = np.where(of_cpu, count, chosen)
                 outputs = sum_portions(self._portions(layer, others), call, multiply) if (others < count).any() else 0
             finally:
                 wait([share])  # which is over when the lock is free, whatever has happened here
-            return share.result().to(call.x.device, non_blocking=True).add_(outputs)
+            of_share, seconds = share.result()
+            shares = self._shares[self._layers[layer].arena]
+            shares.note(len(left), int(of_cpu.sum()), seconds, beside=self._counts.reads > reads)
+            return of_share.to(call.x.device, non_blocking=True).add_(outputs)
 
     def _refuse_elsewhere(self, device: torch.device) -> None:
         if device.type != self._device.place.type:
@@ -173,16 +179,16 @@ class TierStore(ExpertStore):
         (`Rates.patience`).
         """
         arena, own = self._layers[layer]
-        slots, rates = arena.slots, self._rates[arena]
-        if rates is MOVED:
+        slots, shares = arena.slots, self._shares[arena]
+        if shares.rates is MOVED:
             return []
         choices = Counter(chosen.ravel().tolist())
         choices.pop(_expert_count(layer), None)
         tokens = {(own, expert): count for expert, count in choices.items()}
         there = slots.experts()
         missing = sorted((count, slots.uses(pair), pair) for pair, count in tokens.items() if pair not in there)
-        left = [pair for *_, pair in missing[: rates.cpu_share([count for count, *_ in missing])]]
-        if left and len(left) == len(missing) and slots.gain(left[-1], tokens) >= rates.patience:
+        left = [pair for *_, pair in missing[: shares.cpu_share([count for count, *_ in missing])]]
+        if left and len(left) == len(missing) and slots.gain(left[-1], tokens) >= shares.rates.patience:
             left.pop()
         slots.use(left)
         self._counts.misses += len(left)
@@ -246,6 +252,25 @@ class TierStore(ExpertStore):
         if misses:
             counts.resident = sum(len(arena.slots) * arena.expert_bytes for arena in self._arenas.values())
             counts.most = max(counts.most, counts.resident)
+
+
+def _timed(portions: Portions, call: Call, multiply: Multiply, start: float) -> tuple[Tensor, float]:
+    """The sum of a call, and the seconds since its start without those in which its experts came from the drive."""
+    waited = 0.0
+
+    def noted() -> Portions:
+        nonlocal waited
+        with closing(portions):
+            while True:
+                asked = perf_counter()
+                portion = next(portions, None)
+                waited += perf_counter() - asked
+                if portion is None:
+                    return
+                yield portion
+
+    outputs = sum_portions(noted(), call, multiply)
+    return outputs, perf_counter() - start - waited
 
 
 def _expert_count(layer: Layer) -> int:
