@@ -358,20 +358,20 @@ def test_shares_follow_a_cpu_that_is_slower_than_when_it_was_measured(directory,
             time.sleep(self.seconds)
             return torch.nn.functional.silu(x)
 
-    model = moepack.load(directory, dtype="float32")
+    model = on_memory(directory, least)
+    tier, counts = expert_layers(model)[0].store, statistics_of(model)
     for layer in expert_layers(model):
         layer.act_fn = Delayed()
-    keep_on(model, Slow(0.01), least)
-    counts, before = statistics_of(model), rates_of(model)
     logits(model)  # no slot is free
-    assert counts.computed and before.cpu_share([1]) == 1
+    before = Rates(0.01, 0.01, 0.0, 0.001, 0.001)
+    tier._shares = {arena: Shares(before, follow=True) for arena in tier._shares}
     Delayed.seconds = 0.1
     for tokens in range(1, 40):
         computed, misses = counts.computed, counts.misses
         logits(model, tokens=1 + tokens % 3, batch=1)
         if counts.computed == computed and counts.misses > misses:
             break
-    assert counts.computed == computed and rates_of(model).cpu_share([1]) == 0
+    assert tokens > 1 and counts.computed == computed > 0 and rates_of(model).cpu_share([1]) == 0
     assert rates_of(model)[:2] == before[:2]
 
 
@@ -408,7 +408,7 @@ def test_what_is_given_stays_as_it_is():
 def test_the_time_of_a_share_has_no_reads_from_the_drive():
     def portions():
         for _ in range(2):
-            time.sleep(0.1)
+            time.sleep(0.3)
             yield (), torch.zeros((1, 1), dtype=torch.int64)
 
     def multiply(_, call):
@@ -417,7 +417,7 @@ def test_the_time_of_a_share_has_no_reads_from_the_drive():
 
     call = Call(torch.ones(1, 4), torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, 1))
     outputs, seconds = store._timed(portions(), call, multiply, time.perf_counter())
-    assert torch.equal(outputs, torch.full((1, 4), 2.0)) and 0.04 <= seconds < 0.2
+    assert torch.equal(outputs, torch.full((1, 4), 2.0)) and 0.04 <= seconds < 0.6
 
 
 TIMES = st.floats(0, 8)

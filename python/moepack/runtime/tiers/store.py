@@ -147,26 +147,32 @@ class TierStore(ExpertStore):
     def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
         """Bring some of the chosen experts, and give the CPU the others meanwhile; see `ExpertStore.summed`."""
         self._refuse_elsewhere(call.x.device)
-        chosen, count = _on_host(layer, call.experts), _expert_count(layer)
+        chosen = _on_host(layer, call.experts)
         with self._lock:
-            if not (left := self._left(layer, chosen)):
-                return sum_portions(self._portions(layer, chosen), call, multiply)
-            is_left = np.zeros(count + 1, bool)
-            is_left[left] = True
-            of_cpu = is_left[chosen]
-            on_cpu, reads, start = torch.from_numpy(np.where(of_cpu, chosen, count)), self._counts.reads, perf_counter()
-            # Before anything is launched behind which it would have to wait.
-            home = Call(call.x.cpu(), on_cpu, call.weights.cpu())
-            share = self._beside.submit(_timed, self._host.portions(layer, on_cpu, _CPU), home, multiply, start)
-            try:
-                others = np.where(of_cpu, count, chosen)
-                outputs = sum_portions(self._portions(layer, others), call, multiply) if (others < count).any() else 0
-            finally:
-                wait([share])  # which is over when the lock is free, whatever has happened here
-            of_share, seconds = share.result()
-            shares = self._shares[self._layers[layer].arena]
-            shares.note(len(left), int(of_cpu.sum()), seconds, beside=self._counts.reads > reads)
-            return of_share.to(call.x.device, non_blocking=True).add_(outputs)
+            if left := self._left(layer, chosen):
+                return self._shared(layer, call, multiply, chosen, left)
+            return sum_portions(self._portions(layer, chosen), call, multiply)
+
+    def _shared(
+        self, layer: Layer, call: Call, multiply: Multiply, chosen: NDArray[np.int64], left: list[int]
+    ) -> Tensor:
+        """Sum the outputs of a call whose experts in `left` the CPU multiplies."""
+        start, reads, none = perf_counter(), self._counts.reads, _expert_count(layer)
+        is_left = np.zeros(none + 1, bool)
+        is_left[left] = True
+        of_cpu = is_left[chosen]
+        on_cpu, others = torch.from_numpy(np.where(of_cpu, chosen, none)), np.where(of_cpu, none, chosen)
+        # Before anything is launched behind which it would have to wait.
+        home = Call(call.x.cpu(), on_cpu, call.weights.cpu())
+        share = self._beside.submit(_timed, self._host.portions(layer, on_cpu, _CPU), home, multiply, start)
+        try:
+            outputs = sum_portions(self._portions(layer, others), call, multiply) if (others < none).any() else 0
+        finally:
+            wait([share])  # which is over when the lock is free, whatever has happened here
+        of_share, seconds = share.result()
+        shares = self._shares[self._layers[layer].arena]
+        shares.note(len(left), int(of_cpu.sum()), seconds, beside=self._counts.reads > reads)
+        return of_share.to(call.x.device, non_blocking=True).add_(outputs)
 
     def _refuse_elsewhere(self, device: torch.device) -> None:
         if device.type != self._device.place.type:
