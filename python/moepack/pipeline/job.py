@@ -78,8 +78,7 @@ def compress(
         compress("examples/tiny-moe", "packed", method="finequant", bits=8)
 
     Args:
-        model: directory of a Hugging Face checkpoint (safetensors), or the id of one on the hub, as in
-            `mistralai/Mixtral-8x7B-v0.1` or `ORGANIZATION/NAME@REVISION`.
+        model: directory of a Hugging Face checkpoint (safetensors), or `ORGANIZATION/NAME[@REVISION]` on the hub.
         out: directory to be made; it must not exist.
         method: name of a method, or one with its settings. `auto` makes a model of a size (`moepack.methods.Auto`).
         others: tensors that something else packs: by the packed tensor's name (an experts module's path and projection,
@@ -87,8 +86,7 @@ def compress(
             or the packed tensor itself, made elsewhere.
         mtp_bits: packs the experts of multi-token prediction, which are kept as they are otherwise, as integers of
             2, 3, 4 or 8 bits in groups. A size that was asked for counts them as they were.
-        threads: threads to use; None leaves torch's and moepack's settings alone. The bytes do not depend on it,
-            but for methods that run the model: torch's sums do.
+        threads: threads to use; None leaves the settings alone. Bytes depend on it only where a method runs the model.
         ray: address of a Ray cluster that shares the work, or "local" for one on this machine; each of its tasks uses
             `threads`. The bytes are those of a run without it. Needs the extra `ray`.
         resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
@@ -101,14 +99,12 @@ def compress(
         CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
         ClusterError: machines of the cluster cannot take part, or none is left that can.
         InvalidTensorError: a weight, or a value of what is copied, is NaN or infinite.
-        OutputExistsError: `out` exists.
-        ResumeError: `out`.partial belongs to another job.
+        OutputExistsError, ResumeError: `out` exists; `out`.partial belongs to another job.
         DiskError: the disk is full or refuses.
         ValueError: a setting has no meaning, or the size cannot be.
-        KeyboardInterrupt: Ctrl-C.
 
-    Whatever is raised, finished layers stay in `out`.partial, and the same call continues once its cause is mended;
-    without any, nothing is left behind, but for the place of a job that was interrupted.
+    Whatever is raised, and after Ctrl-C, finished layers stay in `out`.partial, and the same call continues once the
+    cause is mended; without any, nothing is left behind, but for the place of a job that was interrupted.
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
@@ -116,17 +112,23 @@ def compress(
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    # Other machines find the checkpoint by its whole path.
-    directory = resolve_model(model) if ray is None else resolve_model(model).absolute()
+    directory = resolve_model(model) if ray is None else resolve_model(model).absolute()  # as other machines find it
     checkpoint, described, assignment = _sound(directory, target, assignment, mtp_bits)
     state = target.with_name(target.name + STATE)
     with _executor(ray, checkpoint, assignment) as executor:
         checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
-        try:
+        with _unneeded_state_removed(state, target.with_name(target.name + PARTIAL)):
             return Job(checkpoint, described, assignment, progress, peak, keep, executor).run(target, resume, started)
-        finally:
-            if os.path.lexists(state) and not os.path.lexists(target.with_name(target.name + PARTIAL)):
-                state.unlink()
+
+
+@contextmanager
+def _unneeded_state_removed(state: Path, partial: Path) -> Iterator[None]:
+    """Remove what a method remembers for resumed runs in the end, where no partial directory is left to resume."""
+    try:
+        yield
+    finally:
+        if os.path.lexists(state) and not os.path.lexists(partial):
+            state.unlink()
 
 
 def _executor(ray: str | None, checkpoint: Checkpoint, assignment: Assignment) -> Executor:

@@ -37,7 +37,7 @@ SECONDS = 0.5
 
 MARGIN = 1.1
 """Factor by which times of the CPU are multiplied: where both are as fast, an expert that comes is there for its next
-use. On an H100 with 16 virtual cores, where the CPU takes 0.7 of the bus's time, 1.0 to 1.25 are level."""
+use. With half of the experts on an H100, whose host takes 0.7 of the bus's time for one, 1.0 to 1.25 are level."""
 
 WEIGHT = 0.25
 """Exponent of a call's time over the expected one, by which the CPU's times are multiplied: 1 would forget the past."""
@@ -105,7 +105,7 @@ class Rates(NamedTuple):
         return self.overhead + pairs * (self.product_beside if beside else self.product)
 
     def with_cpu(self, factor: float) -> "Rates":
-        """The same with the CPU's times multiplied by a factor."""
+        """Return rates whose times of the CPU are multiplied by a factor."""
         bus, bus_beside, *of_cpu = self
         return Rates(bus, bus_beside, *(factor * time for time in of_cpu))
 
