@@ -10,6 +10,7 @@ import moepack
 import runtime_support
 from moepack.runtime.graphs import StepGraphs
 from moepack.runtime.plan import Unknown
+from moepack.runtime.recording import Unwritten
 
 
 class Tape:
@@ -140,3 +141,30 @@ def test_what_cannot_be_recorded_runs_as_ever(model):
     expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
     found = decode(model, StepGraphs(refuse), prefill(model, ids(1, 7)), tokens)
     torch.testing.assert_close(found, expected)
+
+
+def test_recordings_are_asked_for_on_the_device_of_the_input(model):
+    """A model may be on another device than the current one."""
+    devices = []
+
+    def recorder(function, device):
+        devices.append(device)
+        return Tape()(function, device)
+
+    decode(model, StepGraphs(recorder), prefill(model, ids(1, 5)), ids(1, 3))
+    assert devices == [next(model.parameters()).device]
+
+
+def test_a_replay_that_writes_nothing_is_no_step(model):
+    def recorder(function, device):
+        def replay():
+            raise Unwritten("nothing wrote the result")
+
+        return replay, function()
+
+    tokens, graphs = ids(1, 5, seed=1), StepGraphs(recorder)
+    expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
+    cache = prefill(model, ids(1, 7))
+    torch.testing.assert_close(decode(model, graphs, cache, tokens), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(Unknown, match="nothing wrote"):
+        graphs.step(model, class_forward(model), {"input_ids": ids(1, 1)}, cache)
