@@ -86,12 +86,16 @@ def test_half_the_layers_on_the_cpu(directory):
     assert_near(logits(model), expected)
 
 
+def first_layer(model):
+    """Memory that holds the embedding and one layer, and no second one."""
+    layer = sum(tensor.nbytes for tensor in (*model.model.layers[0].parameters(), *model.model.layers[0].buffers()))
+    return 4 * model.config.vocab_size * model.config.hidden_size + int(1.2 * layer)
+
+
 def test_automatic_maps_fall_back_to_the_cpu_by_layers(directory):
     expected = logits(moepack.load(directory, dtype="float32"))
     cpu = moepack.load(directory, dtype="float32")
-    layer = sum(tensor.nbytes for tensor in (*cpu.model.layers[0].parameters(), *cpu.model.layers[0].buffers()))
-    embedding = 4 * cpu.config.vocab_size * cpu.config.hidden_size
-    room = {0: embedding + int(1.2 * layer), "cpu": 10**9}
+    room = {0: first_layer(cpu), "cpu": 10**9}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, device_map="auto", max_memory=room, dtype=torch.float32
     )
@@ -104,15 +108,15 @@ SECOND = torch.device("cuda", 1)
 
 
 @two_gpus
-def test_layers_on_two_gpus(directory):
+@pytest.mark.parametrize("split", ["by name", "by memory"])
+def test_layers_on_two_gpus(directory, split):
+    """An automatic map keeps a model together that fits on one GPU, so the first one is given little memory."""
     cpu = moepack.load(directory, dtype="float32")
-    size = sum(tensor.nbytes for tensor in (*cpu.parameters(), *cpu.buffers()))
-    room = {0: int(0.6 * size), 1: 2 * size}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, device_map="auto", max_memory=room, dtype=torch.float32
-    ).eval()
-    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
-    assert {buffer.device.index for module in experts for buffer in module.buffers()} == {0, 1}
+    place = {"device_map": {"": 0, "model.layers.1": 1}}
+    if split == "by memory":
+        place = {"device_map": "auto", "max_memory": {0: first_layer(cpu), 1: 10**9}}
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **place).eval()
+    assert {tensor.device.index for tensor in (*model.parameters(), *model.buffers())} == {0, 1}
     assert_near(logits(model), logits(cpu))
     prompt, options = ids(9), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     found, expected = model.generate(prompt.cuda(), **options), cpu.generate(prompt, **options)
