@@ -23,7 +23,7 @@ def doctor_command(
         from moepack.integrations.diagnosis import who_decodes
 
         answer = who_decodes(model)
-        print(json.dumps({"decodes": answer}) if as_json else f"{model} is decoded by {answer}")
+        print(json.dumps({"decodes": answer}) if as_json else f"{model} is {answer}")
         return
     facts = examine()
     if as_json:

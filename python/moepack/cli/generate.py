@@ -94,6 +94,7 @@ def generate_command(
 def _tell(report: "GenerationReport", model: Any) -> None:
     """How fast it went, and in how much memory, on standard error."""
     from moepack.memory import process_memory
+    from moepack.runtime.stepping import stepping
     from moepack.runtime.streaming import statistics_of
 
     memory, console = process_memory(), Console(stderr=True, highlight=False)
@@ -104,6 +105,8 @@ def _tell(report: "GenerationReport", model: Any) -> None:
         f"and {memory.mapped / 1e6:.0f} MB of mapped files",
         soft_wrap=True,
     )
+    if not model.config.is_encoder_decoder and report.tokens > 1:
+        console.print(str(stepping(model)), soft_wrap=True)
     if (streamed := statistics_of(model)) is not None:
         console.print(_streaming(streamed), soft_wrap=True)
 

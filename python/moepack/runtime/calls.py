@@ -77,10 +77,10 @@ class CallReader:
         for name, value in bound.items():
             several = self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             found |= value if several else {name: value}
-        spellings = {self.cache, *_SPELLINGS} & found.keys()
+        spellings = [name for name in found if name == self.cache or name in _SPELLINGS]
         if len(spellings) > 1:
             return None
-        cache = found.pop(spellings.pop()) if spellings else None
+        cache = found.pop(spellings[0]) if spellings else None
         named = {name: found.pop(name) for name in _NAMED & found.keys()}
         found.pop("cache_position", None)  # transformers up to 5.13 repeats the position
         return Call(cache=cache, others=found, **named)

@@ -122,7 +122,7 @@ class DecoderForward(_Forward):
     Attributes:
         steps: decoding steps that the core, or a replayed graph, has taken.
         declined: decoding steps that were left to transformers.
-        reason: why the latest of these was.
+        reason: what the latest of these had that is not supported; empty if there was none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -224,15 +224,15 @@ class HeadForward(_Forward):
 
 
 def _watcher() -> str:
-    """What must see torch compute, or does not want the core to; empty if there is nothing."""
+    """Steps that torch must compute, or that the core is not asked for; empty if there are none."""
     if decoding() != "native":
-        return f'{VARIABLE} or set_decoding asks for "{decoding()}"'
+        return f'steps while {VARIABLE} or set_decoding asks for "{decoding()}"'
     if torch.is_grad_enabled():
-        return "gradients are recorded: call it under torch.inference_mode()"
+        return "steps that record gradients: torch.inference_mode() records none"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return "autocast is on"
+        return "steps under autocast"
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return "the model is traced or compiled"
+        return "steps that are traced or compiled"
     return ""
 
 

@@ -74,7 +74,7 @@ class StepGraphs:
             Unknown: this step is not replayed; nothing has changed.
         """
         mask, positions = seen.get("attention_mask"), seen.get("position_ids")
-        require(self._refusal is None, f"this model in a CUDA graph ({self._refusal})")
+        require(self._refusal is None, f"this model ({self._refusal})")
         require(mask is None or mask.ndim == 2, "attention masks of another form")
         require(positions is None or positions.ndim == 2, "positions of another form")
         layers = _growing(cache)
@@ -105,7 +105,7 @@ class StepGraphs:
             return self._recording
         self._recording = None  # its memory serves the next one
         again, self._last = self._last() is cache, weakref.ref(cache)
-        require(again, "the first step of a cache in a CUDA graph")
+        require(again, "the first step of a cache")
         # A `RuntimeError` here: something waited for the device, or is on another one.
         made = self._possible(
             lambda: _Recording(model, forward, given, rooms, length, self._recorder), refusal=RuntimeError
@@ -119,7 +119,7 @@ class StepGraphs:
             return function()
         except refusal as error:
             self._recording, self._refusal = None, str(error).partition("\n")[0]
-            raise Unknown(f"this model in a CUDA graph ({self._refusal})") from error
+            raise Unknown(f"this model ({self._refusal})") from error
 
 
 class _Recording:

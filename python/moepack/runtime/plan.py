@@ -120,12 +120,15 @@ class Plan:
     def __init__(self, model: Any) -> None:
         family = family_of(model)
         if family is None:
-            raise Unknown("the architecture")
+            raise Unknown(f"the architecture of {type(model).__name__}")
         self._family, self._guard, self._config = family, Guard(), model.config
         _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        require(type(model.embed_tokens) in (nn.Embedding, PackedEmbedding), "the embedding")
+        require(
+            type(model.embed_tokens) in (nn.Embedding, PackedEmbedding),
+            f"embeddings of the type {type(model.embed_tokens).__name__}",
+        )
         self.dtype: torch.dtype = embedding_dtype(model.embed_tokens)
-        require(self.dtype in views.FLOATS, "the dtype of the embedding")
+        require(self.dtype in views.FLOATS, f"activations in {self.dtype}")
         require(getattr(model.config, "clip_qkv", None) is None, "clipped heads")
         rotary = self._rotary(model.rotary_emb)
         layers = list(model.layers)[: model.config.num_hidden_layers]
@@ -134,7 +137,7 @@ class Plan:
         norm = self._norm(model.norm)
         self._guard.watch(module for module in model.modules() if module is not model)
         self._guard.children += [(model._modules, name, child) for name, child in model._modules.items()]
-        require(self.holds(), "hooks")
+        require(self.holds(), "hooks, or layers whose forward was replaced")
         self.decoder = views.Decoder(described, rotary, norm)
 
     def holds(self) -> bool:
@@ -151,14 +154,14 @@ class Plan:
 
     def _attention(self, number: int, attention: Any) -> dict[str, Any]:
         require(self._family.has(attention, "Attention"), type(attention).__name__)
-        require(not attention.training or not attention.attention_dropout, "dropout")
+        require(not attention.training or not attention.attention_dropout, "dropout in attention")
         if "kv_b_proj" in attention._modules:
             return self._latent(attention)
         parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
         norms = {"query_norm": "q_norm", "key_norm": "k_norm"}
         has_norms = "q_norm" in attention._modules
         _require_children(attention, {*parts.values(), *(norms.values() if has_norms else ())})
-        require(set(attention._parameters) <= {"sinks"}, "parameters of attention")
+        require(set(attention._parameters) <= {"sinks"}, "other parameters of attention than sinks")
         described: dict[str, Any] = {name: self._linear(getattr(attention, child)) for name, child in parts.items()}
         described |= {
             name: self._norm(getattr(attention, child)) if has_norms else None for name, child in norms.items()
@@ -190,7 +193,10 @@ class Plan:
 
     def _delta(self, rule: Any) -> dict[str, Any]:
         require(self._family.has(rule, "GatedDeltaNet"), type(rule).__name__)
-        require(rule.activation == "silu" and rule.conv1d.bias is None, "the convolution")
+        require(
+            rule.activation == "silu" and rule.conv1d.bias is None,
+            "convolutions with biases or another activation than silu",
+        )
         parts: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         if "in_proj_qkvz" in rule._modules:
             parts = ("in_proj_qkvz", "in_proj_ba")
@@ -228,7 +234,7 @@ class Plan:
     def _router(self, router: Any) -> dict[str, Any]:
         require(self._family.has(router, self._family.router), type(router).__name__)
         _require_children(router, set())
-        require(set(router._parameters) <= {"weight", "bias"}, "parameters of the router")
+        require(set(router._parameters) <= {"weight", "bias"}, "other parameters of a router than weights and biases")
         groups: tuple[int, int, int] | None = None
         method = getattr(router, "topk_method", "group_limited_greedy")
         require(method in ("greedy", "group_limited_greedy"), f"the router's method {method}")
@@ -250,20 +256,28 @@ class Plan:
         described: dict[str, Any] = {"clamped": None, "biases": None}
         if type(experts) is PackedOwnExperts:
             (original,) = experts._original
-            require(self._family.has(original, "Experts"), "the experts")
-            require(hasattr(original, "alpha") and hasattr(original, "limit"), "the experts' gate")
+            require(self._family.has(original, "Experts"), f"experts of the type {type(original).__name__}")
+            require(hasattr(original, "alpha") and hasattr(original, "limit"), "experts without a clamped gate")
             described["clamped"] = float(original.alpha), float(original.limit)
             described["biases"] = self._vector(experts, "gate_up_proj_bias"), self._vector(experts, "down_proj_bias")
         else:
-            require(type(experts) is PackedExperts and is_silu(experts.act_fn), "the experts")
+            require(
+                type(experts) is PackedExperts and is_silu(experts.act_fn), f"this form of {type(experts).__name__}"
+            )
         return described | {name[:-5]: self._packed(experts, name) for name in experts.projections}
 
     def _mlp(self, module: Any) -> dict[str, Any]:
         require(self._family.has(module, "MLP"), type(module).__name__)
         parts = module.gate_proj, module.up_proj, module.down_proj
         named = {"gate_proj", "up_proj", "down_proj"}
-        require(named <= set(module._modules) <= named | {"act_fn"}, f"the children of {type(module).__name__}")
-        require(is_silu(module.act_fn) and all(part.bias is None for part in parts), "the experts' arithmetic")
+        require(
+            named <= set(module._modules) <= named | {"act_fn"},
+            f"other parts of {type(module).__name__} than those of its class",
+        )
+        require(
+            is_silu(module.act_fn) and all(part.bias is None for part in parts),
+            "dense layers with biases or another activation than silu",
+        )
         gate, up, down = (self._matrix(part) for part in parts)
         return {"gate": gate, "up": up, "down": down, "clamped": None, "biases": None}
 
@@ -293,10 +307,10 @@ class Plan:
         return self._dense(module)
 
     def _packed(self, module: PackedModule, projection: str) -> Any:
-        require(isinstance(module.store, MappedStore), "bytes that are not in place")
+        require(isinstance(module.store, MappedStore), "packed weights that are not in mapped memory")
         matrix = module.matrix(projection)
         view = views.packed_matrix(matrix, module.mode)
-        require(view is not None, f"the format {matrix.format}")
+        require(view is not None, f"the format {matrix.format} in the mode {module.mode}")
         buffer = module._buffers[projection]
         assert buffer is not None
         self._guard.tensors.append((module._buffers, projection, buffer.data_ptr()))
@@ -311,7 +325,7 @@ class Plan:
 
     def _values(self, module: Any) -> Any:
         """The values of a linear layer without a bias, row by row."""
-        require(module.bias is None, "a bias")
+        require(module.bias is None, "latents with a bias")
         if type(module) is not PackedLinear:
             require(type(module) is nn.Linear, type(module).__name__)
             return self._vector(module, "weight")
@@ -325,9 +339,12 @@ class Plan:
 
     def _read(self, module: nn.Module, name: str, tensors: Mapping[str, Any]) -> torch.Tensor:
         tensor: torch.Tensor | None = tensors.get(name)
-        require(tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(), f"the memory of {name}")
+        require(
+            tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(),
+            f"a {name} that is not contiguous in the CPU's memory",
+        )
         assert tensor is not None
-        require(tensor.dtype in views.FLOATS, f"the dtype of {name}")
+        require(tensor.dtype in views.FLOATS, f"a {name} in {tensor.dtype}")
         self._guard.tensors.append((tensors, name, tensor.data_ptr()))
         return tensor
 
@@ -340,7 +357,7 @@ def require(known: bool, what: str) -> None:
 
 def _require_children(module: nn.Module, names: set[str]) -> None:
     found = {name for name, child in module._modules.items() if child is not None}
-    require(found == names, f"the children of {type(module).__name__}")
+    require(found == names, f"other parts of {type(module).__name__} than those of its class")
 
 
 def window(config: Any, layer: int) -> int | None:
