@@ -125,7 +125,7 @@ def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "by"), [("glm4_moe", "decoded by the core"), ("dots1", "decoded by transformers, with")]
+    ("architecture", "by"), [("glm4_moe", "decoded by the core"), ("dots1", "decoded by transformers (")]
 )
 def test_doctor_says_what_decodes_a_model(architecture: str, by: str, tmp_path: Path) -> None:
     saved(architecture, tmp_path / "source")

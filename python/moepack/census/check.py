@@ -27,9 +27,10 @@ from moepack.methods import Method
 from moepack.methods.finequant import FineQuant
 from moepack.pipeline import compress
 from moepack.runtime.calls import cache_name, cached
+from moepack.runtime.families import FAMILIES
 from moepack.runtime.stepping import tried
 
-__all__ = ["EXPORTED", "FOLLOWED", "ORIGINAL", "Outcome", "architectures", "check", "followed"]
+__all__ = ["EXPORTED", "FOLLOWED", "ORIGINAL", "Outcome", "architectures", "check", "core_decodes", "followed"]
 
 ORIGINAL = 0.05
 """The largest median of the relative error of a token's logits, beside the original: 8 bits a weight."""
@@ -121,6 +122,22 @@ def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome
             continue
         return _tried(model_type, model, logits, method or FineQuant(bits=8))
     return Outcome(model_types[0], "not tried", reason=reason)
+
+
+def core_decodes() -> dict[str, str]:
+    """Try every family that the core decodes on a tiny packed model: who takes its steps here, by model type."""
+    found: dict[str, str] = {}
+    for family in FAMILIES:
+        try:
+            model = tiny_model(family)
+        except Exception as error:  # as in `check`
+            found[family] = f"not tried: transformers does not build a tiny one here ({_line(error)})"
+            continue
+        with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
+            model.save_pretrained(Path(folder) / "source")
+            compress(Path(folder) / "source", Path(folder) / "packed", method=FineQuant(bits=8))
+            found[family] = str(tried(load(Path(folder) / "packed")))
+    return found
 
 
 def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) -> Outcome:
