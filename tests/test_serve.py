@@ -159,24 +159,14 @@ COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 @pytest.mark.parametrize(
     ("body", "status", "code", "said"),
     [
-        (b"{\"model\": ", 400, "json_invalid", "JSON decode error"),
-        (b"[" * 10_000, 400, "http_error", "error parsing the body"),
-        (b"\xff\xff", 400, "http_error", "error parsing the body"),
         (b" " * 20_001, 413, "too_large", "at most 20000 bytes"),
-        ({"prompt": "x"}, 400, "missing", "model: Field required"),
         ({**COMPLETION, "model": "gpt-4"}, 404, "model_not_found", "there is no model 'gpt-4', only 'tiny'"),
         ({**COMPLETION, "prompt": ""}, 400, "invalid_prompt", "the prompt has no tokens"),
         ({**COMPLETION, "prompt": [999_999]}, 400, "invalid_prompt", "tokens are between 0 and 284"),
         ({**COMPLETION, "prompt": "x" * 512}, 400, "context_length_exceeded", "512 tokens in all, not 512 tokens"),
         ({**COMPLETION, "max_tokens": 512}, 400, "context_length_exceeded", "not 1 tokens of prompt and 512 of answer"),
-        ({**COMPLETION, "max_tokens": 0}, 400, "greater_than_equal", "max_tokens: "),
-        ({**COMPLETION, "temperature": -1}, 400, "greater_than_equal", "temperature: "),
-        ({**COMPLETION, "top_p": 2}, 400, "less_than_equal", "top_p: "),
-        ({**COMPLETION, "stop": [""]}, 400, "value_error", "1 to 1000 characters"),
-        ({**COMPLETION, "n": 3}, 400, "value_error", "n is not supported"),
-        ({**COMPLETION, "logprobs": 5}, 400, "value_error", "logprobs is not supported"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_bad_requests_are_told_what_is_wrong(port, body, status, code, said):
     got, content = send(port, "POST", "/v1/completions", body)
@@ -184,26 +174,16 @@ def test_bad_requests_are_told_what_is_wrong(port, body, status, code, said):
     assert said in content["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [[], [{"role": "wizard", "content": "x"}], [{"role": "user"}],
-     [{"role": "user", "content": [{"type": "image_url"}]}]],
-    ids=str,
-)  # fmt: skip
-def test_bad_chats_are_refused(port, messages):
-    status, content = send(port, "POST", "/v1/chat/completions", {"model": "tiny", "messages": messages})
-    assert status == 400 and content["error"]["message"].startswith("messages")
+def test_a_refused_request_may_have_a_long_body(port):
+    for headers, status in ((JSON, 413), ({**JSON, "Authorization": "Bearer x"}, 401)):
+        assert send(port, "POST", "/v1/completions", b" " * 30_000_000, headers)[0] == status
 
 
-def test_the_key_the_kind_of_content_and_the_path_are_checked(port):
+def test_the_key_is_checked(port):
     wrong = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error", "param": None,
                        "code": "invalid_api_key"}}  # fmt: skip
     for key in ("", "Bearer ", "Bearer a secre", "Bearer é"):
         assert send(port, "GET", "/v1/models", headers={"Authorization": key.encode()}) == (401, wrong)
-    form = {**JSON, "Content-Type": "text/plain"}
-    assert send(port, "POST", "/v1/completions", COMPLETION, form)[0] == 415
-    assert send(port, "GET", "/v1/nothing")[0] == 404
-    assert send(port, "GET", "/v1/completions")[0] == 405
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -300,7 +280,8 @@ def test_the_command_answers_curl_and_ends_cleanly(source):
             assert json.loads(events[0].removeprefix("data: "))["object"] == "text_completion"
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/v1/models", headers={**JSON, "Host": "other.example"})
-        assert connection.getresponse().status == 400
+        refused = connection.getresponse()
+        assert (refused.status, json.load(refused)["error"]["code"]) == (400, "wrong_host")
         connection.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) in (0, 130)

@@ -37,6 +37,7 @@ def listen(app: FastAPI, engine: Engine, host: str, port: int) -> None:
         host: address to listen at.
         port: to listen at; 0 takes a free one.
     """
-    config = uvicorn.Config(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1)
+    # Without WebSockets a request for one is an ordinary GET, and is answered like any other.
+    config = uvicorn.Config(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, ws="none")
     with suppress(KeyboardInterrupt):
         _Server(config, engine).run()
