@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
+from moepack.serving import answers  # noqa: E402
 from moepack.serving.engine import Engine  # noqa: E402
 from moepack.serving.server import Settings, create_app  # noqa: E402
 
@@ -88,13 +90,18 @@ def written(engine, prompt, tokens):
     return generate(engine.model, engine.tokenizer, prompt, Sampling(max_new_tokens=tokens)).text
 
 
-def is_idle(engine):
+def happens(condition):
+    """Whether a condition holds within 20 seconds."""
     until = time.monotonic() + 20
-    while (counts := engine.counts())["active"] or counts["waiting"]:
+    while not condition():
         if time.monotonic() > until:
             return False
         time.sleep(0.02)
     return True
+
+
+def is_idle(engine):
+    return happens(lambda: not engine.counts()["active"] and not engine.counts()["waiting"])
 
 
 def test_models(client):
@@ -184,6 +191,26 @@ def test_the_key_is_checked(port):
                        "code": "invalid_api_key"}}  # fmt: skip
     for key in ("", "Bearer ", "Bearer a secre", "Bearer é"):
         assert send(port, "GET", "/v1/models", headers={"Authorization": key.encode()}) == (401, wrong)
+
+
+def test_a_defect_is_told_to_the_client_and_its_traceback_to_the_log(client, engine, monkeypatch, caplog):
+    def fail(*args):
+        raise ZeroDivisionError("of ours")
+
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(caplog.handler)
+    try:
+        with monkeypatch.context() as patched, pytest.raises(openai.InternalServerError, match="the server failed"):
+            patched.setattr(engine, "submit", fail)
+            client.completions.create(**COMPLETION)
+        assert happens(lambda: "ZeroDivisionError: of ours" in caplog.text)  # it is logged after the answer
+        monkeypatch.setattr(answers, "_usage", fail)
+        with pytest.raises(openai.APIError, match="the server failed"):
+            list(client.completions.create(**COMPLETION, stream=True, stream_options={"include_usage": True}))
+        assert "ZeroDivisionError: of ours" in caplog.text.partition("a stream failed")[2]
+    finally:
+        log.removeHandler(caplog.handler)
+    assert is_idle(engine)
 
 
 @pytest.mark.parametrize("stream", [True, False])

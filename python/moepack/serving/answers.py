@@ -97,12 +97,14 @@ class Answers:
         Raises:
             ValueError: the prompt is no text of this model.
         """
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        if isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), dict):
+            if not prompt:
+                raise ValueError("the prompt has no tokens")
             vocabulary = self.engine.model.config.get_text_config(decoder=True).vocab_size
             if not all(0 <= token < vocabulary for token in prompt):
                 raise ValueError(f"tokens are between 0 and {vocabulary - 1}")
             return prompt
-        return await asyncio.to_thread(prompt_ids, self.engine.tokenizer, prompt or "")
+        return await asyncio.to_thread(prompt_ids, self.engine.tokenizer, prompt)
 
     def _sampling(self, body: Any, field: str, prompt: int) -> Sampling:
         """How the answer is made; refused where it would go beyond the context."""
