@@ -86,6 +86,16 @@ def send(port, method, path, body=None, headers=JSON):
     return response.status, json.loads(content)
 
 
+def refused(port, data):
+    """The error that is the answer to bytes."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(data)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == 400
+        return json.load(response)["error"]
+
+
 def written(engine, prompt, tokens):
     return generate(engine.model, engine.tokenizer, prompt, Sampling(max_new_tokens=tokens)).text
 
@@ -307,9 +317,16 @@ def test_the_command_answers_curl_and_ends_cleanly(source):
             assert json.loads(events[0].removeprefix("data: "))["object"] == "text_completion"
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/v1/models", headers={**JSON, "Host": "other.example"})
-        refused = connection.getresponse()
-        assert (refused.status, json.load(refused)["error"]["code"]) == (400, "wrong_host")
+        response = connection.getresponse()
+        assert (response.status, json.load(response)["error"]["code"]) == (400, "wrong_host")
         connection.close()
+        for head in (
+            b"GET /health HTTP/1.1\r\n",
+            b"nonsense\r\n",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000,
+        ):
+            assert refused(port, head + b"\r\n")["code"] == "invalid_http"
+        assert send(port, "GET", "/health")[0] == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(30) in (0, 130)
         assert "Traceback" not in process.stderr.read()

@@ -117,7 +117,7 @@ def asks_for_nothing(name, value):
 
 # Random requests
 
-texts = st.text(st.characters(exclude_categories=()), max_size=5)
+texts = st.text(st.characters(exclude_categories=()), max_size=5) | st.sampled_from(["x", "\ud800", "a\udfff", "\0"])
 numbers = st.integers() | st.integers(-2, 5) | st.floats() | st.sampled_from([1e-320, 1e-9, 1e308, 10**400, 2.0, -0.0])
 scalars = st.none() | st.booleans() | numbers | texts
 values = st.recursive(
