@@ -24,8 +24,8 @@ KEPT, MOST = 8, 32
 INCOMPLETE = 3
 REPLACEMENT = "\ufffd"
 JOINED = " 'nvr"
-"""Characters that occur in transformers' clean-up patterns (" .", " n't", " 've", ...) before the last one. The clean-up
-keeps every other character, so no pattern can span the place behind it."""
+"""Characters that occur in transformers' clean-up patterns (" .", " n't", " 've", ...) before the last one. The
+clean-up keeps every other character, so no pattern can span the place behind it."""
 
 
 class Detokenizer:
