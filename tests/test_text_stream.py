@@ -1,12 +1,15 @@
 """Streamed text is the text of all tokens at once, for every kind of tokenizer and every way to cut the tokens."""
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from moepack.runtime.sampling import Sampling
 from moepack.runtime.text import TextStream
+from moepack.serving.sequence import Sequence
 
 TEXTS = (
     "The 1st emoji: 🙂🙂🙂 and 👩‍👩‍👧 (a family), e\u0301 and n\u0303o\u0302; 你好，世界。 שלום עולם مرحبا! "
@@ -186,7 +189,7 @@ def until(text, stop):
 
 
 @kinds
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(answer=answers())
 @example(answer=(["x", *[["🙂"] * 3] * 3, "y"], [1]))
 @example(answer=([b"\xf0\x9f\x99\x82\xf0\x9f\x99", "x", b"\xff\xff\xff\xff\xf0\x9f", b"\x80" * 60], [1]))
@@ -255,3 +258,29 @@ def test_an_ordinary_token_is_handed_out_at_once(tokenizer):
     ids = token_ids(tokenizer, "the cab")
     stream = TextStream(tokenizer)
     assert stream.put(ids) == decoded(tokenizer, ids)
+
+
+def served(tokenizer, ids, **settings):
+    """The pieces that a server hands out where the model chooses these tokens."""
+    pieces = []
+    sampling = Sampling(max_new_tokens=len(ids), **settings)
+    sequence = Sequence([3], sampling, pieces.append, tokenizer, frozenset({tokenizer.eos_token_id}), 60)
+    for token in ids:
+        if sequence.take(sequence.part(8), torch.eye(len(tokenizer))[token]):
+            break
+    return pieces
+
+
+@kinds
+def test_a_server_hands_out_the_text_of_all_tokens_without_those_of_structure(tokenizer):
+    ids = token_ids(tokenizer, "The sea 🙂🙂🙂")
+    pieces = served(tokenizer, [tokenizer.bos_token_id, *ids[:3], tokenizer.bos_token_id, *ids[3:]])
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(ids)
+    assert [piece.finish for piece in pieces if piece.finish] == ["length"]
+
+
+def test_a_stop_string_in_the_last_token_ends_an_answer_though_the_token_waits():
+    tokenizer = KINDS["byte fallback"]
+    pieces = served(tokenizer, token_ids(tokenizer, "the\n"), stop=("\n",))
+    assert "".join(piece.text for piece in pieces) == "the"
+    assert pieces[-1].finish == "stop"
