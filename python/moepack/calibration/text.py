@@ -148,6 +148,15 @@ def _file_documents(file: Path) -> Iterator[str]:
 
 
 def _field(row: object, file: Path | str, number: int) -> str:
+    text = _only_string(row, file, number)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(f"record {number} has a lone surrogate at character {error.start}", file=file) from error
+    return text
+
+
+def _only_string(row: object, file: Path | str, number: int) -> str:
     if isinstance(row, str):
         return row
     if isinstance(row, dict):
