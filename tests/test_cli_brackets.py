@@ -95,7 +95,6 @@ def test_errors_print_names_as_they_are(name, tmp_path, monkeypatch, capsys):
         ["compress", "m", "out", "--device", name],
         ["compare", "m", "--text", given, "--methods", name],
         ["verify", f"--{name.partition('=')[0]}"],
-        [name],
     ):
         printed = shown(*arguments).replace(r"\\", "\\")  # typer quotes names of files
         assert arguments[-1] in printed, arguments
