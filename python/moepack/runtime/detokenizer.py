@@ -6,11 +6,11 @@ included. So text is handed out only once no further token can change it:
 
 * A run of byte tokens (SentencePiece's byte fallback) waits for the token that ends it.
 * Replacement characters at the end of the text wait: the next token may complete the character.
-* Where transformers removes spaces before punctuation, letters that may belong to such a place wait.
+* Where transformers removes spaces before punctuation, characters that can belong to such a pattern wait.
 
-Each step decodes a window of the last tokens and not the whole text, so that the work per token does not grow. The
-window starts at least `KEPT` tokens before the last one. A character has at most four bytes, so that a window which
-begins inside a character reads correctly from its fourth token on.
+Each step decodes a window of the last tokens and not the whole text, so the work per token does not grow. A window that
+begins inside a character reads correctly from its fourth token on, because a character has at most four bytes. Windows
+keep at least `KEPT` tokens.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ from typing import Any
 
 __all__ = ["Detokenizer"]
 
-#: Tokens that a window keeps, and tokens at which it is shortened.
+#: Tokens that a window keeps, and tokens beyond which it is shortened.
 KEPT, MOST = 8, 32
-#: Bytes of a character that can be missing.
+#: Most bytes of an incomplete character. Some decoders write a replacement character for each of them.
 INCOMPLETE = 3
 REPLACEMENT = "\ufffd"
 JOINED = " 'nvr"
@@ -107,7 +107,7 @@ def _is_byte(token: str) -> bool:
 
 def _cleans(tokenizer: Any) -> bool:
     """Whether the tokenizer's own `decode` removes spaces; transformers leaves the text of BPE alone."""
-    if not tokenizer.clean_up_tokenization_spaces:
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
     forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
