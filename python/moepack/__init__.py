@@ -24,6 +24,7 @@ from moepack.errors import (
     ReferenceMismatchError,
     ResumeError,
     SerializationError,
+    TextError,
     UnsupportedModelError,
 )
 from moepack.integrations import register
@@ -67,6 +68,7 @@ __all__ = [
     "ResumeError",
     "SerializationError",
     "TernaryTensor",
+    "TextError",
     "UnsupportedModelError",
     "VerifyReport",
     "__version__",

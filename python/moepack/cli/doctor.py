@@ -4,8 +4,9 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from moepack.cli.console import plain_console
 
 __all__ = ["doctor_command"]
 
@@ -33,7 +34,7 @@ def doctor_command(
     for section, content in facts.items():
         for label, value in _rows(section, content):
             table.add_row(label, value)
-    Console(highlight=False).print(table)
+    plain_console().print(table)
 
 
 def _decoding() -> dict[str, str]:

@@ -22,6 +22,7 @@ from moepack.cli.options import (
     TopP,
 )
 from moepack.cli.usage import wrong_usage
+from moepack.textfile import read_text, standard_input
 from moepack.units import size
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ValueError("give either --prompt or --prompt-file")
     if file is not None:
-        return file.read_text(encoding="utf-8")
-    return sys.stdin.read() if prompt == "-" else str(prompt)
+        return read_text(file)
+    return standard_input().read() if prompt == "-" else str(prompt)
 
 
 def _streaming(statistics: "Statistics") -> str:

@@ -86,6 +86,7 @@ def evaluate(
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
         ReferenceMismatchError: the recorded reference is of another text, tokenizer or kind of model.
+        TextError: the text cannot be read, or is not text.
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
     """
     tokenizer = tokenizer_of(model, tokenizer)
