@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from moepack.cli.console import plain_console
 from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, places
 from moepack.cli.options import (
     AnyModel,
@@ -98,7 +98,7 @@ def _tell(report: "GenerationReport", model: Any) -> None:
     from moepack.runtime.stepping import stepping
     from moepack.runtime.streaming import statistics_of
 
-    memory, console = process_memory(), Console(stderr=True, highlight=False)
+    memory, console = process_memory(), plain_console(stderr=True)
     console.print(
         f"{report.tokens} tokens, {report.tokens_per_second:.1f} tokens/s; "
         f"first token after {report.first_token_seconds:.3f} s ({report.prompt_tokens} tokens of prompt); "
