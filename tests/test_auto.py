@@ -1,6 +1,7 @@
 """The method `auto`: a size is met, what cannot be is refused before a weight is read, and importance decides."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ ALIKE = dict.fromkeys(FAST, 1e9)
 
 
 def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = {}
+    plans, losses = {}, {}
     for name, speeds in (("fast", FAST), ("alike", ALIKE)):
         monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda speeds=speeds: speeds)
         method = Auto(bits_per_weight=4.0, prefer="speed")
@@ -128,7 +129,7 @@ def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeyp
         formats = {type(method.decided(name)) for name in method._known.shapes}
         assert formats == ({list, float} if name == "fast" else {float})  # widths, steps
     fast, alike = plans["fast"], plans["alike"]
-    assert fast.tokens_per_second > 1.3 * alike.tokens_per_second and fast.loss > alike.loss
+    assert fast.tokens_per_second > 1.3 * alike.tokens_per_second and losses["fast"] > losses["alike"]
 
 
 def test_rows_are_held_where_tables_list_their_integers() -> None:
@@ -215,6 +216,17 @@ def test_squared_gradients_tell_what_noise_costs() -> None:
     last = model.layers[-1].projections[-1]
     values, queries = (found[f"model.layers.3.self_attn.{name}_proj.weight"] for name in "vq")
     assert values > queries > found[last.packed_name] > 0
+
+
+def test_a_plan_promises_only_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A range with a text; without one the plan says that it does not know."""
+    known = estimate(TINY_MOE, tmp_path / "out", calibrated(size="3MB"))
+    assert known.loss is not None and 0 < known.loss[0] < known.loss[1]
+    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB")).loss is None
+    said = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "3MB", "--dry-run")[1]
+    assert re.search(r"loss +unknown: .*--calibration", said), said
+    said = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--method", "finequant", "--dry-run")[1]
+    assert not re.search(r"loss +", said), said
 
 
 def test_models_that_do_not_fit_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
         ("keeps", f"everything else as it is: {size(plan.kept)}"),
         ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
         *([("goal", f"{size(plan.budget)} of weights: {plan.reason}")] if plan.budget and plan.reason else []),
-        *([("loss", f"about +{plan.loss:.2g} nats a token")] if plan.loss is not None else []),
+        *([("loss", _loss(plan))] if plan.planned else []),
         ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
         ("disk", f"up to {size(plan.disk)} to be written, {_left(plan.free_disk, plan.disk)}"),
         ("time", _time(plan)),
@@ -62,6 +62,16 @@ def _left(free: int | None, need: int) -> str:
     if free is None:
         return "how much is free is unknown"
     return f"{size(free)} free" + ("" if free >= need else ": this may be TOO LITTLE")
+
+
+def _loss(plan: "Estimate") -> str:
+    """How much the model is expected to lose."""
+    if plan.loss is None:
+        return (
+            "unknown: what errors cost was not measured; `--calibration FILE` measures it, and loses about half as much"
+        )
+    least, most = plan.loss
+    return f"+{least:.2g} to +{most:.2g} nats a token"
 
 
 def _running(plan: "Estimate") -> str:

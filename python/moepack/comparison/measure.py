@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +34,8 @@ class Point:
         method: name of what made it.
         wanted, size: bytes of all files of weights, as asked for and as made; None where nothing was asked for.
         rise: by text, the loss over that of the original, nats a token.
-        expected_rise, expected_seconds, expected_memory: what the plan said, None where it did not.
+        expected_rise, expected_seconds, expected_memory: what the plan said, None where it did not; of a range of
+            increases the geometric middle.
         seconds, memory: of compressing; bytes of the process's own memory.
         errors: by role, what `auto` counts errors of its tensors with (`moepack.methods.auto.packer`), or None.
     """
@@ -98,9 +100,10 @@ class Comparison:
             losses = self._losses(self._opened(packed, method))
             size = weight_bytes(packed)
         rise = {text: loss - self.original[text] for text, loss in losses.items()}
+        expected = None if plan.loss is None else math.sqrt(math.prod(plan.loss))
         errors = dict(method.packer.errors) if isinstance(method, Auto) else None
         return Point(
-            name, wanted, size, rise, plan.loss, plan.seconds, plan.memory, round(done.seconds, 2), done.peak_memory,
+            name, wanted, size, rise, expected, plan.seconds, plan.memory, round(done.seconds, 2), done.peak_memory,
             errors,
         )  # fmt: skip
 

@@ -232,8 +232,9 @@ class Method(ABC):
         return None
 
     @property
-    def expected_loss(self) -> float | None:
-        """Nats a token that a model is expected to lose, where that is known; after `prepare`."""
+    def expected_loss(self) -> tuple[float, float] | None:
+        """The least and the most nats a token that a model is expected to lose; None if nothing was measured that
+        tells. After `prepare`."""
         return None
 
     def files(self) -> Mapping[str, bytes]:

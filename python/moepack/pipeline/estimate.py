@@ -100,7 +100,8 @@ class Estimate:
         budget: bytes that all files of weights may take where the method was given that number, or None.
         reason: how that number came about, in words; "" without one.
         planned: whether the method has shared out the bytes already.
-        loss: nats a token that the model is expected to lose, or None where the method does not know.
+        loss: the least and the most nats a token that the model is expected to lose, or None where the method does not
+            know.
         memory: bytes of the process's own memory, about.
         free_memory: bytes that the machine has left, or None where it does not say.
         disk: the most bytes that will be written.
@@ -124,7 +125,7 @@ class Estimate:
     budget: int | None
     reason: str
     planned: bool
-    loss: float | None
+    loss: tuple[float, float] | None
     memory: int
     free_memory: int | None
     disk: int

@@ -21,7 +21,7 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.auto.coded import Coded
-from moepack.methods.auto.importance import find_importance
+from moepack.methods.auto.importance import WITHIN, find_importance
 from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.packer import Packer
 from moepack.methods.auto.target import Target
@@ -73,6 +73,7 @@ class Auto(Method):
     name: ClassVar[str] = "auto"
     _goal: _Goal | None = field(default=None, init=False, repr=False)
     _packer: Packer | None = field(default=None, init=False, repr=False)
+    _measured: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
@@ -144,9 +145,11 @@ class Auto(Method):
         return self._packer.seconds if isinstance(self._packer, Mixed) else None
 
     @property
-    def expected_loss(self) -> float | None:
-        """From squared errors, and what they count."""
-        return None if self._packer is None else self._packer.loss
+    def expected_loss(self) -> tuple[float, float] | None:
+        """From squared errors, and what they count; None where that was not measured."""
+        if self._packer is None or not self._measured:
+            return None
+        return self._packer.loss / WITHIN, self._packer.loss * WITHIN
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size if every weight were an exception."""
@@ -180,6 +183,7 @@ class Auto(Method):
         if self._packer is not None:
             return
         goal, importance = self._known, find_importance(checkpoint, model, self._coder.request, progress or Silent())
+        self._measured = importance.measured
         if self.prefer == "speed":
             coder, speeds = replace(self._coder, calibration=None), kept_speeds() or measure_speeds()
             self._packer = Mixed.chosen(coder, checkpoint, model, importance, goal.room, goal.shapes, speeds)
