@@ -143,7 +143,7 @@ def _reason(failure: Failure, address: str) -> str:
 def _token_reason() -> str:
     """Say what is wrong with the token of this machine, in the order in which Ray looks for one."""
     mode = os.environ.get(AUTH_MODE, "token")
-    if mode.lower() != "token":
+    if mode.lower() not in ("token", "k8s"):
         return f"it asks for a token, and {AUTH_MODE} is '{mode}' here: unset it"
     if os.environ.get(TOKEN_VALUE):
         return f"it does not accept the token in {TOKEN_VALUE}: set the token of the cluster's other machines"
