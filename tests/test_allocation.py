@@ -26,7 +26,9 @@ from moepack.methods.milo.planning import Planner, find_sources
 from moepack.solvers.affine import GroupSpec
 from moepack.solvers.least_squares import LeastSquares
 
-MODELS = Path(__file__).parents[2] / "shared" / "models"
+ROOT = Path(__file__).parents[1]
+SHARED = [ROOT.parent / "shared" / "models" / name for name in ("tiny-mixtral", "mixtral-25m", "qwen3moe-22m")]
+MODELS = [ROOT / "examples" / "tiny-moe", *(path for path in SHARED if path.is_dir())]
 
 
 def chain(*steps: tuple[int, float]) -> Chain:
@@ -367,14 +369,12 @@ def test_importance() -> None:
     assert evenness(torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)) == pytest.approx(0.25)
 
 
-# --- the shared models ------------------------------------------------------------------------------------------------
+# --- trained models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["tiny-mixtral", "mixtral-25m", "qwen3moe-22m"])
+@pytest.fixture(scope="module", params=MODELS, ids=lambda path: path.name)
 def checkpoint(request: Any) -> Checkpoint:
-    if not (MODELS / request.param).is_dir():
-        pytest.skip(f"no model {MODELS / request.param}")
-    return Checkpoint.open(MODELS / request.param)
+    return Checkpoint.open(request.param)
 
 
 def budgets(least: int, most: int) -> list[int]:

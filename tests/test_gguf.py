@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,22 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return make
 
 
+@pytest.fixture(scope="module")
+def files(packed: Make) -> Callable[[str], tuple[Path, Path]]:
+    """A function from an architecture to its packed directory and the GGUF file of that."""
+
+    @cache
+    def make(architecture: str) -> tuple[Path, Path]:
+        directory = packed(architecture)
+        export(directory, directory.with_name("model.gguf"), "gguf")
+        return directory, directory.with_name("model.gguf")
+
+    return make
+
+
 @pytest.fixture(scope="module", params=OWN)
-def exported(request: Any, packed: Make) -> tuple[str, Path, Path]:
-    directory = packed(request.param)
-    export(directory, directory.with_name("model.gguf"), "gguf")
-    return request.param, directory, directory.with_name("model.gguf")
+def exported(request: Any, files: Callable[[str], tuple[Path, Path]]) -> tuple[str, Path, Path]:
+    return request.param, *files(request.param)
 
 
 def test_every_tensor_has_llama_cpps_name_and_its_values(exported: tuple[str, Path, Path]) -> None:
@@ -205,12 +217,10 @@ def test_llama_cpp_agrees_about_latents(settings: dict[str, Any], packed: Make) 
     assert_llama_cpp_agrees(directory, directory.with_name("model.gguf"))
 
 
-def test_pieces_of_sentences(exported: tuple[str, Path, Path], tmp_path: Path) -> None:
+def test_pieces_of_sentences(files: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     """A tokenizer as Mixtral's: spaces are characters, bytes fall back, a space comes before the text."""
-    if exported[0] != "mixtral":
-        pytest.skip("one architecture is enough")
     directory = tmp_path / "packed"
-    shutil.copytree(exported[1], directory)
+    shutil.copytree(files("mixtral")[0], directory)
     write_pieces(directory)
     export(directory, tmp_path / "model.gguf", "gguf")
     fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
@@ -221,11 +231,9 @@ def test_pieces_of_sentences(exported: tuple[str, Path, Path], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-coder"])
-def test_rules_of_several_expressions(name: str, exported: tuple[str, Path, Path], tmp_path: Path) -> None:
-    if exported[0] != "deepseek_v2":
-        pytest.skip("one architecture is enough")
+def test_rules_of_several_expressions(name: str, files: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     directory = tmp_path / "packed"
-    shutil.copytree(exported[1], directory)
+    shutil.copytree(files("deepseek_v2")[0], directory)
     content = json.loads((directory / "tokenizer.json").read_text())
     (*expressions, _), *_ = [parts for parts, known in splits._NAMES.items() if known == name]
     isolated = {"type": "Split", "behavior": "Isolated", "invert": False}

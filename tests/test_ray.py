@@ -1,12 +1,14 @@
-"""Compression on a Ray cluster of this machine's processes: the same bytes, nodes that die or do not fit, Ctrl-C."""
+"""Compression on a Ray cluster of this machine: the same bytes, nodes that die or do not fit, tokens, Ctrl-C."""
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,36 @@ import pytest
 import moepack
 import packed_support as support
 from moepack.errors import ClusterError
+from moepack.methods import FineQuant
+from moepack.pipeline.distributed import access
 from moepack.pipeline.distributed import cluster as connection
 from moepack.progress import Silent
-from ray_support import Slow
+from ray_support import Slow, killing_look
 from test_distributed import methods
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'moepack[ray]'")
 
 HERE = Path(__file__).parent
+PYTHON_PATH = f"{Path(moepack.__file__).parents[1]}{os.pathsep}{HERE}"
+SPEED = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+WAIT = 100.0
+"""Seconds that a test waits for what takes a few, on a machine that is busy."""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that comes true in seconds, or later on a slow machine."""
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.fixture
@@ -30,9 +54,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster whose first node, the driver's, runs no tasks."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("PYTHONPATH", f"{Path(moepack.__file__).parents[1]}{os.pathsep}{HERE}")
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in {"PYTHONPATH": PYTHON_PATH, **SPEED}.items():
+        monkeypatch.setenv(name, value)
     # A node that is killed is given up after three seconds.
     settings = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": settings})
@@ -90,43 +113,126 @@ def test_nodes_that_do_not_fit_are_refused(
     monkeypatch.setattr(connection, "LOOK", 0.5)
     monkeypatch.setattr(connection, "PATIENCE", 1.0)
     with pytest.raises(ClusterError, match=r"no node is left that can run a task|lost a task"):
-        compress(progress=Killing(nodes, only, 4))
+        compress(progress=Killing(nodes, only, 3))  # of six tensors, of which two are under way by then
     assert (tmp_path / "out.partial" / "journal.jsonl").exists()
     moepack.compress(mixtral, out, method=Slow(4))
     moepack.verify(out)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:nine"])
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:nine", "127.0.0.1:99999", "nowhere"])
 def test_no_cluster_at_an_address(mixtral: Path, tmp_path: Path, address: str) -> None:
     with pytest.raises(ClusterError, match=rf"{re.escape(address)}: cannot connect to a Ray cluster"):
         moepack.compress(mixtral, tmp_path / "out", method="ternary", ray=address)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_look_is_repeated_and_a_node_that_dies_is_left_out(
+    tmp_path: Path, nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection.probe, "look", killing_look)
+    monkeypatch.setattr(connection, "LOOK", 0.5)
+    nodes.add_node(num_cpus=1, env_vars={"KILL_NODE": "1"})
+    cluster = connection.Cluster(nodes.address, 1)
+    try:
+        with pytest.raises(ClusterError, match="no node is left that can run a task"):
+            cluster.check({})
+        nodes.add_node(num_cpus=1, env_vars={"KILL_NODE": "1"})
+        nodes.add_node(num_cpus=1, env_vars={"KILL_PROCESS": str(tmp_path / "killed")})
+        cluster.check({})
+        assert (tmp_path / "killed").exists() and cluster.slots == 1
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a cluster of one node that `ray start` began where a token exists."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (access.AUTH_MODE, access.TOKEN_VALUE, access.TOKEN_PATH):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    command += ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--include-dashboard=false"]
+    environment = {**os.environ, **SPEED, "PYTHONPATH": PYTHON_PATH}
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # paths of sockets are 107 bytes long at most
+        command.append(f"--temp-dir={folder}")
+        log = tmp_path / "log"
+        with log.open("w") as out:
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        try:
+            wait_until(lambda: process.poll() is not None or "Ray runtime started" in log.read_text())
+            assert process.poll() is None, log.read_text()
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(WAIT)
+
+
+def test_a_cluster_with_a_token(mixtral: Path, tmp_path: Path, guarded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal() -> str:
+        with pytest.raises(ClusterError) as caught:
+            access.reach(guarded)
+        return str(caught.value)
+
+    moepack.compress(mixtral, tmp_path / "shared", method="ternary", ray=guarded, threads=1)
+    assert access.AUTH_MODE not in os.environ
+    moepack.compress(mixtral, tmp_path / "alone", method="ternary", threads=1)
+    assert support.contents(tmp_path / "shared") == support.contents(tmp_path / "alone")
+    with monkeypatch.context() as change:
+        change.setenv(access.TOKEN_PATH, str(tmp_path / "none"))
+        assert f"there is none here ({tmp_path / 'none'}: No such file" in refusal()
+        change.setenv(access.TOKEN_VALUE, "wrong")
+        assert "does not accept the token in RAY_AUTH_TOKEN:" in refusal()
+    monkeypatch.setenv(access.AUTH_MODE, "disabled")
+    assert "it asks for a token, and RAY_AUTH_MODE is 'disabled' here" in refusal()
+    monkeypatch.setenv(access.AUTH_MODE, "token")
+    # What Ray sees is changed where its attempt runs.
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.0.9'")
+    assert re.search(r"Version mismatch: .*2\.0\.9", refusal())
+    monkeypatch.setitem(access.TIMEOUTS, "RAY_gcs_server_request_timeout_seconds", "1")
+    (tmp_path / "sitecustomize.py").write_text("import ray._private.services as s\ns.find_node_ids = list")
+    assert f"this machine is not a node of it: run `ray start --address={guarded}` here" in refusal()
+
+
+def test_a_server_that_is_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in access.TIMEOUTS:
+        monkeypatch.setitem(access.TIMEOUTS, name, "1")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(ClusterError, match="does not answer as a Ray cluster does"),
+    ):
+        access.reach(f"127.0.0.1:{server.getsockname()[1]}")
+
+
 def test_an_interrupted_job_goes_on(mixtral: Path, tmp_path: Path) -> None:
+    (pids := tmp_path / "pids").mkdir()
     script = f"""
 import moepack, sys
 from pathlib import Path
-from ray_support import Slow
-method = Slow(4)
-method.marks = Path({str(tmp_path)!r})
+from ray_support import Stuck
+method = Stuck(4)
+method.pids = Path({str(pids)!r})
 try:
     moepack.compress({str(mixtral)!r}, {str(tmp_path / "out")!r}, method=method, ray="local", threads=1)
 except KeyboardInterrupt:
     sys.exit(130)
 """
-    path = f"{Path(moepack.__file__).parents[1]}{os.pathsep}{HERE}"
-    environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
-    with subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True) as process:
-        journal, deadline = tmp_path / "out.partial" / "journal.jsonl", time.monotonic() + 100
-        while not journal.exists() or journal.read_text().count('"shard"') < 1:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+    environment = {**os.environ, **SPEED, "PYTHONPATH": PYTHON_PATH, "HOME": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True)
+    try:
+        wait_until(lambda: process.poll() is not None or any(tmp_path.glob("out.partial/model-*.safetensors")))
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(30) == 130
-    begun = len([*tmp_path.glob("model.layers.*")])
-    time.sleep(3 * 0.3)
-    assert len([*tmp_path.glob("model.layers.*")]) == begun, "tasks go on"
-    report = moepack.compress(mixtral, tmp_path / "out", method=Slow(4))
+        assert process.wait(WAIT) == 130
+        begun = [int(each.name) for each in pids.iterdir()]
+        assert begun
+        wait_until(lambda: not any(map(runs, begun)))
+    finally:
+        if process.poll() is None:
+            process.kill()
+    report = moepack.compress(mixtral, tmp_path / "out", method=FineQuant(4))
     assert 0 < report.resumed_weights < report.expert_weights
     moepack.verify(tmp_path / "out")

@@ -1,6 +1,7 @@
 """`moepack eval --tasks`: lm-eval on a packed model, with a task of one's own, offline."""
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -57,13 +58,18 @@ def accuracy(directory):
     return sum(right) / len(right)
 
 
-def test_a_task_of_one_s_own_on_a_packed_model(packed, tasks, monkeypatch):
+def test_a_task_of_one_s_own_on_a_packed_model(packed, tasks, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\necho fatal: not a git repository >&2\nexit 128\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     result = run(packed, "--tasks", "moepack_own", "--task-path", tasks, "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout.splitlines()[-1])
     assert printed["model"] == str(packed)
     assert printed["results"]["moepack_own"]["acc"] == pytest.approx(accuracy(packed))
+    assert "not a git repository" not in result.stderr + capfd.readouterr().err
 
 
 def test_unknown_tasks_and_both_ways_are_wrong_usage(packed, tasks, monkeypatch):

@@ -39,18 +39,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_packed(tiny_model("mixtral").bfloat16(), tmp_path_factory.mktemp("vllm") / "packed", method)
 
 
-def loaded(directory: Path, activation: str = "silu", block: str = BLOCK, **settings: Any) -> Any:
+def loaded(directory: Path, activation: str = "silu", block: str = BLOCK) -> Any:
     """The stand-in's model of a directory, by the way that vLLM takes."""
-    config = transformers.AutoConfig.from_pretrained(directory)
-    kind: Any = vllm_stub.quantizations["moepack"]
-    quantization = kind.from_config(json.loads((directory / "config.json").read_text())["quantization_config"])
-    quantization.maybe_update_config(str(directory), hf_config=config, revision=None)
-    vllm_stub.current[:] = [vllm_stub.settings(**settings)]
-    model = vllm_stub.Model(config, quantization, block, activation)
-    loader: Any = vllm_stub.loaders["moepack"](vllm_stub.current[0].load_config)
-    model_config = SimpleNamespace(model=str(directory), revision=None)
-    loader.download_model(model_config)
-    loader.load_weights(model, model_config)
+    settings = vllm_stub.VllmConfig(directory)
+    model = vllm_stub.Model(settings.model_config.hf_config, settings.quant_config, block, activation)
+    loader: Any = vllm_stub.loaders["moepack"](settings.load_config)
+    loader.download_model(settings.model_config)
+    loader.load_weights(model, settings.model_config)
     return model
 
 
@@ -88,10 +83,7 @@ def test_everything_else_comes_decoded_by_the_hubs_names(directory: Path, tmp_pa
 
 
 def test_a_joined_layer_that_is_packed_in_part_is_decoded(directory: Path) -> None:
-    kind: Any = vllm_stub.quantizations["moepack"]
-    quantization = kind()
-    quantization.maybe_update_config(str(directory))
-    vllm_stub.current[:] = [vllm_stub.settings()]
+    quantization = vllm_stub.VllmConfig(directory).quant_config
     quantization.packed_modules_mapping = vllm_stub.Model.packed_modules_mapping
     del quantization.modules["model.layers.0.self_attn.k_proj"]
     layer = vllm_stub.LinearBase(32, [32, 16, 16], quantization, "model.layers.0.self_attn.qkv_proj")
@@ -102,18 +94,57 @@ def test_a_joined_layer_that_is_packed_in_part_is_decoded(directory: Path) -> No
         vllm_stub.LinearBase(32, [31], quantization, "model.layers.0.self_attn.o_proj")
 
 
+GRAPHS = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[1, 64, 512])
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "leave --tensor-parallel-size at 1"),
-        ({"pipeline_parallel_size": 2}, "leave --pipeline-parallel-size at 1"),
-        ({"enable_expert_parallel": True}, "leave out --enable-expert-parallel"),
+        ({"parallel": {"tensor_parallel_size": 2}}, "leave --tensor-parallel-size at 1"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "leave --pipeline-parallel-size at 1"),
+        ({"parallel": {"data_parallel_size": 2}}, "leave --data-parallel-size at 1"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "leave --prefill-context-parallel-size at 1"),
+        ({"parallel": {"enable_expert_parallel": True}}, "leave out --enable-expert-parallel"),
+        ({"parallel": {"enable_eplb": True}}, "leave out --enable-eplb"),
         ({"load_format": "auto"}, "start it with --load-format moepack"),
+        ({"load_format": "dummy"}, "start it with --load-format moepack"),
+        ({"lora_config": SimpleNamespace(max_lora_rank=8)}, "leave out --enable-lora"),
+        ({"offload_config": SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=4.0))}, "leave out --cpu-offload-gb"),
+        ({"cache_config": SimpleNamespace(cpu_offload_gb=4.0)}, "leave out --cpu-offload-gb"),
+        ({"compilation_config": GRAPHS}, "would record 512: start it with --enforce-eager or --max-cudagraph-capture"),
     ],
 )
 def test_what_packed_tensors_cannot_do_is_refused(directory: Path, settings: dict[str, Any], reason: str) -> None:
+    """By the process that was asked, before it builds a layer."""
     with pytest.raises(LoadError, match=reason):
-        loaded(directory, **settings)
+        vllm_stub.VllmConfig(directory, **settings)
+
+
+def test_only_packed_directories_are_held_to_it(directory: Path, mixtral: Path) -> None:
+    split = {"tensor_parallel_size": 2}
+    vllm_stub.VllmConfig(mixtral, "auto", parallel=split, lora_config=SimpleNamespace(), compilation_config=GRAPHS)
+    with pytest.raises(LoadError, match="is not a packed directory: leave out --load-format moepack"):
+        vllm_stub.VllmConfig(mixtral)
+    vllm_stub.VllmConfig(directory, offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)))
+
+
+def test_a_draft_model_is_checked_with_its_own_load_format(directory: Path, mixtral: Path) -> None:
+    auto, packed = (SimpleNamespace(load_format=name) for name in ("auto", "moepack"))
+
+    def draft(path: Path, load: Any) -> Any:
+        return SimpleNamespace(draft_model_config=vllm_stub.model(path), draft_load_config=load)
+
+    vllm_stub.VllmConfig(directory, speculative_config=draft(mixtral, auto))
+    vllm_stub.VllmConfig(mixtral, "auto", speculative_config=draft(directory, packed))
+    with pytest.raises(LoadError, match="set the draft_load_config"):
+        vllm_stub.VllmConfig(directory, speculative_config=draft(mixtral, None))
+    with pytest.raises(LoadError, match="start it with --load-format moepack"):
+        vllm_stub.VllmConfig(mixtral, "auto", speculative_config=draft(directory, None))
+    with pytest.raises(LoadError, match="leave --tensor-parallel-size at 1"):
+        speculative = draft(directory, packed)
+        vllm_stub.VllmConfig(mixtral, "auto", {"tensor_parallel_size": 2}, speculative_config=speculative)
+    own = draft(mixtral, auto)
+    vllm_stub.VllmConfig(directory, model_config=own.draft_model_config, speculative_config=own)
 
 
 def test_a_newer_directory_is_refused(directory: Path) -> None:

@@ -1,21 +1,22 @@
 """A stand-in for vLLM: the interfaces that moepack's plugin touches, as vLLM documents them, and a model made of them.
 
-Routing and attention are left out: a test calls the layers.
+Routing and attention are left out: a test calls the layers. `VllmConfig` is what vLLM builds before it starts workers.
 """
 
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 quantizations: dict[str, type] = {}
 loaders: dict[str, type] = {}
-current: list[Any] = []
 
 
 class QuantizeMethodBase(ABC):
@@ -138,11 +139,42 @@ def register_model_loader(name: str) -> Any:
     return lambda kind: loaders.setdefault(name, kind)
 
 
-def settings(load_format: str = "moepack", **parallel: int) -> Any:
-    """vLLM's settings, as far as they are looked at."""
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False} | parallel
-    load = SimpleNamespace(load_format=load_format)
-    return SimpleNamespace(parallel_config=SimpleNamespace(**sizes), load_config=load)
+class VllmConfig:
+    """vLLM's settings, as far as they are looked at; its `__post_init__` learns what is quantized.
+
+    Args:
+        directory: the model's; its `config.json` says how it is quantized.
+        load_format: of the model.
+        parallel: settings of the parallel configuration that are not 1 or off.
+        others: attributes beside the configurations of the model, its loading and parallel work.
+    """
+
+    quant_config: Any = None
+
+    def __init__(self, directory: Path, load_format: str = "moepack", parallel: Any = None, **others: Any) -> None:
+        self.model_config, self.load_config = model(directory), SimpleNamespace(load_format=load_format)
+        sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+        self.parallel_config = SimpleNamespace(**sizes | {"enable_expert_parallel": False} | (parallel or {}))
+        self.cache_config, self.lora_config, self.speculative_config = SimpleNamespace(), None, None
+        self.compilation_config = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE"))
+        vars(self).update(others)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        if self.model_config.quantization is not None:
+            kind: Any = quantizations[self.model_config.quantization]
+            self.quant_config = kind.from_config(self.model_config.hf_config.quantization_config)
+            self.quant_config.maybe_update_config(self.model_config.model, self.model_config.hf_config, revision=None)
+
+
+def model(directory: Path) -> Any:
+    """vLLM's configuration of a model."""
+    config = AutoConfig.from_pretrained(directory)
+    quantization = getattr(config, "quantization_config", None)
+    quantization = quantization if isinstance(quantization, dict | None) else quantization.to_dict()
+    config.quantization_config = quantization
+    method = None if quantization is None else quantization["quant_method"]
+    return SimpleNamespace(model=str(directory), revision=None, hf_config=config, quantization=method)
 
 
 @contextmanager
@@ -150,7 +182,7 @@ def installed() -> Iterator[None]:
     """Let `import vllm` find this."""
     layers = "vllm.model_executor.layers"
     content: dict[str, list[Any]] = {
-        "vllm.config": [],
+        "vllm.config": [VllmConfig],
         f"{layers}.fused_moe": [RoutedExperts, FusedMoEMethodBase],
         f"{layers}.linear": [LinearBase, LinearMethodBase, UnquantizedLinearMethod],
         f"{layers}.quantization": [register_quantization_config],
@@ -162,10 +194,11 @@ def installed() -> Iterator[None]:
     modules = {name: ModuleType(name) for name in names}
     for name, members in content.items():
         vars(modules[name]).update({member.__name__: member for member in members})
-    vars(modules["vllm.config"])["get_current_vllm_config"] = lambda: current[-1]
     sys.modules.update(modules)
+    unchecked = VllmConfig.__post_init__
     try:
         yield
     finally:
+        VllmConfig.__post_init__ = unchecked  # type: ignore[method-assign]
         for name in [name for name in sys.modules if name in modules or name.startswith("moepack.vllm")]:
             del sys.modules[name]

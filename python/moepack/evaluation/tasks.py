@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from os import PathLike, fspath
 from typing import Any
+from unittest.mock import patch
 
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
@@ -43,7 +44,7 @@ def evaluate_tasks(
         ValueError: there is no such task.
     """
     try:
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -60,7 +61,10 @@ def evaluate_tasks(
     harness = HFLM(pretrained=model, tokenizer=open_tokenizer(directory), batch_size=batch)
     settings = {"num_fewshot": shots, "limit": limit, "task_manager": manager, "log_samples": False}
     try:
-        found = simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
+        # The commit of the working directory goes into a field that is not used; outside of a repository, asking for it
+        # makes git write an error to the terminal.
+        with patch.object(evaluator, "get_git_commit_hash", lambda: None, create=True):
+            found = evaluator.simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
     except (OSError, ConnectionError) as error:
         reason = " ".join(str(error).split())
         raise LoadError(f"the data of the tasks cannot be had: {reason}", file=directory) from error

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from moepack.checkpoint.resolve import resolve_model
-from moepack.errors import LoadError
 from moepack.export.names import experts_of
 from moepack.format.directory import PackedDirectory
 from moepack.integrations.transformers import LINEAR, METHOD, MoepackConfig
@@ -88,12 +86,7 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return how vLLM computes a layer; None for what is none of moepack's business.
-
-        Raises:
-            LoadError: vLLM is to split the model, or would read the files by itself.
-        """
-        _require_settings(get_current_vllm_config())
+        """Return how vLLM computes a layer; None for what moepack leaves to vLLM."""
         if isinstance(layer, LinearBase):
             parts = self._parts(prefix)
             return PackedLinearMethod(parts) if parts else UnquantizedLinearMethod()
@@ -122,20 +115,3 @@ def _is_swiglu(layer: Any) -> bool:
     activation = getattr(layer.activation, "value", layer.activation)
     clamped = getattr(layer, "swiglu_limit", None) is not None
     return activation == "silu" and not clamped and not layer.apply_router_weight_on_input
-
-
-def _require_settings(settings: Any) -> None:
-    """Refuse what vLLM was asked to do with the model and packed bytes cannot do.
-
-    Raises:
-        LoadError: says which option.
-    """
-    parallel = settings.parallel_config
-    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(parallel, option) > 1:
-            option = f"--{option.replace('_', '-')}"
-            raise LoadError(f"packed tensors hold whole layers and cannot be split by vLLM: leave {option} at 1")
-    if getattr(parallel, "enable_expert_parallel", False):
-        raise LoadError("packed tensors hold all experts of a layer: leave out --enable-expert-parallel")
-    if settings.load_config.load_format != METHOD:
-        raise LoadError(f"vLLM's own loader cannot read packed tensors: start it with --load-format {METHOD}")

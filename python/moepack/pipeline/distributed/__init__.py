@@ -5,7 +5,8 @@ it alone writes shards, journal and manifest, so a directory is the same bytes, 
 A task reads its weights itself. Through the object store pass packed tensors; for methods that run the model, once a
 layer, what its experts read, and for each group of experts codes and outputs.
 
-`probe` looks at the machines, `cluster` holds the connection, `tasks` are what runs there, `executor` hands out.
+`access` finds out whether a cluster accepts this machine, by a script (`attempt`); `probe` looks at the machines,
+`cluster` holds the connection, `tasks` are what runs there, `executor` hands out.
 """
 
 from moepack.pipeline.distributed.executor import RayExecutor, refuse

@@ -1,18 +1,18 @@
 """The connection to a Ray cluster: its nodes, looked at before any work, tasks on them, and what came of these.
 
 Ray repeats tasks whose node died, and makes lost results again; a task has no effect but its result. The connection
-that a program has open already is used, and left open.
+that a program has open already is used, and left open; one that is opened here leaves the environment as it was.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from moepack import __version__
 from moepack.errors import ClusterError, MoepackError, MoepackWarning
 from moepack.pipeline.distributed import probe
+from moepack.pipeline.distributed.access import AUTH_MODE, reach
 
 __all__ = ["Cluster"]
 
@@ -27,11 +28,11 @@ LOCAL = "local"
 RETRIES = 4
 """How often a task is repeated whose node or process died."""
 
-KNOCK = 10.0
-"""Seconds that a cluster has to answer its address."""
-
 LOOK, PATIENCE = 5.0, 60.0
 """Seconds between looks at the nodes while a result is waited for; for how long none may be able to run a task."""
+
+ANSWER = 300.0
+"""Seconds that the processes of a node have to start and to import moepack, from a slow network drive too."""
 
 
 class Cluster:
@@ -63,16 +64,26 @@ class Cluster:
 
     def _connect(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._auth_mode = os.environ.get(AUTH_MODE)
         options: dict[str, Any] = {"address": self.address, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.address == LOCAL:
             options |= {"num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
+        elif needed := reach(self.address):
+            os.environ.update(needed)
+            _reread_settings()
         try:
-            _knock(self.address)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 self.ray.init(**options)
-        except (OSError, RuntimeError, ValueError, self.ray.exceptions.RayError) as error:
+        except Exception as error:
+            self._restore_auth_mode()
             raise ClusterError(f"cannot connect to a Ray cluster: {error}", file=self.address) from error
+
+    def _restore_auth_mode(self) -> None:
+        """Undo what was set for the connection, by this class or by Ray, which sets it for clusters of its own."""
+        if self._auth_mode is None and AUTH_MODE in os.environ:
+            del os.environ[AUTH_MODE]
+            _reread_settings()
 
     @property
     def slots(self) -> int:
@@ -96,12 +107,19 @@ class Cluster:
 
         cloudpickle.register_pickle_by_value(probe)
         try:
-            look = self.ray.remote(num_cpus=0, max_retries=0)(probe.look)
-            nodes = [node["NodeID"] for node in self._nodes() if node["Resources"].get("CPU")]
-            found = [look.options(scheduling_strategy=On(node, soft=False)).remote(stamps) for node in nodes]
-            findings = [self.result(self._noted(each)) for each in found]
+            look = self.ray.remote(num_cpus=0, max_retries=RETRIES)(probe.look)
+            nodes = [node for node in self._nodes() if node["Resources"].get("CPU")]
+            found = [
+                self._noted(look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote(stamps))
+                for node in nodes
+            ]
+            until = time.monotonic() + ANSWER
+            looked = [self._looked(node, task, until) for node, task in zip(nodes, found, strict=True)]
         finally:
             cloudpickle.unregister_pickle_by_value(probe)
+        findings = [each for each in looked if each is not None]
+        if not findings:
+            raise ClusterError("no node is left that can run a task", file=self.address)
         for each in findings:
             _refuse(each)
         own = torch.backends.cpu.get_cpu_capability()
@@ -109,9 +127,36 @@ class Cluster:
             message = f"{', '.join(others)}: other processors than here, so rounding, and the bytes with it, may differ"
             warnings.warn(message, MoepackWarning, stacklevel=2)
 
+    def _looked(self, node: Mapping[str, Any], task: Any, until: float) -> probe.Findings | None:
+        """What the look at a node found; None if the node died meanwhile: its tasks run on others."""
+        host, name = node["NodeManagerHostname"], node["NodeID"]
+        try:
+            while not self.ray.wait([task], timeout=LOOK)[0]:
+                if name not in self._alive():
+                    return None
+                if time.monotonic() > until:
+                    message = f"node {host} has not answered in {ANSWER:.0f} seconds: no process starts there"
+                    raise ClusterError(message, file=self.address)
+            findings: probe.Findings = self.ray.get(task)
+            return findings
+        except self.ray.exceptions.RayError as error:
+            if name not in self._alive():
+                return None
+            raise ClusterError(f"node {host} cannot run a task: {error}", file=self.address) from error
+        finally:
+            self._running.discard(task)
+
+    def _alive(self) -> set[str]:
+        return {node["NodeID"] for node in self._nodes()}
+
     def share(self, value: Any) -> Any:
-        """Put a value where tasks find it."""
-        return self.ray.put(value)
+        """Put a value where tasks find it.
+
+        Raises:
+            ClusterError: the object store has no room for it.
+        """
+        with self._errors("cannot share a value"):
+            return self.ray.put(value)
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Begin a task; gives what `result` takes."""
@@ -126,7 +171,7 @@ class Cluster:
             MoepackError: what the task raised.
         """
         able = time.monotonic()
-        with self._errors():
+        with self._errors("lost a task"):
             while not self.ray.wait([task], timeout=LOOK)[0]:
                 able = time.monotonic() if self.slots else able
                 if time.monotonic() - able > PATIENCE:
@@ -139,7 +184,7 @@ class Cluster:
         return task
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self, what: str) -> Iterator[None]:
         from ray import exceptions
 
         try:
@@ -149,7 +194,7 @@ class Cluster:
                 raise error.cause from error
             raise
         except exceptions.RayError as error:
-            raise ClusterError(f"lost a task: {error}", file=self.address) from error
+            raise ClusterError(f"{what}: {error}", file=self.address) from error
 
     def close(self) -> None:
         """Cancel what runs, and disconnect; a cluster of this process's own ends."""
@@ -159,19 +204,13 @@ class Cluster:
         self._running.clear()
         if self._own:
             self.ray.shutdown()
+            self._restore_auth_mode()
 
 
-def _knock(address: str) -> None:
-    """See that somebody listens at an address HOST:PORT: Ray would try again for minutes.
-
-    Raises:
-        OSError: nobody does.
-        ValueError: the port is no number.
-    """
-    host, colon, port = address.rpartition(":")
-    if colon and "/" not in host:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK):
-            pass
+def _reread_settings() -> None:
+    """Let Ray read its environment again, which it does by itself only when it is imported."""
+    with suppress(ImportError, AttributeError):  # a private interface, which versions without tokens may lack
+        import_module("ray._raylet").Config.initialize("")
 
 
 def _refuse(found: probe.Findings) -> None:

@@ -1,0 +1,111 @@
+"""What vLLM may be asked to do with packed tensors, checked where it puts its settings together.
+
+That is the process that was asked for a model, before any worker starts: an error in a worker reaches the user as
+"Engine core initialization failed". vLLM offers plugins no hook that sees all settings, so `guard` extends
+`VllmConfig.__post_init__`, through which every way to start an engine passes.
+"""
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+from moepack.errors import LoadError
+from moepack.integrations.transformers import METHOD
+
+__all__ = ["GRAPH_TOKENS", "guard"]
+
+GRAPH_TOKENS = 64
+"""The most tokens of a packed product that a CUDA graph can hold."""
+
+SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)
+"""Settings of vLLM's parallel configuration that split layers or their experts where they are above 1."""
+
+SWITCHES = ("enable_expert_parallel", "enable_eplb")
+"""Settings of the same that move experts between processes."""
+
+
+def guard(kind: Any) -> None:
+    """Let vLLM's configuration class `kind` refuse settings that packed tensors cannot take.
+
+    Its constructor then raises `LoadError`, which names the option.
+    """
+    theirs = kind.__post_init__
+
+    @wraps(theirs)
+    def checked(self: Any, *arguments: Any, **others: Any) -> None:
+        packed = _require_formats(self)
+        if packed:
+            _require_settings(self)
+        theirs(self, *arguments, **others)
+        if packed:
+            _require_graphs(self.compilation_config)
+
+    kind.__post_init__ = checked
+
+
+def _models(settings: Any) -> Iterator[tuple[Any, Any]]:
+    """The configurations of the draft model, if there is one, and of the model, each with that of its loading.
+
+    In the configuration that vLLM derives for a draft, the draft is the model, and keeps its own loading.
+    """
+    speculative = getattr(settings, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None:
+        yield draft, getattr(speculative, "draft_load_config", None) or settings.load_config
+    if settings.model_config is not None and settings.model_config is not draft:
+        yield settings.model_config, settings.load_config
+
+
+def _require_formats(settings: Any) -> bool:
+    """Refuse load formats that do not fit the model; return whether any model is packed."""
+    found = False
+    for model, load in _models(settings):
+        packed, asked = model.quantization == METHOD, load.load_format == METHOD
+        if packed and not asked:
+            raise LoadError(
+                f"vLLM's own loader cannot read packed tensors: start it with --load-format {METHOD}", file=model.model
+            )
+        if asked and not packed:
+            raise LoadError(
+                f"it is not a packed directory: leave out --load-format {METHOD}, or set the draft_load_config of a "
+                "draft model",
+                file=model.model,
+            )
+        found |= packed
+    return found
+
+
+def _require_settings(settings: Any) -> None:
+    parallel = settings.parallel_config
+    for name in SIZES:
+        if getattr(parallel, name, 1) > 1:
+            raise LoadError(f"packed tensors hold whole layers and cannot be split by vLLM: leave {_option(name)} at 1")
+    for name in SWITCHES:
+        if getattr(parallel, name, False):
+            raise LoadError(f"packed tensors hold all experts of a layer: leave out {_option(name)}")
+    if getattr(settings, "lora_config", None) is not None:
+        raise LoadError("vLLM's adapters cannot stand beside packed tensors: leave out --enable-lora")
+    offload = getattr(getattr(settings, "offload_config", None), "uva", None)
+    if getattr(offload, "cpu_offload_gb", 0) or getattr(settings.cache_config, "cpu_offload_gb", 0):
+        raise LoadError("vLLM cannot move packed tensors to the CPU: leave out --cpu-offload-gb")
+
+
+def _require_graphs(compilation: Any) -> None:
+    """Refuse CUDA graphs of more tokens than packed products can be recorded for."""
+    mode = getattr(compilation, "cudagraph_mode", None)
+    sizes = getattr(compilation, "cudagraph_capture_sizes", None) or [0]
+    if getattr(mode, "name", "NONE") != "NONE" and max(sizes) > GRAPH_TOKENS:
+        raise LoadError(
+            f"packed products can be recorded for up to {GRAPH_TOKENS} tokens, and vLLM would record {max(sizes)}: "
+            f"start it with --enforce-eager or --max-cudagraph-capture-size {GRAPH_TOKENS}"
+        )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
