@@ -20,10 +20,12 @@ from moepack.errors import (
     LoadError,
     MoepackError,
     MoepackWarning,
+    NonFiniteError,
     OutputExistsError,
     ReferenceMismatchError,
     ResumeError,
     SerializationError,
+    TokenError,
     UnsupportedModelError,
 )
 from moepack.integrations import register
@@ -60,6 +62,7 @@ __all__ = [
     "LoadError",
     "MoepackError",
     "MoepackWarning",
+    "NonFiniteError",
     "OutputExistsError",
     "PackedDirectory",
     "Reference",
@@ -67,6 +70,7 @@ __all__ = [
     "ResumeError",
     "SerializationError",
     "TernaryTensor",
+    "TokenError",
     "UnsupportedModelError",
     "VerifyReport",
     "__version__",

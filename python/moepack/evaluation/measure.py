@@ -15,6 +15,7 @@ from moepack.evaluation.models import Progress, Source, is_loaded, open_source, 
 from moepack.evaluation.reference import Reference, record_reference
 from moepack.evaluation.windows import batches, read_windows
 from moepack.memory import PeakMemory
+from moepack.runtime.vocabulary import require_known, vocabulary_of
 from moepack.units import byte_count
 
 __all__ = ["EvaluationReport", "evaluate"]
@@ -85,6 +86,7 @@ def evaluate(
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
+        TokenError: a model's embedding has no row for a token of the text.
         ReferenceMismatchError: the recorded reference is of another text, tokenizer or kind of model.
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
     """
@@ -96,6 +98,7 @@ def evaluate(
     known = None if reference is None else _reference(reference, text, chars, save_reference, options)
     loaded = open_source(model, dtype, **loading, **({} if is_loaded(model) else {"mode": mode}))
     windows = read_windows(Path(text), chars, tokenizer)
+    require_known(torch.from_numpy(windows.ids), vocabulary_of(loaded), tokenizer, text)
     if known is not None:
         known.check(windows, loaded.config.is_encoder_decoder)
     totals, peak = _Totals(known), PeakMemory()

@@ -35,6 +35,7 @@ from moepack.format.header import DTYPES
 from moepack.format.shard import DTYPE_NAMES
 from moepack.integrations.loading import is_packed
 from moepack.memory import PeakMemory, available_bytes
+from moepack.runtime.vocabulary import naming
 
 __all__ = ["Reference", "record_reference"]
 
@@ -165,6 +166,7 @@ def record_reference(
 
     Raises:
         LoadError, CheckpointError, UnsupportedModelError: the model or tokenizer cannot be loaded, or run in parts.
+        TokenError: the model's embedding has no row for a token of the text.
         ValueError: the text is shorter than one window.
         DiskError: the file cannot be written.
     """
@@ -177,7 +179,7 @@ def record_reference(
         if progress is not None:
             progress(done, total, float("nan"))
 
-    with ExitStack() as left:
+    with ExitStack() as left, naming(tokenizer, text):
         scratch = TemporaryDirectory(prefix="moepack-reference-")
         left.callback(scratch.cleanup)
         target = Path(scratch.name) / "reference.safetensors" if file is None else Path(file)

@@ -10,6 +10,7 @@ from typing import Any
 
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.vocabulary import naming
 
 __all__ = ["evaluate_tasks"]
 
@@ -40,6 +41,7 @@ def evaluate_tasks(
 
     Raises:
         LoadError: lm-eval is not installed, a model cannot be loaded, or a task's data cannot be had.
+        TokenError: the model's embedding has no row for a token of a question.
         ValueError: there is no such task.
     """
     try:
@@ -57,10 +59,12 @@ def evaluate_tasks(
     if missing := [name for name in tasks if not manager.match_tasks([name])]:
         raise ValueError(f"there is no task '{missing[0]}'" + ("" if own is None else f", in {own} neither"))
     model = open_model(directory, **options)
-    harness = HFLM(pretrained=model, tokenizer=open_tokenizer(directory), batch_size=batch)
+    tokenizer = open_tokenizer(directory)
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     settings = {"num_fewshot": shots, "limit": limit, "task_manager": manager, "log_samples": False}
     try:
-        found = simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
+        with naming(tokenizer):
+            found = simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
     except (OSError, ConnectionError) as error:
         reason = " ".join(str(error).split())
         raise LoadError(f"the data of the tasks cannot be had: {reason}", file=directory) from error

@@ -24,6 +24,7 @@ from moepack.runtime.resident import ResidentStore
 from moepack.runtime.streaming import foresee, stream
 from moepack.runtime.threads import set_threads
 from moepack.runtime.tiers import MISSES, Gpu, Misses, keep_on
+from moepack.runtime.vocabulary import watch
 from moepack.units import byte_count
 
 __all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
@@ -149,6 +150,7 @@ def open_model(
         stream(model, memory)
     if approximate or (guess and memory is not None and gpu is None):
         foresee(model, Path(directory), approximate)
+    watch(model)
     return model.eval()
 
 

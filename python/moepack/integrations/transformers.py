@@ -47,6 +47,7 @@ from moepack.runtime.experts import (
 )
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.store import MappedStore
+from moepack.runtime.vocabulary import watch
 
 __all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
 
@@ -223,6 +224,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                     stores[device].put(module, projection, tensors[name], file=file, tensor=name)
         _cast_renamed(model, self._dtypes)
         install_decoder(model)
+        watch(model)
         model.save_pretrained = Saver(directory.path)
         del self._directory, self._modules, self._paths, self._tied, self._dtypes, self._model
         return model

@@ -16,6 +16,7 @@ from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.runtime.text import TextStream, end_tokens
+from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["GenerationReport", "Memory", "generate"]
 
@@ -105,6 +106,7 @@ def generate(
 
     Raises:
         ValueError: the prompt has no tokens, or is a chat and the tokenizer has no template.
+        TokenError: the model's embedding has no row for a token of the prompt.
         DeviceError: a GPU failed or disappeared meanwhile.
 
     Warns:
@@ -112,6 +114,7 @@ def generate(
     """
     sampling = sampling or Sampling()
     ids = prompt_ids(tokenizer, prompt)
+    require_known(ids, vocabulary_of(model), tokenizer)
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
     hidden = end_tokens(model, tokenizer) | ({tokenizer.pad_token_id, tokenizer.bos_token_id} - {None})
     streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from moepack.errors import TokenError
 from moepack.runtime.prompts import Prompt, prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.serving.engine import ClosedError, Engine, QueueFullError
@@ -78,9 +79,6 @@ class Answers:
     async def _ids(self, prompt: Any) -> list[int]:
         """The prompt's tokens."""
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            vocabulary = self.engine.model.config.get_text_config(decoder=True).vocab_size
-            if not all(0 <= token < vocabulary for token in prompt):
-                raise Refusal(400, f"tokens are between 0 and {vocabulary - 1}", "invalid_prompt")
             return prompt
         try:
             return await asyncio.to_thread(prompt_ids, self.engine.tokenizer, prompt or "")
@@ -108,6 +106,8 @@ class Answers:
 
         try:
             return pieces, self.engine.submit(ids, sampling, hand_over)
+        except TokenError as error:
+            raise Refusal(400, str(error), "invalid_prompt") from error
         except QueueFullError as error:
             raise Refusal(429, str(error), "queue_full", "rate_limit_error") from error
         except ClosedError as error:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from moepack.runtime.sampling import Sampler, Sampling
 from moepack.runtime.text import TextStream
-from moepack.serving.step import Part
+from moepack.serving.isolation import Part
 
 __all__ = ["Piece", "Sequence"]
 
@@ -97,6 +98,8 @@ class Sequence:
         return False
 
     def finish(self, how: Finish, text: str = "", error: str = "") -> bool:
-        """Hand out the end; True."""
-        self._on_piece(Piece(text + self._stream.end(), how, len(self.ids) - self.prompt, error))
+        """Hand out the end; True. A sequence that failed ends even if its last tokens cannot be decoded."""
+        with suppress(Exception) if how == "error" else nullcontext():
+            text += self._stream.end()
+        self._on_piece(Piece(text, how, len(self.ids) - self.prompt, error))
         return True

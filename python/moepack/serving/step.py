@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.runtime.cache import GrowingLayer
 from moepack.runtime.prefix import new_cache
+from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
 
 __all__ = ["Part", "Stepper"]
@@ -31,21 +32,6 @@ __all__ = ["Part", "Stepper"]
 NAME = "moepack_sequences"
 _LAYERS = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
 _KINDS = {"full_attention", "sliding_attention"}
-
-
-@dataclass
-class Part:
-    """What a sequence adds to a step.
-
-    Attributes:
-        ids: its next tokens.
-        position: of the first of them, which is the number of tokens in the cache.
-        cache: of the sequence.
-    """
-
-    ids: list[int]
-    position: int
-    cache: Any
 
 
 @dataclass
@@ -70,10 +56,11 @@ class Stepper:
 
     Args:
         model: in evaluation mode, on one device.
+        relieve: gives up memory that is not needed, where it has run out; whether there was some.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, relieve: Callable[[], bool] = lambda: False) -> None:
+        self.model, self._relieve = model, relieve
         self.together = _goes_together(model)
         self.pace = Pace()
         with torch.inference_mode():
@@ -81,17 +68,33 @@ class Stepper:
             self.together &= alike or not _is_core_s(model)
             self._alone = alike or not self.together
 
-    def forward(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Return the logits behind each part, `[parts, vocabulary]`; there is at least one, and their caches grow."""
-        if not self._alone:
-            return _together(self.model, parts)
+    def forward(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Read parts, whose caches grow.
+
+        Args:
+            parts: one at least.
+
+        Returns:
+            The logits behind each part, `[vocabulary]`, or the error that reading it ends with.
+
+        Raises:
+            Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`).
+        """
         count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
-        together = self.together and count > 1 and (not are_single or self.pace.is_together(count))
+        together = not self._alone or (self.together and count > 1 and (not are_single or self.pace.is_together(count)))
         start = time.perf_counter()
-        logits = _together(self.model, parts) if together else torch.cat([_alone(self.model, part) for part in parts])
-        if are_single:
+        outcomes: list[Outcome] = []
+        for group in [parts] if together else [[part] for part in parts]:
+            outcomes += isolated(self._together if together else self._each, group, self._relieve)
+        if are_single and not any(isinstance(outcome, Exception) for outcome in outcomes):
             self.pace.note(together, count, time.perf_counter() - start)
-        return logits
+        return outcomes
+
+    def _together(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
+        return _together(self.model, parts).unbind()
+
+    def _each(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
+        return [_alone(self.model, part)[0] for part in parts]
 
 
 def _goes_together(model: Any) -> bool:
