@@ -10,6 +10,7 @@ from typing import Any
 
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.finite import watching
 from moepack.runtime.vocabulary import naming
 
 __all__ = ["evaluate_tasks"]
@@ -41,6 +42,7 @@ def evaluate_tasks(
 
     Raises:
         LoadError: lm-eval is not installed, a model cannot be loaded, or a task's data cannot be had.
+        NonFiniteError: the model's logits are not finite; the message names the layer.
         TokenError: the model's embedding has no row for a token of a question.
         ValueError: there is no such task.
     """
@@ -63,7 +65,7 @@ def evaluate_tasks(
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     settings = {"num_fewshot": shots, "limit": limit, "task_manager": manager, "log_samples": False}
     try:
-        with naming(tokenizer):
+        with naming(tokenizer), watching(model):
             found = simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
     except (OSError, ConnectionError) as error:
         reason = " ".join(str(error).split())

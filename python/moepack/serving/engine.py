@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from moepack.errors import LoadError, MoepackError
+from moepack.errors import LoadError, MoepackError, NonFiniteError
 from moepack.runtime.backends.gpu import lost
+from moepack.runtime.finite import non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import positions
 from moepack.runtime.sampling import Sampling
@@ -244,11 +245,20 @@ class Engine:
         except Exception as error:
             self._fail(sequence, error)
 
+    def _located(self, sequence: Sequence, error: NonFiniteError) -> Exception:
+        """The error of a sequence whose logits are not finite, with the layer."""
+        try:
+            return non_finite(self.model, {"input_ids": torch.tensor([sequence.ids[: sequence.read]])})
+        except Exception:  # there is no memory to read it again
+            return error
+
     def _keep(self, prefix: Prefix) -> None:
         if prefix.is_useful:
             self._kept.append(prefix)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if isinstance(error, NonFiniteError):
+            error = self._located(sequence, error)
         foreseen = isinstance(error, MoepackError)
         if foreseen:
             print(f"error: {error}", file=sys.stderr)
