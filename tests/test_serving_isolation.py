@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from transformers import MixtralForCausalLM
+from transformers import DynamicCache, MixtralForCausalLM
 
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.cache import Mark
@@ -111,17 +111,17 @@ class Hungry:
         return [torch.tensor(part.cache.read[-1]) for part in parts]
 
 
-class Cache:
+def empty_cache():
     """A cache that keeps tokens."""
-
-    def __init__(self):
-        self.layers, self.read = [], []
+    cache = DynamicCache()
+    cache.read = []
+    return cache
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 100])
 def test_what_has_no_memory_is_halved(most):
     texts = [list(range(count)) for count in (1, 7, 2, 1, 4)]
-    parts = [Part(ids, 0, Cache()) for ids in texts]
+    parts = [Part(ids, 0, empty_cache()) for ids in texts]
     reader = Hungry(most)
     found = isolated(reader, parts)
     assert [int(row) for row in found] == [ids[-1] for ids in texts]
@@ -137,13 +137,13 @@ def test_memory_that_is_not_needed_is_given_up_first():
         reader.most = 8
         return given_up[-1]
 
-    parts = [Part([1, 2, 3], 0, Cache()), Part([4, 5, 6], 0, Cache())]
+    parts = [Part([1, 2, 3], 0, empty_cache()), Part([4, 5, 6], 0, empty_cache())]
     assert [int(row) for row in isolated(reader, parts, relieve)] == [3, 6]
     assert reader.sizes == [6, 6]
 
 
 def test_a_single_token_without_memory_fails():
-    (found,) = isolated(Hungry(0), [Part([1], 0, Cache())])
+    (found,) = isolated(Hungry(0), [Part([1], 0, empty_cache())])
     assert isinstance(found, torch.OutOfMemoryError) and found.__traceback__ is None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.carried import carried_of
 from moepack.runtime.finite import watching
 from moepack.runtime.vocabulary import naming
 
@@ -34,7 +35,7 @@ def evaluate_tasks(
         task_path: a folder with YAML files of tasks, beside lm-eval's own.
         shots: examples before each question; None leaves it to the task.
         limit: the most questions of a task; None asks all.
-        batch: questions at a time.
+        batch: questions at a time; one where rotary frequencies depend on the length of a sequence.
         options: for `open_model`: dtype, mode, threads and so on.
 
     Returns:
@@ -62,6 +63,8 @@ def evaluate_tasks(
         raise ValueError(f"there is no task '{missing[0]}'" + ("" if own is None else f", in {own} neither"))
     model = open_model(directory, **options)
     tokenizer = open_tokenizer(directory)
+    if carried_of(model).limit is not None:  # all questions of a batch would have the frequencies of the longest
+        batch = 1
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     settings = {"num_fewshot": shots, "limit": limit, "task_manager": manager, "log_samples": False}
     try:

@@ -19,6 +19,7 @@ from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError
 from moepack.format.header import read_header
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
+from moepack.runtime.carried import carried_of
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
 from moepack.runtime.streaming import foresee, stream
@@ -151,6 +152,7 @@ def open_model(
     if approximate or (guess and memory is not None and gpu is None):
         foresee(model, Path(directory), approximate)
     watch(model)
+    carried_of(model)
     return model.eval()
 
 

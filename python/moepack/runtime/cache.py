@@ -13,7 +13,7 @@ been cropped to fewer.
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from moepack.runtime.backends.cpu.views import FLOATS, first_sequence, state_arrays
 
@@ -226,7 +226,8 @@ class Mark:
     def __init__(self, cache: Any) -> None:
         self._cache, self._layers = cache, list(cache.layers)
         self._attributes = [dict(vars(layer)) for layer in self._layers]
-        self.is_exact = all(type(layer) in _TOKEN_LAYERS for layer in self._layers)
+        kinds = {type(layer) for layer in self._layers}
+        self.is_exact = type(cache) is DynamicCache and kinds <= {*_TOKEN_LAYERS}
 
     def restore(self) -> None:
         """Let the cache hold what it held, in the layers that it had."""

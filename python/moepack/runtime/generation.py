@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.runtime.backends.gpu import lost
+from moepack.runtime.carried import carried_of
 from moepack.runtime.finite import are_finite, non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
@@ -147,6 +148,7 @@ def generate(
     streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
     inputs = torch.tensor([ids], device=model.device)
     logits = _Logits()
+    carried_of(model)  # makes the model start anew with each sequence
     start = time.perf_counter()
     with (
         _device_failures(),
@@ -193,10 +195,12 @@ def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _St
     if memory is None:
         yield {}
         return
-    cache = new_cache(model) if memory.prefix is None else memory.prefix.continued(ids)
+    carried, prefix = carried_of(model), memory.prefix
+    cache = prefix.continued(ids) if prefix is not None and prefix.shared(ids) else new_cache(model)
     memory.prefix = None
+    carried.reset()
     yield {"past_key_values": cache}
-    prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache)
+    prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache, carried.limit)
     memory.prefix = prefix if prefix.is_useful else None
 
 

@@ -172,8 +172,7 @@ class Engine:
         self._active += admitted
         for sequence in admitted:
             with self._answered(sequence):
-                sequence.cache = self._cache(sequence)
-                sequence.read = sequence.cache.get_seq_length()
+                sequence.begin(self._cache(sequence))
         while self._kept and len(self._kept) + len(self._active) > self.slots:
             self._kept.popleft()
         return True
@@ -203,10 +202,13 @@ class Engine:
         """What the model reads next: a token of each sequence, and of prompts what fits into a chunk."""
         parts, room = [], CHUNK
         for sequence in self._active:
+            if self._stepper.begins_anew(sequence.read, len(sequence.ids)):
+                sequence.begin(new_cache(self.model))
             is_prompt = len(sequence.ids) - sequence.read > 1
             if is_prompt and room <= 0:
                 continue
-            part = sequence.part(room if is_prompt else 1)
+            is_whole = is_prompt and self._stepper.reads_whole(len(sequence.ids))
+            part = sequence.part(None if is_whole else room if is_prompt else 1)
             room -= len(part.ids) if is_prompt else 0
             parts.append((sequence, part))
         return parts
@@ -227,7 +229,7 @@ class Engine:
                     raise outcome
                 if sequence.take(part, outcome):
                     self._active.remove(sequence)
-                    self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache))
+                    self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache, self._stepper.limit))
 
     def _relieve(self) -> bool:
         """Give up what is kept for later prompts; whether there was something."""

@@ -30,11 +30,18 @@ class Part:
         ids: its next tokens.
         position: of the first of them, which is the number of tokens in the cache.
         cache: of the sequence.
+        is_whole: the model must read the tokens in one pass.
     """
 
     ids: list[int]
     position: int
     cache: Any
+    is_whole: bool = False
+
+    @property
+    def end(self) -> int:
+        """The number of tokens in the cache once it is read."""
+        return self.position + len(self.ids)
 
 
 Read = Callable[[Sequence[Part]], Sequence[torch.Tensor]]
@@ -73,7 +80,7 @@ def isolated(read: Read, parts: Sequence[Part], relieve: Callable[[], bool] = la
     if len(parts) > 1:
         middle = len(parts) // 2
         return isolated(read, parts[:middle], relieve) + isolated(read, parts[middle:], relieve)
-    if is_memory(failure) and len(parts[0].ids) > 1:
+    if is_memory(failure) and len(parts[0].ids) > 1 and not parts[0].is_whole:
         return _in_halves(read, parts[0], relieve)
     return [failure]
 

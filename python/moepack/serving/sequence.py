@@ -77,9 +77,14 @@ class Sequence:
         """Whether its time is over."""
         return time.monotonic() > self._until
 
-    def part(self, most: int) -> Part:
-        """What it has the model read next: at most so many tokens."""
-        return Part(self.ids[self.read : self.read + most], self.read, self.cache)
+    def part(self, most: int | None) -> Part:
+        """What it has the model read next: at most so many tokens; None for all that are left, in one pass."""
+        end = None if most is None else self.read + most
+        return Part(self.ids[self.read : end], self.read, self.cache, most is None)
+
+    def begin(self, cache: Any) -> None:
+        """Go on behind the tokens that a cache holds."""
+        self.cache, self.read = cache, cache.get_seq_length()
 
     def take(self, part: Part, logits: torch.Tensor) -> bool:
         """Go on from what the model said behind a part; whether this was the end."""

@@ -7,7 +7,8 @@ function that the model would have used. So a sequence's cache is transformers' 
 leaves a batch at no cost.
 
 A model whose attention does not go through transformers' interface, or that keeps other states than keys and values,
-takes its sequences one after another.
+takes its sequences one after another. So do sequences whose rotary frequencies depend on their length
+(`moepack.runtime.carried`): each has frequencies of its own.
 """
 
 import sys
@@ -23,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.runtime.cache import GrowingLayer
+from moepack.runtime.carried import carried_of
 from moepack.runtime.prefix import new_cache
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
@@ -31,6 +33,10 @@ __all__ = ["Part", "Stepper"]
 
 NAME = "moepack_sequences"
 _LAYERS = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
+PROBE = 12
+"""Tokens that a model reads once in one pass and once in two."""
+ALIKE = 0.05
+"""The relative error up to which logits are the same, but for rounding."""
 _KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -63,7 +69,9 @@ class Stepper:
         self.model, self._relieve = model, relieve
         self.together = _goes_together(model)
         self.pace = Pace()
+        self._carried = carried_of(model)
         with torch.inference_mode():
+            self._in_pieces = _reads_in_pieces(model)
             alike = self.together and _is_cached_alike(model)
             self.together &= alike or not _is_core_s(model)
             self._alone = alike or not self.together
@@ -80,13 +88,36 @@ class Stepper:
         Raises:
             Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`).
         """
+        apart = [part for part in parts if self._carried.depends_on(part.end)]
+        alike = [part for part in parts if not self._carried.depends_on(part.end)]
+        found = {id(part): outcome for part, outcome in zip(alike, self._alike(alike), strict=True)}
+        for part in apart:
+            (found[id(part)],) = isolated(self._each if self._alone else self._together, [part], self._relieve)
+        return [found[id(part)] for part in parts]
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a sequence that may share keys and values with others; None for any."""
+        return self._carried.limit
+
+    def reads_whole(self, length: int) -> bool:
+        """Whether a prompt of so many tokens is to be read in one pass, for in pieces the model computes otherwise."""
+        return not self._in_pieces or self._carried.depends_on(length)
+
+    def begins_anew(self, read: int, length: int) -> bool:
+        """Whether a sequence of which so many tokens are read is read again, as the model's own generation does."""
+        carried = self._carried
+        return carried.rereads and read > 0 and not carried.depends_on(read) and carried.depends_on(length)
+
+    def _alike(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Read parts that may share a pass."""
         count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
         together = not self._alone or (self.together and count > 1 and (not are_single or self.pace.is_together(count)))
         start = time.perf_counter()
         outcomes: list[Outcome] = []
-        for group in [parts] if together else [[part] for part in parts]:
+        for group in [parts] if together and parts else [[part] for part in parts]:
             outcomes += isolated(self._together if together else self._each, group, self._relieve)
-        if are_single and not any(isinstance(outcome, Exception) for outcome in outcomes):
+        if parts and are_single and not any(isinstance(outcome, Exception) for outcome in outcomes):
             self.pace.note(together, count, time.perf_counter() - start)
         return outcomes
 
@@ -94,7 +125,11 @@ class Stepper:
         return _together(self.model, parts).unbind()
 
     def _each(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
-        return [_alone(self.model, part)[0] for part in parts]
+        rows = []
+        for part in parts:
+            self._carried.reset()
+            rows.append(_alone(self.model, part)[0])
+        return rows
 
 
 def _goes_together(model: Any) -> bool:
@@ -106,6 +141,24 @@ def _goes_together(model: Any) -> bool:
         and set(getattr(config, "layer_types", None) or _KINDS) <= _KINDS
         and all(type(layer) in _LAYERS for layer in new_cache(model).layers)
     )
+
+
+def _reads_in_pieces(model: Any) -> bool:
+    """Whether a model reads a prompt in several passes as in one.
+
+    Layers of tokens do. Those that single models bring may never drop what the first pass has read; and some models
+    forget the state of linear attention where more than one token follows.
+    """
+    kinds = {type(layer) for layer in new_cache(model).layers}
+    if kinds and kinds <= {*_LAYERS}:
+        return True
+    if not {kind.__module__ for kind in kinds} <= {DynamicLayer.__module__, GrowingLayer.__module__}:
+        return False
+    ids, cache = list(range(PROBE)), new_cache(model)
+    whole, first = _alone(model, Part(ids, 0, new_cache(model))), PROBE // 2
+    _alone(model, Part(ids[:first], 0, cache))
+    pieces = _alone(model, Part(ids[first:], first, cache))
+    return bool((pieces - whole).norm() <= ALIKE * whole.norm())
 
 
 def _is_cached_alike(model: Any) -> bool:
@@ -139,7 +192,7 @@ def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
             sequences=_Batch(parts, attention),
         )
     logits: torch.Tensor = output.logits[0]
-    return logits
+    return logits if len(logits) == len(parts) else logits[ends]  # some classes return those of all tokens
 
 
 def _alone(model: Any, part: Part) -> torch.Tensor:
