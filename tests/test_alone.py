@@ -209,7 +209,6 @@ def test_every_kind_of_rotary_positions(architecture, kind, together):
     """Sequences that are short, that are long, and that grow beyond the length at which frequencies change."""
     model = rotated(architecture, kind)
     assert carried_of(model).limit == (32 if kind in VARYING else None)
-    model.config.get_text_config().max_position_embeddings = 128  # of the engine's context; the rotary modules are made
     require_alone(model, together)
     if kind in VARYING:
         require_alone(model, together, long=29, common=20)
