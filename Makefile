@@ -8,7 +8,10 @@ DEMO := build/demo
 SAMPLE := --prompt "She opened the door and saw" --temperature 0.7 --seed 3 --max-new-tokens 60
 RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name '*.rs' -o -name '*.toml' -o -name '*.bin' \) -print)
 
-.PHONY: help setup demo test test-rust test-arm test-python lint lint-arm format fuzz wheels docs bench clean
+# pip reads this: whatever a target installs has the versions that the tests have passed with.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: help setup demo test test-rust test-arm test-python newest lowest lint lint-arm format fuzz wheels docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -19,7 +22,7 @@ $(BIN)/maturin:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet 'maturin>=1.12,<2'
 
-$(VENV)/built: $(BIN)/maturin pyproject.toml $(RUST)
+$(VENV)/built: $(BIN)/maturin pyproject.toml constraints.txt $(RUST)
 	$(BIN)/maturin develop --release --extras dev
 	@touch $@
 
@@ -54,6 +57,12 @@ TEST_WORKERS ?= 2
 
 test-python: setup ## Run the Python tests in TEST_WORKERS processes
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
+
+newest: setup ## Try the newest release of every dependency and say what breaks
+	$(BIN)/python .ci/versions.py newest
+
+lowest: setup ## Run the Python tests with the lowest versions that pyproject.toml allows
+	$(BIN)/python .ci/versions.py lowest
 
 lint: setup lint-arm ## Check formatting, lints, imports, types and stubs; warnings are errors
 	cargo fmt --all --check

@@ -61,6 +61,7 @@ def test_json_lines_arrays_and_directories(tmp_path):
         ("bad.jsonl", b'{"text": "x"}\n{oops}\n', "line 2 is no JSON"),
         ("fields.jsonl", b'{"a": "x", "b": "y"}\n', "record 1 has no field 'text'"),
         ("number.jsonl", b"3\n", "record 1"),
+        ("surrogate.jsonl", b'{"text": "x"}\n{"text": "ab\\ud83d"}\n', "record 2 has a lone surrogate at character 2"),
     ],
 )
 def test_unusable_files_are_typed_errors_that_name_the_file(tmp_path, name, data, message):

@@ -15,6 +15,7 @@ import moepack
 from moepack.cli import app, main
 from moepack.evaluation import evaluate
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.families import FAMILIES
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
 
@@ -152,6 +153,14 @@ def test_generate_with_switch_shows_sentinels_and_no_prompt(run, switch):
     assert "The" not in result.stdout
 
 
+def test_it_is_said_who_decodes(run, packed, mixtral, monkeypatch):
+    asked = "--prompt", "The sea", "--max-new-tokens", 4
+    assert "decoded by the core\n" in run("generate", packed, *asked).stderr
+    assert "decoded by transformers (the core decodes packed models" in run("generate", mixtral, *asked).stderr
+    monkeypatch.setenv("MOEPACK_DECODE", "transformers")
+    assert "decoded by transformers (not supported by the core: steps while" in run("generate", packed, *asked).stderr
+
+
 def test_doctor(run):
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
@@ -159,6 +168,7 @@ def test_doctor(run):
     assert facts["versions"]["torch"]
     assert facts["processor"]["instruction set used"] in facts["processor"]["instruction sets found"]
     assert facts["kernels"]
+    assert facts["decoding"] == {"by the core": ", ".join(FAMILIES)}
     assert facts["memory"]["read bandwidth GB/s"] > 0.1
     table = run("doctor")
     assert table.exit_code == 0

@@ -15,8 +15,11 @@ from moepack import _core
 from moepack.methods import Method, PackedTensor, Solution, create
 from moepack.runtime import cache as caches
 from moepack.runtime.cache import GrowingLayer
+from moepack.runtime.calls import CallReader, cache_name, cached
 from moepack.runtime.decoder import FEW, VARIABLE, HeadForward, decoding, set_decoding
 from moepack.runtime.plan import Plan, Unknown
+from moepack.runtime.prefix import new_cache
+from moepack.runtime.stepping import stepping, tried
 from runtime_support import tiny_model, write_packed
 
 KNOWN = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -410,3 +413,51 @@ def test_a_dense_head_takes_few_tokens_in_the_core(dtype, monkeypatch):
         assert taken(states).shape == expected.shape
         assert taken(torch.cat([states, states[:1, :1].expand(2, 1, 64)], dim=1)) == "torch"
         assert taken(states[:0]) == "torch"
+
+
+def test_it_is_said_who_decodes(directory, model):
+    assert str(tried(model)) == "decoded by the core"
+    assert (stepping(model).taken, stepping(model).left) == (3, 0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        state = model(ids(4), use_cache=True)
+        model(ids(1), past_key_values=state.past_key_values, use_cache=True)
+    assert str(stepping(model)) == (
+        "decoded by the core in 3 steps and by transformers in 1 (not supported by the core: steps under autocast)"
+    )
+    set_decoding("transformers")
+    assert "set_decoding" in str(tried(model)) and tried(model).taken == 0
+    set_decoding(None)
+    clipped = moepack.load(directory("olmoe"), dtype="float32")
+    clipped.config.clip_qkv = 0.5
+    assert str(tried(clipped)) == "decoded by transformers (not supported by the core: clipped heads)"
+    other = moepack.load(directory("phimoe"), dtype="float32")
+    assert str(tried(other)).endswith("; this is phimoe)")
+    assert "not packed" in str(tried(tiny_model("mixtral")))
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_both_spellings_of_the_cache_are_read(model, name):
+    """Whichever one the installed transformers has, called by keyword or by position."""
+    with torch.inference_mode():
+        forward = model.model.forward
+        cache = new_cache(model)
+        forward(input_ids=ids(5), use_cache=True, **{cache_name(type(model.model).forward): cache})
+        expected = forward(input_ids=ids(1), use_cache=True, **{name: cache}).last_hidden_state
+        assert forward.steps == 1
+        cache.crop(-1)
+        parameters = list(forward.__signature__.parameters)
+        given = {"input_ids": ids(1), cache_name(type(model.model).forward): cache}
+        found = forward(*(given.get(each) for each in parameters[: parameters.index("inputs_embeds")]))
+        assert forward.steps == 2 and torch.equal(found.last_hidden_state, expected)
+        assert cached(found) is cache and cached(object()) is None
+
+
+def test_calls_that_a_forward_does_not_take_are_left_to_it():
+    class Module:
+        def forward(self, input_ids=None, past_key_values=None, use_cache=None):
+            return input_ids
+
+    reader = CallReader(Module.forward)
+    assert reader.cache == "past_key_values"
+    assert reader.read((1,), {"cache": 2}) is None and reader.read((1, 2, 3, 4), {}) is None
+    assert reader.read((), {"input_ids": 1, "past_key_values": 2}).cache == 2

@@ -118,6 +118,23 @@ def test_chats_need_a_template_and_follow_it(tokenizer, mixtral):
     own.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="refuses the messages: roles must alternate"):
         prompt_ids(own, messages)
+    own.chat_template = "{{ 1 + messages[0]['content'] }}"
+    with pytest.raises(ValueError, match="refuses the messages: TypeError"):
+        prompt_ids(own, messages)
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udcff"])
+def test_text_that_is_not_unicode_is_refused(run, mixtral, tokenizer, text):
+    with pytest.raises(ValueError, match="lone surrogate at character"):
+        prompt_ids(tokenizer, text)
+    result = run("generate", mixtral, "--prompt", text)
+    assert result.exit_code == 2 and "surrogate" in result.stderr
+
+
+def test_the_coldest_temperatures_take_the_likeliest_token(model, tokenizer):
+    likeliest = generate(model, tokenizer, "The sea", Sampling(max_new_tokens=6)).text
+    for temperature in (1e-6, 1e-9, 5e-324):
+        assert generate(model, tokenizer, "The sea", Sampling(temperature, max_new_tokens=6)).text == likeliest
 
 
 def test_a_memory_saves_reading_and_changes_nothing(model, tokenizer):

@@ -4,6 +4,8 @@ The whole table is `moepack models`.
 """
 
 import json
+import re
+from functools import cache
 from pathlib import Path
 from string import ascii_lowercase
 from types import MethodType
@@ -32,6 +34,9 @@ from moepack.format import PackedDirectory
 from moepack.integrations.diagnosis import who_decodes
 from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
+from moepack.runtime.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
 
 SAMPLE = {
     "aria": "transposed experts in a model that reads images",
@@ -59,6 +64,21 @@ KNOWN = {name for types in architectures() for name in types}
 def skip_unknown(model_type: str) -> None:
     if model_type not in KNOWN:
         pytest.skip("this version of transformers does not have it")
+    outcome = run_by_transformers(model_type)
+    if outcome:
+        pytest.skip(f"transformers {transformers.__version__} does not run its own model: {outcome}")
+
+
+@cache
+def run_by_transformers(model_type: str) -> str:
+    """What transformers raises when it runs its own tiny model; empty if it runs."""
+    try:
+        model = tiny_model(model_type)
+        with torch.inference_mode():
+            model(input_ids=IDS, **({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}))
+    except Exception as error:  # whatever a broken model raises
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @pytest.mark.parametrize("model_type", SAMPLE, ids=SAMPLE.get)
@@ -104,13 +124,29 @@ def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path)
     assert not nowhere.any()
 
 
-@pytest.mark.parametrize(("architecture", "by"), [("glm4_moe", "the core"), ("dots1", "transformers, with the")])
+@pytest.mark.parametrize(
+    ("architecture", "by"), [("glm4_moe", "decoded by the core"), ("dots1", "decoded by transformers (")]
+)
 def test_doctor_says_what_decodes_a_model(architecture: str, by: str, tmp_path: Path) -> None:
     saved(architecture, tmp_path / "source")
     assert who_decodes(tmp_path / "source").startswith(by)
     compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
     answer = who_decodes(tmp_path / "packed")
     assert answer.startswith(by) and ("dots1" in answer) == (architecture == "dots1")
+
+
+LISTED = re.findall(r"^\| `(\w+)` \|.*\| core \|", (ROOT / "docs/models.md").read_text(), re.M)
+
+
+def test_the_page_lists_every_family_of_the_core() -> None:
+    assert set(LISTED) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", LISTED)
+def test_the_core_decodes_what_the_page_lists(model_type: str) -> None:
+    skip_unknown(model_type)
+    outcome = check((model_type,))
+    assert outcome.works and outcome.decoded == "core", outcome
 
 
 def test_the_command_prints_a_line_or_the_page() -> None:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
+from moepack.serving import answers  # noqa: E402
 from moepack.serving.engine import Engine  # noqa: E402
 from moepack.serving.server import Settings, create_app  # noqa: E402
 
@@ -84,17 +86,32 @@ def send(port, method, path, body=None, headers=JSON):
     return response.status, json.loads(content)
 
 
+def refused(port, data):
+    """The error that is the answer to bytes."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(data)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == 400
+        return json.load(response)["error"]
+
+
 def written(engine, prompt, tokens):
     return generate(engine.model, engine.tokenizer, prompt, Sampling(max_new_tokens=tokens)).text
 
 
-def is_idle(engine):
+def happens(condition):
+    """Whether a condition holds within 20 seconds."""
     until = time.monotonic() + 20
-    while (counts := engine.counts())["active"] or counts["waiting"]:
+    while not condition():
         if time.monotonic() > until:
             return False
         time.sleep(0.02)
     return True
+
+
+def is_idle(engine):
+    return happens(lambda: not engine.counts()["active"] and not engine.counts()["waiting"])
 
 
 def test_models(client):
@@ -159,24 +176,14 @@ COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 @pytest.mark.parametrize(
     ("body", "status", "code", "said"),
     [
-        (b"{\"model\": ", 400, "json_invalid", "JSON decode error"),
-        (b"[" * 10_000, 400, "http_error", "error parsing the body"),
-        (b"\xff\xff", 400, "http_error", "error parsing the body"),
         (b" " * 20_001, 413, "too_large", "at most 20000 bytes"),
-        ({"prompt": "x"}, 400, "missing", "model: Field required"),
         ({**COMPLETION, "model": "gpt-4"}, 404, "model_not_found", "there is no model 'gpt-4', only 'tiny'"),
         ({**COMPLETION, "prompt": ""}, 400, "invalid_prompt", "the prompt has no tokens"),
         ({**COMPLETION, "prompt": [999_999]}, 400, "invalid_prompt", "tokens are between 0 and 284"),
         ({**COMPLETION, "prompt": "x" * 512}, 400, "context_length_exceeded", "512 tokens in all, not 512 tokens"),
         ({**COMPLETION, "max_tokens": 512}, 400, "context_length_exceeded", "not 1 tokens of prompt and 512 of answer"),
-        ({**COMPLETION, "max_tokens": 0}, 400, "greater_than_equal", "max_tokens: "),
-        ({**COMPLETION, "temperature": -1}, 400, "greater_than_equal", "temperature: "),
-        ({**COMPLETION, "top_p": 2}, 400, "less_than_equal", "top_p: "),
-        ({**COMPLETION, "stop": [""]}, 400, "value_error", "1 to 1000 characters"),
-        ({**COMPLETION, "n": 3}, 400, "value_error", "n is not supported"),
-        ({**COMPLETION, "logprobs": 5}, 400, "value_error", "logprobs is not supported"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_bad_requests_are_told_what_is_wrong(port, body, status, code, said):
     got, content = send(port, "POST", "/v1/completions", body)
@@ -184,26 +191,36 @@ def test_bad_requests_are_told_what_is_wrong(port, body, status, code, said):
     assert said in content["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [[], [{"role": "wizard", "content": "x"}], [{"role": "user"}],
-     [{"role": "user", "content": [{"type": "image_url"}]}]],
-    ids=str,
-)  # fmt: skip
-def test_bad_chats_are_refused(port, messages):
-    status, content = send(port, "POST", "/v1/chat/completions", {"model": "tiny", "messages": messages})
-    assert status == 400 and content["error"]["message"].startswith("messages")
+def test_a_refused_request_may_have_a_long_body(port):
+    for headers, status in ((JSON, 413), ({**JSON, "Authorization": "Bearer x"}, 401)):
+        assert send(port, "POST", "/v1/completions", b" " * 30_000_000, headers)[0] == status
 
 
-def test_the_key_the_kind_of_content_and_the_path_are_checked(port):
+def test_the_key_is_checked(port):
     wrong = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error", "param": None,
                        "code": "invalid_api_key"}}  # fmt: skip
     for key in ("", "Bearer ", "Bearer a secre", "Bearer é"):
         assert send(port, "GET", "/v1/models", headers={"Authorization": key.encode()}) == (401, wrong)
-    form = {**JSON, "Content-Type": "text/plain"}
-    assert send(port, "POST", "/v1/completions", COMPLETION, form)[0] == 415
-    assert send(port, "GET", "/v1/nothing")[0] == 404
-    assert send(port, "GET", "/v1/completions")[0] == 405
+
+
+def test_a_defect_is_told_to_the_client_and_its_traceback_to_the_log(client, engine, monkeypatch, caplog):
+    def fail(*args):
+        raise ZeroDivisionError("of ours")
+
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(caplog.handler)
+    try:
+        with monkeypatch.context() as patched, pytest.raises(openai.InternalServerError, match="the server failed"):
+            patched.setattr(engine, "submit", fail)
+            client.completions.create(**COMPLETION)
+        assert happens(lambda: "ZeroDivisionError: of ours" in caplog.text)  # it is logged after the answer
+        monkeypatch.setattr(answers, "_usage", fail)
+        with pytest.raises(openai.APIError, match="the server failed"):
+            list(client.completions.create(**COMPLETION, stream=True, stream_options={"include_usage": True}))
+        assert "ZeroDivisionError: of ours" in caplog.text.partition("a stream failed")[2]
+    finally:
+        log.removeHandler(caplog.handler)
+    assert is_idle(engine)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -300,8 +317,16 @@ def test_the_command_answers_curl_and_ends_cleanly(source):
             assert json.loads(events[0].removeprefix("data: "))["object"] == "text_completion"
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("GET", "/v1/models", headers={**JSON, "Host": "other.example"})
-        assert connection.getresponse().status == 400
+        response = connection.getresponse()
+        assert (response.status, json.load(response)["error"]["code"]) == (400, "wrong_host")
         connection.close()
+        for head in (
+            b"GET /health HTTP/1.1\r\n",
+            b"nonsense\r\n",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000,
+        ):
+            assert refused(port, head + b"\r\n")["code"] == "invalid_http"
+        assert send(port, "GET", "/health")[0] == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(30) in (0, 130)
         assert "Traceback" not in process.stderr.read()

@@ -25,6 +25,7 @@ from moepack.errors import (
     ReferenceMismatchError,
     ResumeError,
     SerializationError,
+    TextError,
     TokenError,
     UnsupportedModelError,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "ResumeError",
     "SerializationError",
     "TernaryTensor",
+    "TextError",
     "TokenError",
     "UnsupportedModelError",
     "VerifyReport",

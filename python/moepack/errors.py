@@ -26,6 +26,7 @@ __all__ = [
     "ReferenceMismatchError",
     "ResumeError",
     "SerializationError",
+    "TextError",
     "TokenError",
     "UnsupportedModelError",
 ]
@@ -84,6 +85,10 @@ class OutputExistsError(MoepackError, FileExistsError):
 
 class CalibrationError(MoepackError, ValueError):
     """The calibration text or the model's answer to it is unusable: empty, binary, out of the vocabulary, NaN."""
+
+
+class TextError(MoepackError, ValueError):
+    """A text file cannot be read, or is not text: binary, or in an encoding without a byte order mark but UTF-8."""
 
 
 class DeviceMemoryError(MoepackError, MemoryError):

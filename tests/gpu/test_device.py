@@ -86,12 +86,16 @@ def test_half_the_layers_on_the_cpu(directory):
     assert_near(logits(model), expected)
 
 
+def first_layer(model):
+    """Memory that holds the embedding and one layer, and no second one."""
+    layer = sum(tensor.nbytes for tensor in (*model.model.layers[0].parameters(), *model.model.layers[0].buffers()))
+    return 4 * model.config.vocab_size * model.config.hidden_size + int(1.2 * layer)
+
+
 def test_automatic_maps_fall_back_to_the_cpu_by_layers(directory):
     expected = logits(moepack.load(directory, dtype="float32"))
     cpu = moepack.load(directory, dtype="float32")
-    layer = sum(tensor.nbytes for tensor in (*cpu.model.layers[0].parameters(), *cpu.model.layers[0].buffers()))
-    embedding = 4 * cpu.config.vocab_size * cpu.config.hidden_size
-    room = {0: embedding + int(1.2 * layer), "cpu": 10**9}
+    room = {0: first_layer(cpu), "cpu": 10**9}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, device_map="auto", max_memory=room, dtype=torch.float32
     )
@@ -99,23 +103,58 @@ def test_automatic_maps_fall_back_to_the_cpu_by_layers(directory):
     assert_near(logits(model.eval()), expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
-def test_layers_on_two_gpus(directory):
-    cpu, model = moepack.load(directory, dtype="float32"), moepack.load(directory, dtype="float32", device_map="auto")
-    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
-    assert {buffer.device.index for module in experts for buffer in module.buffers()} == {0, 1}
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+SECOND = torch.device("cuda", 1)
+
+
+@two_gpus
+@pytest.mark.parametrize("split", ["by name", "by memory"])
+def test_layers_on_two_gpus(directory, split):
+    """An automatic map keeps a model together that fits on one GPU, so the first one is given little memory."""
+    cpu = moepack.load(directory, dtype="float32")
+    place = {"device_map": {"": 0, "model.layers.1": 1}}
+    if split == "by memory":
+        place = {"device_map": "auto", "max_memory": {0: first_layer(cpu), 1: 10**9}}
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **place).eval()
+    assert {tensor.device.index for tensor in (*model.parameters(), *model.buffers())} == {0, 1}
     assert_near(logits(model), logits(cpu))
     prompt, options = ids(9), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     found, expected = model.generate(prompt.cuda(), **options), cpu.generate(prompt, **options)
     assert (found.cpu() == expected).float().mean() > 0.6
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+@two_gpus
 def test_a_model_on_the_second_gpu(directory):
     model = moepack.load(directory, dtype="float32", device="cuda:1")
     with torch.inference_mode():
-        found = model(ids(20).to("cuda:1")).logits.cpu()
+        found = model(ids(20).to(SECOND)).logits.cpu()
     assert_near(found, logits(moepack.load(directory, dtype="float32")))
+
+
+def written(model, batch, mode=None):
+    """Tokens that a model writes, and how far its first logits are from another's."""
+    prompt = ids(9, batch=batch).to(model.device)
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    set_decoding(mode)
+    try:
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options).cpu()
+    finally:
+        set_decoding(None)
+
+
+@two_gpus
+@pytest.mark.parametrize("batch", [1, 4])
+def test_graphs_of_a_model_that_is_not_on_the_current_gpu(directory, batch):
+    """Recorded and replayed under the model's own device, with either device as the current one."""
+    models = [moepack.load(directory, dtype="float32", device=f"cuda:{number}") for number in (0, 1)]
+    expected = written(models[0], batch, "transformers")
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for model in models:
+                before = model.model.forward.steps
+                found = written(model, batch)
+                assert model.model.forward.steps - before > 15
+                assert (found == expected).float().mean() > 0.9
 
 
 def test_generation_replays_graphs(directory):

@@ -114,6 +114,17 @@ def test_shares_of_all_kinds_are_those_of_the_whole_model(whole):
     assert_near(found, logits(expected, 1, 2))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_experts_come_and_go_on_a_gpu_that_is_not_the_current_one(whole):
+    directory, least = whole
+    expected = moepack.load(directory, dtype="float32")
+    options = {"dtype": "float32", "device": "cuda:1", "device_memory": least}
+    for misses in ("moved", "auto"):
+        model = moepack.load(directory, misses=misses, **options)
+        for tokens, batch in ((1, 1), (1, 1), (3, 1), (20, 2), (1, 1)):
+            assert_near(logits(model, tokens, batch), logits(expected, tokens, batch))
+
+
 def test_recordings_go_with_their_model(whole):
     directory, least = whole
     model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least, misses="moved")

@@ -1,5 +1,7 @@
 """Recorded decoding steps. What a CUDA graph does is stood in for by a function that is called again."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
@@ -7,6 +9,8 @@ from transformers.cache_utils import DynamicCache
 import moepack
 import runtime_support
 from moepack.runtime.graphs import StepGraphs
+from moepack.runtime.plan import Unknown
+from moepack.runtime.recording import Unwritten
 
 
 class Tape:
@@ -15,7 +19,8 @@ class Tape:
     def __init__(self):
         self.recorded = self.replayed = 0
 
-    def __call__(self, function):
+    def __call__(self, function, device):
+        assert device.type == "cpu"
         self.recorded += 1
         output = torch.full_like(function(), torch.nan)
 
@@ -49,8 +54,10 @@ def decode(model, graphs, cache, tokens, **options):
     states = []
     for token in tokens.T:
         seen = {name: value() for name, value in options.items()}
-        given = {"input_ids": token[:, None]}
-        state = graphs.step(model, class_forward(model), given, cache, **seen) if graphs else None
+        given, state = {"input_ids": token[:, None]}, None
+        if graphs:
+            with suppress(Unknown):
+                state = graphs.step(model, class_forward(model), given, cache, **seen)
         if state is None:
             output = class_forward(model)(**given, past_key_values=cache, use_cache=True, **seen)
             state = output.last_hidden_state
@@ -127,10 +134,37 @@ def test_a_changed_model_is_recorded_anew_and_hooks_are_obeyed(model):
 
 
 def test_what_cannot_be_recorded_runs_as_ever(model):
-    def refuse(function):
+    def refuse(function, device):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     tokens = ids(1, 4, seed=1)
     expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
     found = decode(model, StepGraphs(refuse), prefill(model, ids(1, 7)), tokens)
     torch.testing.assert_close(found, expected)
+
+
+def test_recordings_are_asked_for_on_the_device_of_the_input(model):
+    """A model may be on another device than the current one."""
+    devices = []
+
+    def recorder(function, device):
+        devices.append(device)
+        return Tape()(function, device)
+
+    decode(model, StepGraphs(recorder), prefill(model, ids(1, 5)), ids(1, 3))
+    assert devices == [next(model.parameters()).device]
+
+
+def test_a_replay_that_writes_nothing_is_no_step(model):
+    def recorder(function, device):
+        def replay():
+            raise Unwritten("nothing wrote the result")
+
+        return replay, function()
+
+    tokens, graphs = ids(1, 5, seed=1), StepGraphs(recorder)
+    expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
+    cache = prefill(model, ids(1, 7))
+    torch.testing.assert_close(decode(model, graphs, cache, tokens), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(Unknown, match="nothing wrote"):
+        graphs.step(model, class_forward(model), {"input_ids": ids(1, 1)}, cache)

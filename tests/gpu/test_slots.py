@@ -36,8 +36,8 @@ def recorded(monkeypatch):
     """Recordings that run their function again; the list of how often each was made and run."""
     made = []
 
-    def record(function, *, tidy, pool):
-        assert not tidy and pool == "a pool"
+    def record(function, device, *, tidy, pool):
+        assert device.type == "cpu" and not tidy and pool == "a pool"
         output, number = function(), len(made)
         made.append(0)
 
@@ -131,7 +131,7 @@ def test_a_shape_that_cannot_be_recorded_is_launched(recorded, monkeypatch):
 
 
 def test_recordings_go_with_their_matrices(recorded, monkeypatch):
-    monkeypatch.setattr(slots, "record", lambda function, **_: (lambda: None, function()))  # graphs keep no function
+    monkeypatch.setattr(slots, "record", lambda function, device, **_: (lambda: None, function()))
     matrices = layer()
     for seed in range(3):
         slots.experts(matrices, *call(2, seed))

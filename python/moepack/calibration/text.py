@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moepack.errors import CalibrationError, MoepackWarning
+from moepack.errors import CalibrationError, MoepackWarning, TextError
 from moepack.runtime.vocabulary import first_unknown, unknown
+from moepack.textfile import read_text
 
 __all__ = ["Tokenizer", "check_source", "read_texts", "token_windows"]
 
@@ -116,7 +117,10 @@ def _limited(documents: Iterator[str], limit: int | None) -> Iterator[str]:
 
 
 def _file_documents(file: Path) -> Iterator[str]:
-    text = _decode(file)
+    try:
+        text = read_text(file)
+    except TextError as error:
+        raise CalibrationError(error.detail, file=file) from error
     if not text.strip():
         raise CalibrationError("the file is empty", file=file)
     if file.suffix not in JSON_SUFFIXES:
@@ -131,7 +135,7 @@ def _file_documents(file: Path) -> Iterator[str]:
         if isinstance(rows, list):
             yield from (_field(row, file, number) for number, row in enumerate(rows, 1))
             return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -140,22 +144,16 @@ def _file_documents(file: Path) -> Iterator[str]:
             yield _field(row, file, number)
 
 
-def _decode(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise CalibrationError(f"cannot be read: {error.strerror or error}", file=file) from error
-    if b"\0" in data:
-        raise CalibrationError("the file is binary, not text", file=file)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise CalibrationError(
-            f"the file is not UTF-8 text: {error.reason} at byte {error.start}", file=file
-        ) from error
-
-
 def _field(row: object, file: Path | str, number: int) -> str:
+    text = _only_string(row, file, number)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(f"record {number} has a lone surrogate at character {error.start}", file=file) from error
+    return text
+
+
+def _only_string(row: object, file: Path | str, number: int) -> str:
     if isinstance(row, str):
         return row
     if isinstance(row, dict):

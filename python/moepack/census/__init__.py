@@ -1,5 +1,5 @@
 """Which architectures of the installed transformers moepack packs and runs: tried out on tiny random models."""
 
-from moepack.census.check import Outcome, architectures, check
+from moepack.census.check import Outcome, architectures, check, core_decodes
 
-__all__ = ["Outcome", "architectures", "check"]
+__all__ = ["Outcome", "architectures", "check", "core_decodes"]

@@ -26,8 +26,11 @@ from moepack.integrations.loading import load
 from moepack.methods import Method
 from moepack.methods.finequant import FineQuant
 from moepack.pipeline import compress
+from moepack.runtime.calls import cache_name, cached
+from moepack.runtime.families import FAMILIES
+from moepack.runtime.stepping import tried
 
-__all__ = ["EXPORTED", "FOLLOWED", "ORIGINAL", "Outcome", "architectures", "check", "followed"]
+__all__ = ["EXPORTED", "FOLLOWED", "ORIGINAL", "Outcome", "architectures", "check", "core_decodes", "followed"]
 
 ORIGINAL = 0.05
 """The largest median of the relative error of a token's logits, beside the original: 8 bits a weight."""
@@ -51,7 +54,8 @@ class Outcome:
         original, exported: medians of the relative errors of logits beside the original and beside the bf16 export.
         followed: that of the hidden states behind the last block as calibration computes them, beside the original's;
             None where methods that run the model refuse it.
-        reason: why it does not work.
+        decoded: what takes decoding steps on the CPU: "core", "transformers"; empty where it generates nothing.
+        reason: why it does not work, or is not calibrated.
     """
 
     architecture: str
@@ -60,6 +64,7 @@ class Outcome:
     original: float | None = None
     exported: float | None = None
     followed: float | None = None
+    decoded: str = ""
     reason: str = ""
 
     @property
@@ -119,12 +124,28 @@ def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome
     return Outcome(model_types[0], "not tried", reason=reason)
 
 
+def core_decodes() -> dict[str, str]:
+    """Try every family that the core decodes on a tiny packed model: who takes its steps here, by model type."""
+    found: dict[str, str] = {}
+    for family in FAMILIES:
+        try:
+            model = tiny_model(family)
+        except Exception as error:  # as in `check`
+            found[family] = f"not tried: transformers does not build a tiny one here ({_line(error)})"
+            continue
+        with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
+            model.save_pretrained(Path(folder) / "source")
+            compress(Path(folder) / "source", Path(folder) / "packed", method=FineQuant(bits=8))
+            found[family] = str(tried(load(Path(folder) / "packed")))
+    return found
+
+
 def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) -> Outcome:
     config, kinds, reason = model.config, _kinds(model), ""
     states: float | None = None
     with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
         try:
-            original, exported = _errors(Path(folder), model, logits, method)
+            original, exported, decoded = _errors(Path(folder), model, logits, method)
             try:
                 states = followed(Path(folder) / "source", model)
             except UnsupportedModelError as error:
@@ -133,23 +154,24 @@ def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) ->
             return Outcome(model_type, "refused", kinds, reason=_line(error))
         except Exception as error:  # a failure that moepack did not foresee is part of the table, not the end of it
             return Outcome(model_type, "fails", kinds, reason=f"{type(error).__name__}: {_line(error)}")
-    if original > ORIGINAL or exported > EXPORTED or (states or 0) > FOLLOWED:
-        return Outcome(model_type, "fails", kinds, original, exported, states, "logits or hidden states differ")
     towers = any(getattr(config, name, None) is not None for name in _TOWERS)
-    return Outcome(model_type, "text part only" if towers else "works", kinds, original, exported, states, reason)
+    verdict = "text part only" if towers else "works"
+    if original > ORIGINAL or exported > EXPORTED or (states or 0) > FOLLOWED:
+        verdict, reason = "fails", "logits or hidden states differ"
+    return Outcome(model_type, verdict, kinds, original, exported, states, decoded, reason)
 
 
-def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> tuple[float, float]:
-    """Errors of the packed model beside the original and beside its bf16 export."""
+def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> tuple[float, float, str]:
+    """Errors of the packed model beside the original and beside its bf16 export, and what decodes it."""
     model.save_pretrained(folder / "source")
     compress(folder / "source", folder / "packed", method=method)
     packed = load(folder / "packed", dtype="float32", mode="exact")
     found = _logits(packed)
-    _run_with_cache(packed, found)
+    decoded = _run_with_cache(packed, found)
     export(folder / "packed", folder / "plain")
     kind = model_class(packed.config.to_dict())
     plain = kind.from_pretrained(folder / "plain", dtype=torch.float32).eval()
-    return _median(found, logits), _median(found, _logits(plain))
+    return _median(found, logits), _median(found, _logits(plain)), decoded
 
 
 def followed(directory: Path, model: Any) -> float:
@@ -187,26 +209,26 @@ def _logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def _run_with_cache(model: Any, logits: torch.Tensor) -> None:
-    """Token by token with a cache, where the model has one, and through `generate`.
+def _run_with_cache(model: Any, logits: torch.Tensor) -> str:
+    """Token by token with a cache, where the model has one, and through `generate`; what takes its steps.
 
     Raises:
         ArithmeticError: the cache changes what the model computes.
     """
     inputs = _inputs(model)
     if not model.can_generate() or model.config.is_encoder_decoder:
-        return
+        return ""
     ids = inputs["input_ids"]
     with torch.inference_mode():
         first = model(input_ids=ids[:, :8], use_cache=True)
-        if getattr(first, "past_key_values", None) is not None:
-            rest = [first]
+        if cached(first) is not None:
+            name, rest = str(cache_name(type(model).forward)), [first]
             for token in range(8, 12):
-                step = model(input_ids=ids[:, token : token + 1], past_key_values=rest[-1].past_key_values)
-                rest.append(step)
+                rest.append(model(input_ids=ids[:, token : token + 1], **{name: cached(rest[-1])}))
             if _median(torch.cat([step.logits for step in rest], 1), logits) > EXPORTED:
                 raise ArithmeticError("with a cache the logits are others than without")
     model.generate(ids, max_new_tokens=3, do_sample=False)
+    return "core" if tried(model).taken else "transformers"
 
 
 def _median(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moepack.cli.literal import LiteralCommand, LiteralGroup
 from moepack.errors import MoepackError, MoepackWarning
 
 COMMANDS = {
@@ -41,12 +42,14 @@ COMMANDS = {
 app = typer.Typer(
     name="moepack",
     help="Compress Mixture-of-Experts checkpoints and run them packed.",
+    cls=LiteralGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 for _name, _module in COMMANDS.items():
     _content = import_module(f"{__name__}.{_module}")
-    app.command(_name, epilog=getattr(_content, "EPILOG", None))(getattr(_content, f"{_name}_command"))
+    _make = app.command(_name, cls=LiteralCommand, epilog=getattr(_content, "EPILOG", None))
+    _make(getattr(_content, f"{_name}_command"))
 
 
 def _print_version(wanted: bool) -> None:

@@ -27,6 +27,7 @@ from moepack.cli.options import (
     TopP,
 )
 from moepack.cli.usage import wrong_usage
+from moepack.textfile import standard_input
 
 if TYPE_CHECKING:
     from moepack.runtime.conversation import Conversation
@@ -137,7 +138,7 @@ def _input(read: Callable[[str], str]) -> str:
 def _reader(history: Path | None) -> Callable[[str], str]:
     """What reads a line: an editor in a terminal, where there is one."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or find_spec("prompt_toolkit") is None:
-        return input if sys.stdin.isatty() else _next_line
+        return input if sys.stdin.isatty() else _line_reader()
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
@@ -150,12 +151,16 @@ def _reader(history: Path | None) -> Callable[[str], str]:
     return session.prompt
 
 
-def _next_line(prompt: str) -> str:
-    """A line of standard input, which is no terminal, without a prompt."""
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
+def _line_reader() -> Callable[[str], str]:
+    """What reads lines of standard input, which is no terminal, without a prompt."""
+    text = standard_input()
+
+    def next_line(prompt: str) -> str:
+        if not (line := text.readline()):
+            raise EOFError
+        return line.rstrip("\n")
+
+    return next_line
 
 
 def _say(text: str) -> None:

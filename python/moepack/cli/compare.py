@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from moepack.cli.console import plain_console
 from moepack.cli.device import usable_device
 from moepack.cli.usage import wrong_usage
 from moepack.units import byte_count, size
@@ -52,7 +52,7 @@ def compare_command(
         for point in points:
             rises = (f"{rise:+.4f}" for rise in point.rise.values())
             table.add_row(point.method, size(point.size), f"{point.size / compared.size:.1%}", *rises)
-        Console().print(table)
+        plain_console().print(table)
     if chart is not None:
         first = text[0].stem
         lines = {name: [(p.size / 1e6, p.rise[first]) for p in points if p.method == name] for name in names}

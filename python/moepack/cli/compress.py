@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from moepack.cli import options, settings
+from moepack.cli.console import plain_console
 from moepack.cli.inspect import print_directory
 from moepack.cli.plan import print_plan
 from moepack.cli.usage import wrong_usage
@@ -108,7 +109,7 @@ def run(
     from moepack.progress import terminal_progress
 
     quiet_transformers()
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     progress = terminal_progress(console, quiet)
     with wrong_usage():
         settings.refuse_foreign(method, given)
@@ -119,7 +120,7 @@ def run(
             directory = resolve_model(model)
             plan = estimate(directory, out, chosen, threads, progress, mtp_bits)
             if dry_run or not quiet:
-                print_plan(plan, Console())
+                print_plan(plan, plain_console())
             if dry_run:
                 return None
             return compress(
@@ -137,7 +138,7 @@ def interrupted(console: Console, out: Path) -> typer.Exit:
 
     kept = [file for suffix in (PARTIAL, STATE) if (file := out.with_name(out.name + suffix)).exists()]
     rest = f"the same command continues from {kept[0]}" if kept else "nothing was written yet"
-    console.print(f"interrupted; {rest}", markup=False, soft_wrap=True)
+    console.print(f"interrupted; {rest}", soft_wrap=True)
     return typer.Exit(130)
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from moepack.cli import options
+from moepack.cli.console import plain_console
 from moepack.cli.usage import wrong_usage
 
 
@@ -30,7 +30,7 @@ def convert_command(
     from moepack.pipeline import convert
     from moepack.progress import terminal_progress
 
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     progress = terminal_progress(console, quiet)
     try:
         with wrong_usage():

@@ -4,8 +4,9 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from moepack.cli.console import plain_console
 
 __all__ = ["doctor_command"]
 
@@ -16,16 +17,16 @@ def doctor_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show versions, instruction sets, the kernel of each format, huge pages, GPU and memory bandwidth."""
+    """Show versions, instruction sets, the kernel of each format, decoding, huge pages, GPU and memory bandwidth."""
     from moepack.runtime.machine import examine
 
     if model is not None:
         from moepack.integrations.diagnosis import who_decodes
 
         answer = who_decodes(model)
-        print(json.dumps({"decodes": answer}) if as_json else f"{model} is decoded by {answer}")
+        print(json.dumps({"decodes": answer}) if as_json else f"{model} is {answer}")
         return
-    facts = examine()
+    facts = examine() | {"decoding": _decoding()}
     if as_json:
         print(json.dumps(facts, indent=1))
         return
@@ -33,7 +34,18 @@ def doctor_command(
     for section, content in facts.items():
         for label, value in _rows(section, content):
             table.add_row(label, value)
-    Console(highlight=False).print(table)
+    plain_console().print(table)
+
+
+def _decoding() -> dict[str, str]:
+    """Families that the core decodes with the installed transformers, and why it does not decode the others."""
+    from moepack.census import core_decodes
+    from moepack.cli.evaluate import quiet_transformers
+
+    quiet_transformers()
+    found = core_decodes()
+    others = {family: answer for family, answer in found.items() if answer != "decoded by the core"}
+    return {"by the core": ", ".join(family for family in found if family not in others) or "-"} | others
 
 
 def _rows(section: str, content: Any) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from moepack.cli.console import plain_console
 from moepack.cli.device import Approximate, Device, DeviceMemory, HostMemory, Misses, places
 from moepack.cli.options import AnyModel, Mode, Threads
 from moepack.cli.usage import wrong_usage
@@ -81,7 +82,7 @@ def eval_command(
     if as_json:
         print(json.dumps({"model": str(directory), "text": str(text), **report.to_json()}))
     else:
-        Console().print(_table(report.to_json()))
+        plain_console().print(_table(report.to_json()))
 
 
 def quiet_transformers() -> None:
@@ -102,7 +103,7 @@ def _print_tasks(directory: Path, results: dict[str, dict[str, float]], as_json:
             if not (stem := name.partition(","))[0].endswith("_stderr"):
                 error = measures.get(f"{stem[0]}_stderr{stem[1]}{stem[2]}")
                 table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}")
-    Console().print(table)
+    plain_console().print(table)
 
 
 def _table(figures: dict[str, Any]) -> Table:
@@ -127,7 +128,7 @@ def _table(figures: dict[str, Any]) -> Table:
 @contextmanager
 def progress_bar() -> Iterator[Any]:
     """A bar on stderr that counts windows and shows loss and time left; in a log, a line now and then."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -153,4 +154,4 @@ class _Lines:
         now = time.perf_counter()
         if now - self._last >= LINE_INTERVAL:
             self._last = now
-            self._console.print(f"{_stage(loss)}, {done} of {total}", highlight=False)
+            self._console.print(f"{_stage(loss)}, {done} of {total}")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from moepack.cli.console import plain_console
 from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, places
 from moepack.cli.options import (
     AnyModel,
@@ -22,6 +22,7 @@ from moepack.cli.options import (
     TopP,
 )
 from moepack.cli.usage import wrong_usage
+from moepack.textfile import read_text, standard_input
 from moepack.units import size
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ def generate_command(
 def _tell(report: "GenerationReport", model: Any) -> None:
     """How fast it went, and in how much memory, on standard error."""
     from moepack.memory import process_memory
+    from moepack.runtime.stepping import stepping
     from moepack.runtime.streaming import statistics_of
 
-    memory, console = process_memory(), Console(stderr=True, highlight=False)
+    memory, console = process_memory(), plain_console(stderr=True)
     console.print(
         f"{report.tokens} tokens, {report.tokens_per_second:.1f} tokens/s; "
         f"first token after {report.first_token_seconds:.3f} s ({report.prompt_tokens} tokens of prompt); "
@@ -104,6 +106,8 @@ def _tell(report: "GenerationReport", model: Any) -> None:
         f"and {memory.mapped / 1e6:.0f} MB of mapped files",
         soft_wrap=True,
     )
+    if not model.config.is_encoder_decoder and report.tokens > 1:
+        console.print(str(stepping(model)), soft_wrap=True)
     if (streamed := statistics_of(model)) is not None:
         console.print(_streaming(streamed), soft_wrap=True)
 
@@ -113,8 +117,8 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ValueError("give either --prompt or --prompt-file")
     if file is not None:
-        return file.read_text(encoding="utf-8")
-    return sys.stdin.read() if prompt == "-" else str(prompt)
+        return read_text(file)
+    return standard_input().read() if prompt == "-" else str(prompt)
 
 
 def _streaming(statistics: "Statistics") -> str:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from moepack.cli.console import plain_console
 from moepack.units import size
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _print(manifest: "Manifest", rows: "list[Row]", totals: Mapping[str, Any]) -
     table.add_row("dense tensors", "", "", "", *_sizes(dense))
     table.add_row("directory", "", "", "", *_sizes(totals["directory"]))
     # A table squeezed below this width cannot be read; a log has no width of its own.
-    Console(width=max(Console().width, WIDTH)).print(table)
+    plain_console(width=max(plain_console().width, WIDTH)).print(table)
 
 
 def _print_matrices(rows: "list[Row]") -> None:
@@ -90,7 +90,7 @@ def _print_matrices(rows: "list[Row]") -> None:
         for number, matrix in enumerate(row.matrices):
             name = f"{row.layer}.{row.projection}" + (f" {number}" if row.role == "experts" else "")
             table.add_row(name, *("" if value is None else f"{value:.4g}" for value in asdict(matrix).values()))
-    Console(width=max(Console().width, WIDTH)).print(table)
+    plain_console(width=max(plain_console().width, WIDTH)).print(table)
 
 
 def _cells(row: "Row") -> tuple[str, ...]:

@@ -45,17 +45,21 @@ def models_command(
 def _line(outcome: Any) -> str:
     errors = (outcome.original, outcome.exported, outcome.followed)
     figures = "".join(f"{error:.4f} " for error in errors if error is not None)
-    return f"{outcome.architecture:26} {outcome.verdict:15} {outcome.experts:10} {figures}{outcome.reason}"
+    decoded = f"decoded by {outcome.decoded} " if outcome.decoded else ""
+    return f"{outcome.architecture:26} {outcome.verdict:15} {outcome.experts:10} {figures}{decoded}{outcome.reason}"
 
 
 def _page(outcomes: list[Any], works: int, version: str) -> str:
     rows = [
         f"| `{each.architecture}` | {each.verdict} | {each.experts} | {'yes' if each.followed is not None else 'no'} "
-        f"| {each.reason.replace('|', '/')} |"
+        f"| {each.decoded or '-'} | {each.reason.replace('|', '/')} |"
         for each in outcomes
     ]
+    core = sum(each.decoded == "core" for each in outcomes)
     followed = sum(each.followed is not None for each in outcomes)
-    return _TEXT.format(works=works, count=len(outcomes), version=version, followed=followed, rows="\n".join(rows))
+    return _TEXT.format(
+        works=works, count=len(outcomes), version=version, followed=followed, core=core, rows="\n".join(rows)
+    )
 
 
 _TEXT = """# Architectures
@@ -80,11 +84,14 @@ Experts are *gated* (`down(act(gate x) * up x)`), *plain* (no gate), *own* (clam
 the products, computed by transformers' own code), *every*, *identity* or *product*
 (`moepack.checkpoint.experts` says what these are).
 
+The core takes whole decoding steps of {core} architectures on the CPU (column *decoded by*); the others are decoded by
+transformers, with moepack's products of layers. `moepack doctor packed` says which it is, and why.
+
 Sources that come quantized are decoded a matrix at a time. Compressing made-up checkpoints of two layers of 50 * 10^6
 weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
 590 MB from mxfp4; 1 GiB + 4 times the largest layer, 1,476 MB, is promised (`python benches/sources.py --experts 8`,
 benches/results/sources-zen3.json).
 
-| architecture | verdict | experts | calibrated | reason |
-|---|---|---|---|---|
+| architecture | verdict | experts | calibrated | decoded by | reason |
+|---|---|---|---|---|---|
 {rows}"""

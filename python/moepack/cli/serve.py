@@ -48,6 +48,7 @@ def serve_command(
     from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
     from moepack.integrations.loading import open_model, open_tokenizer
+    from moepack.runtime.stepping import tried
     from moepack.serving.engine import Engine
     from moepack.serving.listening import listen
     from moepack.serving.server import Settings, create_app
@@ -60,8 +61,10 @@ def serve_command(
         settings = Settings(called, path, api_key, max_new_tokens, byte_count(max_body), hosts)
         where = places(device, host_memory, device_memory, misses)
         model = open_model(path, dtype, threads, mode, resident, **where)
+        stepping = tried(model)
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
     if host not in LOCAL and api_key is None:
         print("warning: everybody who reaches this address can use the model: there is no --api-key", file=sys.stderr)
     print(f"'{settings.name}': {slots} answers at a time, {engine.context} tokens each", file=sys.stderr)
+    print(f"a sequence that is answered alone is {stepping}", file=sys.stderr)
     listen(create_app(engine, settings), engine, host, port)

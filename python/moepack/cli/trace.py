@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from moepack.cli.console import plain_console
 from moepack.cli.usage import wrong_usage
 
 __all__ = ["trace_command"]
@@ -43,7 +43,7 @@ def trace_command(
     if out is not None:
         trace.save(out)
     tokens, layers, chosen = trace.chosen.shape
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(f"{tokens} tokens, {layers} layers of {trace.experts} experts, {chosen} a token")
     table = Table("experts in memory", *POLICIES, box=None)
     for share in SHARES:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from moepack.cli import options
+from moepack.cli.console import plain_console
 from moepack.cli.device import usable_device
 from moepack.cli.usage import wrong_usage
 
@@ -44,7 +44,7 @@ def tune_command(
     from moepack.tuning import TuneSettings
 
     quiet_transformers()
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     try:
         with wrong_usage():
             settings = TuneSettings(steps=steps, rate=rate, router_weight=router_weight, batch=batch)

@@ -6,18 +6,27 @@ from contextlib import contextmanager
 
 import typer
 
-from moepack.errors import MoepackError
+from moepack.errors import MoepackError, TextError
 
 __all__ = ["wrong_usage"]
 
 
 @contextmanager
 def wrong_usage() -> Iterator[None]:
-    """Turn a `ValueError` into one line and the exit code of wrong usage; a `MoepackError` stays what it is."""
+    """Turn a `ValueError` into one line and the exit code of wrong usage.
+
+    A `MoepackError` stays what it is, except for a `TextError`: the user has given a file that is not text.
+    """
     try:
         yield
+    except TextError as error:
+        raise _refused(error) from error
     except MoepackError:
         raise
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+        raise _refused(error) from error
+
+
+def _refused(error: ValueError) -> typer.Exit:
+    print(f"error: {error}", file=sys.stderr)
+    return typer.Exit(2)

@@ -90,6 +90,7 @@ def evaluate(
         NonFiniteError: a model's logits, or its loss, are not finite; the message names the layer or the token.
         TokenError: a model's embedding has no row for a token of the text.
         ReferenceMismatchError: the recorded reference is of another text, tokenizer or kind of model.
+        TextError: the text cannot be read, or is not text.
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
     """
     tokenizer = tokenizer_of(model, tokenizer)

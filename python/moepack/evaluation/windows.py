@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from moepack.textfile import read_text
+
 __all__ = ["Windows", "batch_size", "batches", "read_windows", "span_corrupt"]
 
 WINDOW = 512
@@ -51,13 +53,10 @@ def read_windows(file: Path, chars: int, tokenizer: Any) -> Windows:
     """Read the first `chars` characters of a text file.
 
     Raises:
-        ValueError: it is no UTF-8 text, or shorter than one window.
+        TextError: it cannot be read, or is not text.
+        ValueError: it is shorter than one window.
     """
-    try:
-        with open(file, encoding="utf-8") as stream:
-            text = stream.read(chars)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: is not UTF-8 text ({error.reason})") from error
+    text = read_text(file, chars)
     ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, np.int64)
     if len(ids) < WINDOW:
         raise ValueError(f"{file}: {len(ids)} tokens are less than one window of {WINDOW}")

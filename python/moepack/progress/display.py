@@ -40,7 +40,7 @@ class Bar:
     def __init__(self, console: Console) -> None:
         self._clock = _Clock()
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # names of layers and tensors may contain brackets
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[speed]}"),

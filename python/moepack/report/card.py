@@ -7,6 +7,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from moepack.report.facts import Facts
 from moepack.report.page import loading_code
+from moepack.textfile import read_text
 from moepack.units import size
 
 __all__ = ["CARD", "Source", "read_source", "render_card"]
@@ -36,7 +37,7 @@ def read_source(*places: Path) -> Source:
     """
     for place in places:
         try:
-            card = ModelCard((place / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True)
+            card = ModelCard(read_text(place / CARD), ignore_metadata_errors=True)
         except (OSError, ValueError):
             continue
         data = {key: value for key, value in _fields(card).items() if key in CARRIED}

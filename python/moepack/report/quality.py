@@ -15,6 +15,7 @@ from moepack.evaluation.reference import fits
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
+from moepack.textfile import read_text
 
 __all__ = ["SAMPLES", "Continuation", "Quality", "measure", "prompts_of"]
 
@@ -104,8 +105,7 @@ def _continued(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
 
 def prompts_of(text: Path, chars: int) -> tuple[str, ...]:
     """Beginnings of sentences at even distances of a text, each cut behind a word."""
-    with open(text, encoding="utf-8") as stream:
-        words = " ".join(stream.read(chars).split())
+    words = " ".join(read_text(text, chars).split())
     prompts = []
     for number in range(1, SAMPLES + 1):
         place = len(words) * number // (SAMPLES + 1)

@@ -10,7 +10,6 @@ The environment variable MOEPACK_DECODE or `set_decoding` turns it off: "native"
 every call to transformers.
 """
 
-import inspect
 import os
 import weakref
 from typing import Any
@@ -22,10 +21,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from moepack.runtime.backends.cpu import views
 from moepack.runtime.cache import Tokens
+from moepack.runtime.calls import Call, CallReader, cache_name
 from moepack.runtime.families import decoder_of
 from moepack.runtime.graphs import StepGraphs
 from moepack.runtime.packed import PackedModule
-from moepack.runtime.plan import Plan, Unknown, is_known, window
+from moepack.runtime.plan import Plan, Unknown, is_known, require, window
 
 __all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
 
@@ -37,6 +37,9 @@ _chosen: str | None = None
 
 _FLAGS = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Arguments and settings that ask for more than the last hidden state."""
+
+_OUTPUT_CACHE = cache_name(MoeModelOutputWithPast)
+"""The field of outputs that holds keys and values."""
 
 
 def decoding() -> str:
@@ -90,8 +93,8 @@ class _Forward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        forward = inspect.signature(type(module).forward)
-        self.__signature__ = forward.replace(parameters=list(forward.parameters.values())[1:])
+        self._calls = CallReader(type(module).forward)
+        self.__signature__ = self._calls.signature
 
     def module(self) -> Any:
         """The module, which owns this object."""
@@ -117,84 +120,69 @@ class DecoderForward(_Forward):
     """The forward of a decoder without its head.
 
     Attributes:
-        steps: calls that the core, or a replayed graph, has taken.
+        steps: decoding steps that the core, or a replayed graph, has taken.
+        declined: decoding steps that were left to transformers.
+        reason: what the latest of these had that is not supported; empty if there was none.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.steps = 0
+        self.steps = self.declined = 0
+        self.reason = ""
         self._plan: Plan | None = None
         self._graphs = StepGraphs()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's forward."""
-        if torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
-        output = None if args or not _is_free() else self._decode(self.module(), **kwargs)
+        call = None if torch.compiler.is_compiling() else self._calls.read(args, kwargs)
+        output = self._decode(self.module(), call) if call is not None and _is_step(call) else None
         return self.original(*args, **kwargs) if output is None else output
 
-    def _decode(
-        self,
-        model: Any,
-        *,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        cache_position: torch.Tensor | None = None,
-        **others: Any,
-    ) -> MoeModelOutputWithPast | None:
-        """A decoding step; None where this is none that is known. Older transformers repeat the position."""
-        if model.training or type(past_key_values) is not DynamicCache or past_key_values.offloading:
+    def _decode(self, model: Any, call: Call) -> MoeModelOutputWithPast | None:
+        """A decoding step; None where it is left to transformers."""
+        try:
+            watcher = _watcher()
+            require(not watcher, watcher)
+            require(not model.training, "models in training mode")
+            require(type(call.cache) is DynamicCache, f"caches of the type {type(call.cache).__name__}")
+            require(not call.cache.offloading, "caches that are offloaded")
+            _require_plain(model.config, call)
+            state = self._replayed(model, call) if _input(call)[1].is_cuda else self._stepped(model, call)
+        except Unknown as reason:
+            self.declined += 1
+            self.reason = str(reason)
             return None
-        if not _is_plain(model.config, use_cache, others) or (input_ids is None) == (inputs_embeds is None):
-            return None
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is not None and given.is_cuda:
-            name = "input_ids" if inputs_embeds is None else "inputs_embeds"
-            seen = {"attention_mask": attention_mask, "position_ids": position_ids}
-            return self._replay(model, {name: given}, past_key_values, seen)
-        plan = self._ready(model) if given is not None and given.shape[:2] == (1, 1) else None
-        length = past_key_values.get_seq_length()
-        if plan is None or length == 0 or not _sees_all(attention_mask, length + 1):
-            return None
-        position = _position(position_ids, length)
-        layers = _taken(past_key_values, plan, length)
-        if position is None or layers is None:
-            return None
-        hidden = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if hidden.dtype != plan.dtype or hidden.device.type != "cpu":
-            return None
+        self.steps += 1
+        return MoeModelOutputWithPast(last_hidden_state=state, **{str(_OUTPUT_CACHE): call.cache})
+
+    def _stepped(self, model: Any, call: Call) -> torch.Tensor:
+        """A step in the core: the hidden state `[1, 1, hidden]`."""
+        require(_input(call)[1].shape[:2] == (1, 1), "several sequences at a time")
+        plan = self._ready(model)
+        length = call.cache.get_seq_length()
+        require(_sees_all(call.attention_mask, length + 1), "attention masks that hide tokens")
+        position = _position(call.position_ids, length)
+        hidden = model.embed_tokens(call.input_ids) if call.inputs_embeds is None else call.inputs_embeds
+        require(hidden.dtype == plan.dtype and hidden.device.type == "cpu", "inputs of another dtype or device")
+        layers = _taken(call.cache, plan, length)
         caches = [expected.arrays(layer) for expected, layer in zip(plan.caches, layers, strict=True)]
         state = views.decode(plan.decoder, hidden[0], position, caches)
         for expected, layer in zip(plan.caches, layers, strict=True):
             if isinstance(expected, Tokens):
                 layer.advance()
-        self.steps += 1
-        return MoeModelOutputWithPast(last_hidden_state=state.view(hidden.shape), past_key_values=past_key_values)
+        return state.view(hidden.shape)
 
-    def _replay(
-        self, model: Any, given: dict[str, torch.Tensor], cache: DynamicCache, seen: dict[str, Any]
-    ) -> MoeModelOutputWithPast | None:
-        """A decoding step on a GPU; None where this is none that can be replayed."""
-        ((_, tensor),) = given.items()
-        if tensor.shape[1] != 1 or not _has_whole_attention(model.config):
-            return None
-        state = self._graphs.step(model, self.original, given, cache, **seen)
-        if state is None:
-            return None
-        self.steps += 1
-        return MoeModelOutputWithPast(last_hidden_state=state, past_key_values=cache)
+    def _replayed(self, model: Any, call: Call) -> torch.Tensor:
+        """A recorded step on a GPU."""
+        require(_has_whole_attention(model.config), "layers that do not see all tokens")
+        seen = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
+        return self._graphs.step(model, self.original, dict([_input(call)]), call.cache, **seen)
 
-    def _ready(self, model: Any) -> Plan | None:
+    def _ready(self, model: Any) -> Plan:
         """The plan, made anew where the model has changed."""
         if self._plan is None or not self._plan.holds():
-            try:
-                self._plan = Plan(model)
-            except Unknown:
-                self._plan = None
+            self._plan = None
+            self._plan = Plan(model)
         return self._plan
 
 
@@ -220,7 +208,7 @@ class HeadForward(_Forward):
         weight = head.weight
         if (
             not 1 <= input.shape[:-1].numel() <= FEW
-            or not _is_free()
+            or _watcher()
             or head.bias is not None
             or weight.dtype not in views.FLOATS
             or input.dtype != weight.dtype
@@ -235,16 +223,17 @@ class HeadForward(_Forward):
         return product.to(input.dtype).view(*input.shape[:-1], -1)
 
 
-def _is_free() -> bool:
-    """Whether nothing watches what torch computes, and the choice is the core."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
-        or decoding() != "native"
-    )
+def _watcher() -> str:
+    """Steps that torch must compute, or that the core is not asked for; empty if there are none."""
+    if decoding() != "native":
+        return f'steps while {VARIABLE} or set_decoding asks for "{decoding()}"'
+    if torch.is_grad_enabled():
+        return "steps that record gradients: torch.inference_mode() records none"
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return "steps under autocast"
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return "steps that are traced or compiled"
+    return ""
 
 
 def _has_whole_attention(config: Any) -> bool:
@@ -255,18 +244,33 @@ def _has_whole_attention(config: Any) -> bool:
         return False
 
 
-def _is_plain(config: Any, use_cache: bool | None, others: dict[str, Any]) -> bool:
-    """Whether a call asks for the last hidden state and the cache alone."""
-    wanted = {**others, "return_dict": not others.get("return_dict", True)}
-    cached = config.use_cache if use_cache is None else use_cache
-    return (
-        bool(cached)
-        and all(name in (*_FLAGS, "return_dict") for name in others)
-        and not any(wanted.values())
-        and not any(getattr(config, name, False) for name in _FLAGS)
-        and getattr(config, "return_dict", True) is not False
-        and config._attn_implementation in ("eager", "sdpa")
-    )
+def _input(call: Call) -> tuple[str, torch.Tensor]:
+    """The one input of a step, and its name."""
+    given = call.given
+    require(given is not None, "calls with ids and embeddings")
+    assert given is not None
+    return given
+
+
+def _is_step(call: Call) -> bool:
+    """Whether a call continues sequences by one token each; the first tokens of a prompt do not."""
+    if call.given is None or call.given[1].ndim < 2 or call.given[1].shape[1] != 1 or call.cache is None:
+        return False
+    return type(call.cache) is not DynamicCache or call.cache.get_seq_length() > 0
+
+
+def _require_plain(config: Any, call: Call) -> None:
+    """Raise `Unknown` unless a call asks for the last hidden state and the cache alone."""
+    require(bool(config.use_cache if call.use_cache is None else call.use_cache), "calls without use_cache")
+    wanted = {**call.others, "return_dict": not call.others.get("return_dict", True)}
+    known = (*_FLAGS, "return_dict")
+    for name in [name for name, value in wanted.items() if name not in known or value]:
+        raise Unknown(f"calls with {name}")
+    for name in _FLAGS:
+        require(not getattr(config, name, False), f"models whose configuration sets {name}")
+    require(getattr(config, "return_dict", True) is not False, "models that return tuples")
+    attention = config._attn_implementation
+    require(attention in ("eager", "sdpa"), f"the attention implementation {attention!r}")
 
 
 def _sees_all(mask: Any, tokens: int) -> bool:
@@ -276,27 +280,30 @@ def _sees_all(mask: Any, tokens: int) -> bool:
     return isinstance(mask, torch.Tensor) and mask.shape == (1, tokens) and bool(mask.all())
 
 
-def _position(positions: torch.Tensor | None, length: int) -> int | None:
-    """The position of the token; None where it has several.
+def _position(positions: torch.Tensor | None, length: int) -> int:
+    """The position of the token.
 
     Models of images and text have three rows of positions, which differ within images, and may have one of the token's
     number in front of them (Qwen3.5).
+
+    Raises:
+        Unknown: the token has several positions.
     """
     if positions is None:
         return length
-    found = positions[1:] if positions.shape == (4, 1, 1) else positions
-    position = (
-        int(found.reshape(-1)[0]) if found.numel() in (1, 3) and bool((found == found.reshape(-1)[0]).all()) else -1
-    )
-    return position if position >= 0 else None
+    found = (positions[1:] if positions.shape == (4, 1, 1) else positions).reshape(-1)
+    require(found.numel() in (1, 3) and bool((found == found[0]).all()) and int(found[0]) >= 0, "several positions")
+    return int(found[0])
 
 
-def _taken(cache: DynamicCache, plan: Plan, length: int) -> list[Any] | None:
-    """The layers of a cache, made to grow in place; None where they do not hold what the core expects."""
-    if len(cache.layers) != len(plan.caches):
-        return None
+def _taken(cache: DynamicCache, plan: Plan, length: int) -> list[Any]:
+    """The layers of a cache, made to grow in place.
+
+    Raises:
+        Unknown: they do not hold what the core expects.
+    """
+    require(len(cache.layers) == len(plan.caches), "caches of another number of layers")
     layers = [expected.taken(layer, length) for expected, layer in zip(plan.caches, cache.layers, strict=True)]
-    if any(layer is None for layer in layers):
-        return None
+    require(all(layer is not None for layer in layers), "caches that hold something else")
     cache.layers[:] = layers
     return layers

@@ -17,7 +17,7 @@ from moepack.runtime.finite import are_finite, non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
-from moepack.runtime.text import TextStream, end_tokens
+from moepack.runtime.text import TextStream, end_tokens, hidden_tokens
 from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["GenerationReport", "Memory", "generate"]
@@ -144,7 +144,7 @@ def generate(
     ids = prompt_ids(tokenizer, prompt)
     require_known(ids, vocabulary_of(model), tokenizer)
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
-    hidden = end_tokens(model, tokenizer) | ({tokenizer.pad_token_id, tokenizer.bos_token_id} - {None})
+    hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
     streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
     inputs = torch.tensor([ids], device=model.device)
     logits = _Logits()

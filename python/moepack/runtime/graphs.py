@@ -18,22 +18,27 @@ Invariants:
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.runtime.cache import GrowingLayer, Room
+from moepack.runtime.calls import cache_name
 from moepack.runtime.embedding import embedding_dtype
-from moepack.runtime.plan import Guard
-from moepack.runtime.recording import record
+from moepack.runtime.plan import Guard, Unknown, require
+from moepack.runtime.recording import Unwritten, record
 
 __all__ = ["StepGraphs"]
 
-Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Takes a function; gives what repeats it, and its result, which each repetition writes anew."""
+Recorder = Callable[[Callable[[], Tensor], torch.device], tuple[Callable[[], None], Tensor]]
+"""Takes a function and its device; gives what repeats it, and its result, which each repetition writes anew."""
+
+
+Result = TypeVar("Result")
 
 
 class StepGraphs:
@@ -47,12 +52,12 @@ class StepGraphs:
         self._recorder = recorder
         self._recording: _Recording | None = None
         self._last: Callable[[], Any] = lambda: None
-        self._possible = True
+        self._refusal: str | None = None
         self._lock = Lock()
 
     def step(
         self, model: Any, forward: Callable[..., Any], given: dict[str, Tensor], cache: DynamicCache, **seen: Any
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Take one token of each sequence through the decoder.
 
         Args:
@@ -63,21 +68,23 @@ class StepGraphs:
             **seen: `attention_mask`, None or [B, tokens], and `position_ids`, None or [B, 1].
 
         Returns:
-            [B, 1, H], or None where this step is not replayed and nothing has changed.
+            [B, 1, H].
+
+        Raises:
+            Unknown: this step is not replayed; nothing has changed.
         """
         mask, positions = seen.get("attention_mask"), seen.get("position_ids")
+        require(self._refusal is None, f"this model ({self._refusal})")
+        require(mask is None or mask.ndim == 2, "attention masks of another form")
+        require(positions is None or positions.ndim == 2, "positions of another form")
         layers = _growing(cache)
-        plain = (mask is None or mask.ndim == 2) and (positions is None or positions.ndim == 2)
-        if not (self._possible and plain and layers and self._lock.acquire(blocking=False)):
-            return None
+        require(self._lock.acquire(blocking=False), "steps of several threads at a time")
         try:
             with torch.inference_mode():
                 length = layers[0].get_seq_length()
                 rooms = [layer.room(1) for layer in layers]
                 recording = self._ready(model, forward, given, cache, rooms, length)
-                if recording is None:
-                    return None
-                output = recording.replay(given, length, mask, positions)
+                output = self._possible(lambda: recording.replay(given, length, mask, positions))
             for layer, room in zip(layers, rooms, strict=True):
                 layer.show(room, length + 1)
             return output.clone()
@@ -92,19 +99,27 @@ class StepGraphs:
         cache: DynamicCache,
         rooms: Sequence[Room],
         length: int,
-    ) -> "_Recording | None":
-        """A recording for these buffers; None for a cache's first step and where none can be made."""
+    ) -> "_Recording":
+        """A recording for these buffers."""
         if self._recording is not None and self._recording.is_for(given, rooms):
             return self._recording
         self._recording = None  # its memory serves the next one
         again, self._last = self._last() is cache, weakref.ref(cache)
-        if not again:
-            return None
+        require(again, "the first step of a cache")
+        # A `RuntimeError` here: something waited for the device, or is on another one.
+        made = self._possible(
+            lambda: _Recording(model, forward, given, rooms, length, self._recorder), refusal=RuntimeError
+        )
+        self._recording = made
+        return made
+
+    def _possible(self, function: Callable[[], Result], refusal: type[RuntimeError] = Unwritten) -> Result:
+        """Call a function whose errors of one type mean that this model is not recorded."""
         try:
-            self._recording = _Recording(model, forward, given, rooms, length, self._recorder)
-        except RuntimeError:  # something waited for the device, or is on another one
-            self._possible = False
-        return self._recording
+            return function()
+        except refusal as error:
+            self._recording, self._refusal = None, str(error).partition("\n")[0]
+            raise Unknown(f"this model ({self._refusal})") from error
 
 
 class _Recording:
@@ -139,17 +154,9 @@ class _Recording:
             room.keys[:, :, length:].zero_()
             room.values[:, :, length:].zero_()
         appended = _Appended(self._rooms, self._place)
-        self._replay, self._output = recorder(
-            lambda: (
-                forward(
-                    **{self._name: self._input},
-                    attention_mask=self._mask,
-                    position_ids=self._positions,
-                    past_key_values=appended,
-                    use_cache=True,
-                ).last_hidden_state
-            )
-        )
+        inputs = {self._name: self._input, str(cache_name(type(model).forward)): appended}
+        step = partial(forward, **inputs, attention_mask=self._mask, position_ids=self._positions, use_cache=True)
+        self._replay, self._output = recorder(lambda: step().last_hidden_state, example.device)
 
     def is_for(self, given: dict[str, Tensor], rooms: Sequence[Room]) -> bool:
         """Whether it may be replayed for an input and buffers."""
@@ -205,11 +212,16 @@ class _Appended:
 
 
 def _growing(cache: DynamicCache) -> list[GrowingLayer]:
-    """The layers of a cache, made to grow in place; none where they are of other kinds or differ in length."""
+    """The layers of a cache, made to grow in place.
+
+    Raises:
+        Unknown: they are of other kinds, or differ in length.
+    """
     layers: list[Any] = cache.layers
     lengths = {layer.get_seq_length() for layer in layers}
-    if any(type(layer) not in (DynamicLayer, GrowingLayer) for layer in layers) or len(lengths) != 1 or 0 in lengths:
-        return []
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer}
+    require(not kinds, f"caches with layers of the type {', '.join(kind.__name__ for kind in kinds)}")
+    require(len(lengths) == 1 and 0 not in lengths, "caches whose layers differ in length")
     for number, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
             layers[number] = GrowingLayer.of(layer)

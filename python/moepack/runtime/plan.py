@@ -28,7 +28,7 @@ from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
 from moepack.runtime.store import MappedStore
 
-__all__ = ["Guard", "Plan", "Unknown", "is_known", "window"]
+__all__ = ["Guard", "Plan", "Unknown", "is_known", "require", "window"]
 
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not change with the length."""
@@ -120,13 +120,16 @@ class Plan:
     def __init__(self, model: Any) -> None:
         family = family_of(model)
         if family is None:
-            raise Unknown("the architecture")
+            raise Unknown(f"the architecture of {type(model).__name__}")
         self._family, self._guard, self._config = family, Guard(), model.config
         _require_children(model, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        _require(type(model.embed_tokens) in (nn.Embedding, PackedEmbedding), "the embedding")
+        require(
+            type(model.embed_tokens) in (nn.Embedding, PackedEmbedding),
+            f"embeddings of the type {type(model.embed_tokens).__name__}",
+        )
         self.dtype: torch.dtype = embedding_dtype(model.embed_tokens)
-        _require(self.dtype in views.FLOATS, "the dtype of the embedding")
-        _require(getattr(model.config, "clip_qkv", None) is None, "clipped heads")
+        require(self.dtype in views.FLOATS, f"activations in {self.dtype}")
+        require(getattr(model.config, "clip_qkv", None) is None, "clipped heads")
         rotary = self._rotary(model.rotary_emb)
         layers = list(model.layers)[: model.config.num_hidden_layers]
         self.caches: list[Tokens | States] = []
@@ -134,7 +137,7 @@ class Plan:
         norm = self._norm(model.norm)
         self._guard.watch(module for module in model.modules() if module is not model)
         self._guard.children += [(model._modules, name, child) for name, child in model._modules.items()]
-        _require(self.holds(), "hooks")
+        require(self.holds(), "hooks, or layers whose forward was replaced")
         self.decoder = views.Decoder(described, rotary, norm)
 
     def holds(self) -> bool:
@@ -142,7 +145,7 @@ class Plan:
         return self._guard.holds()
 
     def _layer(self, number: int, layer: Any) -> dict[str, Any]:
-        _require(self._family.has(layer, "DecoderLayer"), type(layer).__name__)
+        require(self._family.has(layer, "DecoderLayer"), type(layer).__name__)
         mixer = "linear_attn" if "linear_attn" in layer._modules else "self_attn"
         _require_children(layer, {mixer, "mlp", "input_layernorm", "post_attention_layernorm"})
         mixed = self._delta(layer.linear_attn) if mixer == "linear_attn" else self._attention(number, layer.self_attn)
@@ -150,15 +153,15 @@ class Plan:
         return norms | {"mixer": mixed} | self._feed_forward(layer.mlp)
 
     def _attention(self, number: int, attention: Any) -> dict[str, Any]:
-        _require(self._family.has(attention, "Attention"), type(attention).__name__)
-        _require(not attention.training or not attention.attention_dropout, "dropout")
+        require(self._family.has(attention, "Attention"), type(attention).__name__)
+        require(not attention.training or not attention.attention_dropout, "dropout in attention")
         if "kv_b_proj" in attention._modules:
             return self._latent(attention)
         parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
         norms = {"query_norm": "q_norm", "key_norm": "k_norm"}
         has_norms = "q_norm" in attention._modules
         _require_children(attention, {*parts.values(), *(norms.values() if has_norms else ())})
-        _require(set(attention._parameters) <= {"sinks"}, "parameters of attention")
+        require(set(attention._parameters) <= {"sinks"}, "other parameters of attention than sinks")
         described: dict[str, Any] = {name: self._linear(getattr(attention, child)) for name, child in parts.items()}
         described |= {
             name: self._norm(getattr(attention, child)) if has_norms else None for name, child in norms.items()
@@ -189,14 +192,17 @@ class Plan:
         }
 
     def _delta(self, rule: Any) -> dict[str, Any]:
-        _require(self._family.has(rule, "GatedDeltaNet"), type(rule).__name__)
-        _require(rule.activation == "silu" and rule.conv1d.bias is None, "the convolution")
+        require(self._family.has(rule, "GatedDeltaNet"), type(rule).__name__)
+        require(
+            rule.activation == "silu" and rule.conv1d.bias is None,
+            "convolutions with biases or another activation than silu",
+        )
         parts: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         if "in_proj_qkvz" in rule._modules:
             parts = ("in_proj_qkvz", "in_proj_ba")
         _require_children(rule, {"conv1d", "norm", "out_proj", *parts})
         for part in parts:
-            _require(getattr(rule, part).bias is None, "biases of a delta rule")
+            require(getattr(rule, part).bias is None, "biases of a delta rule")
         inputs = 1, rule.conv_dim, rule.conv_kernel_size
         self.caches.append(States(inputs, (1, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim), self.dtype))
         return {
@@ -222,21 +228,21 @@ class Plan:
         if shared is None:
             return described | {"shared": None}
         weight = self._matrix(block.shared_expert_gate) if gate else None
-        _require(not gate or block.shared_expert_gate.bias is None, "a gate with a bias")
+        require(not gate or block.shared_expert_gate.bias is None, "a gate with a bias")
         return described | {"shared": (self._mlp(getattr(block, shared)), weight)}
 
     def _router(self, router: Any) -> dict[str, Any]:
-        _require(self._family.has(router, self._family.router), type(router).__name__)
+        require(self._family.has(router, self._family.router), type(router).__name__)
         _require_children(router, set())
-        _require(set(router._parameters) <= {"weight", "bias"}, "parameters of the router")
+        require(set(router._parameters) <= {"weight", "bias"}, "other parameters of a router than weights and biases")
         groups: tuple[int, int, int] | None = None
         method = getattr(router, "topk_method", "group_limited_greedy")
-        _require(method in ("greedy", "group_limited_greedy"), f"the router's method {method}")
+        require(method in ("greedy", "group_limited_greedy"), f"the router's method {method}")
         if method != "greedy" and (getattr(router, "num_group", None) or 1) > 1:
             groups = int(router.num_group), int(router.topk_group), self._family.summed
         always = self._family.normalized
         return {
-            "weights": self._dense(router),
+            "weights": self._dense(router, torch.float32),  # transformers keeps some routers in float32
             "bias": self._vector(router, "bias") if "bias" in router._parameters else None,
             "sigmoid": self._family.sigmoid,
             "correction": self._vector(router, "e_score_correction_bias") if router._buffers else None,
@@ -250,31 +256,39 @@ class Plan:
         described: dict[str, Any] = {"clamped": None, "biases": None}
         if type(experts) is PackedOwnExperts:
             (original,) = experts._original
-            _require(self._family.has(original, "Experts"), "the experts")
-            _require(hasattr(original, "alpha") and hasattr(original, "limit"), "the experts' gate")
+            require(self._family.has(original, "Experts"), f"experts of the type {type(original).__name__}")
+            require(hasattr(original, "alpha") and hasattr(original, "limit"), "experts without a clamped gate")
             described["clamped"] = float(original.alpha), float(original.limit)
             described["biases"] = self._vector(experts, "gate_up_proj_bias"), self._vector(experts, "down_proj_bias")
         else:
-            _require(type(experts) is PackedExperts and is_silu(experts.act_fn), "the experts")
+            require(
+                type(experts) is PackedExperts and is_silu(experts.act_fn), f"this form of {type(experts).__name__}"
+            )
         return described | {name[:-5]: self._packed(experts, name) for name in experts.projections}
 
     def _mlp(self, module: Any) -> dict[str, Any]:
-        _require(self._family.has(module, "MLP"), type(module).__name__)
+        require(self._family.has(module, "MLP"), type(module).__name__)
         parts = module.gate_proj, module.up_proj, module.down_proj
         named = {"gate_proj", "up_proj", "down_proj"}
-        _require(named <= set(module._modules) <= named | {"act_fn"}, f"the children of {type(module).__name__}")
-        _require(is_silu(module.act_fn) and all(part.bias is None for part in parts), "the experts' arithmetic")
+        require(
+            named <= set(module._modules) <= named | {"act_fn"},
+            f"other parts of {type(module).__name__} than those of its class",
+        )
+        require(
+            is_silu(module.act_fn) and all(part.bias is None for part in parts),
+            "dense layers with biases or another activation than silu",
+        )
         gate, up, down = (self._matrix(part) for part in parts)
         return {"gate": gate, "up": up, "down": down, "clamped": None, "biases": None}
 
     def _norm(self, module: Any, suffix: str = "RMSNorm", offset: float | None = None) -> tuple[Any, float, float]:
-        _require(self._family.has(module, suffix), type(module).__name__)
+        require(self._family.has(module, suffix), type(module).__name__)
         epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
         return self._vector(module, "weight"), float(epsilon), self._family.norm_offset if offset is None else offset
 
     def _rotary(self, module: Any) -> dict[str, Any]:
-        _require(self._family.has(module, self._family.rotary), type(module).__name__)
-        _require(module.rope_type in _ROTARY_TYPES, f"rotary positions of the type {module.rope_type}")
+        require(self._family.has(module, self._family.rotary), type(module).__name__)
+        require(module.rope_type in _ROTARY_TYPES, f"rotary positions of the type {module.rope_type}")
         self._read(module, "inv_freq", module._buffers)
         interleaved = getattr(self._config, "rope_interleave", False)
         return {
@@ -289,30 +303,31 @@ class Plan:
     def _matrix(self, module: nn.Module) -> Any:
         if type(module) is PackedLinear:
             return self._packed(module, "packed")
-        _require(type(module) is nn.Linear, type(module).__name__)
+        require(type(module) is nn.Linear, type(module).__name__)
         return self._dense(module)
 
     def _packed(self, module: PackedModule, projection: str) -> Any:
-        _require(isinstance(module.store, MappedStore), "bytes that are not in place")
+        require(isinstance(module.store, MappedStore), "packed weights that are not in mapped memory")
         matrix = module.matrix(projection)
         view = views.packed_matrix(matrix, module.mode)
-        _require(view is not None, f"the format {matrix.format}")
+        require(view is not None, f"the format {matrix.format} in the mode {module.mode}")
         buffer = module._buffers[projection]
         assert buffer is not None
         self._guard.tensors.append((module._buffers, projection, buffer.data_ptr()))
         self._guard.modules.append((module, module.mode))
         return view
 
-    def _dense(self, module: nn.Module) -> tuple[Any, None]:
+    def _dense(self, module: nn.Module, *others: torch.dtype) -> tuple[Any, None]:
+        """A dense matrix of the model's dtype, or of another that the module's own code takes."""
         weight = self._read(module, "weight", module._parameters)
-        _require(weight.dtype == self.dtype, "the dtype of a matrix")
+        require(weight.dtype in (self.dtype, *others), f"a {weight.dtype} weight of {type(module).__name__}")
         return views.dense_matrix(weight), None
 
     def _values(self, module: Any) -> Any:
         """The values of a linear layer without a bias, row by row."""
-        _require(module.bias is None, "a bias")
+        require(module.bias is None, "latents with a bias")
         if type(module) is not PackedLinear:
-            _require(type(module) is nn.Linear, type(module).__name__)
+            require(type(module) is nn.Linear, type(module).__name__)
             return self._vector(module, "weight")
         self._packed(module, "packed")
         return views.decoded(module.matrix("packed"), self.dtype)
@@ -324,21 +339,25 @@ class Plan:
 
     def _read(self, module: nn.Module, name: str, tensors: Mapping[str, Any]) -> torch.Tensor:
         tensor: torch.Tensor | None = tensors.get(name)
-        _require(tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(), f"the memory of {name}")
+        require(
+            tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(),
+            f"a {name} that is not contiguous in the CPU's memory",
+        )
         assert tensor is not None
-        _require(tensor.dtype in views.FLOATS, f"the dtype of {name}")
+        require(tensor.dtype in views.FLOATS, f"a {name} in {tensor.dtype}")
         self._guard.tensors.append((tensors, name, tensor.data_ptr()))
         return tensor
 
 
-def _require(known: bool, what: str) -> None:
+def require(known: bool, what: str) -> None:
+    """Raise `Unknown` with what the core does not compute, unless it does."""
     if not known:
         raise Unknown(what)
 
 
 def _require_children(module: nn.Module, names: set[str]) -> None:
     found = {name for name, child in module._modules.items() if child is not None}
-    _require(found == names, f"the children of {type(module).__name__}")
+    require(found == names, f"other parts of {type(module).__name__} than those of its class")
 
 
 def window(config: Any, layer: int) -> int | None:
@@ -349,6 +368,6 @@ def window(config: Any, layer: int) -> int | None:
     """
     kinds = getattr(config, "layer_types", None)
     kind = "full_attention" if kinds is None else kinds[layer]
-    _require(kind in ("full_attention", "sliding_attention"), f"layers of the type {kind}")
+    require(kind in ("full_attention", "sliding_attention"), f"layers of the type {kind}")
     seen = getattr(config, "sliding_window", None)
     return seen if kinds is None or kind == "sliding_attention" else None

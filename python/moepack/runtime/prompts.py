@@ -1,4 +1,7 @@
-"""Prompts as tokens: plain text, or the messages of a chat through the tokenizer's template."""
+"""Prompts as tokens: plain text, or the messages of a chat through the tokenizer's template.
+
+Invariant: a prompt that does not become tokens raises a `ValueError`, whatever the tokenizer or its template raised.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +23,11 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt; a chat ends where the assistant's answer begins.
 
     Raises:
-        ValueError: there are none, or the tokenizer has no template for a chat, or the template refuses the messages.
+        ValueError: there are none, or the tokenizer has no template for a chat, or the template refuses the messages
+            or fails, or the tokenizer cannot read the text, for instance because it has a lone surrogate.
     """
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt).input_ids
+        ids = _ids(tokenizer, prompt)
     elif has_template(tokenizer):
         ids = _chat_ids(tokenizer, prompt)
     else:
@@ -44,7 +48,24 @@ def _chat_ids(tokenizer: Any, messages: Messages) -> list[int]:
 
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise ValueError(f"the model's chat template refuses the messages: {error}") from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    except Exception as error:  # a template is a program, which may raise anything
+        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"the model's chat template refuses the messages: {said}") from error
+    return _ids(tokenizer, text, add_special_tokens=False)
+
+
+def _ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """The tokens of a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has a lone surrogate at character {error.start}: that is no Unicode text"
+        ) from error
+    try:
+        ids: list[int] = tokenizer(text, **options).input_ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+        raise ValueError(f"the tokenizer cannot read the text: {type(error).__name__}: {error}") from error
     return ids

@@ -5,6 +5,9 @@ which no graph can do: such a call is an *interlude*. It ends the graph that is 
 from the tensors that the graph before it has written, and the graph behind it reads what it gave.
 
 Invariants:
+- A function is recorded and replayed under the device that it launches on, whichever device is the current one. A
+  capture on another device's stream would hold no kernel, and its replay would do nothing.
+- The first replay checks that the result was written. A recording without kernels is an error.
 - Graphs and interludes run in the order in which they were recorded, on one stream, so they share one pool of memory.
 - An interlude does not run while it is recorded: what it gives has a known shape and is not read then.
 """
@@ -21,9 +24,13 @@ from torch import Tensor
 
 from moepack.memory import without_collector
 
-__all__ = ["interlude", "pause", "record"]
+__all__ = ["Unwritten", "interlude", "pause", "record"]
 
 _current = local()
+
+
+class Unwritten(RuntimeError):
+    """A replay that did not write its result."""
 
 
 def interlude(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
@@ -46,34 +53,67 @@ def pause(function: Callable[[], None]) -> None:
         recording.pause(function)
 
 
-def record(function: Callable[[], Tensor], *, tidy: bool = True, pool: Any = None) -> tuple[Callable[[], None], Tensor]:
+def record(
+    function: Callable[[], Tensor], device: torch.device, *, tidy: bool = True, pool: Any = None
+) -> tuple[Callable[[], None], Tensor]:
     """Record the kernels of a function; they run when the result is called, not before.
 
     Args:
-        function: launches kernels on the current device.
+        function: launches kernels on the device.
+        device: a GPU, with its index.
         tidy: give unused memory back before, as a recording keeps what it uses. It takes a third of a second.
         pool: memory that it shares with recordings that never run at the same time
             (`torch.cuda.graph_pool_handle`); None takes a pool of its own.
 
     Returns:
-        What runs them, and the function's result, which each run writes anew.
+        A function that runs the kernels, and the result, which each run writes anew. The first run raises
+        `Unwritten` if nothing wrote the result.
 
     Raises:
         RuntimeError: the function does outside of interludes what cannot be recorded.
     """
-    recording = _Recording(pool or torch.cuda.graph_pool_handle())
+    recording = _Recording(device, pool or torch.cuda.graph_pool_handle())
     if tidy:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()
-    return recording.replay, recording.of(function)
+    output = recording.of(function)
+    return _Checked(recording, output), output
+
+
+_UNWRITTEN = -(2.0**115)
+"""What marks a result before the first run. Exact in float32 and bfloat16, and no value of a model."""
+
+
+class _Checked:
+    """Runs a recording; the first run checks that it writes its result.
+
+    Args:
+        recording: the kernels.
+        output: what they write; its contents are lost.
+    """
+
+    def __init__(self, recording: "_Recording", output: Tensor) -> None:
+        self._recording, self._output = recording, output
+        self._mark = max(_UNWRITTEN, torch.finfo(output.dtype).min)
+        self._is_checked = False
+
+    def __call__(self) -> None:
+        if self._is_checked:
+            self._recording.replay()
+            return
+        self._output.fill_(self._mark)
+        self._recording.replay()
+        if bool((self._output == self._mark).all()):
+            raise Unwritten("nothing wrote the result of a recorded function: its kernels ran on another stream")
+        self._is_checked = True
 
 
 _one_at_a_time = Lock()
 
 
 @cache
-def _stream(device: int) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of a device on which everything is recorded.
 
     torch gives the same streams out again and again, and what another thread launches on one that records would be
@@ -86,10 +126,12 @@ class _Recording:
     """Graphs and interludes in turn.
 
     Args:
+        device: where its kernels run.
         pool: the memory of the graphs.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self._device = device
         self._steps: list[Callable[[], Any]] = []
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph
@@ -97,7 +139,7 @@ class _Recording:
     def of(self, function: Callable[[], Tensor]) -> Tensor:
         """Record a function; its result."""
         # Garbage may hold memory that the driver does not free during a capture.
-        with _one_at_a_time, without_collector(), torch.cuda.stream(_stream(torch.cuda.current_device())):
+        with _one_at_a_time, without_collector(), torch.cuda.stream(_stream(self._device)):
             _current.recording = self
             try:
                 self._begin()
@@ -114,8 +156,9 @@ class _Recording:
 
     def replay(self) -> None:
         """Run everything."""
-        for step in self._steps:
-            step()
+        with torch.cuda.device(self._device):
+            for step in self._steps:
+                step()
 
     def interlude(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
         """Leave a call to replays; gives where its results will be."""

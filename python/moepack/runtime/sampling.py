@@ -15,6 +15,9 @@ from moepack.runtime.finite import are_finite
 
 __all__ = ["Sampler", "Sampling", "given"]
 
+COLDEST = 1e-6
+"""The least that logits are divided by: with less, logits of float32 overflow. It draws the likeliest token already."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -74,7 +77,12 @@ class Sampling:
         always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
         if not self.temperature:
             return {**always, "do_sample": False}
-        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or None}
+        drawn = {
+            "temperature": max(self.temperature, COLDEST),
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or None,
+        }
         return {**always, "do_sample": True, **drawn}
 
 
@@ -99,7 +107,7 @@ class Sampler:
         if sampling.repetition_penalty != 1:
             self._processors.append(generation.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if self._draws:
-            self._processors.append(generation.TemperatureLogitsWarper(sampling.temperature))
+            self._processors.append(generation.TemperatureLogitsWarper(max(sampling.temperature, COLDEST)))
             if sampling.top_k:
                 self._processors.append(generation.TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:

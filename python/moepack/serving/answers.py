@@ -1,10 +1,12 @@
 """Turns requests into sequences of the engine, and their pieces into answers of OpenAI's form, whole or streamed.
 
-An answer that nobody waits for any more gives back its slot.
+An answer that nobody waits for any more gives back its slot. A failure after the beginning of a stream is its last
+event.
 """
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -16,15 +18,17 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from moepack.errors import TokenError
+from moepack.errors import LoadError
 from moepack.runtime.prompts import Prompt, prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.serving.engine import ClosedError, Engine, QueueFullError
-from moepack.serving.refusal import Refusal
+from moepack.serving.refusal import Refusal, defect
 from moepack.serving.sequence import Piece, Sequence
 from moepack.serving.settings import Settings
 
 __all__ = ["CHAT", "COMPLETION", "Answers", "fingerprint"]
+
+_LOG = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
@@ -47,29 +51,40 @@ CHAT = Kind(
 
 
 class Answers:
-    """Turns requests into sequences of the engine, and their pieces into answers."""
+    """Turns requests into sequences of the engine, and their pieces into answers.
+
+    Raises:
+        LoadError: the model is published with settings out of their range, on which every request would fail.
+    """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
         self._fingerprint = fingerprint(settings.source)
+        try:
+            Sampling.of_model(engine.model)
+        except ValueError as error:
+            raise LoadError(f"generation_config.json: {error}") from error
 
     def require_model(self, name: str) -> None:
         """Refuse names of other models, and go on only while the files are what was loaded."""
         if name != self.settings.name:
             message = f"there is no model '{name}', only '{self.settings.name}'"
-            raise Refusal(404, message, "model_not_found")
+            raise Refusal(404, message, "model_not_found", param="model")
         if fingerprint(self.settings.source) != self._fingerprint:
             message = "the model's files have changed since they were loaded: restart the server"
             raise Refusal(503, message, "model_changed", "server_error")
 
-    async def answer(self, request: Request, body: Any, prompt: Prompt | list[int], kind: Kind) -> Any:
-        """Answer a request, whole or streamed."""
+    async def answer(self, request: Request, body: Any, field: str, prompt: Prompt | list[int], kind: Kind) -> Any:
+        """Answer a request, whole or streamed; `field` is what the client calls the prompt."""
         self.require_model(body.model)
-        ids = await self._ids(prompt)
-        pieces, sequence = self._submit(ids, self._sampling(body, len(ids)))
+        try:
+            ids = await self._ids(prompt)
+            pieces, sequence = self._submit(ids, self._sampling(body, field, len(ids)))
+        except ValueError as error:  # the settings of an answer are in their ranges, so it is the prompt
+            raise Refusal(400, str(error), "invalid_prompt", param=field) from error
         head = {"id": f"{kind.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.settings.name}
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
+            usage = body.stream_options.include_usage
             events = self._events(pieces, sequence, {**head, "object": kind.chunk}, kind, usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         text, last = await self._whole(request, pieces, sequence)
@@ -77,23 +92,25 @@ class Answers:
         return {**head, "object": kind.whole, "choices": [choice], "usage": _usage(sequence, last)}
 
     async def _ids(self, prompt: Any) -> list[int]:
-        """The prompt's tokens."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return prompt
-        try:
-            return await asyncio.to_thread(prompt_ids, self.engine.tokenizer, prompt or "")
-        except ValueError as error:
-            raise Refusal(400, str(error), "invalid_prompt") from error
+        """The prompt's tokens.
 
-    def _sampling(self, body: Any, prompt: int) -> Sampling:
+        Raises:
+            ValueError: the prompt is no text of this model.
+        """
+        if isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), dict):
+            if not prompt:
+                raise ValueError("the prompt has no tokens")
+            return prompt
+        return await asyncio.to_thread(prompt_ids, self.engine.tokenizer, prompt)
+
+    def _sampling(self, body: Any, field: str, prompt: int) -> Sampling:
         """How the answer is made; refused where it would go beyond the context."""
         room = self.engine.context - prompt
-        wanted = getattr(body, "max_completion_tokens", None) or body.max_tokens
-        if room < 1 or (wanted or 1) > room:
-            asked = f"{prompt} tokens of prompt" + (f" and {wanted} of answer" if wanted else "")
+        if room < 1 or (body.length or 1) > room:
+            asked = f"{prompt} tokens of prompt" + (f" and {body.length} of answer" if body.length else "")
             message = f"the model takes {self.engine.context} tokens in all, not {asked}"
-            raise Refusal(400, message, "context_length_exceeded")
-        tokens = wanted or min(self.settings.answer, room)
+            raise Refusal(400, message, "context_length_exceeded", param=field)
+        tokens = body.length or min(self.settings.answer, room)
         return Sampling.of_model(self.engine.model, **body.settings(), max_new_tokens=tokens)
 
     def _submit(self, ids: list[int], sampling: Sampling) -> "tuple[asyncio.Queue[Piece], Sequence]":
@@ -106,8 +123,6 @@ class Answers:
 
         try:
             return pieces, self.engine.submit(ids, sampling, hand_over)
-        except TokenError as error:
-            raise Refusal(400, str(error), "invalid_prompt") from error
         except QueueFullError as error:
             raise Refusal(429, str(error), "queue_full", "rate_limit_error") from error
         except ClosedError as error:
@@ -126,12 +141,12 @@ class Answers:
             whole.cancel()
             gone.cancel()
         if last.finish == "error":
-            raise Refusal(503, last.error, "engine_error", "server_error")
+            raise _failure(last)
         return text, last
 
     async def _events(
         self, pieces: "asyncio.Queue[Piece]", sequence: Sequence, head: dict[str, Any], kind: Kind, usage: bool
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
         try:
             finish = None
@@ -139,13 +154,17 @@ class Answers:
                 piece = await pieces.get()
                 finish = piece.finish
                 if finish == "error":
-                    yield _event(Refusal(503, piece.error, "engine_error", "server_error").content)
-                    return
+                    raise _failure(piece)
                 choice = {"index": 0, **kind.part(piece.text), "logprobs": None, "finish_reason": finish}
                 yield _event({**head, "choices": [choice]})
             if usage:
                 yield _event({**head, "choices": [], "usage": _usage(sequence, piece)})
-            yield "data: [DONE]\n\n"
+            yield b"data: [DONE]\n\n"
+        except Refusal as refusal:
+            yield _event(refusal.content)
+        except Exception:
+            _LOG.exception("a stream failed")
+            yield _event(defect().content)
         finally:
             self.engine.cancel(sequence)
 
@@ -166,8 +185,13 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+def _failure(last: Piece) -> Refusal:
+    """What ended an answer before its time."""
+    return Refusal(503, last.error, "engine_error", "server_error")
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
 
 
 def _usage(sequence: Sequence, last: Piece) -> dict[str, int]:

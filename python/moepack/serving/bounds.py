@@ -1,10 +1,10 @@
-"""What a request must be before anything looks at it: by somebody with the key, JSON, and not too large.
+"""What a request must be before anything looks at it: for this host, by somebody with the key, and not too large.
 
-Bodies must be declared as JSON: browsers then ask before a page of another site may send one, and nothing here tells
-them they may.
+`/health` alone is answered without the key.
 """
 
 import hmac
+import re
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,13 +12,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moepack.serving.refusal import Refusal
 from moepack.serving.settings import Settings
 
-__all__ = ["Bounds"]
+__all__ = ["OPEN", "Bounds", "has_key"]
 
-JSON_TYPE = "application/json"
+OPEN = ("/health",)
+"""Paths that are answered without the key."""
+HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
+"""A header `Host`: a name or an address, and a port."""
 
 
 class Bounds:
-    """Lets in who has the key, sends JSON, and not too much of it."""
+    """Lets in requests for a host of the settings, by who has the key, and of bounded size."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app, self.settings = app, settings
@@ -27,12 +30,14 @@ class Bounds:
         """Answer a request as ASGI asks."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        request = Request(scope)
-        refusal = self._refusal(request)
-        body = b"" if refusal else await self._body(receive)
-        if body is None:
-            refusal = Refusal(413, f"a request has at most {self.settings.body} bytes", "too_large")
+        refusal = self._refusal(Request(scope))
         if refusal is not None:
+            return await refusal.response()(scope, receive, send)
+        body = await self._body(receive)
+        if body is None:  # the client has gone
+            return None
+        if len(body) > self.settings.body:
+            refusal = Refusal(413, f"a request has at most {self.settings.body} bytes", "too_large")
             return await refusal.response()(scope, receive, send)
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -42,21 +47,34 @@ class Bounds:
         return await self.app(scope, replay, send)
 
     def _refusal(self, request: Request) -> Refusal | None:
-        key, given = self.settings.api_key, request.headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            return Refusal(401, "the API key is missing or wrong", "invalid_api_key", "authentication_error")
-        if request.method == "POST" and request.headers.get("content-type", "").split(";")[0].strip() != JSON_TYPE:
-            return Refusal(415, f"a request's content-type is {JSON_TYPE}", "content_type")
+        if self.settings.hosts and not self._is_for_us(request):
+            return Refusal(400, f"the host must be one of {', '.join(self.settings.hosts)}", "wrong_host")
+        if request.scope["path"] not in OPEN and not has_key(request, self.settings):
+            wrong = "the API key is missing or wrong"
+            headers = {"WWW-Authenticate": "Bearer"}
+            return Refusal(401, wrong, "invalid_api_key", "authentication_error", headers=headers)
         return None
 
+    def _is_for_us(self, request: Request) -> bool:
+        host = HOST.fullmatch(request.headers.get("host", "").lower())
+        return host is not None and host[1].rstrip(".") in self.settings.hosts
+
     async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body; None where it is too large or the client has gone."""
+        """The whole body, or more than the settings allow; None where the client has gone before its end."""
         parts, size, more = [], 0, True
-        while more:
+        while more and size <= self.settings.body:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             more = message.get("more_body", False)
-            if size > self.settings.body:
-                return None
         return b"".join(parts)
+
+
+def has_key(request: Request, settings: Settings) -> bool:
+    """Whether a request has the key of the settings; true where they have none."""
+    if settings.api_key is None:
+        return True
+    given = request.headers.get("authorization", "").encode("latin-1")  # ASGI's headers are bytes, one a character
+    return hmac.compare_digest(given, b"Bearer " + settings.api_key.encode("utf-8", "surrogateescape"))

@@ -6,8 +6,10 @@ from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from moepack.serving.engine import Engine
+from moepack.serving.refusal import Refusal
 
 __all__ = ["listen"]
 
@@ -28,6 +30,20 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+    """Answers malformed HTTP in OpenAI's form. It never reaches the application: no Host, a header above 64 KiB."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer and close the connection. A response that has begun is cut off."""
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started or cycle.response_complete:
+            response = Refusal(400, "the request is not valid HTTP", "invalid_http").response()
+            headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
+            head = b"HTTP/1.1 400 Bad Request\r\n" + headers + b"connection: close\r\n\r\n"
+            self.transport.write(head + bytes(response.body))
+        self.transport.close()
+
+
 def listen(app: FastAPI, engine: Engine, host: str, port: int) -> None:
     """Answer requests until the process is asked to stop.
 
@@ -37,6 +53,9 @@ def listen(app: FastAPI, engine: Engine, host: str, port: int) -> None:
         host: address to listen at.
         port: to listen at; 0 takes a free one.
     """
-    config = uvicorn.Config(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1)
+    # Without WebSockets a request for one is an ordinary GET, and is answered like any other.
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, http=_Protocol, ws="none"
+    )
     with suppress(KeyboardInterrupt):
         _Server(config, engine).run()

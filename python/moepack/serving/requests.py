@@ -1,82 +1,119 @@
-"""What OpenAI's interface lets a client ask for, as far as moepack answers it.
+"""The requests that are answered: their fields, the types and ranges of these, and what each field means.
 
-Fields that change the answer and are not supported are refused, unless they have the value that changes nothing;
-fields that are unknown, or mean nothing here (`user`, `store`, `metadata`), are ignored.
+Invariant: every field of a request is honoured or refused by name, at every level. A field that these classes do not
+declare is refused. Two groups of fields are accepted without any effect, and docs/serving.md lists both: fields that
+cannot change an answer (`user`, `metadata`), and fields with a value that asks for nothing (`NEUTRAL`, and null).
+Types are strict: no string or boolean is taken for a number.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-__all__ = ["ChatRequest", "CompletionRequest", "Request"]
+__all__ = ["NEUTRAL", "ChatRequest", "CompletionRequest", "Request"]
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
-    "top_logprobs": (),
+    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
-"""Fields that are refused, with the values that change nothing; so does null."""
+"""Fields of a request that are refused, except with one of these values, which ask for nothing."""
 
 
-class StreamOptions(BaseModel):
+class Fields(BaseModel):
+    """An object of a request: declared fields are honoured, all others refused unless their value asks for nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if not cls._asks_for_nothing(name, value)}
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        # Equal types, because 0 == False: `"logprobs": 0` asks for the logarithms of the chosen tokens.
+        return value is None or any(type(value) is type(same) and value == same for same in cls.neutral.get(name, ()))
+
+
+class StreamOptions(Fields):
     """What a stream says besides text."""
+
+    neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
     include_usage: bool = False
 
 
-class Request(BaseModel):
-    """What both kinds of requests have in common."""
+class Request(Fields):
+    """The fields that completions and chats have in common; the last four cannot change an answer."""
 
-    model_config = ConfigDict(extra="allow", strict=False)
+    neutral = NEUTRAL
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[str] | None = Field(None, max_length=16)
+    stop: list[str] = Field([], max_length=16)
+    user: str = ""
+    metadata: dict[str, Any] = {}
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_or_many(cls, stop: Any) -> Any:
+        if not isinstance(stop, str | list):
+            raise _wrong("must be a string or a list of strings")
         return [stop] if isinstance(stop, str) else stop
 
     @field_validator("stop")
     @classmethod
-    def _not_empty(cls, stop: list[str] | None) -> list[str] | None:
-        if stop is not None and not all(0 < len(string) <= 1000 for string in stop):
-            raise ValueError("a stop string has 1 to 1000 characters")
+    def _not_empty(cls, stop: list[str]) -> list[str]:
+        if not all(0 < len(string) <= 1000 for string in stop):
+            raise _wrong("must have strings of 1 to 1000 characters")
         return stop
 
-    @model_validator(mode="after")
-    def _refuse(self) -> "Request":
-        for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and value is not None and value not in _REFUSED[name]:
-                raise ValueError(f"{name} is not supported")
-        return self
+    @property
+    def length(self) -> int | None:
+        """The most tokens of the answer, if the client says it."""
+        return self.max_tokens
 
     def settings(self) -> dict[str, Any]:
-        """The fields of `Sampling` that are given."""
+        """Return the fields of `Sampling` that are given."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         settings = {name: getattr(self, name) for name in names}
-        return {**settings, "stop": tuple(self.stop or ())}
+        return {**settings, "stop": tuple(self.stop)}
 
 
 class CompletionRequest(Request):
@@ -84,24 +121,41 @@ class CompletionRequest(Request):
 
     prompt: str | list[int]
 
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _text_or_tokens(cls, prompt: Any) -> Any:
+        # Checked here, because pydantic's errors of a union name its branches, which no client has written.
+        if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+            return prompt
+        raise _wrong("must be a string or a list of tokens; several prompts need several requests")
 
-class ContentPart(BaseModel):
+
+class ContentPart(Fields):
     """A part of a message; text is the only kind."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Fields):
     """What somebody said."""
 
+    neutral = {"tool_calls": ([],), "annotations": ([],)}
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: list[ContentPart] = Field(min_length=1)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_or_parts(cls, content: Any) -> Any:
+        if not isinstance(content, str | list):
+            raise _wrong("must be a string or a list of parts")
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     def plain(self) -> dict[str, str]:
-        """The message as templates read it."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
-        return {"role": "system" if self.role == "developer" else self.role, "content": "".join(parts)}
+        """Return the message as templates read it."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatRequest(Request):
@@ -109,3 +163,21 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_length(cls, length: int | None, info: ValidationInfo) -> int | None:
+        other = info.data.get("max_tokens")
+        if length is not None and other is not None and other != length:
+            raise _wrong("must be equal to max_tokens where both are given")
+        return length
+
+    @property
+    def length(self) -> int | None:
+        """The most tokens of the answer, if the client says it."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+def _wrong(sentence: str) -> PydanticCustomError:
+    """An error of a field, whose name comes before the sentence."""
+    return PydanticCustomError("invalid_value", "{sentence}", {"sentence": sentence})

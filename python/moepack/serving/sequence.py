@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from moepack.runtime.sampling import Sampler, Sampling
-from moepack.runtime.text import TextStream
+from moepack.runtime.text import TextStream, hidden_tokens
 from moepack.serving.isolation import Part
 
 __all__ = ["Piece", "Sequence"]
@@ -68,7 +68,7 @@ class Sequence:
         self.cache: Any = None
         self.cancelled = False
         self._sampling, self._sampler, self._ends = sampling, Sampler(sampling), ends
-        self._stream = TextStream(tokenizer, sampling.stop, ends)
+        self._stream = TextStream(tokenizer, sampling.stop, hidden_tokens(ends, tokenizer))
         self._on_piece = on_piece
         self._until = time.monotonic() + seconds
 
@@ -103,8 +103,13 @@ class Sequence:
         return False
 
     def finish(self, how: Finish, text: str = "", error: str = "") -> bool:
-        """Hand out the end; True. A sequence that failed ends even if its last tokens cannot be decoded."""
+        """Hand out the end; True.
+
+        A stop string in text that was held back until now counts as the end. A sequence that failed ends even if its
+        last tokens cannot be decoded.
+        """
         with suppress(Exception) if how == "error" else nullcontext():
             text += self._stream.end()
+        how = "stop" if how == "length" and self._stream.stopped else how
         self._on_piece(Piece(text, how, len(self.ids) - self.prompt, error))
         return True

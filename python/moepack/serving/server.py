@@ -1,7 +1,7 @@
 """OpenAI's interface over HTTP to an `Engine`: models, completions and chats, whole or streamed.
 
 Everything from outside is bounded before work begins: the size of a body, the tokens of a prompt and its answer, the
-requests that wait, the time that one takes.
+requests that wait, the time that one takes. An endpoint takes the fields of its body and nothing else.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from fastapi import Depends, FastAPI, Request
 
 from moepack.runtime.prompts import has_template
 from moepack.serving.answers import CHAT, COMPLETION, Answers
-from moepack.serving.bounds import Bounds
+from moepack.serving.body import read
+from moepack.serving.bounds import Bounds, has_key
 from moepack.serving.engine import Engine
 from moepack.serving.refusal import Refusal, report_errors
 from moepack.serving.requests import ChatRequest, CompletionRequest
@@ -33,20 +33,21 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         yield
         await asyncio.to_thread(engine.close)
 
-    app = FastAPI(title="moepack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="moepack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False,
+        dependencies=[Depends(_take_nothing_else)],
+    )  # fmt: skip
     app.add_middleware(Bounds, settings=settings)
-    if settings.hosts:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
     report_errors(app)
     answers = Answers(engine, settings)
     created = int(time.time())
     entry = {"id": settings.name, "object": "model", "created": created, "owned_by": "moepack"}
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health(request: Request) -> dict[str, Any]:
         if not engine.is_open:
             raise Refusal(503, "the server shuts down", "closed", "server_error")
-        return {"status": "ok", **engine.counts()}
+        return {"status": "ok", **(engine.counts() if has_key(request, settings) else {})}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -58,13 +59,25 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         return entry
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Any:
-        return await answers.answer(request, body, body.prompt, COMPLETION)
+    async def completions(request: Request) -> Any:
+        body = await read(request, CompletionRequest)
+        return await answers.answer(request, body, "prompt", body.prompt, COMPLETION)
 
     @app.post("/v1/chat/completions")
-    async def chats(body: ChatRequest, request: Request) -> Any:
+    async def chats(request: Request) -> Any:
+        body = await read(request, ChatRequest)
         if not has_template(engine.tokenizer):
             raise Refusal(400, "the model has no chat template: use /v1/completions", "no_chat_template")
-        return await answers.answer(request, body, [message.plain() for message in body.messages], CHAT)
+        return await answers.answer(request, body, "messages", [message.plain() for message in body.messages], CHAT)
 
     return app
+
+
+async def _take_nothing_else(request: Request) -> None:
+    """Refuse what no endpoint reads: parameters of the query, and the body of a GET."""
+    for name in request.query_params:
+        raise Refusal(
+            400, f"{name} is not supported: there are no query parameters", "unsupported_parameter", param=name
+        )
+    if request.method == "GET" and await request.body():
+        raise Refusal(400, "a GET has no body", "unsupported_body")

@@ -17,7 +17,10 @@ class Settings:
         answer: tokens of an answer where the client does not say.
         body: the most bytes of a request.
         hosts: names that the server may be asked by, so that no page can reach it under a name of its own (DNS
-            rebinding); empty for any.
+            rebinding); in lower case, empty for any.
+
+    Raises:
+        ValueError: the name is no Unicode text, so that no client could write it.
     """
 
     name: str
@@ -26,3 +29,9 @@ class Settings:
     answer: int = 512
     body: int = 4 << 20
     hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            self.name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the model's name is no Unicode text: {self.name!r}; give it another") from error

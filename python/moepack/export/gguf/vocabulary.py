@@ -12,6 +12,7 @@ from typing import Any
 from moepack.errors import UnsupportedModelError
 from moepack.export.gguf.pieces import are_pieces, begins_with_space, scores
 from moepack.export.gguf.splits import name_of
+from moepack.textfile import read_text
 
 __all__ = ["Vocabulary"]
 
@@ -72,7 +73,7 @@ class Vocabulary:
         writer.add_add_bos_token(self._adds("bos_token"))
         writer.add_add_eos_token(self._adds("eos_token"))
         template = self._file.with_name("chat_template.jinja")
-        found = template.read_text("utf-8") if template.is_file() else self._config.get("chat_template")
+        found = read_text(template) if template.is_file() else self._config.get("chat_template")
         if isinstance(found, str):
             writer.add_chat_template(found)
 

@@ -125,7 +125,7 @@ class _Recording:
             given_x, given_index, given_weights, *parts = self._given
             own = replace(first, late=Late(parts[0], parts[1], waiting) if parts else None)
             self._run, self._outputs = record(
-                lambda: _outputs([own, *others], given_x, given_index, given_weights), tidy=False, pool=pool
+                lambda: _outputs([own, *others], given_x, given_index, given_weights), x.device, tidy=False, pool=pool
             )
 
     def replayed(self, x: Tensor, index: Tensor, weights: Tensor, late: Late | None) -> Tensor:
