@@ -230,7 +230,8 @@ def test_failures_beside_the_model_end_one_answer_at_most(loaded, tokenizer, mon
 def test_a_text_that_cannot_be_decoded_ends_alone(loaded, tokenizer, monkeypatch):
     engine = Engine(loaded, tokenizer)
     first, other = (Client(engine, [5, token], max_new_tokens=6) for token in (40, 41))
-    monkeypatch.setattr(first.sequence._stream, "_decode", lambda ids: 1 / 0)
+    for name in ("put", "end"):
+        monkeypatch.setattr(first.sequence._stream, name, lambda *ids: 1 / 0)
     engine.start()
     assert first.ends()[0] == "error" and other.ends()[0] == "length" and engine.is_open
     engine.close()

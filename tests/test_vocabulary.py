@@ -1,5 +1,6 @@
 """Tokens that the tokenizer knows and the embedding does not: refused at every door, by id, spelling and rows."""
 
+import io
 import shutil
 from types import SimpleNamespace
 
@@ -117,8 +118,7 @@ def test_tasks(directory, tmp_path):
 @pytest.mark.parametrize("command", ["generate", "eval", "trace", "chat"])
 def test_commands_say_it_in_a_line(directory, text, command, capsys, monkeypatch):
     options = {"generate": ["--prompt", f"hi {EXTRA}"], "chat": []}.get(command, ["--text", text])
-    lines = iter([f"hi {EXTRA}\n", ""])
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines)))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"hi {EXTRA}\n".encode())))
     with pytest.raises(SystemExit) as end:
         main([command, str(directory), *map(str, options)])
     said = capsys.readouterr().err
