@@ -5,12 +5,14 @@ Alone is what a model gives that has just been loaded and reads that sequence in
 
 import copy
 import re
+import string
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
+from tokenizers import Tokenizer, models
+from transformers import DynamicCache, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moepack.census.tiny import tiny_config, tiny_model
@@ -31,17 +33,11 @@ NARROW = {"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8}
 """What bounds how far a token sees; tiny models have more than their sequences."""
 
 
-class Characters:
-    """A tokenizer of which the engine and `generate` need no more than this."""
-
-    eos_token_id = pad_token_id = bos_token_id = None
-    chat_template = None
-
-    def __call__(self, text):
-        return type("Ids", (), {"input_ids": [ord(letter) % 56 + 3 for letter in text]})
-
-    def decode(self, ids, **_):
-        return "".join(chr(97 + token % 26) for token in ids)
+def letters():
+    """A tokenizer of 64 characters, without an end."""
+    alphabet = string.ascii_letters + string.digits + " ."
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def tokens(count, seed):
@@ -101,7 +97,7 @@ class Served:
     """An engine that notes the logits which it chooses from."""
 
     def __init__(self, model, together):
-        self.engine = Engine(model, Characters(), slots=8)
+        self.engine = Engine(model, letters(), slots=8)
         self.engine._ends = frozenset()
         self.engine._stepper.pace.note(False, 1, 1e9 if together else 0.0)
 
@@ -252,7 +248,7 @@ def test_prefixes_of_long_sequences_are_not_shared(kind):
 @pytest.mark.parametrize("kind", sorted(VARYING))
 def test_whoever_calls_the_model_begins_anew(kind):
     """`generate` and plain calls, behind a longer sequence; a chat whose text grows beyond the limit."""
-    model, tokenizer = rotated("mixtral", kind), Characters()
+    model, tokenizer = rotated("mixtral", kind), letters()
     fresh = copy.deepcopy(model)
     sampling, texts = (
         Sampling(max_new_tokens=NEW),

@@ -94,7 +94,10 @@ def carried_of(model: Any) -> Carried:
 
 def _decoder(model: Any) -> nn.Module:
     """The part that reads text: rotary positions of towers are places in an image."""
-    found = model.get_decoder() if hasattr(model, "get_decoder") else model
+    try:
+        found = model.get_decoder()
+    except AttributeError:
+        return model  # type: ignore[no-any-return]
     return found if isinstance(found, nn.Module) else model
 
 

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.runtime.cache import GrowingLayer
 from moepack.runtime.carried import carried_of
+from moepack.runtime.families import decoder_of
 from moepack.runtime.prefix import new_cache
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
@@ -176,7 +177,7 @@ def _is_core_s(model: Any) -> bool:
     cache = new_cache(model)
     for position in range(2):
         _alone(model, Part([0], position, cache))
-    return getattr(getattr(model, model.base_model_prefix).forward, "steps", 0) > 0
+    return getattr(decoder_of(model).forward, "steps", 0) > 0
 
 
 def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
