@@ -13,7 +13,6 @@ tokens that they begin with; longer ones may not.
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -126,17 +125,12 @@ def _limit(module: Any) -> int:
 
 
 def _settle(module: Any) -> None:
-    """Let a rotary module forget what it has seen: it begins anew where it sees the first position alone."""
-    buffer = next(module.buffers(), None)
-    if buffer is None or buffer.is_meta:
-        return
-    states, first = (
-        torch.zeros(1, 1, 1, device=buffer.device),
-        torch.zeros(1, 1, dtype=torch.long, device=buffer.device),
-    )
-    for layer in _kinds(module):
-        with torch.no_grad(), suppress(TypeError, IndexError, RuntimeError):  # of another signature
-            module(states, first, **({} if layer is None else {"layer_type": layer}))
+    """Let a rotary module forget what it has seen: transformers keeps the first frequencies beside the latest."""
+    for name, value in _values(module).items():
+        if name.endswith("original_inv_freq"):
+            module._buffers[name.replace("original_", "")] = _copy(value)
+        elif name.endswith("max_seq_len_cached") and hasattr(module, "original_max_seq_len"):
+            setattr(module, name, module.original_max_seq_len)
 
 
 def _values(module: nn.Module) -> dict[str, Any]:
