@@ -23,6 +23,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from moepack.runtime.backends.gpu import lost
 from moepack.runtime.cache import GrowingLayer
 from moepack.runtime.carried import carried_of
 from moepack.runtime.families import decoder_of
@@ -155,10 +156,15 @@ def _reads_in_pieces(model: Any) -> bool:
         return True
     if not {kind.__module__ for kind in kinds} <= {DynamicLayer.__module__, GrowingLayer.__module__}:
         return False
-    ids, cache = list(range(PROBE)), new_cache(model)
-    whole, first = _alone(model, Part(ids, 0, new_cache(model))), PROBE // 2
-    _alone(model, Part(ids[:first], 0, cache))
-    pieces = _alone(model, Part(ids[first:], first, cache))
+    ids, cache, first = list(range(PROBE)), new_cache(model), PROBE // 2
+    try:
+        whole = _alone(model, Part(ids, 0, new_cache(model)))
+        _alone(model, Part(ids[:first], 0, cache))
+        pieces = _alone(model, Part(ids[first:], first, cache))
+    except Exception as error:
+        if lost(error):
+            raise
+        return False
     return bool((pieces - whole).norm() <= ALIKE * whole.norm())
 
 
