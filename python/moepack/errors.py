@@ -21,11 +21,13 @@ __all__ = [
     "LoadError",
     "MoepackError",
     "MoepackWarning",
+    "NonFiniteError",
     "OutputExistsError",
     "ReferenceMismatchError",
     "ResumeError",
     "SerializationError",
     "TextError",
+    "TokenError",
     "UnsupportedModelError",
 ]
 
@@ -119,3 +121,19 @@ class ReferenceMismatchError(MoepackError, ValueError):
 
 class SerializationError(MoepackError):
     """A loaded model cannot be written back as a packed directory."""
+
+
+class TokenError(MoepackError, ValueError):
+    """A token is not the number of a row of the model's embedding.
+
+    Attributes:
+        token: its id; None where the error says no more than its message.
+        rows: of the embedding.
+    """
+
+    token: int | None = None
+    rows: int = 0
+
+
+class NonFiniteError(MoepackError, FloatingPointError):
+    """A model computes NaN or infinity where its logits or its loss must be numbers."""

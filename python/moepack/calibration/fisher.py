@@ -24,6 +24,7 @@ from moepack.checkpoint.experts import form_of
 from moepack.integrations.loading import open_model
 from moepack.memory import PeakMemory, available_bytes
 from moepack.progress import Progress, Silent
+from moepack.runtime.finite import are_finite, non_finite
 
 __all__ = ["LENGTH", "fisher", "fits", "owners"]
 
@@ -78,6 +79,8 @@ def fits(checkpoint: Checkpoint, samples: Samples, device: torch.device) -> bool
 def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tensor:
     """The loss, summed over a window, of tokens drawn from the model's own predictions."""
     logits = whole(input_ids=ids, use_cache=False).logits[0].float()
+    if not are_finite(logits):
+        raise non_finite(whole, {"input_ids": ids})
     # Drawn on the CPU: the same tokens whatever the device.
     drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
     return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")

@@ -32,6 +32,7 @@ from moepack.calibration.stage import LayerRun, enough_memory
 from moepack.calibration.stream import Stream
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
 from moepack.errors import CalibrationError, UnsupportedModelError
+from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["Calibrator"]
 
@@ -56,6 +57,7 @@ class Calibrator:
 
         Raises:
             CalibrationError: the samples do not fit the architecture.
+            TokenError: the embedding has no row for a token of the samples.
             UnsupportedModelError: transformers' model is not built as its description says.
         """
         self.settings = settings or CalibrationSettings()
@@ -63,6 +65,9 @@ class Calibrator:
         self.skeleton = Skeleton(checkpoint, model, dtype=self.settings.dtype, device=self.settings.device)
         if bool(self.skeleton.config.is_encoder_decoder) != (samples.targets is not None):
             raise CalibrationError("span-corrupted samples are for encoder-decoder models, and only for them")
+        for ids in (samples.inputs, samples.targets):
+            if ids is not None:
+                require_known(ids, vocabulary_of(self.skeleton.module))
         self._by_block: dict[str, list[MoeLayer]] = {}
         for layer in model.layers:
             for block in _enclosing(layer.name):

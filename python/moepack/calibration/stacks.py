@@ -22,6 +22,7 @@ from moepack.calibration.recorder import Recorder
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stream import Stream
 from moepack.errors import CalibrationError, UnsupportedModelError
+from moepack.runtime.finite import advice
 
 __all__ = ["Stack"]
 
@@ -150,7 +151,8 @@ class Stack:
                 stream.carry(first, output[1:])
             output = output[0]
         if not bool(torch.isfinite(output).all()):
-            raise CalibrationError(f"the model computes NaN or infinity in '{self.blocks[index]}'")
+            message = f"the model computes NaN or infinity in '{self.blocks[index]}'"
+            raise CalibrationError(f"{message}; {advice(self.skeleton.dtype)}")
         return output.flatten(2)  # type: ignore[no-any-return]
 
     def _call(

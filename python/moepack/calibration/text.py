@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moepack.errors import CalibrationError, MoepackWarning, TextError
+from moepack.runtime.vocabulary import first_unknown, unknown
 from moepack.textfile import read_text
 
 __all__ = ["Tokenizer", "check_source", "read_texts", "token_windows"]
@@ -95,12 +96,8 @@ def token_windows(
     if len(ids) < length:
         raise CalibrationError(f"{len(ids)} tokens are less than one sample of {length}", file=source)
     tokens = torch.tensor(ids, dtype=torch.int64)
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocabulary:
-        raise CalibrationError(
-            f"token {low if low < 0 else high} is out of the model's vocabulary of {vocabulary}: another tokenizer?",
-            file=source,
-        )
+    if (token := first_unknown(tokens, vocabulary)) is not None:
+        raise CalibrationError(unknown(token, vocabulary, tokenizer), file=source)
     count = min(samples, len(ids) // length)
     if count < samples:
         message = f"{source}: the text holds {count} samples of {length} tokens, {samples} were asked for"

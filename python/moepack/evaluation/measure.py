@@ -1,6 +1,7 @@
 """Loss and perplexity of a model, and its distance from a recorded reference."""
 
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moepack.errors import ReferenceMismatchError
+from moepack.errors import NonFiniteError, ReferenceMismatchError
 from moepack.evaluation.models import Progress, Source, is_loaded, open_source, run, tokenizer_of
 from moepack.evaluation.reference import Reference, record_reference
 from moepack.evaluation.windows import batches, read_windows
 from moepack.memory import PeakMemory
+from moepack.runtime.vocabulary import require_known, vocabulary_of
 from moepack.units import byte_count
 
 __all__ = ["EvaluationReport", "evaluate"]
@@ -85,6 +87,8 @@ def evaluate(
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
+        NonFiniteError: a model's logits, or its loss, are not finite; the message names the layer or the token.
+        TokenError: a model's embedding has no row for a token of the text.
         ReferenceMismatchError: the recorded reference is of another text, tokenizer or kind of model.
         TextError: the text cannot be read, or is not text.
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
@@ -97,6 +101,7 @@ def evaluate(
     known = None if reference is None else _reference(reference, text, chars, save_reference, options)
     loaded = open_source(model, dtype, **loading, **({} if is_loaded(model) else {"mode": mode}))
     windows = read_windows(Path(text), chars, tokenizer)
+    require_known(torch.from_numpy(windows.ids), vocabulary_of(loaded), tokenizer, text)
     if known is not None:
         known.check(windows, loaded.config.is_encoder_decoder)
     totals, peak = _Totals(known), PeakMemory()
@@ -139,23 +144,40 @@ class _Totals:
                 expected = self.reference.logits(self.tokens, self.tokens + len(target)).to(logits.device)
                 self._compare(log_p, expected, target)
             self.tokens += len(target)
-            self.loss += F.nll_loss(log_p, target, reduction="sum").item()
+            self.loss += _finite_loss(log_p, target)
 
     def _compare(self, log_p: torch.Tensor, expected: torch.Tensor, target: torch.Tensor) -> None:
         if expected.shape != log_p.shape:
             message = f"the reference predicts {tuple(expected.shape)}, the model {tuple(log_p.shape)}"
             raise ReferenceMismatchError(message)
         log_q = F.log_softmax(expected, dim=-1)
-        self.reference_loss += F.nll_loss(log_q, target, reduction="sum").item()
-        self.kl += F.kl_div(log_p, log_q, reduction="sum", log_target=True).item()
+        self.reference_loss += _finite_loss(log_q, target)
+        terms = F.kl_div(log_p, log_q, reduction="none", log_target=True)
+        self.kl += terms.masked_fill_(log_q.isneginf(), 0.0).sum().item()  # of tokens that both models mask
+        if not math.isfinite(self.kl):
+            raise NonFiniteError("the divergence is not finite: the model rules out tokens that the reference expects")
         self.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
 
     def report(self, seconds: float) -> EvaluationReport:
         """Turn the sums into means."""
         loss = self.loss / self.tokens
-        report = EvaluationReport(self.tokens, loss, math.exp(loss), seconds)
+        report = EvaluationReport(self.tokens, loss, _perplexity(loss), seconds)
         if self.reference is None:
             return report
         reference, agreement = self.reference_loss / self.tokens, self.agreed / self.tokens
-        report = replace(report, reference_loss=reference, reference_perplexity=math.exp(reference))
+        report = replace(report, reference_loss=reference, reference_perplexity=_perplexity(reference))
         return replace(report, kl=self.kl / self.tokens, top1_agreement=agreement)
+
+
+def _perplexity(loss: float) -> float:
+    """exp(loss), which is infinite beyond the largest double."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+
+
+def _finite_loss(log_p: torch.Tensor, target: torch.Tensor) -> float:
+    """The loss of targets [T], summed, from log-probabilities [T, V]."""
+    losses = F.nll_loss(log_p, target, reduction="none")
+    if not bool(losses.isfinite().all()):
+        token = int(target[~losses.isfinite()][0])
+        raise NonFiniteError(f"the loss is not finite: the model rules out token {token}, which is in the text")
+    return losses.sum().item()

@@ -8,6 +8,7 @@ import torch
 
 from moepack.checkpoint.resolve import resolve_model
 from moepack.integrations.loading import DTYPES, is_packed, open_model, open_tokenizer
+from moepack.runtime.finite import are_finite, non_finite
 
 __all__ = ["Progress", "Source", "dtype_of", "is_loaded", "open_source", "run", "tokenizer_of"]
 
@@ -48,8 +49,15 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def run(model: Model, inputs: dict[str, Any]) -> torch.Tensor:
-    """Logits of a batch, on the model's device."""
+    """Logits of a batch, on the model's device.
+
+    Raises:
+        NonFiniteError: they are not finite; the message names the layer.
+    """
     moved = {
         name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
     }
-    return model(**moved).logits  # type: ignore[no-any-return]
+    logits: torch.Tensor = model(**moved).logits
+    if not are_finite(logits):
+        raise non_finite(model, moved)
+    return logits

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
-from moepack.errors import CorruptionError, MoepackError, ReferenceMismatchError
+from moepack.errors import CorruptionError, MoepackError, NonFiniteError, ReferenceMismatchError
 from moepack.evaluation.models import Progress, Source, dtype_of, is_loaded, open_source, run, tokenizer_of
 from moepack.evaluation.streaming import StreamedDecoder
 from moepack.evaluation.windows import Windows, batches, read_windows
@@ -35,6 +35,8 @@ from moepack.format.header import DTYPES
 from moepack.format.shard import DTYPE_NAMES
 from moepack.integrations.loading import is_packed
 from moepack.memory import PeakMemory, available_bytes
+from moepack.runtime.finite import advice, are_finite
+from moepack.runtime.vocabulary import naming
 
 __all__ = ["Reference", "record_reference"]
 
@@ -165,6 +167,8 @@ def record_reference(
 
     Raises:
         LoadError, CheckpointError, UnsupportedModelError: the model or tokenizer cannot be loaded, or run in parts.
+        NonFiniteError, CalibrationError: the model computes NaN or infinity; the message names the layer.
+        TokenError: the model's embedding has no row for a token of the text.
         ValueError: the text is shorter than one window.
         DiskError: the file cannot be written.
     """
@@ -177,7 +181,7 @@ def record_reference(
         if progress is not None:
             progress(done, total, float("nan"))
 
-    with ExitStack() as left:
+    with ExitStack() as left, naming(tokenizer, text):
         scratch = TemporaryDirectory(prefix="moepack-reference-")
         left.callback(scratch.cleanup)
         target = Path(scratch.name) / "reference.safetensors" if file is None else Path(file)
@@ -240,7 +244,11 @@ class _Streamed:
         self.module, self.config, self._advance = self._decoder.module, self._decoder.config, advance
 
     def logits(self, windows: Windows, tokenizer: Any) -> Iterator[torch.Tensor]:
-        return self._decoder.logits(self._advance)
+        for logits in self._decoder.logits(self._advance):
+            if not are_finite(logits):
+                where = "NaN or infinity first appears behind the last block"
+                raise NonFiniteError(f"the model's logits are not finite: {where}; {advice(logits.dtype)}")
+            yield logits
 
 
 def _write(stream: FileIO, predictor: _Loaded | _Streamed, windows: Windows, tokenizer: Any) -> None:

@@ -11,6 +11,9 @@ from unittest.mock import patch
 
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.runtime.carried import carried_of
+from moepack.runtime.finite import watching
+from moepack.runtime.vocabulary import naming
 
 __all__ = ["evaluate_tasks"]
 
@@ -33,7 +36,7 @@ def evaluate_tasks(
         task_path: a folder with YAML files of tasks, beside lm-eval's own.
         shots: examples before each question; None leaves it to the task.
         limit: the most questions of a task; None asks all.
-        batch: questions at a time.
+        batch: questions at a time; one where rotary frequencies depend on the length of a sequence.
         options: for `open_model`: dtype, mode, threads and so on.
 
     Returns:
@@ -41,6 +44,8 @@ def evaluate_tasks(
 
     Raises:
         LoadError: lm-eval is not installed, a model cannot be loaded, or a task's data cannot be had.
+        NonFiniteError: the model's logits are not finite; the message names the layer.
+        TokenError: the model's embedding has no row for a token of a question.
         ValueError: there is no such task.
     """
     try:
@@ -58,12 +63,16 @@ def evaluate_tasks(
     if missing := [name for name in tasks if not manager.match_tasks([name])]:
         raise ValueError(f"there is no task '{missing[0]}'" + ("" if own is None else f", in {own} neither"))
     model = open_model(directory, **options)
-    harness = HFLM(pretrained=model, tokenizer=open_tokenizer(directory), batch_size=batch)
+    tokenizer = open_tokenizer(directory)
+    if carried_of(model).limit is not None:  # all questions of a batch would have the frequencies of the longest
+        batch = 1
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     settings = {"num_fewshot": shots, "limit": limit, "task_manager": manager, "log_samples": False}
     try:
         # The commit of the working directory goes into a field that is not used; outside of a repository, asking for it
         # makes git write an error to the terminal.
-        with patch.object(evaluator, "get_git_commit_hash", lambda: None, create=True):
+        quiet = patch.object(evaluator, "get_git_commit_hash", lambda: None, create=True)
+        with quiet, naming(tokenizer), watching(model):
             found = evaluator.simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
     except (OSError, ConnectionError) as error:
         reason = " ".join(str(error).split())

@@ -19,11 +19,13 @@ from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError
 from moepack.format.header import read_header
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
+from moepack.runtime.carried import carried_of
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
 from moepack.runtime.streaming import foresee, stream
 from moepack.runtime.threads import set_threads
 from moepack.runtime.tiers import MISSES, Gpu, Misses, keep_on
+from moepack.runtime.vocabulary import watch
 from moepack.units import byte_count
 
 __all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
@@ -149,6 +151,8 @@ def open_model(
         stream(model, memory)
     if approximate or (guess and memory is not None and gpu is None):
         foresee(model, Path(directory), approximate)
+    watch(model)
+    carried_of(model)
     return model.eval()
 
 

@@ -31,6 +31,7 @@ from moepack.format.plausible import SMALL
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
 from moepack.runtime.backends import is_silu
+from moepack.runtime.carried import carried_of
 from moepack.runtime.decoder import install as install_decoder
 from moepack.runtime.device import DeviceStore
 from moepack.runtime.embedding import PackedEmbedding
@@ -47,6 +48,7 @@ from moepack.runtime.experts import (
 )
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.store import MappedStore
+from moepack.runtime.vocabulary import watch
 
 __all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
 
@@ -223,6 +225,8 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                     stores[device].put(module, projection, tensors[name], file=file, tensor=name)
         _cast_renamed(model, self._dtypes)
         install_decoder(model)
+        watch(model)
+        carried_of(model)
         model.save_pretrained = Saver(directory.path)
         del self._directory, self._modules, self._paths, self._tied, self._dtypes, self._model
         return model

@@ -13,11 +13,11 @@ been cropped to fewer.
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from moepack.runtime.backends.cpu.views import FLOATS, first_sequence, state_arrays
 
-__all__ = ["Form", "GrowingLayer", "GrowingWindow", "Room", "States", "Tokens", "form_of"]
+__all__ = ["Form", "GrowingLayer", "GrowingWindow", "Mark", "Room", "States", "Tokens", "form_of"]
 
 LEAST = 256
 """A new buffer has room for this many tokens more, or a quarter of its tokens."""
@@ -210,6 +210,34 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
         keys, values = self._seen()
         self._slide(key_states.shape[2])
         return keys, values
+
+
+class Mark:
+    """What a cache holds at a moment, to go back to.
+
+    Layers of tokens never change tokens that they hold: they append behind them, or have new tensors. So a mark copies
+    references and no tensor.
+
+    Attributes:
+        is_exact: whether `restore` brings the cache back. States of linear attention are written in place, so a cache
+            that has some cannot go back.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self._layers = cache, list(cache.layers)
+        self._attributes = [dict(vars(layer)) for layer in self._layers]
+        kinds = {type(layer) for layer in self._layers}
+        self.is_exact = type(cache) is DynamicCache and kinds <= {*_TOKEN_LAYERS}
+
+    def restore(self) -> None:
+        """Let the cache hold what it held, in the layers that it had."""
+        for layer, attributes in zip(self._layers, self._attributes, strict=True):
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        self._cache.layers[:] = self._layers
+
+
+_TOKEN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, GrowingWindow)
 
 
 class Tokens(NamedTuple):

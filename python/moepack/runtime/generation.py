@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from moepack.errors import MoepackWarning
+from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.runtime.backends.gpu import lost
+from moepack.runtime.carried import carried_of
+from moepack.runtime.finite import are_finite, non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.runtime.text import TextStream, end_tokens, hidden_tokens
+from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["GenerationReport", "Memory", "generate"]
 
@@ -83,6 +86,31 @@ class _Streamer:
         return torch.full((len(input_ids),), self.stream.stopped, device=input_ids.device)
 
 
+class _Logits:
+    """As a logits processor: checks what the next token is chosen from, and changes nothing."""
+
+    def __init__(self) -> None:
+        self._read: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Take the tokens so far and the scores of the next one."""
+        if not are_finite(scores):
+            self._read = input_ids
+            raise NonFiniteError("the model's logits are not finite")
+        return scores
+
+    @contextmanager
+    def located(self, model: Any, prompt: torch.Tensor) -> Iterator[None]:
+        """Let the error name the layer."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if self._read is None:
+                raise
+            beside = {"decoder_input_ids": self._read} if model.config.is_encoder_decoder else {}
+            raise non_finite(model, {"input_ids": prompt if beside else self._read, **beside}) from error
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -105,6 +133,8 @@ def generate(
 
     Raises:
         ValueError: the prompt has no tokens, or is a chat and the tokenizer has no template.
+        TokenError: the model's embedding has no row for a token of the prompt.
+        NonFiniteError: the model computes NaN or infinity; the message names the layer.
         DeviceError: a GPU failed or disappeared meanwhile.
 
     Warns:
@@ -112,13 +142,17 @@ def generate(
     """
     sampling = sampling or Sampling()
     ids = prompt_ids(tokenizer, prompt)
+    require_known(ids, vocabulary_of(model), tokenizer)
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
     hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
     streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
     inputs = torch.tensor([ids], device=model.device)
+    logits = _Logits()
+    carried_of(model)  # makes the model start anew with each sequence
     start = time.perf_counter()
     with (
         _device_failures(),
+        logits.located(model, inputs),
         torch.inference_mode(),
         _seeded(sampling.seed, model.device),
         _remembered(memory, model, ids, streamer) as kept,
@@ -128,6 +162,8 @@ def generate(
             attention_mask=torch.ones_like(inputs),
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([streamer.is_done]),
+            logits_processor=LogitsProcessorList([logits]),
+            remove_invalid_values=False,
             **kept,
             **sampling.arguments(),
         )
@@ -159,10 +195,12 @@ def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _St
     if memory is None:
         yield {}
         return
-    cache = new_cache(model) if memory.prefix is None else memory.prefix.continued(ids)
+    carried, prefix = carried_of(model), memory.prefix
+    cache = prefix.continued(ids) if prefix is not None and prefix.shared(ids) else new_cache(model)
     memory.prefix = None
+    carried.reset()
     yield {"past_key_values": cache}
-    prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache)
+    prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache, carried.limit)
     memory.prefix = prefix if prefix.is_useful else None
 
 

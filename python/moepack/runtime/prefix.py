@@ -1,5 +1,7 @@
 """Keys and values that are kept for a prompt that begins with the same tokens, such as the next turn of a chat."""
 
+import math
+import sys
 from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -10,7 +12,14 @@ __all__ = ["Prefix", "common", "new_cache"]
 
 
 def new_cache(model: Any) -> Any:
-    """Return an empty cache for one sequence of a model, whose layers grow in place where they keep all tokens."""
+    """Return an empty cache for one sequence of a model, whose layers grow in place where they keep all tokens.
+
+    A model whose file in transformers has a cache of its own (MiniMax) takes no other.
+    """
+    classes = vars(sys.modules[type(model).__module__]).values()
+    own = [kind for kind in classes if isinstance(kind, type) and issubclass(kind, DynamicCache)]
+    if (kind := next((kind for kind in own if kind.__module__ == type(model).__module__), None)) is not None:
+        return kind()
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer.of(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -29,20 +38,26 @@ class Prefix:
     Args:
         ids: the tokens that they are of.
         cache: what `new_cache` made and the model has filled.
+        limit: the most tokens of a sequence that may share them (`moepack.runtime.carried`): keys of longer ones are
+            rotated by other angles; None for any.
     """
 
-    def __init__(self, ids: list[int], cache: Any) -> None:
+    def __init__(self, ids: list[int], cache: Any, limit: int | None = None) -> None:
         self.ids = ids
         self.cache = cache
+        self.limit = math.inf if limit is None else limit
 
     @property
     def is_useful(self) -> bool:
-        """Whether the cache can be cropped: a window has dropped tokens that a shorter sequence sees."""
-        return all(type(layer) is GrowingLayer for layer in self.cache.layers)
+        """Whether the cache can be cropped, and fits other sequences.
+
+        A window has dropped tokens that a shorter sequence sees.
+        """
+        return len(self.ids) <= self.limit and all(type(layer) is GrowingLayer for layer in self.cache.layers)
 
     def shared(self, ids: list[int]) -> int:
         """Return how many tokens of a prompt need not be read again; its last one always is, for what comes next."""
-        return min(common(self.ids, ids), len(ids) - 1)
+        return 0 if len(ids) > self.limit else min(common(self.ids, ids), len(ids) - 1)
 
     def continued(self, ids: list[int]) -> Any:
         """Return the cache, cropped to what it shares with a prompt."""

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from moepack.errors import NonFiniteError
+from moepack.runtime.finite import are_finite
+
 __all__ = ["Sampler", "Sampling", "given"]
 
 COLDEST = 1e-6
@@ -118,7 +121,12 @@ class Sampler:
         Args:
             logits: `[vocabulary]`.
             ids: the tokens so far, prompt included.
+
+        Raises:
+            NonFiniteError: the model computes NaN or infinity.
         """
+        if not are_finite(logits):
+            raise NonFiniteError("the model's logits are not finite")
         scores = self.scores(logits, ids)
         if not self._draws:
             return int(scores.argmax())

@@ -100,9 +100,6 @@ class Answers:
         if isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), dict):
             if not prompt:
                 raise ValueError("the prompt has no tokens")
-            vocabulary = self.engine.model.config.get_text_config(decoder=True).vocab_size
-            if not all(0 <= token < vocabulary for token in prompt):
-                raise ValueError(f"tokens are between 0 and {vocabulary - 1}")
             return prompt
         return await asyncio.to_thread(prompt_ids, self.engine.tokenizer, prompt)
 

@@ -6,27 +6,33 @@ sequence that has been read to its end, and up to `CHUNK` tokens of prompts, the
 alike: the next turn of a chat reads only what is new.
 
 Invariants: only the engine's thread touches the model, the slots and the caches; a sequence's last piece, and no other,
-says how it ended; sequences that failed, came late or were cancelled give back their slot before the next step.
+says how it ended; sequences that failed, came late or were cancelled give back their slot before the next step. An
+exception ends the sequence that caused it and no other, unless a GPU is lost.
 """
 
 import math
+import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from moepack.errors import LoadError
+from moepack.errors import LoadError, MoepackError, NonFiniteError
 from moepack.runtime.backends.gpu import lost
+from moepack.runtime.finite import non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import positions
 from moepack.runtime.sampling import Sampling
 from moepack.runtime.text import end_tokens
+from moepack.runtime.vocabulary import require_known, vocabulary_of
+from moepack.serving.isolation import Part
 from moepack.serving.sequence import Piece, Sequence
-from moepack.serving.step import Part, Stepper
+from moepack.serving.step import Stepper
 
 __all__ = ["ClosedError", "Engine", "QueueFullError"]
 
@@ -72,7 +78,8 @@ class Engine:
         self.slots, self.queue, self.seconds = slots, queue, seconds
         limit = positions(model)
         self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
-        self._stepper = Stepper(model)
+        self._stepper = Stepper(model, self._relieve)
+        self._vocabulary = vocabulary_of(model)
         self._ends = end_tokens(model, tokenizer)
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
@@ -95,9 +102,11 @@ class Engine:
             on_piece: takes the pieces, in the engine's thread; must not raise.
 
         Raises:
+            TokenError: the model's embedding has no row for a token.
             QueueFullError: too many wait already.
             ClosedError: the engine is closed.
         """
+        require_known(ids, self._vocabulary, self.tokenizer)
         with self._changed:
             if not self.is_open:
                 raise ClosedError("the server shuts down")
@@ -160,10 +169,10 @@ class Engine:
                 return bool(self._active) and time.monotonic() < self._closing
             free = self.slots - len(self._active)
             admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        for sequence in admitted:
-            sequence.cache = self._cache(sequence)
-            sequence.read = sequence.cache.get_seq_length()
         self._active += admitted
+        for sequence in admitted:
+            with self._answered(sequence):
+                sequence.begin(self._cache(sequence))
         while self._kept and len(self._kept) + len(self._active) > self.slots:
             self._kept.popleft()
         return True
@@ -179,22 +188,27 @@ class Engine:
     def _leave(self) -> None:
         """Take the slots of those that nobody waits for, or whose time is over."""
         for sequence in [sequence for sequence in self._active if sequence.cancelled or sequence.is_late]:
-            self._active.remove(sequence)
             if sequence.cancelled:
-                continue
-            if len(sequence.ids) > sequence.prompt:
-                sequence.finish("length")
-            else:
+                self._active.remove(sequence)
+            elif len(sequence.ids) == sequence.prompt:
+                self._active.remove(sequence)
                 sequence.finish("error", error="the server was too busy to answer in time")
+            else:
+                with self._answered(sequence):
+                    sequence.finish("length")
+                    self._active.remove(sequence)
 
     def _parts(self) -> list[tuple[Sequence, Part]]:
         """What the model reads next: a token of each sequence, and of prompts what fits into a chunk."""
         parts, room = [], CHUNK
         for sequence in self._active:
+            if self._stepper.begins_anew(sequence.read, len(sequence.ids)):
+                sequence.begin(new_cache(self.model))
             is_prompt = len(sequence.ids) - sequence.read > 1
             if is_prompt and room <= 0:
                 continue
-            part = sequence.part(room if is_prompt else 1)
+            is_whole = is_prompt and self._stepper.reads_whole(len(sequence.ids))
+            part = sequence.part(None if is_whole else room if is_prompt else 1)
             room -= len(part.ids) if is_prompt else 0
             parts.append((sequence, part))
         return parts
@@ -202,26 +216,56 @@ class Engine:
     def _step(self) -> None:
         parts = self._parts()
         try:
-            logits = self._stepper.forward([part for _, part in parts])
+            outcomes = self._stepper.forward([part for _, part in parts])
         except Exception as error:
             for sequence, _ in parts:
                 self._fail(sequence, error)
             if failure := lost(error):
                 raise failure from error
             return
-        for (sequence, part), row in zip(parts, logits, strict=True):
-            try:
-                if sequence.take(part, row):
+        for (sequence, part), outcome in zip(parts, outcomes, strict=True):
+            with self._answered(sequence):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                if sequence.take(part, outcome):
                     self._active.remove(sequence)
-                    self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache))
-            except Exception as error:  # nothing to draw from, where the model computes NaN
-                self._fail(sequence, error)
+                    self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache, self._stepper.limit))
+
+    def _relieve(self) -> bool:
+        """Give up what is kept for later prompts; whether there was something."""
+        kept = bool(self._kept)
+        self._kept.clear()
+        if kept and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return kept
+
+    @contextmanager
+    def _answered(self, sequence: Sequence) -> Iterator[None]:
+        """Answer an exception to the sequence that it is of, and go on."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(sequence, error)
+
+    def _located(self, sequence: Sequence, error: NonFiniteError) -> Exception:
+        """The error of a sequence whose logits are not finite, with the layer."""
+        try:
+            return non_finite(self.model, {"input_ids": torch.tensor([sequence.ids[: sequence.read]])})
+        except Exception:  # there is no memory to read it again
+            return error
 
     def _keep(self, prefix: Prefix) -> None:
         if prefix.is_useful:
             self._kept.append(prefix)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        traceback.print_exception(error)
-        self._active.remove(sequence)
-        sequence.finish("error", error=f"the model failed: {type(error).__name__}")
+        if isinstance(error, NonFiniteError):
+            error = self._located(sequence, error)
+        foreseen = isinstance(error, MoepackError)
+        if foreseen:
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        if sequence in self._active:  # it has not had its end yet
+            self._active.remove(sequence)
+            sequence.finish("error", error=str(error) if foreseen else f"the model failed: {type(error).__name__}")

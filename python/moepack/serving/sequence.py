@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from moepack.runtime.sampling import Sampler, Sampling
 from moepack.runtime.text import TextStream, hidden_tokens
-from moepack.serving.step import Part
+from moepack.serving.isolation import Part
 
 __all__ = ["Piece", "Sequence"]
 
@@ -76,9 +77,14 @@ class Sequence:
         """Whether its time is over."""
         return time.monotonic() > self._until
 
-    def part(self, most: int) -> Part:
-        """What it has the model read next: at most so many tokens."""
-        return Part(self.ids[self.read : self.read + most], self.read, self.cache)
+    def part(self, most: int | None) -> Part:
+        """What it has the model read next: at most so many tokens; None for all that are left, in one pass."""
+        end = None if most is None else self.read + most
+        return Part(self.ids[self.read : end], self.read, self.cache, most is None)
+
+    def begin(self, cache: Any) -> None:
+        """Go on behind the tokens that a cache holds."""
+        self.cache, self.read = cache, cache.get_seq_length()
 
     def take(self, part: Part, logits: torch.Tensor) -> bool:
         """Go on from what the model said behind a part; whether this was the end."""
@@ -97,8 +103,13 @@ class Sequence:
         return False
 
     def finish(self, how: Finish, text: str = "", error: str = "") -> bool:
-        """Hand out the end; True. A stop string in text that was held back until now counts as the end."""
-        text += self._stream.end()
+        """Hand out the end; True.
+
+        A stop string in text that was held back until now counts as the end. A sequence that failed ends even if its
+        last tokens cannot be decoded.
+        """
+        with suppress(Exception) if how == "error" else nullcontext():
+            text += self._stream.end()
         how = "stop" if how == "length" and self._stream.stopped else how
         self._on_piece(Piece(text, how, len(self.ids) - self.prompt, error))
         return True

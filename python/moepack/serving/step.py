@@ -7,7 +7,8 @@ function that the model would have used. So a sequence's cache is transformers' 
 leaves a batch at no cost.
 
 A model whose attention does not go through transformers' interface, or that keeps other states than keys and values,
-takes its sequences one after another.
+takes its sequences one after another. So do sequences whose rotary frequencies depend on their length
+(`moepack.runtime.carried`): each has frequencies of its own.
 """
 
 import sys
@@ -22,30 +23,23 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from moepack.runtime.backends.gpu import lost
 from moepack.runtime.cache import GrowingLayer
+from moepack.runtime.carried import carried_of
+from moepack.runtime.families import decoder_of
 from moepack.runtime.prefix import new_cache
+from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
 
 __all__ = ["Part", "Stepper"]
 
 NAME = "moepack_sequences"
 _LAYERS = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
+PROBE = 12
+"""Tokens that a model reads once in one pass and once in two."""
+ALIKE = 0.05
+"""The relative error up to which logits are the same, but for rounding."""
 _KINDS = {"full_attention", "sliding_attention"}
-
-
-@dataclass
-class Part:
-    """What a sequence adds to a step.
-
-    Attributes:
-        ids: its next tokens.
-        position: of the first of them, which is the number of tokens in the cache.
-        cache: of the sequence.
-    """
-
-    ids: list[int]
-    position: int
-    cache: Any
 
 
 @dataclass
@@ -70,28 +64,74 @@ class Stepper:
 
     Args:
         model: in evaluation mode, on one device.
+        relieve: gives up memory that is not needed, where it has run out; whether there was some.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, relieve: Callable[[], bool] = lambda: False) -> None:
+        self.model, self._relieve = model, relieve
         self.together = _goes_together(model)
         self.pace = Pace()
+        self._carried = carried_of(model)
         with torch.inference_mode():
+            self._in_pieces = _reads_in_pieces(model)
             alike = self.together and _is_cached_alike(model)
             self.together &= alike or not _is_core_s(model)
             self._alone = alike or not self.together
 
-    def forward(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Return the logits behind each part, `[parts, vocabulary]`; there is at least one, and their caches grow."""
-        if not self._alone:
-            return _together(self.model, parts)
+    def forward(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Read parts, whose caches grow.
+
+        Args:
+            parts: one at least.
+
+        Returns:
+            The logits behind each part, `[vocabulary]`, or the error that reading it ends with.
+
+        Raises:
+            Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`).
+        """
+        apart = [part for part in parts if self._carried.depends_on(part.end)]
+        alike = [part for part in parts if not self._carried.depends_on(part.end)]
+        found = {id(part): outcome for part, outcome in zip(alike, self._alike(alike), strict=True)}
+        for part in apart:
+            (found[id(part)],) = isolated(self._each if self._alone else self._together, [part], self._relieve)
+        return [found[id(part)] for part in parts]
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a sequence that may share keys and values with others; None for any."""
+        return self._carried.limit
+
+    def reads_whole(self, length: int) -> bool:
+        """Whether a prompt of so many tokens is to be read in one pass, for in pieces the model computes otherwise."""
+        return not self._in_pieces or self._carried.depends_on(length)
+
+    def begins_anew(self, read: int, length: int) -> bool:
+        """Whether a sequence of which so many tokens are read is read again, as the model's own generation does."""
+        carried = self._carried
+        return carried.rereads and read > 0 and not carried.depends_on(read) and carried.depends_on(length)
+
+    def _alike(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Read parts that may share a pass."""
         count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
-        together = self.together and count > 1 and (not are_single or self.pace.is_together(count))
+        together = not self._alone or (self.together and count > 1 and (not are_single or self.pace.is_together(count)))
         start = time.perf_counter()
-        logits = _together(self.model, parts) if together else torch.cat([_alone(self.model, part) for part in parts])
-        if are_single:
+        outcomes: list[Outcome] = []
+        for group in [parts] if together and parts else [[part] for part in parts]:
+            outcomes += isolated(self._together if together else self._each, group, self._relieve)
+        if parts and are_single and not any(isinstance(outcome, Exception) for outcome in outcomes):
             self.pace.note(together, count, time.perf_counter() - start)
-        return logits
+        return outcomes
+
+    def _together(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
+        return _together(self.model, parts).unbind()
+
+    def _each(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
+        rows = []
+        for part in parts:
+            self._carried.reset()
+            rows.append(_alone(self.model, part)[0])
+        return rows
 
 
 def _goes_together(model: Any) -> bool:
@@ -103,6 +143,29 @@ def _goes_together(model: Any) -> bool:
         and set(getattr(config, "layer_types", None) or _KINDS) <= _KINDS
         and all(type(layer) in _LAYERS for layer in new_cache(model).layers)
     )
+
+
+def _reads_in_pieces(model: Any) -> bool:
+    """Whether a model reads a prompt in several passes as in one.
+
+    Layers of tokens do. Those that single models bring may never drop what the first pass has read; and some models
+    forget the state of linear attention where more than one token follows.
+    """
+    kinds = {type(layer) for layer in new_cache(model).layers}
+    if kinds and kinds <= {*_LAYERS}:
+        return True
+    if not {kind.__module__ for kind in kinds} <= {DynamicLayer.__module__, GrowingLayer.__module__}:
+        return False
+    ids, cache, first = list(range(PROBE)), new_cache(model), PROBE // 2
+    try:
+        whole = _alone(model, Part(ids, 0, new_cache(model)))
+        _alone(model, Part(ids[:first], 0, cache))
+        pieces = _alone(model, Part(ids[first:], first, cache))
+    except Exception as error:
+        if lost(error):
+            raise
+        return False
+    return bool((pieces - whole).norm() <= ALIKE * whole.norm())
 
 
 def _is_cached_alike(model: Any) -> bool:
@@ -120,7 +183,7 @@ def _is_core_s(model: Any) -> bool:
     cache = new_cache(model)
     for position in range(2):
         _alone(model, Part([0], position, cache))
-    return getattr(getattr(model, model.base_model_prefix).forward, "steps", 0) > 0
+    return getattr(decoder_of(model).forward, "steps", 0) > 0
 
 
 def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
@@ -136,7 +199,7 @@ def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
             sequences=_Batch(parts, attention),
         )
     logits: torch.Tensor = output.logits[0]
-    return logits
+    return logits if len(logits) == len(parts) else logits[ends]  # some classes return those of all tokens
 
 
 def _alone(model: Any, part: Part) -> torch.Tensor:
