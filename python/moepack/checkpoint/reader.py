@@ -26,12 +26,12 @@ import torch
 
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import Header, TensorInfo, read_header, stamp_of
+from moepack.format.hub import INDEX
 from moepack.format.regular import read_json
+from moepack.format.weights import weight_files
 
 __all__ = ["Checkpoint", "sampled"]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -72,13 +72,15 @@ class Checkpoint:
         config = read_json(directory / "config.json", CheckpointError)
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("has no model_type", file=directory / "config.json")
-        if (directory / _SINGLE).is_file():
-            return cls(directory, config, {_SINGLE: read_header(directory / _SINGLE)})
-        weight_map = _weight_map(directory)
-        shards = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}
-        for tensor, shard in weight_map.items():
-            if tensor not in shards[shard].tensors:
-                raise CheckpointError("listed in the index, absent in the shard", file=directory / shard, tensor=tensor)
+        files = weight_files(directory)
+        if not files:
+            raise _no_weights(directory)
+        shards = {name: read_header(directory / name) for name in files}
+        for shard, tensors in files.items():
+            for tensor in tensors:
+                if tensor not in shards[shard].tensors:
+                    message = "listed in the index, absent in the shard"
+                    raise CheckpointError(message, file=directory / shard, tensor=tensor)
         return cls(directory, config, shards)
 
     def names(self) -> tuple[str, ...]:
@@ -217,29 +219,6 @@ def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
-    """The index of a sharded checkpoint: tensor names to names of files that exist in the directory."""
-    index = directory / _INDEX
-    if not index.exists():
-        raise _no_weights(directory)
-    weight_map = read_json(index, CheckpointError).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("has no weight_map", file=index)
-    for tensor, shard in weight_map.items():
-        _check_shard_name(shard, index, tensor)
-        if not (directory / shard).is_file():
-            raise CheckpointError(f"the shard {shard} does not exist", file=index, tensor=tensor)
-    return weight_map
-
-
-def _check_shard_name(shard: object, index: Path, tensor: str) -> None:
-    """A shard is a plain file name: whoever wrote the index must not choose which files of this machine are opened."""
-    if not isinstance(shard, str) or not shard.endswith(".safetensors"):
-        raise CheckpointError(f"the shard {shard!r} is not a safetensors file", file=index, tensor=tensor)
-    if any(mark in shard for mark in "/\\\0"):
-        raise CheckpointError(f"the shard {shard!r} points outside the directory", file=index, tensor=tensor)
-
-
 def _no_weights(directory: Path) -> Exception:
     pickles = sorted(
         file.name for pattern in ("*.bin", "*.bin.index.json", "*.pt", "*.pth") for file in directory.glob(pattern)
@@ -254,4 +233,4 @@ def _no_weights(directory: Path) -> Exception:
             "save_pretrained, which writes safetensors",
             file=directory,
         )
-    return CheckpointError(f"holds neither {_SINGLE} nor {_INDEX}", file=directory)
+    return CheckpointError(f"holds neither model.safetensors nor {INDEX}", file=directory)

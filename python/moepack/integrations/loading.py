@@ -19,6 +19,7 @@ from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError
 from moepack.format.header import read_header
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
+from moepack.format.weights import weight_files
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
 from moepack.runtime.streaming import foresee, stream
@@ -142,7 +143,7 @@ def open_model(
     if mode is not None:
         set_compute_mode(mode, model)
     if resident:
-        ResidentStore().take(model, Path(directory).glob("*.safetensors"))
+        ResidentStore().take(model, [Path(directory) / name for name in weight_files(Path(directory), LoadError)])
     if gpu is not None and tier is not None:
         keep_on(model, gpu, tier, memory, misses)
     elif memory is not None:
@@ -247,7 +248,7 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
 def _refuse_absurd(config: Mapping[str, Any], directory: Path) -> None:
     """Hold config.json against the shards, if there are any; `LoadError` if it claims more than they can hold."""
     error = CorruptionError if _names_moepack(config) else LoadError
-    headers = [read_header(file, error) for file in sorted(directory.glob("*.safetensors")) if file.is_file()]
+    headers = [read_header(directory / name, error) for name in weight_files(directory, error)]
     if headers:
         tensors, nbytes = sum(len(header.tensors) for header in headers), sum(header.size for header in headers)
         check_config(config, tensors, nbytes, directory / "config.json", LoadError)

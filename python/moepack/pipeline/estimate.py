@@ -180,7 +180,7 @@ def estimate(
     if method.plans:
         method.prepare(checkpoint, found, progress)
     parts = _parts(plan, method)
-    kept = sum(path.stat().st_size for path in plan.copies)
+    kept = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
     kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
     workers = threads or torch.get_num_threads()
     experts = found.layers[0].experts if found.layers else 0

@@ -29,7 +29,7 @@ from moepack.errors import (
     MoepackError,
     OutputExistsError,
 )
-from moepack.format.atomic import refuse_existing, try_creating, write_file
+from moepack.format.atomic import refuse_existing, try_creating, write_file, write_inside
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
@@ -327,8 +327,8 @@ class Job:
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         content |= self.assignment.method.files()
         files = {name: shard.file for name, shard in workspace.done.items()}
-        for name, data in [*_read_copies(self.plan), *content.items()]:
-            write_file(workspace.path / name, data)
+        for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
+            write_inside(workspace.path, name, data)
             files[name] = FileRecord.of(data)
         manifest = Manifest(method, self.settings, self.model.architecture, self._fingerprint(), tensors, files)
         workspace.sweep(files)
@@ -343,7 +343,7 @@ class Job:
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
-        source = self.checkpoint.stored + sum(manifest.files[path.name].size for path in self.plan.copies)
+        source = self.checkpoint.stored + sum(manifest.files[name].size for name in self.plan.copies)
         return CompressReport(
             path=target,
             method=self.assignment.method.name,
@@ -416,12 +416,12 @@ def _raw(checkpoint: Checkpoint, name: str) -> Callable[[], memoryview]:
     return lambda: _view(checkpoint.raw(name))
 
 
-def _read_copies(plan: Plan) -> Iterator[tuple[str, bytes]]:
-    for path in plan.copies:
+def _read_copies(source: Path, plan: Plan) -> Iterator[tuple[str, bytes]]:
+    for name in plan.copies:
         try:
-            yield path.name, path.read_bytes()
+            yield name, (source / name).read_bytes()
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=source / name) from error
 
 
 def _rounded_notes(records: Iterable[TensorRecord]) -> Iterator[str]:
