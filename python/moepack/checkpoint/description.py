@@ -22,7 +22,6 @@ from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architectu
 from moepack.checkpoint.beyond import KEPT, find_beyond
 from moepack.checkpoint.dense import FLOATS, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
-from moepack.checkpoint.quantized import QuantizedCheckpoint
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.structural import recognise, refusal
 from moepack.errors import CheckpointError, UnsupportedModelError
@@ -45,8 +44,7 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     else:
         model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
         _check_layers(checkpoint, architecture)
-    if isinstance(checkpoint, QuantizedCheckpoint):
-        model = replace(model, notes=(*model.notes, checkpoint.note))
+    model = replace(model, notes=(*model.notes, *checkpoint.notes))
     _check_config(checkpoint, (architecture or STANDARD).top_k(checkpoint.config), model.layers[0].experts)
     return replace(model, beyond=tuple(find_beyond(checkpoint, model.dense_names)))
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from moepack.checkpoint.reader import Checkpoint
+from moepack.checkpoint.wrappers import unwrapped
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import TensorInfo
 
@@ -66,7 +67,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         UnsupportedModelError: its quantization is not known here; names it.
         CheckpointError: scales are missing or of another shape than the codes'.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = unwrapped(Checkpoint.open(path))
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if not isinstance(settings, dict) or settings.get("quant_method") in (None, "moepack"):
         return checkpoint
@@ -110,6 +111,7 @@ class QuantizedCheckpoint(Checkpoint):
             if name not in taken and name.endswith(kind.others):
                 raise CheckpointError("has no codes that it belongs to", file=original.info(name).file, tensor=name)
         self._tensors = infos
+        self.notes = (*original.notes, self.note)
 
     def _describe(self, codes: str, taken: set[str]) -> TensorInfo:
         """Note a quantized weight and its tensors; offsets mean nothing, for no file holds what is decoded."""

@@ -15,6 +15,7 @@ Invariants of an open `Checkpoint`:
 import hashlib
 import mmap
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -43,11 +44,13 @@ class Checkpoint:
         path: the directory.
         config: the parsed config.json.
         shards: the validated headers, by file name in sorted order.
+        notes: what a user should know of how it is read, in full sentences.
     """
 
     path: Path
     config: dict[str, Any]
     shards: Mapping[str, Header]
+    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, config: dict[str, Any], shards: Mapping[str, Header]) -> None:
         self.path = path
@@ -82,6 +85,18 @@ class Checkpoint:
                     message = "listed in the index, absent in the shard"
                     raise CheckpointError(message, file=directory / shard, tensor=tensor)
         return cls(directory, config, shards)
+
+    def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":
+        """The same tensors under other names.
+
+        Args:
+            names: the new name of each tensor; no two are alike.
+            notes: of the new checkpoint.
+        """
+        made = Checkpoint(self.path, self.config, self.shards)
+        made._tensors = {names[name]: replace(info, name=names[name]) for name, info in self._tensors.items()}
+        made.notes = notes
+        return made
 
     def names(self) -> tuple[str, ...]:
         """The names of all tensors, shard by shard in the order of their data."""

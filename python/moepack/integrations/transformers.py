@@ -15,7 +15,7 @@ tensor under a name that the stock model has with another shape (`experts.down_p
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.checkpoint.experts import form_of
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
+from moepack.format.directory import check_listed
 from moepack.format.plausible import SMALL
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
@@ -153,7 +154,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         if not files:
             raise LoadError("a packed model is loaded from a directory, not from a state dict")
         self._directory = _open_directory(Path(files[0]).parent, model)
-        _refuse_unlisted(files, self._directory)
+        check_listed(map(Path, files), self._directory.manifest)
         leftovers = set(model._keys_to_ignore_on_load_unexpected or ())
         for recorded, shapes in self.quantization_config.packed.items():
             path = _module_path(model, recorded)
@@ -259,18 +260,6 @@ def _open_directory(path: Path, model: Any) -> Any:
                 f"the manifest is needed and cannot be fetched: {error}", file=path / "moepack.json"
             ) from error
     return PackedDirectory.open(path)
-
-
-def _refuse_unlisted(files: Iterable[str], directory: Any) -> None:
-    """Refuse weights of another model that transformers would open instead of the packed directory's shards.
-
-    Raises:
-        CorruptionError: one of the files that transformers opens is not in the manifest.
-    """
-    for file in map(Path, files):
-        if file.name not in directory.manifest.files:
-            message = "lies in a packed directory whose manifest does not list it: remove it"
-            raise CorruptionError(message, file=file)
 
 
 def _refuse_oversized(model: Any, directory: Any) -> None:

@@ -13,7 +13,7 @@ from moepack.calibration import check_source
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import CheckpointError, MoepackWarning
-from moepack.format.hub import CONFIG, INDEX, shard_name
+from moepack.format.hub import ADAPTER, CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.regular import leads_out
 from moepack.format.side import is_small, may_hold_weights, side_names
@@ -25,7 +25,7 @@ DENSE_SHARD = 2 << 30
 """Bytes after which a shard of dense tensors is closed."""
 
 
-_OWN = (CONFIG, INDEX, MANIFEST, JOURNAL, "adapter_config.json")
+_OWN = (CONFIG, INDEX, MANIFEST, JOURNAL, ADAPTER)
 """Files of the source that a packed directory has its own of, or must not have: with the configuration of an adapter,
 transformers would look for the adapter's weights there."""
 
