@@ -406,12 +406,12 @@ def test_unknown_to_transformers(built: Build, tmp_path: Path) -> None:
 )
 def test_recognition_needs_agreement(config: dict[str, Any], built: Build, tmp_path: Path) -> None:
     path = rewrite(built("glm4_moe"), tmp_path, lambda tensors: None, **config)
-    refused(path, UnsupportedModelError, "'glm4_moe' is not supported")
+    refused(path, UnsupportedModelError, "cannot be read as a model of type 'glm4_moe': ")
 
 
-def test_a_base_model_without_its_head_is_refused(built: Build, tmp_path: Path) -> None:
+def test_names_that_were_not_unwrapped_are_told(built: Build, tmp_path: Path) -> None:
     def strip(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    refused(rewrite(built("mixtral"), tmp_path, strip), UnsupportedModelError, "no layer with experts was found")
+    refused(rewrite(built("mixtral"), tmp_path, strip), UnsupportedModelError, "no layer with experts .*found was ")

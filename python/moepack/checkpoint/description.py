@@ -23,7 +23,7 @@ from moepack.checkpoint.beyond import KEPT, find_beyond
 from moepack.checkpoint.dense import FLOATS, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.reader import Checkpoint
-from moepack.checkpoint.structural import recognise, refusal
+from moepack.checkpoint.structural import recognise, unreadable
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.plausible import check_config
 
@@ -80,13 +80,25 @@ def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> M
         layers[layer.name] = layer
         renamed[block] = layer.name.removesuffix(".experts")
     if not layers:
-        raise refusal(checkpoint, "no layer with experts was found under the names of a causal or seq2seq model")
+        raise unreadable(checkpoint, _nothing_found(checkpoint, architecture))
     consumed = {name for layer in layers.values() for part in layer.projections for name in part.sources}
     names = tuple(name for name in checkpoint.names() if name not in consumed)
     routers = {name for layer in layers.values() for name in layer.router}
     count = _layer_count(checkpoint, architecture)
     dense = find_dense(checkpoint, architecture, count, frozenset(consumed | routers), renamed)
     return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), names, tuple(notes), dense)
+
+
+def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:
+    """Why a checkpoint without experts under the names of its architecture is refused: what was sought, what found."""
+    stack = next(iter(architecture.stacks))
+    sought = " or ".join(f"{stack}.0.*.{layout.first}" for layout in architecture.layouts)
+    names = checkpoint.names()
+    found = next((name for name in names if "experts" in name), names[0] if names else "no tensor")
+    return (
+        f"no layer with experts was found, no tensor is called like them ({sought}; found was {found}); save the model with `save_pretrained` of "
+        "its class, without what wrapped it in training"
+    )
 
 
 def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:

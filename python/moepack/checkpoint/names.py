@@ -230,9 +230,26 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
         if name.startswith(described):
             continue
         if name not in names.found:
-            raise CheckpointError("the model needs it, the checkpoint lacks it", file=checkpoint.path, tensor=name)
+            message = f"the model needs it, the checkpoint lacks it{_nearest(name, names.unread)}"
+            raise CheckpointError(message, file=checkpoint.path, tensor=name)
+        plain = names.found[name].get(None, [])
+        if len(plain) > 1:
+            message = f"is stored twice, as '{plain[0]}' and as '{plain[1]}'"
+            raise CheckpointError(message, file=checkpoint.path, tensor=name)
         source = names.plain.get(name)
         if source is not None and checkpoint.info(source).shape != rules.parameters[name]:
             info = checkpoint.info(source)
             message = f"has shape {list(info.shape)}, the model expects {list(rules.parameters[name])}"
             raise CheckpointError(message, file=info.file, tensor=source)
+
+
+def _nearest(name: str, unread: Iterable[str]) -> str:
+    """What a checkpoint has in the place of a tensor, as the end of a message: a name with components more (an adapter
+    that was not merged keeps `q_proj.weight` as `q_proj.base_layer.weight`)."""
+    parts = name.split(".")
+    for other in unread:
+        found = iter(other.split("."))
+        if len(parts) > 1 and other.endswith(parts[-1]) and all(part in found for part in parts):
+            adapter = ".base_layer." in other or ".original_module." in other
+            return f", but has '{other}'" + (": merge the adapter first (`merge_and_unload` of peft)" if adapter else "")
+    return ""
