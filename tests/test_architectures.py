@@ -249,7 +249,8 @@ def test_layers_of_multi_token_prediction_stay_dense(built: Build, tmp_path: Pat
     described = describe(checkpoint)
     assert [layer.name for layer in described.layers] == [f"model.layers.{i}.mlp.experts" for i in (1, 2)]
     assert "model.layers.3.mlp.experts.0.up_proj.weight" in described.dense_names
-    assert any("model.layers.3.mlp" in note and "multi-token" in note for note in described.notes)
+    assert any("model.layers.3: " in note and "multi-token" in note for note in described.notes)
+    assert set(described.unread) == {name for name in checkpoint.names() if name.startswith("model.layers.3.")}
     assert_partition(checkpoint, described)
 
 

@@ -12,18 +12,19 @@ Architectures without a description are recognised by structure where that is sa
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
-from moepack.checkpoint.beyond import KEPT, find_beyond
-from moepack.checkpoint.dense import FLOATS, find_dense, position
+from moepack.checkpoint.beyond import find_beyond
+from moepack.checkpoint.dense import FLOATS, DenseLayer, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.structural import recognise, unreadable
+from moepack.checkpoint.unread import find_unread, unread_notes
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.plausible import check_config
 
@@ -44,9 +45,19 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     else:
         model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
         _check_layers(checkpoint, architecture)
-    model = replace(model, notes=(*model.notes, *checkpoint.notes))
+        unread = find_unread(checkpoint)
+        model = replace(model, unread=unread, dense=tuple(_only_read(model.dense, unread)))
+    notes = (*model.notes, *unread_notes(checkpoint, model.unread), *checkpoint.notes)
     _check_config(checkpoint, (architecture or STANDARD).top_k(checkpoint.config), model.layers[0].experts)
-    return replace(model, beyond=tuple(find_beyond(checkpoint, model.dense_names)))
+    return replace(model, notes=notes, beyond=tuple(find_beyond(checkpoint, model.dense_names)))
+
+
+def _only_read(layers: Iterable[DenseLayer], unread: tuple[str, ...]) -> Iterator[DenseLayer]:
+    """The linear layers that the model has; others keep their tensors as they are."""
+    names = frozenset(unread)
+    for layer in layers:
+        if linears := tuple(linear for linear in layer.linears if linear.source not in names):
+            yield DenseLayer(layer.name, linears)
 
 
 def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
@@ -67,13 +78,9 @@ def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> M
     """
     layers: dict[str, MoeLayer] = {}
     renamed: dict[str, str] = {}
-    notes: list[str] = []
     for block, number, rests in _blocks(checkpoint, architecture):
         if number >= _layer_count(checkpoint, architecture):
-            notes.append(
-                f"{block} lies behind the model's last layer (multi-token prediction) and is kept as it is{KEPT}."
-            )
-            continue
+            continue  # behind the model's last layer: multi-token prediction
         layer = _read_layer(checkpoint, architecture, block, rests, experts)
         if layer.name in layers:
             raise CheckpointError("the layer is stored twice, under two names", file=checkpoint.path, tensor=layer.name)
@@ -86,7 +93,7 @@ def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> M
     routers = {name for layer in layers.values() for name in layer.router}
     count = _layer_count(checkpoint, architecture)
     dense = find_dense(checkpoint, architecture, count, frozenset(consumed | routers), renamed)
-    return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), names, tuple(notes), dense)
+    return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), names, dense=dense)
 
 
 def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:

@@ -121,6 +121,8 @@ class MoeModel:
             are packed is the method's choice.
         beyond: experts of layers that transformers' model does not have (`checkpoint.beyond`). Their tensors are in
             `dense_names`: they are packed where somebody asks for it.
+        unread: tensors that the model does not have (`checkpoint.unread`), those of `beyond` among them. They are in
+            `dense_names`.
     """
 
     architecture: str
@@ -129,3 +131,4 @@ class MoeModel:
     notes: tuple[str, ...] = ()
     dense: tuple[DenseLayer, ...] = ()
     beyond: tuple[MoeLayer, ...] = ()
+    unread: tuple[str, ...] = ()

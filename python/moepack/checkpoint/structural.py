@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD
-from moepack.checkpoint.beyond import KEPT
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.dense import FLOATS, DenseLayer, DenseLinear, position
 from moepack.checkpoint.experts import ExpertsForm, Place, form_of, is_experts
@@ -65,25 +64,9 @@ def recognise(checkpoint: Checkpoint) -> MoeModel:
     dense_names = tuple(name for name in checkpoint.names() if name not in consumed | unread)
     taken = consumed | {name for layer in layers for name in layer.router}
     architecture = checkpoint.config["model_type"]
-    notes = (
-        f"'{architecture}' has no description of its own; its experts were recognised by structure.",
-        *_beyond(checkpoint, names, model),
-    )
-    return MoeModel(architecture, layers, dense_names, notes, _dense(checkpoint, names, model, [*forms], taken))
-
-
-def _beyond(checkpoint: Checkpoint, names: Names, model: torch.nn.Module) -> Iterator[str]:
-    """A sentence about matrices that transformers' model does not have, such as layers of multi-token prediction."""
-    state = model.state_dict()
-    groups = [group for parameter, found in names.found.items() if parameter not in state for group in found.values()]
-    unknown = {name for group in groups for name in group}
-    matrices = [name for name in checkpoint.names() if name in unknown and len(checkpoint.info(name).shape) > 1]
-    if matrices:
-        places = sorted({re.sub(r"^((?:\w+\.)*?\d+|\w+)\..*", r"\1", name) for name in matrices})
-        yield (
-            f"{', '.join(places[:4])}{' and others' * (len(places) > 4)}: {len(matrices)} matrices that transformers' "
-            f"model does not have (multi-token prediction, say) are kept as they are{KEPT}."
-        )
+    notes = (f"'{architecture}' has no description of its own; its experts were recognised by structure.",)
+    dense = _dense(checkpoint, names, model, [*forms], taken)
+    return MoeModel(architecture, layers, dense_names, notes, dense, unread=names.unread)
 
 
 def _order(path: str) -> tuple[Any, ...]:
