@@ -24,7 +24,7 @@ from moepack.checkpoint.dense import FLOATS, DenseLayer, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.structural import recognise, unreadable
-from moepack.checkpoint.unread import find_unread, unread_notes
+from moepack.checkpoint.unread import find_unread, is_adapter, unread_notes
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.plausible import check_config
 
@@ -183,6 +183,8 @@ def _read_layer(
     _check_shapes(checkpoint, block, projections)
     sources = {source for projection in projections for source in projection.sources}
     for rest in rests:
+        if is_adapter(rest):
+            continue
         if rest.startswith(architecture.expert_names) and f"{block}.{rest}" not in sources:
             raise CheckpointError(
                 f"lies among the experts and is no matrix of the {experts} experts that config.json declares",

@@ -23,6 +23,7 @@ from moepack.checkpoint.experts import ExpertsForm, Place, form_of, is_experts
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.names import Names, Source, UnknownConversion
 from moepack.checkpoint.reader import Checkpoint
+from moepack.checkpoint.unread import is_adapter
 from moepack.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["recognise", "unreadable"]
@@ -138,7 +139,7 @@ def _unread(
     """
     kept = {f"{path}.{name}" for name in module.state_dict() if name not in form.parameters}
     for parameter, name in names.below(path):
-        if name in consumed or parameter in kept:
+        if name in consumed or parameter in kept or is_adapter(name):
             continue
         if form.kind != "identity":
             message = "lies among the experts and is no matrix of theirs"

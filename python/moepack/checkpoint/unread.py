@@ -15,10 +15,15 @@ from moepack.checkpoint.reader import Checkpoint
 from moepack.format.hub import ADAPTER
 from moepack.memory import without_collector
 
-__all__ = ["find_unread", "unread_notes"]
+__all__ = ["find_unread", "is_adapter", "unread_notes"]
 
 SHOWN = 8
 """The most places that a note names."""
+
+
+def is_adapter(name: str) -> bool:
+    """Say whether a tensor is a matrix of an adapter that was not merged, as peft calls them."""
+    return re.search(r"\.lora_(?:\w+_)?[AB]\b", name) is not None
 
 
 @without_collector()
@@ -42,7 +47,7 @@ def unread_notes(checkpoint: Checkpoint, unread: Collection[str]) -> Iterator[st
             f"{_count(unread)} no effect: transformers' model has no such parameters (multi-token prediction, say). They "
             f"are kept as they are{packed}: {'; '.join([*places[:SHOWN], *more])}."
         )
-    if any(re.search(r"\blora_|\blora\b", name) for name in unread) or (checkpoint.path / ADAPTER).is_file():
+    if any(map(is_adapter, unread)) or (checkpoint.path / ADAPTER).is_file():
         yield (
             "An adapter lies in the checkpoint and is not applied: if it is to count, merge it into the weights first "
             "(`merge_and_unload` of peft)."
