@@ -77,6 +77,11 @@ class Projection:
         """The checkpoint's tensors that this projection consumes, without repetition (gate and up may share one)."""
         return tuple(dict.fromkeys(part.tensor for part in self.parts))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices that `expert` gives."""
+        return self.checkpoint.info(self.parts[0].tensor).dtype
+
     @cached_property
     def nbytes(self) -> int:
         """Size in bytes of all experts as the checkpoint stores them."""

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -40,6 +41,7 @@ from moepack.methods import Method, PackedTensor, create
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import ShardRecord, Workspace
+from moepack.pipeline.overflow import LARGEST, is_half, overflow_notes, warn_all
 from moepack.pipeline.plan import Plan, Shard, check_text, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
@@ -158,8 +160,9 @@ def _sound(
     assignment = assignment.with_beyond(described, mtp_bits)
     assignment.method.aim(checkpoint, described)
     try_creating(target)  # before the whole model is looked at
-    check_source(checkpoint, described, assignment)
-    return checkpoint, described, assignment
+    copied = check_source(checkpoint, described, assignment)
+    warn_all(notes := tuple(overflow_notes(copied, {})))
+    return checkpoint, replace(described, notes=(*described.notes, *notes)), assignment
 
 
 def _looked_at(
@@ -339,7 +342,16 @@ class Job:
         seen = {record.module: record.details for record in records if "tokens" in record.details}
         layers = {layer.name: seen[layer.name] for layer in self.model.layers if layer.name in seen}
         notes = (note for method in self.assignment.methods for note in method.notes(layers))
-        return (*dict.fromkeys(notes), *_rounded_notes(records))
+        return (*dict.fromkeys(notes), *_rounded_notes(records), *self._overflow_notes(manifest))
+
+    def _overflow_notes(self, manifest: Manifest) -> tuple[str, ...]:
+        """Warn of packed weights, and of activations, that come near the limit of a float16 source; gives the notes."""
+        sizes = {name: record.details.get(LARGEST) for name, record in manifest.packed().items()}
+        weights = {name: float(size) for name, size in sizes.items() if size is not None}
+        activations = self.packer.activations if is_half(self.checkpoint) else {}
+        notes = tuple(overflow_notes(weights, activations))
+        warn_all(notes)
+        return notes
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
