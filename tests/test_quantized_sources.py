@@ -359,7 +359,7 @@ def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "format 'marlin-24'"),
         ({"quant_method": "fp8"}, "already quantized by 'fp8', and none of the tensors is in float8_e4m3fn"),
-        ({"quant_method": "gptq", "bits": 4}, r"already quantized by 'gptq', and none of the tensors is called \*qweight"),
+        ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', and none of the tensors is called \*qweight"),
         ({"quant_method": "gptq"}, "'gptq' .None bits; 4 are read"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; FP8 and"),
         ({"quant_method": "quark"}, "weights of dtype None and qscheme None"),

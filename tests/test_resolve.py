@@ -130,7 +130,8 @@ def test_only_what_is_read_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ]
     others = [
         *("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "consolidated.safetensors"),
-        *("original/model.safetensors", "original/params.json", "model.gguf", "tf_model.h5", "flax_model.msgpack", "a.pt"),
+        *("original/model.safetensors", "original/params.json", "onnx/model.onnx"),
+        *("model.gguf", "tf_model.h5", "flax_model.msgpack", "a.pt"),
     ]
     assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
 

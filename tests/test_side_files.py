@@ -1,4 +1,4 @@
-"""What lies beside the weights of a checkpoint goes where the model goes, and the same files count for every command."""
+"""What lies beside weights goes where the model goes, and the same files count for every command."""
 
 import json
 import shutil

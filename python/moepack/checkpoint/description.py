@@ -103,8 +103,8 @@ def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:
     names = checkpoint.names()
     found = next((name for name in names if "experts" in name), names[0] if names else "no tensor")
     return (
-        f"no layer with experts was found, no tensor is called like them ({sought}; found was {found}); save the model with `save_pretrained` of "
-        "its class, without what wrapped it in training"
+        f"no layer with experts was found: no tensor is called like {sought}, the nearest is {found}; save the model "
+        "with `save_pretrained` of its class, without what wrapped it in training"
     )
 
 

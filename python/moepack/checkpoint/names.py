@@ -250,6 +250,7 @@ def _nearest(name: str, unread: Iterable[str]) -> str:
     for other in unread:
         found = iter(other.split("."))
         if len(parts) > 1 and other.endswith(parts[-1]) and all(part in found for part in parts):
-            adapter = ".base_layer." in other or ".original_module." in other
-            return f", but has '{other}'" + (": merge the adapter first (`merge_and_unload` of peft)" if adapter else "")
+            adapted = ".base_layer." in other or ".original_module." in other
+            advice = ": merge the adapter first (`merge_and_unload` of peft)" if adapted else ""
+            return f", but has '{other}'{advice}"
     return ""

@@ -100,8 +100,8 @@ def _kind(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> _Kind:
     if not any(_is_codes(checkpoint, name, kind) for name in checkpoint.names()):
         sought = f"called *{kind.codes}" if kind.dtype is None else f"in {_short(kind.dtype)}"
         message = (
-            f"says that the weights are already quantized by '{method}', and none of the tensors is {sought}; remove the "
-            "setting if they are not quantized"
+            f"says that the weights are already quantized by '{method}', and none of the tensors is {sought}; remove "
+            "the setting if they are not quantized"
         )
         raise UnsupportedModelError(message, file=file)
     return kind
@@ -326,7 +326,7 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
 def _pack_quantized(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     schemes = [group["weights"] for group in settings["config_groups"].values()]
     bits = {scheme["num_bits"] for scheme in schemes}
-    _require(len(bits) == 1 and bits <= {4, 8}, f"{_listed(bits)} bits in groups; 4 or 8 bits are read, the same in all")
+    _require(len(bits) == 1 and bits <= {4, 8}, f"groups of {_listed(bits)} bits; 4 or 8 are read, the same in all")
     (width,) = bits
     zeros, order = "weight_zero_point", "weight_g_idx"
 
@@ -380,7 +380,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def _awq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; 4 are read")
-    _require(str(settings.get("version", "gemm")).lower() == "gemm", f"version {settings.get('version')!r}; 'gemm' is read")
+    version = settings.get("version", "gemm")
+    _require(str(version).lower() == "gemm", f"version {version!r}; 'gemm' is read")
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         columns, words = shapes["qweight"]

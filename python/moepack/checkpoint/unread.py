@@ -7,7 +7,7 @@ can tell which, so all of them are told.
 
 import re
 from collections.abc import Collection, Iterator
-from os.path import commonprefix
+from itertools import takewhile
 
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.names import Names
@@ -44,8 +44,8 @@ def unread_notes(checkpoint: Checkpoint, unread: Collection[str]) -> Iterator[st
         more = [f"{len(places) - SHOWN} more places"] if len(places) > SHOWN else []
         packed = ", but for experts that `--mtp-bits` packs" if any(".experts." in name for name in unread) else ""
         yield (
-            f"{_count(unread)} no effect: transformers' model has no such parameters (multi-token prediction, say). They "
-            f"are kept as they are{packed}: {'; '.join([*places[:SHOWN], *more])}."
+            f"{_count(unread)} no effect: transformers' model has no such parameters (multi-token prediction, say). "
+            f"They are kept as they are{packed}: {'; '.join([*places[:SHOWN], *more])}."
         )
     if any(map(is_adapter, unread)) or (checkpoint.path / ADAPTER).is_file():
         yield (
@@ -83,4 +83,5 @@ def _place(members: list[str], starred: bool) -> str:
     if len(members) == 1:
         return members[0]
     paths = [_modules(_without_numbers(name) if starred else name) for name in members]
-    return f"{commonprefix(paths)[-1]}: {len(members)} tensors"
+    shared = [together[0] for together in takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))]
+    return f"{shared[-1] if shared else members[0]}: {len(members)} tensors"

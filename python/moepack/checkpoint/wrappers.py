@@ -22,7 +22,7 @@ from moepack.errors import CheckpointError
 __all__ = ["unwrapped"]
 
 INNER = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Attributes in which torch keeps a module that it wraps (compilation, FSDP, checkpointing): part of no model's names."""
+"""Attributes in which torch keeps a module that it wraps: for compilation, FSDP, and checkpoints of activations."""
 
 DEPTH = 6
 """The most components of a prefix."""
@@ -97,9 +97,7 @@ def _spelled(rules: Rules, name: str) -> str:
     return next((each for each in spellings if rules.target(each, prefixed=False) == target), name)
 
 
-def _wrapper(
-    checkpoint: Checkpoint, rules: Rules, names: Collection[str], missing: set[str], direct: int
-) -> str:
+def _wrapper(checkpoint: Checkpoint, rules: Rules, names: Collection[str], missing: set[str], direct: int) -> str:
     """The prefix that hides most of the missing parameters; empty if none hides more than are found without one."""
     hidden: dict[str, set[str]] = {}
     for name in names:
@@ -168,4 +166,5 @@ def _note(checkpoint: Checkpoint, plain: Mapping[str, str], prefix: str) -> tupl
     hidden = [f"'{each}.'" for each in (*inner, *([prefix] if prefix else []))]
     if not hidden:
         return ()
-    return (f"Names of tensors contain {' and '.join(hidden)}, which wrapped the model when it was saved: read without.",)
+    what = " and ".join(hidden)
+    return (f"Names of tensors contain {what} of what wrapped the model when it was saved; they are read without it.",)

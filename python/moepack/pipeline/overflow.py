@@ -24,7 +24,7 @@ ACTIVATION = LIMIT / 4
 """Magnitude from which an activation is told: another text may reach a few times as far."""
 
 LARGEST = "largest"
-"""The detail of a packed tensor that says how large its weights were in a float16 source, if they are near the limit."""
+"""The detail of a packed tensor that says how large its weights are in a float16 source; only near the limit."""
 
 SHOWN = 3
 """The most places that a note names."""
@@ -64,6 +64,6 @@ def overflow_notes(weights: Mapping[str, float], activations: Mapping[str, float
             places = ", ".join(f"{name} ({near[name]:,.0f})" for name in ranked[:SHOWN])
             more = f" and {len(near) - SHOWN} more" if len(near) > SHOWN else ""
             yield (
-                f"The model is in float16, which holds numbers up to {LIMIT:,.0f}, and its {what} come near that: {places}"
-                f"{more}. Run it with `--dtype bfloat16` where it answers with NaN or the same word for ever."
+                f"The model is in float16, which holds numbers up to {LIMIT:,.0f}, and its {what} come near that: "
+                f"{places}{more}. Run it with `--dtype bfloat16` if it computes NaN or repeats one word for ever."
             )
