@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress
 from moepack.census import architectures
 from moepack.census.tiny import tiny_model
-from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
+from moepack.checkpoint.quantized import _KINDS, QuantizedCheckpoint, open_checkpoint
 from moepack.evaluation.streaming import StreamedDecoder
 from moepack.evaluation.windows import Windows
 from moepack.format import PackedDirectory
@@ -349,6 +349,21 @@ def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
     directory = changed(plain, tmp_path, lambda tensors: tensors.update({NAME: torch.ones(32, 32).bfloat16()}))
     with pytest.raises(CheckpointError, match="has no codes that it belongs to"):
         open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("method", [*_KINDS, "bitsandbytes", "made_up"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"bits": 5}, {"format": "none", "config_groups": {}}, {"quant_algo": "NVFP4"}]
+)
+def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], plain: Path, tmp_path: Path) -> None:
+    """A method that is not read is not in the list of those that are, and one that is read comes with the reason."""
+    tensors = load_file(plain / "model.safetensors")
+    directory = write(plain, tmp_path / "x", tensors, {"quant_method": method, **settings})
+    with pytest.raises(UnsupportedModelError) as caught:
+        open_checkpoint(directory)
+    before, _, known = str(caught.value).partition("moepack decodes ")
+    assert f"'{method}'" in before and (method in _KINDS) is not bool(known)
+    assert method not in known.partition(":")[0].split(", ")
 
 
 @pytest.mark.parametrize(

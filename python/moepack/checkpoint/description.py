@@ -125,8 +125,9 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
     quantization = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if quantization is None:
         return
-    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-    reason = "already packed by moepack" if method == "moepack" else f"already quantized (quant_method '{method}')"
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    how = f"quant_method '{method}'" if method else "by a method that config.json does not name"
+    reason = "already packed by moepack" if method == "moepack" else f"already quantized ({how})"
     raise UnsupportedModelError(
         f"the checkpoint is {reason}; start from the f32, f16 or bf16 weights", file=checkpoint.path / "config.json"
     )

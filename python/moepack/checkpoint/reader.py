@@ -27,8 +27,9 @@ import torch
 
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import Header, TensorInfo, read_header, stamp_of
-from moepack.format.hub import INDEX
+from moepack.format.hub import ADAPTER, INDEX
 from moepack.format.regular import read_json
+from moepack.format.side import may_hold_weights
 from moepack.format.weights import weight_files
 
 __all__ = ["Checkpoint", "sampled"]
@@ -72,6 +73,9 @@ class Checkpoint:
         directory = Path(path)
         if not directory.is_dir():
             raise CheckpointError("no such directory, and no id of the hub (ORGANIZATION/NAME)", file=directory)
+        if (directory / ADAPTER).is_file() and not (directory / "config.json").exists():
+            message = "is an adapter (peft) and no model: give the model that it was merged into (`merge_and_unload`)"
+            raise CheckpointError(message, file=directory)
         config = read_json(directory / "config.json", CheckpointError)
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("has no model_type", file=directory / "config.json")
@@ -235,10 +239,10 @@ def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:
 
 
 def _no_weights(directory: Path) -> Exception:
-    pickles = sorted(
-        file.name for pattern in ("*.bin", "*.bin.index.json", "*.pt", "*.pth") for file in directory.glob(pattern)
-    )
-    if (directory / "noexp.pt").is_file():
+    """The error for a directory without weights in safetensors, from what it holds instead."""
+    names = sorted(file.name for file in directory.iterdir() if may_hold_weights(file.name))
+    pickles = [name for name in names if _is_pickled(name)]
+    if "noexp.pt" in names:
         return UnsupportedModelError(
             "is a model in the QMoE authors' format: `moepack convert` makes a packed directory of it", file=directory
         )
@@ -248,4 +252,11 @@ def _no_weights(directory: Path) -> Exception:
             "save_pretrained, which writes safetensors",
             file=directory,
         )
-    return CheckpointError(f"holds neither model.safetensors nor {INDEX}", file=directory)
+    found = f"; it has {', '.join(names[:3])}{' and others' * (len(names) > 3)}" if names else ""
+    return CheckpointError(f"holds neither model.safetensors nor {INDEX}{found}", file=directory)
+
+
+def _is_pickled(name: str) -> bool:
+    """Whether a file's name is that of pickled weights, and not of what a trainer keeps beside them."""
+    pickle = name.endswith((".bin", ".bin.index.json", ".pt", ".pth"))
+    return pickle and not name.startswith(("optimizer", "scheduler", "scaler", "rng_state", "training_args", "adapter"))
