@@ -21,6 +21,7 @@ from moepack.format.weights import weight_files
 from moepack.integrations.loading import open_model
 from moepack.methods import create
 from moepack.pipeline.estimate import estimate
+from moepack.pipeline.journal import JOURNAL, Workspace
 
 
 @pytest.fixture
@@ -114,13 +115,16 @@ def test_files_in_folders_are_verified(source: Path, tmp_path: Path) -> None:
     }
 
 
-def test_folders_survive_an_interruption(source: Path, tmp_path: Path) -> None:
-    """A resumed job drops what the source has lost since, and keeps the rest."""
-    whole = moepack.compress(source, tmp_path / "whole", method="finequant", bits=8).path
-    partial = Path(shutil.copytree(whole, tmp_path / "out.partial"))
-    put(partial, {"gone/b.txt": "of an earlier run"})
-    again = moepack.compress(source, tmp_path / "out", method="finequant", bits=8).path
-    assert support.contents(again).keys() - support.contents(whole).keys() <= {"gone/b.txt"}
+def test_what_an_earlier_run_left_in_folders_is_swept(tmp_path: Path) -> None:
+    put(tmp_path / "out.partial", {"a/b/x.txt": "", "a/y.txt": "", "gone/z.txt": "", "top.txt": ""})
+    (tmp_path / "out.partial" / JOURNAL).write_text("{}\n")
+    workspace = Workspace.open(tmp_path / "out.partial", {}, resume=True)
+    workspace.sweep({"a/b/x.txt"})
+    assert {*support.contents(workspace.path)} == {"a/b/x.txt", JOURNAL}
+    assert not (workspace.path / "gone").exists()
+    workspace.close()
+    Workspace.open(tmp_path / "out.partial", {}, resume=False).close()
+    assert {*support.contents(tmp_path / "out.partial")} == {JOURNAL}
 
 
 def test_a_folder_is_taken_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

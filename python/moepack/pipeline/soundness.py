@@ -19,10 +19,31 @@ from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
 
-__all__ = ["check_source"]
+__all__ = ["check_names", "check_source"]
 
 GROWTH = 1.0
 """Bits a weight by which a packed tensor may exceed its quantized source: other scales, or codes of whole bits."""
+
+
+def check_names(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> set[str]:
+    """Check that the checkpoint has what its model needs, by names and shapes; no tensor is read.
+
+    Returns:
+        The tensors that are packed.
+
+    Raises:
+        UnsupportedModelError, CheckpointError, ValueError: as for `check_source`.
+    """
+    packed = [each for layer in assignment.layers(model) for each in layer_tensors(layer).values()]
+    for weights in packed:
+        method = assignment.of(weights)
+        if 0 in weights.shape and isinstance(method, Method) and not method.packs_empty:
+            message = f"has no values (shape {list(weights.shape)}), which the method {method.name} does not pack"
+            raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        _refuse_growth(checkpoint, packed, assignment)
+    check_tensors(checkpoint, [layer.name for layer in model.layers])
+    return {source for weights in packed for source in weights.sources}
 
 
 def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> dict[str, float]:
@@ -40,16 +61,7 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
         InvalidTensorError: a tensor that is copied holds NaN or infinity.
         ValueError: the assignment contradicts itself or the model.
     """
-    packed = [each for layer in assignment.layers(model) for each in layer_tensors(layer).values()]
-    for weights in packed:
-        method = assignment.of(weights)
-        if 0 in weights.shape and isinstance(method, Method) and not method.packs_empty:
-            message = f"has no values (shape {list(weights.shape)}), which the method {method.name} does not pack"
-            raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
-    if isinstance(checkpoint, QuantizedCheckpoint):
-        _refuse_growth(checkpoint, packed, assignment)
-    check_tensors(checkpoint, [layer.name for layer in model.layers])
-    sources = {source for weights in packed for source in weights.sources}
+    sources = check_names(checkpoint, model, assignment)
     copied = (name for name in model.dense_names if name not in sources)
     largest: dict[str, float] = {}
     for info in map(checkpoint.info, copied):
