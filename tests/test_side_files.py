@@ -14,7 +14,7 @@ import moepack
 import packed_support as support
 from moepack.checkpoint import Checkpoint
 from moepack.cli import main
-from moepack.errors import CorruptionError, MoepackError
+from moepack.errors import CheckpointError, CorruptionError, MoepackError
 from moepack.export import export
 from moepack.format import side
 from moepack.format.weights import weight_files
@@ -198,6 +198,30 @@ def test_the_files_that_count_are_those_that_transformers_opens(tmp_path: Path) 
     assert [*weight_files(tmp_path)] == ["1.safetensors", "2.safetensors"]
     put(tmp_path, {"model.safetensors": ""})
     assert weight_files(tmp_path) == {"model.safetensors": ()}
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "other.safetensors.index.json"])
+def test_the_file_that_the_configuration_names_is_read(name: str, mixtral: Path, tmp_path: Path) -> None:
+    """As transformers does, whatever lies under the usual name."""
+    source = Path(shutil.copytree(mixtral, tmp_path / "source"))
+    (source / "model.safetensors").rename(source / "other.safetensors")
+    put(source, {"model.safetensors": POINTER})
+    names = Checkpoint.open(mixtral).names()
+    if name.endswith(".json"):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, "other.safetensors")}
+        (source / name).write_text(json.dumps(index))
+    config = json.loads((source / "config.json").read_text()) | {"transformers_weights": name}
+    (source / "config.json").write_text(json.dumps(config))
+    ids = torch.arange(9)[None]
+    want = open_model(mixtral, torch.float32)(ids).logits
+    assert torch.equal(open_model(source, torch.float32)(ids).logits, want)
+    packed = moepack.compress(source, tmp_path / "packed", method="finequant", bits=8).path
+    assert moepack.verify(packed).ok
+    assert (moepack.load(packed, torch.float32)(ids).logits - want).norm() < 0.05 * want.norm()
+    for bad in ("../other.safetensors", "gone.safetensors", "model.bin", 3):
+        (source / "config.json").write_text(json.dumps(config | {"transformers_weights": bad}))
+        with pytest.raises(CheckpointError, match="transformers_weights"):
+            Checkpoint.open(source)
 
 
 def test_a_checkpoint_whose_own_shard_is_a_pointer_is_refused_by_all(mixtral: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from moepack import CheckpointError, UnsupportedModelError, compress, describe, load, verify
+from moepack import CheckpointError, LoadError, UnsupportedModelError, compress, describe, load, verify
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.classes import model_class
 from moepack.checkpoint.quantized import open_checkpoint
@@ -19,6 +19,7 @@ from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
 from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
+from moepack.pipeline.estimate import estimate
 
 Rename = Callable[[str], str]
 IDS = torch.arange(3, 19)[None]
@@ -212,8 +213,13 @@ def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[st
     directory = renamed(
         saved("qwen3_moe"), tmp_path / "x", lambda name: "visual.norm.weight" if name == "model.norm.weight" else name
     )
-    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight': the model needs it, the checkpoint lacks it"):
-        compress(directory, tmp_path / "out", method=FineQuant(bits=8))
+    for door in (compress, estimate):
+        with pytest.raises(
+            CheckpointError, match=r"'model\.norm\.weight': the model needs it, the checkpoint lacks it"
+        ):
+            door(directory, tmp_path / "out", method=FineQuant(bits=8))
+    with pytest.raises(LoadError, match=r"does not have: model\.norm\.weight"):
+        open_model(directory)
 
 
 def test_an_adapter_that_was_not_merged_is_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
@@ -221,8 +227,9 @@ def test_an_adapter_that_was_not_merged_is_told(saved: Callable[[str], Path], tm
         return f"base_model.model.{name.replace('q_proj.weight', 'q_proj.base_layer.weight')}"
 
     directory = renamed(saved("qwen3_moe"), tmp_path / "x", wrap)
-    with pytest.raises(CheckpointError, match=r"but has '.*q_proj\.base_layer\.weight': merge the adapter first"):
-        compress(directory, tmp_path / "out", method=FineQuant(bits=8))
+    for door in (compress, estimate):
+        with pytest.raises(CheckpointError, match=r"but has '.*q_proj\.base_layer\.weight': merge the adapter first"):
+            door(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
 def test_a_refusal_says_what_was_found_and_what_was_sought(saved: Callable[[str], Path], tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from moepack.format.header import Header, TensorInfo, read_header, stamp_of
 from moepack.format.hub import ADAPTER, INDEX
 from moepack.format.regular import read_json
 from moepack.format.side import may_hold_weights
-from moepack.format.weights import weight_files
+from moepack.format.weights import NAMED, weight_files
 
 __all__ = ["Checkpoint", "sampled"]
 
@@ -88,6 +88,7 @@ class Checkpoint:
                 if tensor not in shards[shard].tensors:
                     message = "listed in the index, absent in the shard"
                     raise CheckpointError(message, file=directory / shard, tensor=tensor)
+        config.pop(NAMED, None)  # a packed directory has files of other names
         return cls(directory, config, shards)
 
     def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":
