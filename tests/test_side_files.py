@@ -230,3 +230,20 @@ def test_a_checkpoint_whose_own_shard_is_a_pointer_is_refused_by_all(mixtral: Pa
     for function in (Checkpoint.open, open_model, lambda place: moepack.compress(place, tmp_path / "packed")):
         with pytest.raises(MoepackError, match="pointer of git-lfs"):
             function(source)
+
+
+def test_folders_of_the_hubs_cache_are_links_into_its_blobs(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "models--a--b" / "snapshots" / "c"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    for number, name in enumerate(sorted(support.contents(source))):
+        shutil.copy(source / name, blobs / str(number))
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        up = "../" * (len(Path(name).parts) + 1)
+        (place / name).symlink_to(f"{up}blobs/{number}")
+    packed = moepack.compress(place, tmp_path / "packed", method="finequant", bits=8).path
+    assert carried(packed) == CARRIED and moepack.verify(packed).ok
+    (place / "1_Pooling" / "out.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "secret").write_text("of this machine")
+    report = moepack.compress(place, tmp_path / "again", method="finequant", bits=8)
+    assert "1_Pooling" in report.skipped and not (report.path / "1_Pooling").exists()

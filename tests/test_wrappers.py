@@ -186,6 +186,16 @@ def test_companions_of_quantized_weights_are_renamed_with_them(
     assert all(torch.equal(found.tensor(name), plain.tensor(name)) for name in plain.names())
 
 
+def test_a_tied_head_is_renamed_with_the_rest(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = renamed(saved("qwen3_moe"), tmp_path / "tied", lambda name: name)
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(config))
+    for kind in ("module.", "module.model.language_model."):
+        wrapped = open_checkpoint(renamed(source, tmp_path / kind, RENAMINGS[kind]))
+        assert facts(wrapped) == facts(open_checkpoint(source)) and not describe(wrapped).unread
+        assert wrapped.config["tie_word_embeddings"] is False  # the head is stored with other values
+
+
 # ---- what is not guessed
 
 

@@ -71,17 +71,20 @@ def _is_as_described(config: Mapping[str, object], plain: Mapping[str, str]) -> 
 def _found(checkpoint: Checkpoint, rules: Rules, names: list[str]) -> tuple[dict[str, str], str]:
     """Names of tensors that become parameters, with the names that the model's class gives them; and what hid them."""
     direct = {name: targets for name in names if (targets := _hits(rules, name))}
-    missing = set(rules.needed).difference(*direct.values())
+    taken: set[str] = set().union(*direct.values())
+    missing = set(rules.needed) - taken
     found = {name: _spelled(rules, name) for name in direct}
     others = [name for name in names if name not in direct]
     prefix = _wrapper(checkpoint, rules, others, missing, len(direct)) if missing else ""
     outer = prefix.split(".") if prefix else []
     for count in range(len(outer), 0, -1):
         start = ".".join(outer[:count]) + "."
-        for name in (name for name in others if name.startswith(start) and name not in found):
-            if (targets := _hits(rules, name.removeprefix(start))) and targets & missing:
-                found[name] = _spelled(rules, name.removeprefix(start))
-        missing -= {target for name in found if name not in direct for target in _hits(rules, found[name])}
+        hidden = {name: name.removeprefix(start) for name in others if name.startswith(start) and name not in found}
+        hits = {
+            name: targets for name, rest in hidden.items() if (targets := _hits(rules, rest)) and not targets & taken
+        }
+        found |= {name: _spelled(rules, hidden[name]) for name in hits}
+        taken.update(*hits.values())
     return found, prefix
 
 
