@@ -9,8 +9,9 @@ from moepack.format import MANIFEST, FileRecord, Manifest
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return every file of a directory by name."""
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    """Return every file of a directory by name, those in folders included."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
 def flip(file: Path, bit: int) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress
 from moepack.census import architectures
 from moepack.census.tiny import tiny_model
-from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
+from moepack.checkpoint.quantized import _KINDS, QuantizedCheckpoint, open_checkpoint
 from moepack.evaluation.streaming import StreamedDecoder
 from moepack.evaluation.windows import Windows
 from moepack.format import PackedDirectory
@@ -68,6 +68,17 @@ def fp8_one(stem: str, weight: torch.Tensor) -> Tensors:
     return {f"{stem}weight": weight.to(torch.float8_e4m3fn), f"{stem}weight_scale_inv": torch.rand(()) + 0.5}
 
 
+def of_shape(end: str, shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[str, torch.Tensor], Tensors]:
+    """Float8 with a factor of a shape that follows from that of the matrix."""
+
+    def quantize(stem: str, weight: torch.Tensor) -> Tensors:
+        scales = torch.rand(shape(*weight.shape)) + 0.5
+        more = {f"{stem}input_scale": torch.ones(1), f"{stem}activation_scale": torch.ones(())}
+        return {f"{stem}weight": weight.to(torch.float8_e4m3fn), f"{stem}weight{end}": scales, **more}
+
+    return quantize
+
+
 def gptq(stem: str, weight: torch.Tensor) -> Tensors:
     rows, columns = weight.shape
     return {
@@ -106,6 +117,16 @@ KINDS: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] 
         },
     ),
     "fp8 of one scale": (fp8_one, {"weight_block_size": None}),
+    "fp8 as vLLM serves it": (of_shape("_scale", lambda *_: (1,)), {"activation_scheme": "static"}),
+    "fp8 without settings": (of_shape("_scale", lambda *_: ()), {}),
+    "fp8 by rows": (of_shape("_scale_inv", lambda rows, _: (rows, 1)), {}),
+    "fbgemm_fp8": (of_shape("_scale", lambda rows, _: (rows, 1)), {"activation_scale_ub": 1200.0}),
+    "modelopt": (of_shape("_scale", lambda *_: ()), {"quant_algo": "FP8"}),
+    "modelopt by rows": (of_shape("_scale", lambda rows, _: (rows,)), {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
+    "quark": (
+        of_shape("_scale", lambda *_: (1,)),
+        {"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+    ),
     "gptq": (gptq, {"bits": 4, "group_size": 16}),
     "awq": (awq, {"bits": 4, "group_size": 16, "version": "gemm"}),
 }
@@ -176,6 +197,22 @@ def test_fp8_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> No
     tensors = {"x.weight": weight, "x.weight_scale_inv": scales}
     source = open_checkpoint(write(plain, tmp_path / "x", tensors, {"quant_method": "fp8", "weight_block_size": BLOCK}))
     assert torch.equal(source.tensor("x.weight"), expected)
+
+
+@pytest.mark.parametrize("end", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1, 1), (3, 6, 1), (3, 6), (3, 1, 4), "blocks"])
+def test_stacked_experts_in_fp8(shape: Any, end: str, plain: Path, tmp_path: Path) -> None:
+    """Llama 4 and transformers' own experts: a tensor for all of them, whose factors are called as it is."""
+    blocks = [4, 2] if shape == "blocks" else None
+    weight, scales = torch.randn(3, 6, 4).to(torch.float8_e4m3fn), torch.rand((3, 2, 2) if blocks else shape) + 0.5
+    tensors = {"x.gate_up_proj": weight, f"x.gate_up_proj{end}": scales}
+    path = write(plain, tmp_path / "x", tensors, {"quant_method": "fp8", "weight_block_size": blocks})
+    source = open_checkpoint(path)
+    wide = scales.repeat_interleave(4, 1)[:, :6].repeat_interleave(2, 2) if blocks else scales
+    factors = wide if wide.ndim in (0, 3) or wide.numel() == 1 else wide.reshape(3, -1, 1)
+    expected = (weight.float() * factors).bfloat16()
+    assert source.names() == ("x.gate_up_proj",) and torch.equal(source.tensor("x.gate_up_proj"), expected)
+    assert all(torch.equal(source.part("x.gate_up_proj", expert), expected[expert]) for expert in range(3))
 
 
 def test_mxfp4_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> None:
@@ -314,6 +351,21 @@ def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
         open_checkpoint(directory)
 
 
+@pytest.mark.parametrize("method", [*_KINDS, "bitsandbytes", "made_up"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"bits": 5}, {"format": "none", "config_groups": {}}, {"quant_algo": "NVFP4"}]
+)
+def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], plain: Path, tmp_path: Path) -> None:
+    """A method that is not read is not in the list of those that are, and one that is read comes with the reason."""
+    tensors = load_file(plain / "model.safetensors")
+    directory = write(plain, tmp_path / "x", tensors, {"quant_method": method, **settings})
+    with pytest.raises(UnsupportedModelError) as caught:
+        open_checkpoint(directory)
+    before, _, known = str(caught.value).partition("moepack decodes ")
+    assert f"'{method}'" in before and (method in _KINDS) is not bool(known)
+    assert method not in known.partition(":")[0].split(", ")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -321,7 +373,12 @@ def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 3}, "'gptq' .3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "format 'marlin-24'"),
-        ({"quant_method": "fp8"}, "already quantized .*'fp8'"),
+        ({"quant_method": "fp8"}, "already quantized by 'fp8', and none of the tensors is in float8_e4m3fn"),
+        ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', and none of the tensors is called \*qweight"),
+        ({"quant_method": "gptq"}, "'gptq' .None bits; 4 are read"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; FP8 and"),
+        ({"quant_method": "quark"}, "weights of dtype None and qscheme None"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "no setting 'config_groups'"),
         ({"quant_method": ["fp8"]}, "already quantized"),
     ],
 )

@@ -368,3 +368,31 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> N
         return
     assert sum(info.nbytes for info in header.tensors.values()) < header.size == file.stat().st_size
     assert all(0 < info.offset <= info.offset + info.nbytes <= header.size for info in header.tensors.values())
+
+
+# ---- what a refusal says follows from what is there
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), r"holds neither model\.safetensors nor model\.safetensors\.index\.json$"),
+        (("training_args.bin", "optimizer.pt"), r"holds neither .*; it has optimizer\.pt, training_args\.bin$"),
+        (("consolidated.safetensors",), r"holds neither .*; it has consolidated\.safetensors$"),
+        (("model-00001-of-00002.safetensors", "a.gguf", "b.gguf", "c.gguf"), r"it has a\.gguf, .* and others$"),
+        (("pytorch_model.bin", "optimizer.pt"), r"pickles only \(pytorch_model\.bin\)"),
+    ],
+)
+def test_a_directory_without_weights_tells_what_it_has(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is an adapter .* and no model"):
+        Checkpoint.open(tmp_path)

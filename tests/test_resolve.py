@@ -126,10 +126,12 @@ def test_only_what_is_read_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
     wanted = [
         *("config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
         *("tokenizer.json", "tokenizer.model", "spiece.model", "merges.txt", "chat_template.jinja", "LICENSE"),
+        *("additional_chat_templates/tool_use.jinja", "qwen.tiktoken", "tokenizer.model.v3"),
     ]
     others = [
         *("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "consolidated.safetensors"),
-        *("original/model.safetensors", "onnx/model.onnx", "model.gguf", "tf_model.h5", "flax_model.msgpack", "a.pt"),
+        *("original/model.safetensors", "original/params.json", "onnx/model.onnx"),
+        *("model.gguf", "tf_model.h5", "flax_model.msgpack", "a.pt"),
     ]
     assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
 

@@ -1,6 +1,7 @@
 """What users pass as tensors: torch or numpy, any byte order, any strides. Here they become torch tensors, and results
 become what was passed."""
 
+import math
 import warnings
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 
 from moepack.errors import InvalidTensorError
 
-__all__ = ["AnyTensor", "Array", "as_bytes", "as_given", "as_tensor", "is_finite"]
+__all__ = ["AnyTensor", "Array", "as_bytes", "as_given", "as_tensor", "is_finite", "magnitude"]
 
 AnyTensor = torch.Tensor | npt.NDArray[Any]
 
@@ -60,9 +61,14 @@ def as_bytes(data: AnyTensor) -> torch.Tensor:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value of a floating-point tensor is NaN or infinite.
+    """Whether no value of a floating-point tensor is NaN or infinite."""
+    return math.isfinite(magnitude(values))
+
+
+def magnitude(values: torch.Tensor) -> float:
+    """The largest magnitude in a floating-point tensor; NaN or infinity where it holds one, 0 of an empty tensor.
 
     The least and the largest tell, for both are NaN where a value is; that takes one pass and no memory, a thirtieth of
     the time of `torch.isfinite` in bfloat16.
     """
-    return values.numel() == 0 or all(bool(end.isfinite()) for end in torch.aminmax(values))
+    return 0.0 if values.numel() == 0 else max(abs(float(end)) for end in torch.aminmax(values))

@@ -10,6 +10,7 @@ outputs added here (`add`) in the order of the groups: the sums are then the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moepack.arrays import magnitude
 from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
 from moepack.calibration.recorder import Recorder
@@ -265,7 +267,9 @@ class ExpertsRun(LayerRun):
                     x = self._rows(number, rows)
                     inputs = self._activations(x, weights, group, position, stream.compressed)
                     y = self.recorder.behind(inputs @ weights[self._last][position].to(x.dtype).T, expert)
-                    y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
-                    if not bool(torch.isfinite(y).all()):
+                    largest = max(magnitude(inputs), magnitude(y))
+                    if not math.isfinite(largest):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")
+                    self.largest = max(self.largest, largest)
+                    y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
                     stream.sums.add(rows, y)

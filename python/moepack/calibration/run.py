@@ -48,6 +48,7 @@ class Calibrator:
     Attributes:
         stack: the list of blocks that runs.
         hidden: what its last block gave, once all were run.
+        largest: the largest magnitude of activations so far, by block, and by layer of experts.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Calibrator:
         self._factors: dict[str, float | None] = {}
         self._buffers: dict[str, ListBuffer] = {}
         self.hidden = ListBuffer([], 1)
+        self.largest: dict[str, float] = {}
 
     @torch.no_grad()
     def layers(self, dense: Mapping[str, DenseLayer] | None = None) -> Iterator[LayerRun]:
@@ -99,8 +101,10 @@ class Calibrator:
                 with enough_memory(self.settings.device, what):
                     for run in self._block(stack, index, streams, mask, (dense or {}).get(block)):
                         yield run
+                        self.largest[run.layer.name] = run.largest
                         if not run.finished:
                             raise RuntimeError(f"'{run.layer.name}' was left before its last stage")
+                self.largest |= stack.largest
             self.hidden = streams[0].hidden
             if name == "encoder":
                 encoders = [self._finish(stack, stream) for stream in streams]

@@ -9,6 +9,7 @@ have one length, so most arguments depend on the batch size only; those that dep
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moepack.arrays import magnitude
 from moepack.calibration.arguments import ENCODER, Arguments, Carried, Shared, StandIn, Stopped, same
 from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.recorder import Recorder
@@ -39,6 +41,7 @@ class Stack:
         blocks: paths of the blocks.
         shape: of a token's hidden state, [H] but where blocks have several of them.
         outputs: how many outputs blocks have beside the hidden states; None where they return these alone.
+        largest: the largest magnitude of what each block gave, by its path.
     """
 
     def __init__(self, skeleton: Skeleton, name: str, blocks: str, batch: int) -> None:
@@ -50,6 +53,7 @@ class Stack:
         self.blocks = [f"{name}.{blocks}.{i}" for i in range(count)]
         self.shape = torch.Size()
         self.outputs: int | None = None
+        self.largest: dict[str, float] = {}
         self._arguments: dict[int, list[Arguments]] = {}
 
     def embed(self, ids: Tensor, make: Callable[[int], ListBuffer], encoder: ListBuffer | None = None) -> ListBuffer:
@@ -150,9 +154,11 @@ class Stack:
             if keep:
                 stream.carry(first, output[1:])
             output = output[0]
-        if not bool(torch.isfinite(output).all()):
-            message = f"the model computes NaN or infinity in '{self.blocks[index]}'"
+        largest, place = magnitude(output), self.blocks[index]
+        if not math.isfinite(largest):
+            message = f"the model computes NaN or infinity in '{place}'"
             raise CalibrationError(f"{message}; {advice(self.skeleton.dtype)}")
+        self.largest[place] = max(largest, self.largest.get(place, 0.0))
         return output.flatten(2)  # type: ignore[no-any-return]
 
     def _call(

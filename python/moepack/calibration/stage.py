@@ -51,6 +51,7 @@ class Weights:
         role: "experts", or what a linear layer outside the experts is: "attention", "shared", "mlp" or "head". Such a
             layer is one matrix: its shape is [1, rows, columns], and its blob has two axes.
         nbytes: size in bytes in the checkpoint.
+        dtype: of the weights in the checkpoint, where that is known.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Weights:
     sources: tuple[str, ...]
     role: str = "experts"
     nbytes: int = 0
+    dtype: torch.dtype | None = None
 
     @property
     def ndim(self) -> int:
@@ -74,13 +76,15 @@ def layer_tensors(layer: PackedLayer) -> dict[str, Weights]:
     """The tensors of a layer in the order of the computation, by the projection's name or the linear layer's path."""
     if isinstance(layer, MoeLayer):
         return {
-            p.name: Weights(p.packed_name, p.shape, p.expert, tuple(part.tensor for part in p.parts), nbytes=p.nbytes)
+            p.name: Weights(
+                p.packed_name, p.shape, p.expert, tuple(part.tensor for part in p.parts), nbytes=p.nbytes, dtype=p.dtype
+            )
             for p in layer.projections
         }
     return {
         linear.name: Weights(
             linear.source, (1, *linear.shape), lambda _, linear=linear: linear.matrix(),  # type: ignore[misc]
-            (linear.source,), linear.role, linear.nbytes,
+            (linear.source,), linear.role, linear.nbytes, linear.checkpoint.info(linear.source).dtype,
         )
         for linear in layer.linears
     }  # fmt: skip
@@ -180,12 +184,14 @@ class LayerRun(ABC):
         tensors: its tensors, as `layer_tensors` gives them.
         tokens: [E] int64, tokens that each expert's Hessians are made of; None for linear layers.
         finished: whether all stages were answered and the layer's outputs are what the next one reads.
+        largest: the largest magnitude of activations inside the experts so far.
     """
 
     def __init__(self, layer: PackedLayer) -> None:
         self.layer, self.tensors = layer, layer_tensors(layer)
         self.tokens: Tensor | None = None
         self.finished = False
+        self.largest = 0.0
         self._answer: Mapping[str, Tensor] | torch.OutOfMemoryError | None = None
 
     @torch.no_grad()

@@ -15,13 +15,10 @@ from moepack.checkpoint.dense import FLOATS, position
 from moepack.checkpoint.model import MoeLayer, Part, Projection
 from moepack.checkpoint.reader import Checkpoint
 
-__all__ = ["KEPT", "LAYOUT", "find_beyond"]
+__all__ = ["LAYOUT", "find_beyond"]
 
 LAYOUT = GATE_UP_DOWN
 """How such experts are stored."""
-
-KEPT = ", but for experts that `--mtp-bits` packs"
-"""What a note about such layers ends with."""
 
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?:gate|up|down)_proj\.weight")
 

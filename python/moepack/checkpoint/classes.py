@@ -42,7 +42,10 @@ def configuration(checkpoint_path: Path, config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     if config["model_type"] not in CONFIG_MAPPING:
+        import transformers
+
         own = "; code that comes with a checkpoint is never run" if config.get("auto_map") else ""
+        own += f" (version {transformers.__version__}; a newer one may)"
         raise UnsupportedModelError(f"the installed transformers does not know it{own}", file=checkpoint_path)
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     decode = getattr(PretrainedConfig, "_decode_special_floats", dict)

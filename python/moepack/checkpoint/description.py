@@ -12,19 +12,19 @@ Architectures without a description are recognised by structure where that is sa
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
-from moepack.checkpoint.beyond import KEPT, find_beyond
-from moepack.checkpoint.dense import FLOATS, find_dense, position
+from moepack.checkpoint.beyond import find_beyond
+from moepack.checkpoint.dense import FLOATS, DenseLayer, find_dense, position
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
-from moepack.checkpoint.quantized import QuantizedCheckpoint
 from moepack.checkpoint.reader import Checkpoint
-from moepack.checkpoint.structural import recognise, refusal
+from moepack.checkpoint.structural import recognise, unreadable
+from moepack.checkpoint.unread import find_unread, is_adapter, unread_notes
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.plausible import check_config
 
@@ -45,10 +45,19 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
     else:
         model = _read(checkpoint, architecture, _expert_count(checkpoint, architecture))
         _check_layers(checkpoint, architecture)
-    if isinstance(checkpoint, QuantizedCheckpoint):
-        model = replace(model, notes=(*model.notes, checkpoint.note))
+        unread = find_unread(checkpoint)
+        model = replace(model, unread=unread, dense=tuple(_only_read(model.dense, unread)))
+    notes = (*model.notes, *unread_notes(checkpoint, model.unread), *checkpoint.notes)
     _check_config(checkpoint, (architecture or STANDARD).top_k(checkpoint.config), model.layers[0].experts)
-    return replace(model, beyond=tuple(find_beyond(checkpoint, model.dense_names)))
+    return replace(model, notes=notes, beyond=tuple(find_beyond(checkpoint, model.dense_names)))
+
+
+def _only_read(layers: Iterable[DenseLayer], unread: tuple[str, ...]) -> Iterator[DenseLayer]:
+    """The linear layers that the model has; others keep their tensors as they are."""
+    names = frozenset(unread)
+    for layer in layers:
+        if linears := tuple(linear for linear in layer.linears if linear.source not in names):
+            yield DenseLayer(layer.name, linears)
 
 
 def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
@@ -69,26 +78,34 @@ def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> M
     """
     layers: dict[str, MoeLayer] = {}
     renamed: dict[str, str] = {}
-    notes: list[str] = []
     for block, number, rests in _blocks(checkpoint, architecture):
         if number >= _layer_count(checkpoint, architecture):
-            notes.append(
-                f"{block} lies behind the model's last layer (multi-token prediction) and is kept as it is{KEPT}."
-            )
-            continue
+            continue  # behind the model's last layer: multi-token prediction
         layer = _read_layer(checkpoint, architecture, block, rests, experts)
         if layer.name in layers:
             raise CheckpointError("the layer is stored twice, under two names", file=checkpoint.path, tensor=layer.name)
         layers[layer.name] = layer
         renamed[block] = layer.name.removesuffix(".experts")
     if not layers:
-        raise refusal(checkpoint, "no layer with experts was found under the names of a causal or seq2seq model")
+        raise unreadable(checkpoint, _nothing_found(checkpoint, architecture))
     consumed = {name for layer in layers.values() for part in layer.projections for name in part.sources}
     names = tuple(name for name in checkpoint.names() if name not in consumed)
     routers = {name for layer in layers.values() for name in layer.router}
     count = _layer_count(checkpoint, architecture)
     dense = find_dense(checkpoint, architecture, count, frozenset(consumed | routers), renamed)
-    return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), names, tuple(notes), dense)
+    return MoeModel(checkpoint.config["model_type"], tuple(layers.values()), names, dense=dense)
+
+
+def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:
+    """Why a checkpoint without experts under the names of its architecture is refused: what was sought, what found."""
+    stack = next(iter(architecture.stacks))
+    sought = " or ".join(f"{stack}.0.*.{layout.first}" for layout in architecture.layouts)
+    names = checkpoint.names()
+    found = next((name for name in names if "experts" in name), names[0] if names else "no tensor")
+    return (
+        f"no layer with experts was found: no tensor is called like {sought}, the nearest is {found}; save the model "
+        "with `save_pretrained` of its class, without what wrapped it in training"
+    )
 
 
 def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -108,8 +125,9 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
     quantization = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if quantization is None:
         return
-    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-    reason = "already packed by moepack" if method == "moepack" else f"already quantized (quant_method '{method}')"
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    how = f"quant_method '{method}'" if method else "by a method that config.json does not name"
+    reason = "already packed by moepack" if method == "moepack" else f"already quantized ({how})"
     raise UnsupportedModelError(
         f"the checkpoint is {reason}; start from the f32, f16 or bf16 weights", file=checkpoint.path / "config.json"
     )
@@ -166,6 +184,8 @@ def _read_layer(
     _check_shapes(checkpoint, block, projections)
     sources = {source for projection in projections for source in projection.sources}
     for rest in rests:
+        if is_adapter(rest):
+            continue
         if rest.startswith(architecture.expert_names) and f"{block}.{rest}" not in sources:
             raise CheckpointError(
                 f"lies among the experts and is no matrix of the {experts} experts that config.json declares",

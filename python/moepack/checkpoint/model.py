@@ -77,6 +77,11 @@ class Projection:
         """The checkpoint's tensors that this projection consumes, without repetition (gate and up may share one)."""
         return tuple(dict.fromkeys(part.tensor for part in self.parts))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices that `expert` gives."""
+        return self.checkpoint.info(self.parts[0].tensor).dtype
+
     @cached_property
     def nbytes(self) -> int:
         """Size in bytes of all experts as the checkpoint stores them."""
@@ -121,6 +126,8 @@ class MoeModel:
             are packed is the method's choice.
         beyond: experts of layers that transformers' model does not have (`checkpoint.beyond`). Their tensors are in
             `dense_names`: they are packed where somebody asks for it.
+        unread: tensors that the model does not have (`checkpoint.unread`), those of `beyond` among them. They are in
+            `dense_names`.
     """
 
     architecture: str
@@ -129,3 +136,4 @@ class MoeModel:
     notes: tuple[str, ...] = ()
     dense: tuple[DenseLayer, ...] = ()
     beyond: tuple[MoeLayer, ...] = ()
+    unread: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from moepack.checkpoint.reader import Checkpoint
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.memory import without_collector
 
-__all__ = ["Names", "Source", "UnknownConversion", "check_tensors"]
+__all__ = ["Names", "Rules", "Source", "UnknownConversion", "check_tensors"]
 
 
 class UnknownConversion(Exception):
@@ -40,6 +40,58 @@ class Source:
     interleaved: bool | None = None
 
 
+class Rules:
+    """The rules by which transformers loads a model.
+
+    Attributes:
+        prefix: what it calls the model below its head; names may lack it, or have it where the model does not.
+        parameters: shapes of the parameters and buffers that a checkpoint holds, by name.
+        tied: parameters that are others under another name.
+        converters: conversions of tensors, by the patterns of the names that they take.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._state = model.state_dict()
+        self._may_lack = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+        self.prefix: str = model.base_model_prefix
+        self.parameters = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
+        self.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self.converters = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+
+    @property
+    def needed(self) -> list[str]:
+        """The parameters that a checkpoint must have."""
+        names = (name for name in self.parameters if name not in self.tied)
+        return [name for name in names if not any(pattern.search(name) for pattern in self._may_lack)]
+
+    def target(self, name: str, *, prefixed: bool = True) -> tuple[str, str | None]:
+        """What transformers makes of a tensor's name: the parameter, and the pattern of the conversion that takes it.
+
+        Args:
+            name: of a tensor in a checkpoint.
+            prefixed: let the base model's prefix be missing or superfluous, as transformers does.
+        """
+        from transformers.core_model_loading import rename_source_key
+
+        places = (self.prefix, self._state) if prefixed else (None, None)
+        target, pattern = rename_source_key(name, self._renamings, self._converters, *places)
+        if target not in self._state and name in self._state:  # a renaming was not meant for it
+            return name, None
+        return target, pattern
+
+    def targets(self, name: str) -> list[tuple[str, str | None]]:
+        """As `target`, with all parameters of a conversion that makes several."""
+        target, pattern = self.target(name)
+        others = self.converters[pattern].target_patterns if pattern is not None else [""]
+        return [(target.replace(others[0], other, 1) if i else target, pattern) for i, other in enumerate(others)]
+
+
 class Names:
     """Which tensors become which parameter, by the rules by which transformers loads.
 
@@ -47,30 +99,24 @@ class Names:
         plain: tensors that become a parameter as they are, by the parameter's name.
         found: all tensors of a parameter, by its name and by the pattern of the conversion that takes them.
         tied: parameters that are others under another name.
+        unread: tensors that become no parameter of the model, in the checkpoint's order.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: Any) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        rules = get_model_conversion_mapping(model)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        rules = Rules(model)
         self._checkpoint = checkpoint
-        self.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        self._converters = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        self.tied, self._converters = rules.tied, rules.converters
         self.found: dict[str, dict[str | None, list[str]]] = {}
         self._number: dict[str, tuple[int, int]] = {}
-        state = model.state_dict()
+        unread = []
         for name in checkpoint.names():
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-            if target not in state and name in state:  # as transformers does where a renaming was not meant for it
-                target, pattern = name, None
-            targets = self._converters[pattern].target_patterns if pattern is not None else [""]
-            for number, other in enumerate(targets):
-                parameter = target.replace(targets[0], other, 1) if number else target
+            targets = rules.targets(name)
+            for number, (parameter, pattern) in enumerate(targets):
                 self.found.setdefault(parameter, {}).setdefault(pattern, []).append(name)
                 self._number[parameter] = number, len(targets)
+            if not any(parameter in rules.parameters for parameter, _ in targets):
+                unread.append(name)
+        self.unread = tuple(unread)
         self.plain = {parameter: found[None][0] for parameter, found in self.found.items() if None in found}
 
     def converted(self, parameter: str, model: Any) -> torch.Tensor | None:
@@ -179,15 +225,32 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         message = f"transformers cannot build the model ({reason})"
         raise UnsupportedModelError(message, file=checkpoint.path / "config.json") from cause
-    names, described = Names(checkpoint, model), tuple(f"{path}." for path in packed)
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    for name, tensor in model.state_dict().items():
-        if name.startswith(described) or name in names.tied or any(pattern.search(name) for pattern in ignored):
+    names, described, rules = Names(checkpoint, model), tuple(f"{path}." for path in packed), Rules(model)
+    for name in rules.needed:
+        if name.startswith(described):
             continue
         if name not in names.found:
-            raise CheckpointError("the model needs it, the checkpoint lacks it", file=checkpoint.path, tensor=name)
+            message = f"the model needs it, the checkpoint lacks it{_nearest(name, names.unread)}"
+            raise CheckpointError(message, file=checkpoint.path, tensor=name)
+        plain = names.found[name].get(None, [])
+        if len(plain) > 1:
+            message = f"is stored twice, as '{plain[0]}' and as '{plain[1]}'"
+            raise CheckpointError(message, file=checkpoint.path, tensor=name)
         source = names.plain.get(name)
-        if source is not None and checkpoint.info(source).shape != tuple(tensor.shape):
+        if source is not None and checkpoint.info(source).shape != rules.parameters[name]:
             info = checkpoint.info(source)
-            message = f"has shape {list(info.shape)}, the model expects {list(tensor.shape)}"
+            message = f"has shape {list(info.shape)}, the model expects {list(rules.parameters[name])}"
             raise CheckpointError(message, file=info.file, tensor=source)
+
+
+def _nearest(name: str, unread: Iterable[str]) -> str:
+    """What a checkpoint has in the place of a tensor, as the end of a message: a name with components more (an adapter
+    that was not merged keeps `q_proj.weight` as `q_proj.base_layer.weight`)."""
+    parts = name.split(".")
+    for other in unread:
+        found = iter(other.split("."))
+        if len(parts) > 1 and other.endswith(parts[-1]) and all(part in found for part in parts):
+            adapted = ".base_layer." in other or ".original_module." in other
+            advice = ": merge the adapter first (`merge_and_unload` of peft)" if adapted else ""
+            return f", but has '{other}'{advice}"
+    return ""

@@ -25,6 +25,7 @@ from moepack.checkpoint.reader import Checkpoint, sampled
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import TensorInfo
 from moepack.format.regular import read_json
+from moepack.format.weights import weight_files
 
 __all__ = ["PublishedCheckpoint"]
 
@@ -71,7 +72,7 @@ class PublishedCheckpoint(Checkpoint):
             here, there = packed.config.get(key), config.get(key)
             if here is not None and there is not None and here != there:
                 raise CheckpointError(f"another model: {key} is {there}, {here} in the published one", file=file)
-        has_weights = original is not None and any(path.glob("*.safetensors*"))
+        has_weights = original is not None and bool(weight_files(path))
         return cls(path, config, packed, Checkpoint.open(path) if has_weights else None)
 
     def _published(self) -> Mapping[str, TensorInfo]:

@@ -7,7 +7,9 @@ lost stays lost. Tensors that the source left as they are come as they are.
 
 | `quant_method` | tensors of a weight | source |
 |---|---|---|
-| `fp8` | `weight` (float8_e4m3fn), `weight_scale_inv`: a factor for each block, or one | DeepSeek-V3, section 3.3 |
+| `fp8`, `fbgemm_fp8`, `modelopt` and `quark` in fp8 | `weight` (float8_e4m3fn), `weight_scale_inv` or `weight_scale`: a
+factor for each block, each row, each expert, or one; also of stacked experts (`gate_up_proj`, `gate_up_proj_scale`) |
+DeepSeek-V3, section 3.3; the libraries |
 | `mxfp4` | `_blocks`, `_scales`: groups of 32 values of 4 bits, exponents of two | OCP Microscaling Formats 1.0 |
 | `compressed-tensors` | `weight_packed`, `weight_scale`, maybe `weight_zero_point`, `weight_g_idx` (4 or 8 bits); or
 `weight` (float8_e4m3fn), `weight_scale`: a factor for each row or block, or one | its library |
@@ -25,6 +27,8 @@ import numpy.typing as npt
 import torch
 
 from moepack.checkpoint.reader import Checkpoint
+from moepack.checkpoint.tied import untied
+from moepack.checkpoint.wrappers import unwrapped
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import TensorInfo
 
@@ -46,8 +50,9 @@ class _Kind:
         plain: how the weight's name ends, in place of that.
         shape: the weight's shape from those of its tensors by their endings; raises ValueError where they do not fit.
         values: the weight in float32, from its tensors by their endings.
-        stacked: whether a tensor holds all experts.
+        stacked: whether a tensor may hold all experts.
         optional: companions that may be missing.
+        dtype: of the codes, where their name does not tell them from other tensors.
     """
 
     codes: str
@@ -57,6 +62,12 @@ class _Kind:
     values: Callable[[Tensors], torch.Tensor]
     stacked: bool = False
     optional: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """How names end that are companions of codes and nothing else."""
+        return self.others if self.codes else tuple(f"weight{end}" for end in self.others)
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
@@ -66,21 +77,42 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         UnsupportedModelError: its quantization is not known here; names it.
         CheckpointError: scales are missing or of another shape than the codes'.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = untied(unwrapped(Checkpoint.open(path)))
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if not isinstance(settings, dict) or settings.get("quant_method") in (None, "moepack"):
         return checkpoint
-    method = settings["quant_method"]
+    return QuantizedCheckpoint(checkpoint, str(settings["quant_method"]), _kind(checkpoint, settings))
+
+
+def _kind(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> _Kind:
+    """How the weights of a checkpoint are quantized, from its settings and the names of its tensors."""
+    method, file = settings["quant_method"], checkpoint.path / "config.json"
+    plain = "start from the f32, f16 or bf16 weights"
+    if not isinstance(method, str) or method not in _KINDS:
+        message = f"already quantized by {method!r}; moepack decodes {', '.join(_KINDS)}: {plain}"
+        raise UnsupportedModelError(message, file=file)
     try:
-        kind = _KINDS[method](settings)
+        kind = _KINDS[method](settings, checkpoint.names())
     except (KeyError, TypeError, ValueError) as cause:
-        detail = f" ({cause})" if isinstance(cause, ValueError) else ""
-        raise UnsupportedModelError(
-            f"the checkpoint is already quantized (quant_method '{method}'{detail}), which moepack does not read; it "
-            f"reads {', '.join(_KINDS)}, or start from the f32, f16 or bf16 weights",
-            file=checkpoint.path / "config.json",
-        ) from cause
-    return QuantizedCheckpoint(checkpoint, str(method), kind)
+        detail = f"no setting {cause}" if isinstance(cause, KeyError) else str(cause)
+        message = f"already quantized by '{method}' ({detail}), a form that moepack does not read; {plain}"
+        raise UnsupportedModelError(message, file=file) from cause
+    if not any(_is_codes(checkpoint, name, kind) for name in checkpoint.names()):
+        sought = f"called *{kind.codes}" if kind.dtype is None else f"in {_short(kind.dtype)}"
+        message = (
+            f"says that the weights are already quantized by '{method}', and none of the tensors is {sought}; remove "
+            "the setting if they are not quantized"
+        )
+        raise UnsupportedModelError(message, file=file)
+    return kind
+
+
+def _is_codes(checkpoint: Checkpoint, name: str, kind: _Kind) -> bool:
+    return name.endswith(kind.codes) and kind.dtype in (None, checkpoint.info(name).dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class QuantizedCheckpoint(Checkpoint):
@@ -100,16 +132,16 @@ class QuantizedCheckpoint(Checkpoint):
         taken: set[str] = set()
         infos: dict[str, TensorInfo] = {}
         for name in original.names():
-            info = original.info(name)
-            if name.endswith(kind.codes) and (kind.codes != kind.plain or info.dtype == torch.float8_e4m3fn):
+            if _is_codes(original, name, kind):
                 described = self._describe(name, taken)
                 infos[described.name] = described
         for name in original.names():
             if name not in taken and not name.endswith(_ACTIVATIONS):
                 infos[name] = original.info(name)
-            if name not in taken and name.endswith(kind.others):
+            if name not in taken and name.endswith(kind.companions):
                 raise CheckpointError("has no codes that it belongs to", file=original.info(name).file, tensor=name)
         self._tensors = infos
+        self.notes = (*original.notes, self.note)
 
     def _describe(self, codes: str, taken: set[str]) -> TensorInfo:
         """Note a quantized weight and its tensors; offsets mean nothing, for no file holds what is decoded."""
@@ -123,7 +155,7 @@ class QuantizedCheckpoint(Checkpoint):
         try:
             shape = kind.shape({end: info.shape for end, info in infos.items()})
         except (ValueError, IndexError) as cause:
-            shapes = ", ".join(f"{end} {list(info.shape)}" for end, info in infos.items())
+            shapes = ", ".join(f"{info.name.rpartition('.')[2]} {list(info.shape)}" for info in infos.values())
             message = f"codes and scales do not fit each other: {shapes}"
             raise CheckpointError(message, file=infos[kind.codes].file, tensor=codes) from cause
         name = stem + kind.plain
@@ -174,7 +206,9 @@ class QuantizedCheckpoint(Checkpoint):
         ends = [end for end in (kind.codes, *kind.others) if stem + end in self._original]
         tensors = {end: self._original.tensor(stem + end) for end in ends}
         if expert is not None:
-            tensors = {end: tensor[expert] for end, tensor in tensors.items()}
+            experts = len(tensors[kind.codes])
+            shared = {end for end, tensor in tensors.items() if tensor.ndim == 0 or len(tensor) != experts}
+            tensors = {end: tensor if end in shared else tensor[expert] for end, tensor in tensors.items()}
         return kind.values(tensors).to(self.info(name).dtype).contiguous()
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
@@ -190,48 +224,77 @@ def _require(condition: bool, reason: str) -> None:
         raise ValueError(reason)
 
 
-def _fp8(settings: Mapping[str, Any]) -> _Kind:
-    block = settings["weight_block_size"]
-    return _float8("weight_scale_inv", None if block is None else (int(block[0]), int(block[1])))
+def _fp8(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
+    block = settings.get("weight_block_size")
+    end = "_scale_inv" if any(name.endswith("_scale_inv") for name in names) else "_scale"
+    return _float8(end, None if block is None else (int(block[0]), int(block[1])))
 
 
-def _float_quantized(settings: Mapping[str, Any]) -> _Kind:
+def _modelopt(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
+    algorithm = settings.get("quant_algo") or (settings.get("quantization") or {}).get("quant_algo")
+    known = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    _require(algorithm in known, f"quant_algo {algorithm!r}; {' and '.join(known)} are read")
+    return _fp8({}, names)
+
+
+def _quark(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
+    weight = (settings.get("global_quant_config") or {}).get("weight") or {}
+    found = weight.get("dtype"), weight.get("qscheme")
+    _require(
+        found[0] == "fp8_e4m3" and found[1] in ("per_tensor", "per_channel"),
+        f"weights of dtype {found[0]!r} and qscheme {found[1]!r}; fp8_e4m3 per_tensor and per_channel are read",
+    )
+    return _fp8({}, names)
+
+
+def _float_quantized(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     schemes = [group["weights"] for group in settings["config_groups"].values()]
     blocks = {tuple(scheme.get("block_structure") or ()) for scheme in schemes}
     kinds = {(scheme["num_bits"], scheme.get("type")) for scheme in schemes}
-    _require(kinds == {(8, "float")}, f"values of {sorted(kinds)}")
-    _require(len(blocks) == 1, "several block structures")
+    _require(kinds == {(8, "float")}, f"{_listed(kinds)} in groups of float-quantized; 8-bit floats are read")
+    _require(len(blocks) == 1, f"blocks of several sizes: {_listed(blocks)}")
     block = next(iter(blocks))
-    return _float8("weight_scale", (int(block[0]), int(block[1])) if block else None)
+    return _float8("_scale", (int(block[0]), int(block[1])) if block else None)
+
+
+def _listed(values: Collection[Any]) -> str:
+    return ", ".join(sorted(map(str, values)))
 
 
 def _float8(end: str, block: tuple[int, int] | None) -> _Kind:
-    """Codes in float8_e4m3fn with a factor for each block; without one, for each row, or for all."""
+    """Codes in float8_e4m3fn, of a matrix or of experts that are stacked, with a factor for each block; without blocks,
+    for each row, for each expert, or for all. Stacked experts that are transposed may have a factor for each column."""
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        found, scales = shapes["weight"], shapes[end]
-        _require(len(found) == 2, "matrix")
-        if block is None:
-            _require(scales in ((), (1,), (1, 1), (found[0], 1)), "rows")
-        else:
-            _require(scales == (-(-found[0] // block[0]), -(-found[1] // block[1])), "blocks")
+        found, scales = shapes[""], shapes[end]
+        _require(len(found) in (2, 3), "matrix")
+        lead, (rows, columns) = found[:-2], found[-2:]
+        if block is not None:
+            _require(scales == (*lead, -(-rows // block[0]), -(-columns // block[1])), "blocks")
+        elif prod(scales) != 1:
+            stacked = [(*lead, 1, columns), (*lead, 1, 1), lead] if lead else []
+            _require(scales in [(*lead, rows, 1), (*lead, rows), *stacked], "rows")
         return found
 
     def values(tensors: Tensors) -> torch.Tensor:
-        codes, scales = tensors["weight"].float(), tensors[end].float()
-        if block is None:
-            return codes * scales
-        rows = scales.repeat_interleave(block[0], 0)[: len(codes)]
-        return codes * rows.repeat_interleave(block[1], 1)[:, : codes.shape[1]]
+        codes, scales = tensors[""].float(), tensors[end].float()
+        if scales.numel() == 1:
+            return codes * scales.reshape(())
+        if block is not None:
+            rows = scales.repeat_interleave(block[0], -2)[..., : codes.shape[-2], :]
+            return codes * rows.repeat_interleave(block[1], -1)[..., : codes.shape[-1]]
+        while scales.ndim < codes.ndim:
+            scales = scales.unsqueeze(-1)
+        return codes * scales
 
-    return _Kind("weight", (end,), "weight", shape, values)
+    return _Kind("", (end,), "", shape, values, stacked=True, dtype=torch.float8_e4m3fn)
 
 
 _FP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 """The values of 4-bit floating-point codes (E2M1)."""
 
 
-def _mxfp4(settings: Mapping[str, Any]) -> _Kind:
+def _mxfp4(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         experts, rows, groups, width = shapes["_blocks"]
         _require(shapes["_scales"] == (experts, rows, groups), "groups")
@@ -254,16 +317,16 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.flatten(-2)
 
 
-def _compressed_tensors(settings: Mapping[str, Any]) -> _Kind:
+def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     kinds = {"pack-quantized": _pack_quantized, "float-quantized": _float_quantized}
-    _require(settings.get("format") in kinds, f"format {settings.get('format')!r}")
-    return kinds[settings["format"]](settings)
+    _require(settings.get("format") in kinds, f"format {settings.get('format')!r}; {' and '.join(kinds)} are read")
+    return kinds[settings["format"]](settings, names)
 
 
-def _pack_quantized(settings: Mapping[str, Any]) -> _Kind:
+def _pack_quantized(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     schemes = [group["weights"] for group in settings["config_groups"].values()]
     bits = {scheme["num_bits"] for scheme in schemes}
-    _require(len(bits) == 1 and bits <= {4, 8}, f"{sorted(bits)} bits")
+    _require(len(bits) == 1 and bits <= {4, 8}, f"groups of {_listed(bits)} bits; 4 or 8 are read, the same in all")
     (width,) = bits
     zeros, order = "weight_zero_point", "weight_g_idx"
 
@@ -294,8 +357,8 @@ def _grouped_shape(codes: tuple[int, ...], scales: tuple[int, ...], zeros: tuple
     return rows, columns
 
 
-def _gptq(settings: Mapping[str, Any]) -> _Kind:
-    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits")
+def _gptq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
+    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; 4 are read")
     one = int(settings.get("checkpoint_format", "gptq") == "gptq")  # the first version stores zero points less one
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -315,9 +378,10 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which of eight places of a word each of eight rows lies."""
 
 
-def _awq(settings: Mapping[str, Any]) -> _Kind:
-    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits")
-    _require(str(settings.get("version", "gemm")).lower() == "gemm", f"version {settings.get('version')!r}")
+def _awq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
+    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; 4 are read")
+    version = settings.get("version", "gemm")
+    _require(str(version).lower() == "gemm", f"version {version!r}; 'gemm' is read")
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         columns, words = shapes["qweight"]
@@ -340,8 +404,11 @@ def _groups(columns: int, count: int) -> torch.Tensor:
     return torch.arange(columns) // (columns // count)
 
 
-_KINDS: Mapping[str, Callable[[Mapping[str, Any]], _Kind]] = {
+_KINDS: Mapping[str, Callable[[Mapping[str, Any], Collection[str]], _Kind]] = {
     "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
+    "quark": _quark,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,

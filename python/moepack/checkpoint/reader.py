@@ -15,6 +15,7 @@ Invariants of an open `Checkpoint`:
 import hashlib
 import mmap
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -26,12 +27,13 @@ import torch
 
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import Header, TensorInfo, read_header, stamp_of
+from moepack.format.hub import ADAPTER, INDEX
 from moepack.format.regular import read_json
+from moepack.format.side import may_hold_weights
+from moepack.format.weights import NAMED, weight_files
 
 __all__ = ["Checkpoint", "sampled"]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -43,11 +45,13 @@ class Checkpoint:
         path: the directory.
         config: the parsed config.json.
         shards: the validated headers, by file name in sorted order.
+        notes: what a user should know of how it is read, in full sentences.
     """
 
     path: Path
     config: dict[str, Any]
     shards: Mapping[str, Header]
+    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, config: dict[str, Any], shards: Mapping[str, Header]) -> None:
         self.path = path
@@ -69,17 +73,35 @@ class Checkpoint:
         directory = Path(path)
         if not directory.is_dir():
             raise CheckpointError("no such directory, and no id of the hub (ORGANIZATION/NAME)", file=directory)
+        if (directory / ADAPTER).is_file() and not (directory / "config.json").exists():
+            message = "is an adapter (peft) and no model: give the model that it was merged into (`merge_and_unload`)"
+            raise CheckpointError(message, file=directory)
         config = read_json(directory / "config.json", CheckpointError)
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("has no model_type", file=directory / "config.json")
-        if (directory / _SINGLE).is_file():
-            return cls(directory, config, {_SINGLE: read_header(directory / _SINGLE)})
-        weight_map = _weight_map(directory)
-        shards = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}
-        for tensor, shard in weight_map.items():
-            if tensor not in shards[shard].tensors:
-                raise CheckpointError("listed in the index, absent in the shard", file=directory / shard, tensor=tensor)
+        files = weight_files(directory)
+        if not files:
+            raise _no_weights(directory)
+        shards = {name: read_header(directory / name) for name in files}
+        for shard, tensors in files.items():
+            for tensor in tensors:
+                if tensor not in shards[shard].tensors:
+                    message = "listed in the index, absent in the shard"
+                    raise CheckpointError(message, file=directory / shard, tensor=tensor)
+        config.pop(NAMED, None)  # a packed directory has files of other names
         return cls(directory, config, shards)
+
+    def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":
+        """The same tensors under other names.
+
+        Args:
+            names: the new name of each tensor; no two are alike.
+            notes: of the new checkpoint.
+        """
+        made = Checkpoint(self.path, self.config, self.shards)
+        made._tensors = {names[name]: replace(info, name=names[name]) for name, info in self._tensors.items()}
+        made.notes = notes
+        return made
 
     def names(self) -> tuple[str, ...]:
         """The names of all tensors, shard by shard in the order of their data."""
@@ -217,34 +239,11 @@ def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
-    """The index of a sharded checkpoint: tensor names to names of files that exist in the directory."""
-    index = directory / _INDEX
-    if not index.exists():
-        raise _no_weights(directory)
-    weight_map = read_json(index, CheckpointError).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("has no weight_map", file=index)
-    for tensor, shard in weight_map.items():
-        _check_shard_name(shard, index, tensor)
-        if not (directory / shard).is_file():
-            raise CheckpointError(f"the shard {shard} does not exist", file=index, tensor=tensor)
-    return weight_map
-
-
-def _check_shard_name(shard: object, index: Path, tensor: str) -> None:
-    """A shard is a plain file name: whoever wrote the index must not choose which files of this machine are opened."""
-    if not isinstance(shard, str) or not shard.endswith(".safetensors"):
-        raise CheckpointError(f"the shard {shard!r} is not a safetensors file", file=index, tensor=tensor)
-    if any(mark in shard for mark in "/\\\0"):
-        raise CheckpointError(f"the shard {shard!r} points outside the directory", file=index, tensor=tensor)
-
-
 def _no_weights(directory: Path) -> Exception:
-    pickles = sorted(
-        file.name for pattern in ("*.bin", "*.bin.index.json", "*.pt", "*.pth") for file in directory.glob(pattern)
-    )
-    if (directory / "noexp.pt").is_file():
+    """The error for a directory without weights in safetensors, from what it holds instead."""
+    names = sorted(file.name for file in directory.iterdir() if may_hold_weights(file.name))
+    pickles = [name for name in names if _is_pickled(name)]
+    if "noexp.pt" in names:
         return UnsupportedModelError(
             "is a model in the QMoE authors' format: `moepack convert` makes a packed directory of it", file=directory
         )
@@ -254,4 +253,11 @@ def _no_weights(directory: Path) -> Exception:
             "save_pretrained, which writes safetensors",
             file=directory,
         )
-    return CheckpointError(f"holds neither {_SINGLE} nor {_INDEX}", file=directory)
+    found = f"; it has {', '.join(names[:3])}{' and others' * (len(names) > 3)}" if names else ""
+    return CheckpointError(f"holds neither model.safetensors nor {INDEX}{found}", file=directory)
+
+
+def _is_pickled(name: str) -> bool:
+    """Whether a file's name is that of pickled weights, and not of what a trainer keeps beside them."""
+    pickle = name.endswith((".bin", ".bin.index.json", ".pt", ".pth"))
+    return pickle and not name.startswith(("optimizer", "scheduler", "scaler", "rng_state", "training_args", "adapter"))

@@ -13,11 +13,20 @@ from moepack.errors import CheckpointError
 
 __all__ = ["resolve_model"]
 
-WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*", "NOTICE*")
+_TEMPLATES = "*.jinja"
+
+WANTED = (
+    *("*.safetensors", "*.json", "*.model", "*.model.*", "*.txt", "*.tiktoken", "*.bpe", "*.spm", "*.vocab"),
+    *(_TEMPLATES, "*.md", "LICENSE*", "NOTICE*"),
+)
 """Files to be fetched: weights, configuration and tokenizer, and the small ones that a packed directory takes over."""
 
-UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
-"""Files to be left: folders hold other formats, and `consolidated` files repeat the weights under other names."""
+UNWANTED = (
+    *(f"*/{pattern}" for pattern in WANTED if pattern != _TEMPLATES),
+    *("consolidated*", "*.bin.index.json"),
+)
+"""Files to be left: folders hold other formats, templates (`additional_chat_templates/`) excepted, and `consolidated`
+files repeat the weights under other names."""
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(.+))?", re.ASCII)
 

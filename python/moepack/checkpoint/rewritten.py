@@ -48,7 +48,7 @@ class RewrittenCheckpoint(Checkpoint):
 
     def __init__(self, original: Checkpoint, rewriting: Rewriting) -> None:
         super().__init__(original.path, {**original.config, **rewriting.config}, original.shards)
-        self.original, self.rewriting = original, rewriting
+        self.original, self.rewriting, self.notes = original, rewriting, original.notes
         self._tensors = {name: self._described(name) for name in rewriting.names}
 
     def _described(self, name: str) -> TensorInfo:

@@ -17,26 +17,32 @@ from typing import Any
 import torch
 
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD
-from moepack.checkpoint.beyond import KEPT
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.dense import FLOATS, DenseLayer, DenseLinear, position
 from moepack.checkpoint.experts import ExpertsForm, Place, form_of, is_experts
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.names import Names, Source, UnknownConversion
 from moepack.checkpoint.reader import Checkpoint
+from moepack.checkpoint.unread import is_adapter
 from moepack.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["recognise", "refusal"]
+__all__ = ["recognise", "unreadable"]
 
 
-def refusal(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
-    """The error for a model that cannot be read; it lists the architectures that can."""
+def unsupported(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
+    """The error for an architecture that moepack does not read, whatever the checkpoint holds."""
     return UnsupportedModelError(
         f"model type '{checkpoint.config['model_type']}' is not supported: {reason}. Supported are "
         f"{', '.join(sorted(ARCHITECTURES))}, and models whose experts transformers keeps in modules of its interface "
         "(`moepack models`)",
         file=checkpoint.path,
     )
+
+
+def unreadable(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
+    """The error for a checkpoint that is not what the model of its config.json needs."""
+    kind = checkpoint.config["model_type"]
+    return UnsupportedModelError(f"cannot be read as a model of type '{kind}': {reason}", file=checkpoint.path)
 
 
 def recognise(checkpoint: Checkpoint) -> MoeModel:
@@ -59,25 +65,9 @@ def recognise(checkpoint: Checkpoint) -> MoeModel:
     dense_names = tuple(name for name in checkpoint.names() if name not in consumed | unread)
     taken = consumed | {name for layer in layers for name in layer.router}
     architecture = checkpoint.config["model_type"]
-    notes = (
-        f"'{architecture}' has no description of its own; its experts were recognised by structure.",
-        *_beyond(checkpoint, names, model),
-    )
-    return MoeModel(architecture, layers, dense_names, notes, _dense(checkpoint, names, model, [*forms], taken))
-
-
-def _beyond(checkpoint: Checkpoint, names: Names, model: torch.nn.Module) -> Iterator[str]:
-    """A sentence about matrices that transformers' model does not have, such as layers of multi-token prediction."""
-    state = model.state_dict()
-    groups = [group for parameter, found in names.found.items() if parameter not in state for group in found.values()]
-    unknown = {name for group in groups for name in group}
-    matrices = [name for name in checkpoint.names() if name in unknown and len(checkpoint.info(name).shape) > 1]
-    if matrices:
-        places = sorted({re.sub(r"^((?:\w+\.)*?\d+|\w+)\..*", r"\1", name) for name in matrices})
-        yield (
-            f"{', '.join(places[:4])}{' and others' * (len(places) > 4)}: {len(matrices)} matrices that transformers' "
-            f"model does not have (multi-token prediction, say) are kept as they are{KEPT}."
-        )
+    notes = (f"'{architecture}' has no description of its own; its experts were recognised by structure.",)
+    dense = _dense(checkpoint, names, model, [*forms], taken)
+    return MoeModel(architecture, layers, dense_names, notes, dense, unread=names.unread)
 
 
 def _order(path: str) -> tuple[Any, ...]:
@@ -91,13 +81,13 @@ def _built(checkpoint: Checkpoint) -> Any:
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > len(checkpoint):
-            raise refusal(checkpoint, f"{layers} layers are configured for {len(checkpoint)} tensors")
+            raise unreadable(checkpoint, f"{layers} layers are configured for {len(checkpoint)} tensors")
     try:
         return meta_model(checkpoint.path, config)
     except UnsupportedModelError as cause:
-        raise refusal(checkpoint, cause.detail) from cause
+        raise unsupported(checkpoint, cause.detail) from cause
     except Exception as cause:
-        raise refusal(checkpoint, f"transformers cannot build it ({cause})") from cause
+        raise unreadable(checkpoint, f"transformers cannot build it from config.json ({cause})") from cause
 
 
 def _forms(checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, ExpertsForm]]:
@@ -110,12 +100,12 @@ def _forms(checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, tuple[to
         if form is None and any(is_experts("", inner) for inner in list(module.modules())[1:]):
             continue
         if form is None:
-            raise refusal(
+            raise unsupported(
                 checkpoint, f"{path} ({type(module).__name__}) holds experts in a form that moepack does not know"
             )
         found[path] = module, form
     if not found:
-        raise refusal(checkpoint, "the model has no experts")
+        raise unsupported(checkpoint, "the model has no experts")
     return found
 
 
@@ -128,7 +118,7 @@ def _layer(checkpoint: Checkpoint, names: Names, path: str, module: torch.nn.Mod
         try:
             source = names.source(f"{path}.{place.parameter}", tuple(parameter.shape), shape[0])
         except UnknownConversion as cause:
-            raise refusal(checkpoint, str(cause)) from cause
+            raise unsupported(checkpoint, str(cause)) from cause
         parts = tuple(_parts(checkpoint, source, name, place, shape))
         _check(checkpoint, path, parts, shape)
         projections.append(Projection(name, shape, f"{path}.{form.packed_name(name)}", parts, checkpoint))
@@ -149,7 +139,7 @@ def _unread(
     """
     kept = {f"{path}.{name}" for name in module.state_dict() if name not in form.parameters}
     for parameter, name in names.below(path):
-        if name in consumed or parameter in kept:
+        if name in consumed or parameter in kept or is_adapter(name):
             continue
         if form.kind != "identity":
             message = "lies among the experts and is no matrix of theirs"
@@ -164,7 +154,7 @@ def _parts(
     rows, inner = place.rows, shape[1]
     if len(source.pieces) == 2:
         if place.transposed:
-            raise refusal(checkpoint, f"its transposed experts are joined from several tensors ({name})")
+            raise unsupported(checkpoint, f"its transposed experts are joined from several tensors ({name})")
         yield from source.pieces[0 if name == "gate_proj" else 1][: shape[0]]
         return
     if source.interleaved is not None and rows != slice(None):
@@ -190,10 +180,10 @@ def _check(checkpoint: Checkpoint, path: str, parts: tuple[Part, ...], shape: tu
         try:
             found = tuple(part.of(torch.empty(info.shape, device="meta")).shape)
         except (IndexError, RuntimeError):
-            found = ()
+            found = info.shape
         if found != shape[1:]:
-            message = f"the experts of {path} have another shape than the model's, {list(shape)} ({part.tensor})"
-            raise refusal(checkpoint, message)
+            message = f"an expert of {path} has shape {list(found)}, config.json expects {list(shape[1:])}"
+            raise unreadable(checkpoint, f"{message} ({part.tensor})")
 
 
 def _dense(

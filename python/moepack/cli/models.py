@@ -87,7 +87,13 @@ the products, computed by transformers' own code), *every*, *identity* or *produ
 The core takes whole decoding steps of {core} architectures on the CPU (column *decoded by*); the others are decoded by
 transformers, with moepack's products of layers. `moepack doctor packed` says which it is, and why.
 
-Sources that come quantized are decoded a matrix at a time. Compressing made-up checkpoints of two layers of 50 * 10^6
+Tensors are read under the names that transformers loads, and under those that training leaves (`module.`, `_orig_mod.`,
+`base_model.model.`, `model.language_model.` and the like), which a note tells. Tensors that the model does not have are
+listed: they have no effect.
+
+Sources may come quantized: fp8 with factors for blocks, rows, experts or tensors (`fp8`, `fbgemm_fp8`, `modelopt`,
+`quark`, `compressed-tensors`), mxfp4, integers of 4 or 8 bits of compressed-tensors, gptq and awq of 4 bits. They are
+decoded a matrix at a time. Compressing made-up checkpoints of two layers of 50 * 10^6
 weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
 590 MB from mxfp4; 1 GiB + 4 times the largest layer, 1,476 MB, is promised (`python benches/sources.py --experts 8`,
 benches/results/sources-zen3.json).

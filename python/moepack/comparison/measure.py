@@ -18,6 +18,8 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.comparison.fitting import Wanted, fitted
 from moepack.evaluation import evaluate
 from moepack.export import export
+from moepack.format.hub import PREDICTORS
+from moepack.format.weights import weight_files
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import Auto, Method
 from moepack.pipeline import compress
@@ -124,5 +126,6 @@ class Comparison:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Bytes of all files of weights."""
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    """Bytes of all files of weights, and of the predictors of a packed directory."""
+    names = [name for name in (*weight_files(directory), PREDICTORS) if (directory / name).is_file()]
+    return sum((directory / name).stat().st_size for name in names)

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from moepack.errors import CorruptionError
-from moepack.format.atomic import write_file
+from moepack.format.atomic import write_inside
 from moepack.format.directory import PackedDirectory
 from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, PREDICTORS, shard_name
@@ -73,7 +73,7 @@ class ModelWriter:
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         files = {CONFIG: _json(config), INDEX: _json(index), **dict(_small_files(self.source))}
         for name, data in files.items():
-            write_file(self._workspace.path / name, data)
+            write_inside(self._workspace.path, name, data)
             self.written += len(data)
         return self.written
 

@@ -99,3 +99,11 @@ def write_file(path: Path, data: bytes) -> None:
     """Publish `data` as the file `path`."""
     with publish_file(path) as file:
         write_all(file, memoryview(data))
+
+
+def write_inside(directory: Path, name: str, data: bytes) -> None:
+    """Publish `data` as the file `name` of a directory; `name` may lead through folders, which are made."""
+    path = directory / name
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, data)

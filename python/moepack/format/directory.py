@@ -10,7 +10,7 @@ Invariant: `tensors()` are slices of read-only mappings, 64-byte aligned, inside
 while it is mapped kills the process when it is touched, as with any mapped file: never write into an open directory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -117,6 +117,14 @@ def check_size(file: Path, size: int) -> None:
     found = file.stat().st_size
     if found != size:
         raise CorruptionError(f"has {found} bytes, the manifest says {size}", file=file)
+
+
+def check_listed(files: Iterable[Path], manifest: Manifest) -> None:
+    """Check that the manifest lists the files that transformers opens; `CorruptionError` names one that it does not."""
+    for file in files:
+        if file.name not in manifest.files:
+            message = f"is what transformers opens, and {MANIFEST} does not list it: it is of another model, remove it"
+            raise CorruptionError(message, file=file)
 
 
 def check_header(file: Path, manifest: Manifest) -> Header:

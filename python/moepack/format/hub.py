@@ -12,6 +12,8 @@ from moepack.format.manifest import VERSION, Manifest, TensorRecord
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+"""The configuration of an adapter (peft); where it lies, transformers applies the adapter's weights beside it."""
 PREDICTORS = "predictors.safetensors"
 """What guesses which experts a layer will choose; it belongs to no tensor of the model."""
 QUANT_METHOD = "moepack"

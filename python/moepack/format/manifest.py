@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from moepack.errors import CorruptionError
 from moepack.format.header import DTYPES
 from moepack.format.regular import parse_json
+from moepack.format.side import is_safe_name
 
 T = TypeVar("T")
 
@@ -208,6 +209,7 @@ class Manifest:
         for name in files:
             _expect_safe_name(name)
         for name, record in tensors.items():
+            _expect("/" not in record.file, f"tensor '{name}' is in '{record.file}', which is no plain file name")
             _expect(record.file in files, f"tensor '{name}' is in '{record.file}', which files does not list")
         known = {name: content[name] for name in ("method", "settings", "architecture", "fingerprint", "version")}
         return cls(**known, tensors=tensors, files=files)
@@ -234,7 +236,7 @@ def _dump(content: dict[str, Any]) -> bytes:
 
 def _expect_safe_name(name: str) -> None:
     """A listed file must not lead out of the directory, nor be the manifest itself."""
-    _expect(name not in ("", ".", "..", MANIFEST) and not set(name) & set("/\\\0"), f"bad file name {name!r}")
+    _expect(name != MANIFEST and is_safe_name(name), f"bad file name {name!r}")
 
 
 def _named(convert: Callable[[Any], T], name: str, value: Any) -> T:

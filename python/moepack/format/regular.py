@@ -34,14 +34,18 @@ def open_regular(file: str | PathLike[str]) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def leads_out(file: Path) -> bool:
-    """Say whether a file is a link to something outside its directory.
+def leads_out(file: Path, root: Path | None = None) -> bool:
+    """Say whether a file is a link to something outside its model's directory.
 
     Links of a snapshot in the hub's cache, `models--NAME/snapshots/REVISION/FILE`, to `models--NAME/blobs` are not.
+
+    Args:
+        file: the file.
+        root: the model's directory; None means the directory that the file is in.
     """
     if not file.is_symlink():
         return False
-    target, directory = file.resolve(), file.parent.resolve()
+    target, directory = file.resolve(), (root or file.parent).resolve()
     inside = [directory]
     if directory.parent.name == "snapshots":
         inside.append(directory.parent.parent / "blobs")

@@ -1,20 +1,33 @@
-"""Side files: the small files of a model directory beside its weights, and which of them may change once it is packed.
+"""Side files: what a model directory holds beside its weights, and which of it may change once it is packed.
+
+Tokenizers and processors save many files, some of them in folders, under names that differ between models and releases.
+So the rule names no files: whatever is small and holds no weights belongs to the model and goes where the model goes.
+A folder belongs to it as a whole or not at all: one with weights in it is another model (`original/`, `onnx/`,
+`checkpoint-500/`).
 
 What people read, and how prompts are written and answers drawn, is their affair: a packed directory may gain a model
 card, or have its chat template edited. Weights, configuration, index and vocabulary stay as they were packed.
+
+Invariant: the name of a side file is its path below the directory, with `/` between folders.
 """
 
+import os
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-__all__ = ["SideFile", "is_editable", "is_small", "may_hold_weights"]
+from moepack.format.regular import leads_out
+
+__all__ = ["SideFile", "files_below", "is_editable", "is_safe_name", "is_small", "may_hold_weights", "side_names"]
 
 EDITABLE = ("*.md", "*.jinja", "generation_config.json", "tokenizer_config.json", "LICENSE*", "NOTICE*")
 """Files that may differ from what the manifest says of them, or be missing."""
 
 LARGEST = 64 << 20
-"""Largest side file in bytes."""
+"""Largest side file, and largest folder of side files, in bytes."""
+
+MOST = 1000
+"""The most files of a folder of side files."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
 
@@ -48,3 +61,51 @@ def is_small(file: Path) -> bool:
 def is_editable(name: str) -> bool:
     """Say whether a file may differ from what the manifest says of it."""
     return any(fnmatch(name, pattern) for pattern in EDITABLE)
+
+
+def is_safe_name(name: str) -> bool:
+    """Say whether a name stays inside the directory: plain names of folders and of a file, with `/` between them."""
+    return not set(name) & set("\\\0") and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def side_names(entry: Path) -> list[str]:
+    """The names of the side files that an entry of a model directory is or holds; empty for what is none.
+
+    Hidden files and compiled Python in a folder are passed over.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    if entry.is_symlink() and entry.is_dir():
+        return []
+    if not entry.is_dir():
+        return [entry.name] if is_small(entry) and is_safe_name(entry.name) else []
+    names = files_below(entry)
+    files = [entry.parent / name for name in names]
+    sound = len(files) <= MOST and all(is_safe_name(name) for name in names)
+    if not sound or any(leads_out(file, entry.parent) or not is_small(file) for file in files):
+        return []
+    return names if sum(file.stat().st_size for file in files) <= LARGEST else []
+
+
+def files_below(folder: Path) -> list[str]:
+    """The names of all files in a folder of a model directory, sorted; no link to another folder is followed.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[str] = []
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        folders[:] = [name for name in folders if not _is_passed_over(name) and name not in links]
+        names = (name for name in (*files, *links) if not _is_passed_over(name))
+        found += [(Path(place) / name).relative_to(folder.parent).as_posix() for name in names]
+    return sorted(found)
+
+
+def _is_passed_over(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"

@@ -26,7 +26,7 @@ from moepack.format.header import Header, read_header
 from moepack.format.hub import CONFIG, INDEX, contradictions
 from moepack.format.manifest import MANIFEST, Manifest
 from moepack.format.regular import leads_out, read_json
-from moepack.format.side import SideFile, is_editable, is_small
+from moepack.format.side import SideFile, files_below, is_editable, is_small, side_names
 from moepack.mapping import map_file
 
 TRANSPORT = frozenset({".gitattributes", ".git", ".cache"})
@@ -116,9 +116,25 @@ def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
     for entry in sorted(directory.iterdir()):
         if leads_out(entry):
             yield Fault(entry.name, f"is a link out of the directory, to {entry.resolve()}")
+        elif entry.is_dir() and not entry.is_symlink() and entry.name not in TRANSPORT:
+            yield from _folder(entry, manifest)
         elif entry.name not in manifest.files and entry.name != MANIFEST and entry.name not in TRANSPORT:
             small = is_small(entry)
             yield SideFile(entry.name, "added") if small else Fault(entry.name, "the manifest does not list it")
+
+
+def _folder(folder: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
+    """Find links and files that the manifest does not list in a folder."""
+    listed = any(name.startswith(f"{folder.name}/") for name in manifest.files)
+    if not listed and not side_names(folder):
+        yield Fault(folder.name, "the manifest does not list it")
+        return
+    for name in files_below(folder):
+        file = folder.parent / name
+        if leads_out(file, folder.parent):
+            yield Fault(name, f"is a link out of the directory, to {file.resolve()}")
+        elif name not in manifest.files:
+            yield SideFile(name, "added") if is_small(file) else Fault(name, "the manifest does not list it")
 
 
 def _checksums(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:

@@ -12,13 +12,18 @@ from typing import Any
 
 import torch
 
+from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.classes import configuration, model_class
 from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
+from moepack.format.directory import check_listed, read_manifest
 from moepack.format.header import read_header
+from moepack.format.hub import ADAPTER
+from moepack.format.manifest import MANIFEST
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
+from moepack.format.weights import weight_files
 from moepack.runtime.carried import carried_of
 from moepack.runtime.compute import set_compute_mode
 from moepack.runtime.resident import ResidentStore
@@ -144,7 +149,7 @@ def open_model(
     if mode is not None:
         set_compute_mode(mode, model)
     if resident:
-        ResidentStore().take(model, Path(directory).glob("*.safetensors"))
+        ResidentStore().take(model, [Path(directory) / name for name in weight_files(Path(directory), LoadError)])
     if gpu is not None and tier is not None:
         keep_on(model, gpu, tier, memory, misses)
     elif memory is not None:
@@ -157,24 +162,33 @@ def open_model(
 
 
 def _class_and_source(config: Mapping[str, Any], directory: Path) -> tuple[Any, dict[str, Any]]:
-    """The class that loads a directory, and what tells it where the weights are: the directory, or, where they are
-    quantized, weights that are decoded one by one when they are asked for."""
-    kind, source = model_class(config), None
-    if not _names_moepack(config) and {"quantization_config", "compression_config"} & config.keys():
-        with suppress(UnsupportedModelError):  # transformers may know it
-            source = open_checkpoint(directory)
-    if not isinstance(source, QuantizedCheckpoint):
+    """The class that loads a directory, and what tells it where the weights are: the directory, or, where transformers
+    would not read what `compress` reads, that checkpoint's tensors, taken one by one when they are asked for."""
+    kind = model_class(config)
+    source = None if _names_moepack(config) else _read_differently(config, directory)
+    if source is None:
         return kind, {"pretrained_model_name_or_path": fspath(directory)}
     settings = configuration(directory, source.config)
-    weights = {name: _Decoded(source, name) for name in source.names()}
+    weights = {name: _Tensor(source, name) for name in source.names()}
     known = getattr(kind, "_model_mapping", {type(settings): kind})
     return known[type(settings)], {"pretrained_model_name_or_path": None, "config": settings, "state_dict": weights}
 
 
-class _Decoded:
-    """A tensor of a quantized checkpoint, decoded when transformers takes all of it (`[...]`)."""
+def _read_differently(config: Mapping[str, Any], directory: Path) -> Checkpoint | None:
+    """The checkpoint, if moepack reads it in another way than transformers: weights that are quantized are decoded,
+    names are unwrapped, and an adapter beside the weights is not applied."""
+    source = None
+    with suppress(UnsupportedModelError):  # transformers may know it
+        source = open_checkpoint(directory)
+    if isinstance(source, QuantizedCheckpoint):
+        return source
+    return source if source is not None and (source.notes or (directory / ADAPTER).is_file()) else None
 
-    def __init__(self, checkpoint: QuantizedCheckpoint, name: str) -> None:
+
+class _Tensor:
+    """A tensor of a checkpoint, read when transformers takes all of it (`[...]`)."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
         self.dtype = checkpoint.info(name).dtype
 
@@ -251,7 +265,10 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
 def _refuse_absurd(config: Mapping[str, Any], directory: Path) -> None:
     """Hold config.json against the shards, if there are any; `LoadError` if it claims more than they can hold."""
     error = CorruptionError if _names_moepack(config) else LoadError
-    headers = [read_header(file, error) for file in sorted(directory.glob("*.safetensors")) if file.is_file()]
+    files = [directory / name for name in weight_files(directory, error)]
+    if _names_moepack(config) and (directory / MANIFEST).is_file():
+        check_listed(files, read_manifest(directory))
+    headers = [read_header(file, error) for file in files]
     if headers:
         tensors, nbytes = sum(len(header.tensors) for header in headers), sum(header.size for header in headers)
         check_config(config, tensors, nbytes, directory / "config.json", LoadError)

@@ -16,7 +16,7 @@ from moepack.errors import OutputExistsError, SerializationError
 from moepack.format.atomic import TEMPORARY, disk_errors
 from moepack.format.directory import check_size, read_manifest
 from moepack.format.manifest import MANIFEST, Manifest
-from moepack.format.side import is_editable, is_small, may_hold_weights
+from moepack.format.side import is_editable, may_hold_weights, side_names
 
 __all__ = ["Saver"]
 
@@ -57,26 +57,29 @@ class Saver:
         foreign = (entry for entry in target.iterdir() if may_hold_weights(entry.name))
         if stale := next((entry for entry in foreign if entry.name not in manifest.files), None):
             raise OutputExistsError("belongs to another model; choose another place or remove it", file=stale)
-        for file in self._files(manifest):
-            _put(file, target / file.name, link=may_hold_weights(file.name))
+        for name in self._names(manifest):
+            _put(self._directory / name, target / name, link=may_hold_weights(name))
         _put(self._directory / MANIFEST, target / MANIFEST, link=False)
 
-    def _files(self, manifest: Manifest) -> Iterator[Path]:
+    def _names(self, manifest: Manifest) -> Iterator[str]:
         """The listed files, and side files that were added."""
         for name, record in manifest.files.items():
             file = self._directory / name
             if file.is_file():
                 if not is_editable(name):
                     check_size(file, record.size)
-                yield file
+                yield name
             elif not is_editable(name):
                 raise SerializationError("is gone since the model was loaded; nothing can be saved", file=file)
-        added = (entry for entry in sorted(self._directory.iterdir()) if entry.name not in manifest.files)
-        yield from (entry for entry in added if entry.name != MANIFEST and is_small(entry))
+        for entry in sorted(self._directory.iterdir()):
+            if not entry.name.startswith(".") or entry.is_file():
+                added = (name for name in side_names(entry) if name not in manifest.files)
+                yield from (name for name in added if name != MANIFEST)
 
 
 def _put(source: Path, target: Path, link: bool) -> None:
     """Give a file a second name, or copy it where that is not wanted or possible; `target` appears whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(TEMPORARY.format(name=target.name))
     temporary.unlink(missing_ok=True)
     if link:

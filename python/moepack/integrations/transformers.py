@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.checkpoint.experts import form_of
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
+from moepack.format.directory import check_listed
 from moepack.format.plausible import SMALL
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
@@ -155,6 +156,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         if not files:
             raise LoadError("a packed model is loaded from a directory, not from a state dict")
         self._directory = _open_directory(Path(files[0]).parent, model)
+        check_listed(map(Path, files), self._directory.manifest)
         leftovers = set(model._keys_to_ignore_on_load_unexpected or ())
         for recorded, shapes in self.quantization_config.packed.items():
             path = _module_path(model, recorded)

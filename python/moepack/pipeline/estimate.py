@@ -31,6 +31,7 @@ from moepack.methods import Method, Weights
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
+from moepack.pipeline.soundness import check_names
 from moepack.progress import Progress
 from moepack.runtime.speeds import kept_speeds, token_seconds
 
@@ -176,12 +177,14 @@ def estimate(
     found = describe(checkpoint)
     method.aim(checkpoint, found)
     try_creating(target)
-    plan = make_plan(checkpoint, found, Assignment(method).with_beyond(found, mtp_bits))
+    assignment = Assignment(method).with_beyond(found, mtp_bits)
+    check_names(checkpoint, found, assignment)
+    plan = make_plan(checkpoint, found, assignment)
     disk, free = _disk(plan, checkpoint, target)
     if method.plans:
         method.prepare(checkpoint, found, progress)
     parts = _parts(plan, method)
-    kept = sum(path.stat().st_size for path in plan.copies)
+    kept = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
     kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
     workers = threads or torch.get_num_threads()
     experts = found.layers[0].experts if found.layers else 0

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -29,7 +30,7 @@ from moepack.errors import (
     MoepackError,
     OutputExistsError,
 )
-from moepack.format.atomic import refuse_existing, try_creating, write_file
+from moepack.format.atomic import refuse_existing, try_creating, write_file, write_inside
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
@@ -40,6 +41,7 @@ from moepack.methods import Method, PackedTensor, create
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import ShardRecord, Workspace
+from moepack.pipeline.overflow import LARGEST, is_half, overflow_notes, warn_all
 from moepack.pipeline.plan import Plan, Shard, check_text, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
@@ -158,8 +160,9 @@ def _sound(
     assignment = assignment.with_beyond(described, mtp_bits)
     assignment.method.aim(checkpoint, described)
     try_creating(target)  # before the whole model is looked at
-    check_source(checkpoint, described, assignment)
-    return checkpoint, described, assignment
+    copied = check_source(checkpoint, described, assignment)
+    warn_all(notes := tuple(overflow_notes(copied, {})))
+    return checkpoint, replace(described, notes=(*described.notes, *notes)), assignment
 
 
 def _looked_at(
@@ -327,8 +330,8 @@ class Job:
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         content |= self.assignment.method.files()
         files = {name: shard.file for name, shard in workspace.done.items()}
-        for name, data in [*_read_copies(self.plan), *content.items()]:
-            write_file(workspace.path / name, data)
+        for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
+            write_inside(workspace.path, name, data)
             files[name] = FileRecord.of(data)
         manifest = Manifest(method, self.settings, self.model.architecture, self._fingerprint(), tensors, files)
         workspace.sweep(files)
@@ -339,11 +342,20 @@ class Job:
         seen = {record.module: record.details for record in records if "tokens" in record.details}
         layers = {layer.name: seen[layer.name] for layer in self.model.layers if layer.name in seen}
         notes = (note for method in self.assignment.methods for note in method.notes(layers))
-        return (*dict.fromkeys(notes), *_rounded_notes(records))
+        return (*dict.fromkeys(notes), *_rounded_notes(records), *self._overflow_notes(manifest))
+
+    def _overflow_notes(self, manifest: Manifest) -> tuple[str, ...]:
+        """Warn of packed weights, and of activations, that come near the limit of a float16 source; gives the notes."""
+        sizes = {name: record.details.get(LARGEST) for name, record in manifest.packed().items()}
+        weights = {name: float(size) for name, size in sizes.items() if size is not None}
+        activations = self.packer.activations if is_half(self.checkpoint) else {}
+        notes = tuple(overflow_notes(weights, activations))
+        warn_all(notes)
+        return notes
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
-        source = self.checkpoint.stored + sum(manifest.files[path.name].size for path in self.plan.copies)
+        source = self.checkpoint.stored + sum(manifest.files[name].size for name in self.plan.copies)
         return CompressReport(
             path=target,
             method=self.assignment.method.name,
@@ -416,12 +428,12 @@ def _raw(checkpoint: Checkpoint, name: str) -> Callable[[], memoryview]:
     return lambda: _view(checkpoint.raw(name))
 
 
-def _read_copies(plan: Plan) -> Iterator[tuple[str, bytes]]:
-    for path in plan.copies:
+def _read_copies(source: Path, plan: Plan) -> Iterator[tuple[str, bytes]]:
+    for name in plan.copies:
         try:
-            yield path.name, path.read_bytes()
+            yield name, (source / name).read_bytes()
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=source / name) from error
 
 
 def _rounded_notes(records: Iterable[TensorRecord]) -> Iterator[str]:

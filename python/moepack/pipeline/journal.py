@@ -167,7 +167,9 @@ class Workspace:
         """Remove what is neither in `keep` nor the journal: copies of what the source lost since an earlier run."""
         with disk_errors(self.path, "clear"):
             for entry in self.path.iterdir():
-                if entry.name not in keep and entry.name != JOURNAL:
+                if entry.is_dir():
+                    _sweep_folder(entry, keep)
+                elif entry.name not in keep and entry.name != JOURNAL:
                     entry.unlink()
 
     def publish(self, target: Path) -> None:
@@ -254,7 +256,17 @@ class Workspace:
         """Empty the directory, the journal last: without it the rest would not be known as moepack's."""
         with disk_errors(self.path, "clear"):
             for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
-                entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _sweep_folder(folder: Path, keep: Collection[str]) -> None:
+    """Remove the files of a folder that are not in `keep`, and folders that are empty then."""
+    for place, _, files in os.walk(folder, topdown=False):
+        for file in (Path(place) / name for name in files):
+            if file.relative_to(folder.parent).as_posix() not in keep:
+                file.unlink()
+        if not any(os.scandir(place)):
+            os.rmdir(place)
 
 
 def _parse_fingerprint(line: bytes, journal: Path) -> dict[str, str]:

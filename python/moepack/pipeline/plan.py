@@ -13,15 +13,21 @@ from moepack.calibration import check_source
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import CheckpointError, MoepackWarning
-from moepack.format.hub import CONFIG, INDEX, shard_name
+from moepack.format.hub import ADAPTER, CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.regular import leads_out
-from moepack.format.side import is_small, may_hold_weights
+from moepack.format.side import is_small, may_hold_weights, side_names
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.journal import JOURNAL
 
 DENSE_SHARD = 2 << 30
 """Bytes after which a shard of dense tensors is closed."""
+
+
+_OWN = (CONFIG, INDEX, MANIFEST, JOURNAL, ADAPTER)
+"""Files of the source that a packed directory has its own of, or must not have: with the configuration of an adapter,
+transformers would look for the adapter's weights there."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,13 @@ class Plan:
     Attributes:
         shards: in the order of work: layers in the order of execution, the linear layers of a block before its experts,
             then dense tensors.
-        copies: small files of the source to be copied.
+        copies: names of small files of the source to be copied, which may lie in folders.
         skipped: names in the source directory that are not taken over.
         assignment: what packs the layers.
     """
 
     shards: tuple[Shard, ...]
-    copies: tuple[Path, ...]
+    copies: tuple[str, ...]
     skipped: tuple[str, ...]
     assignment: Assignment
 
@@ -90,29 +96,29 @@ def _dense_groups(checkpoint: Checkpoint, names: Iterable[str]) -> Iterable[tupl
         yield tuple(group)
 
 
-def _small_files(source: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Split the source's entries into those to copy (tokenizer, generation config, license, ...) and the rest.
+def _small_files(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split the source's entries into the names of files to copy (tokenizer, templates, license, ...) and the rest.
 
     Weights, their indices, config.json (rewritten) and hidden files are neither: nobody misses them. A link out of the
     directory is not followed, with a warning: whoever made the model must not choose which files of this machine are
     copied.
     """
-    copies: list[Path] = []
-    skipped: list[Path] = []
+    copies: list[str] = []
+    skipped: list[str] = []
     try:
         for entry in sorted(source.iterdir()):
-            if entry.name in (CONFIG, INDEX, MANIFEST) or entry.name.startswith("."):
+            if entry.name in _OWN or entry.name.startswith(".") or may_hold_weights(entry.name):
                 continue
-            if may_hold_weights(entry.name):
-                continue
-            small, outside = is_small(entry), leads_out(entry)
-            if small and outside:
+            outside = leads_out(entry)
+            if outside and is_small(entry):
                 message = f"{entry}: links out of the model's directory, to {entry.resolve()}; it is not copied"
                 warnings.warn(message, MoepackWarning, stacklevel=3)
-            (copies if small and not outside else skipped).append(entry)
+            names = [] if outside else side_names(entry)
+            copies += names
+            skipped += [] if names else [entry.name]
     except OSError as error:
         raise CheckpointError(f"cannot be listed: {error.strerror}", file=source) from error
-    return tuple(copies), tuple(entry.name for entry in skipped)
+    return tuple(copies), tuple(skipped)
 
 
 def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:
@@ -126,6 +132,6 @@ def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:
         if shard.layer is not None:
             total += plan.assignment.bound(shard.layer)
         total += sum(checkpoint.info(name).nbytes for name in shard.names)
-    copies = sum(path.stat().st_size for path in plan.copies)
+    copies = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
     headers = 1 << 20  # headers, config, index and manifest of any model with few tensors
     return min(total, plan.assignment.method.budget or total) + copies + headers + 1024 * len(list(checkpoint.names()))

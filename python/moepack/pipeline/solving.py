@@ -68,6 +68,11 @@ class LayerPacker:
         """Whether calibration does not run a layer: the embedding, the head, and what the model does not have."""
         return layer.name in self._beyond or _is_end(layer)
 
+    @property
+    def activations(self) -> dict[str, float]:
+        """The largest magnitude of activations by block and by layer of experts; empty without calibration."""
+        return {} if self._calibrator is None else dict(self._calibrator.largest)
+
     def expect(self, layers: Sequence[PackedLayer]) -> None:
         """Say which of `layers` will be packed, in their order, with nothing known of them: work may begin on some
         before their turn."""

@@ -7,7 +7,9 @@ nobody can use, and only a method that runs the model would notice, late.
 import math
 from collections.abc import Iterable
 
-from moepack.arrays import is_finite
+import torch
+
+from moepack.arrays import magnitude
 from moepack.calibration.stage import Weights, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import FLOATS
@@ -17,23 +19,20 @@ from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
 
-__all__ = ["check_source"]
+__all__ = ["check_names", "check_source"]
 
 GROWTH = 1.0
 """Bits a weight by which a packed tensor may exceed its quantized source: other scales, or codes of whole bits."""
 
 
-def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> None:
-    """Check that the checkpoint has what its model needs, and that what is copied is finite, for which it is read.
+def check_names(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> set[str]:
+    """Check that the checkpoint has what its model needs, by names and shapes; no tensor is read.
 
-    What is packed is looked at when its turn comes: the layers before it are kept until it is mended.
+    Returns:
+        The tensors that are packed.
 
     Raises:
-        UnsupportedModelError: transformers cannot build a model of config.json, a method does not pack tensors without
-            values, or the source is quantized to less than the method would make of it.
-        CheckpointError: a tensor is missing or has another shape than the model's.
-        InvalidTensorError: a tensor that is copied holds NaN or infinity.
-        ValueError: the assignment contradicts itself or the model.
+        UnsupportedModelError, CheckpointError, ValueError: as for `check_source`.
     """
     packed = [each for layer in assignment.layers(model) for each in layer_tensors(layer).values()]
     for weights in packed:
@@ -44,11 +43,36 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
     if isinstance(checkpoint, QuantizedCheckpoint):
         _refuse_growth(checkpoint, packed, assignment)
     check_tensors(checkpoint, [layer.name for layer in model.layers])
-    sources = {source for weights in packed for source in weights.sources}
-    for name in (name for name in model.dense_names if name not in sources):
-        info = checkpoint.info(name)
-        if info.dtype in FLOATS and not is_finite(checkpoint.tensor(name)):
-            raise InvalidTensorError("holds NaN or infinite values", file=info.file, tensor=name)
+    return {source for weights in packed for source in weights.sources}
+
+
+def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> dict[str, float]:
+    """Check that the checkpoint has what its model needs, and that what is copied is finite, for which it is read.
+
+    What is packed is looked at when its turn comes: the layers before it are kept until it is mended.
+
+    Returns:
+        The largest magnitude in each float16 tensor that is copied.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build a model of config.json, a method does not pack tensors without
+            values, or the source is quantized to less than the method would make of it.
+        CheckpointError: a tensor is missing or has another shape than the model's.
+        InvalidTensorError: a tensor that is copied holds NaN or infinity.
+        ValueError: the assignment contradicts itself or the model.
+    """
+    sources = check_names(checkpoint, model, assignment)
+    copied = (name for name in model.dense_names if name not in sources)
+    largest: dict[str, float] = {}
+    for info in map(checkpoint.info, copied):
+        if info.dtype not in FLOATS:
+            continue
+        found = magnitude(checkpoint.tensor(info.name))
+        if not math.isfinite(found):
+            raise InvalidTensorError("holds NaN or infinite values", file=info.file, tensor=info.name)
+        if info.dtype == torch.float16:
+            largest[info.name] = found
+    return largest
 
 
 def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], assignment: Assignment) -> None:

@@ -17,7 +17,7 @@ from moepack.calibration.load import load_samples
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CorruptionError, MoepackWarning, UnsupportedModelError
-from moepack.format.atomic import refuse_existing, write_file
+from moepack.format.atomic import refuse_existing, write_file, write_inside
 from moepack.format.directory import PackedDirectory, check_size
 from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
@@ -146,7 +146,7 @@ def _write(source: PackedDirectory, workspace: Workspace, tuned: Tuned, settings
             files[file] = FileRecord(written.size, written.sha256)
             tensors |= {name: replace(records[name], crc32=written.crc32[name]) for name in names}
         elif file not in (CONFIG, INDEX):
-            write_file(workspace.path / file, (source.path / file).read_bytes())
+            write_inside(workspace.path, file, (source.path / file).read_bytes())
     tuning = {**settings, "before": list(tuned.before), "after": list(tuned.after)}
     _write_manifest(workspace, source, tensors, files, {**manifest.settings, "tuning": tuning})
 

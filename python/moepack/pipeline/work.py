@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from moepack import _core
+from moepack.arrays import magnitude
 from moepack.calibration import LayerRun, Stage, Weights
 from moepack.calibration.stage import WholeTensor
 from moepack.errors import MoepackWarning
 from moepack.methods import LayerPlan, Method, PackedTensor, Solution
 from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.overflow import LARGEST, near_limit
 from moepack.registry import open_tensor
 
 __all__ = ["LayerWork", "Packed", "pack_run"]
@@ -52,6 +54,11 @@ class LayerWork:
         self.values: dict[str, Tensor] = {}
         self.solutions: dict[str, Solution] = {}
         self.rounded: dict[str, dict[int, str]] = {}
+        self._half: dict[str, list[float]] = {}
+        for name, weights in run.tensors.items():
+            if weights.dtype == torch.float16:
+                self._half[name] = []
+                run.tensors[name] = replace(weights, expert=self._observed(name, weights))
 
     def look_ahead(self) -> None:
         """Show all stages to the methods that want to see them before the first is solved."""
@@ -67,6 +74,16 @@ class LayerWork:
                     if names := self._names(stage, method):
                         plan.plan(stage.only(names).finite())
 
+    def _observed(self, name: str, weights: Weights) -> Callable[[int], Tensor]:
+        """What gives an expert's weights in float16, and notes how large they are; methods may call it in threads."""
+
+        def expert(index: int) -> Tensor:
+            found = weights.expert(index)
+            self._half[name].append(magnitude(found))
+            return found
+
+        return expert
+
     def answer(self) -> None:
         """Solve and answer all stages of the run."""
         for stage in self.run:
@@ -79,6 +96,8 @@ class LayerWork:
         for method in {id(method): method for method in self.methods.values()}.values():
             if names := self._names(stage, method):
                 part = replace(stage.only(names), plan=self.plans.get(id(method)), advance=self.advance)
+                for name in self._half.keys() & part.weights.keys():
+                    self._half[name].append(magnitude(part.weights[name]))
                 for name, solution in method.solve(part.finite()).items():
                     self.put(name, stage.experts, solution)
                     if solution.values is not None:
@@ -93,6 +112,8 @@ class LayerWork:
             packed = method.pack(weights, solution)
             _warn_of_vanished(packed, weights)
             more: dict[str, Any] = {} if method is self.main else {"method": method.name}
+            if near_limit(largest := max(self._half.get(name, ()), default=0.0)):
+                more[LARGEST] = largest
             if weights.ndim == 2:
                 reason = self.rounded[name].get(0)
                 more |= {"role": weights.role, **({} if reason is None else {"rounded": reason})}

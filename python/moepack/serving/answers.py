@@ -18,7 +18,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from moepack.errors import LoadError
+from moepack.errors import CheckpointError, LoadError
+from moepack.format.weights import weight_files
 from moepack.runtime.prompts import Prompt, prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.serving.engine import ClosedError, Engine, QueueFullError
@@ -204,8 +205,8 @@ def fingerprint(source: Path | None) -> tuple[Any, ...]:
     if source is None:
         return ()
     try:
-        files = [*sorted(source.glob("*.safetensors")), source / "config.json"]
+        files = [source / name for name in (*weight_files(source), "config.json")]
         states = [(file.name, file.stat()) for file in files]
-    except OSError:
+    except (OSError, CheckpointError):
         return ("missing",)
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)

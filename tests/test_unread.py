@@ -1,0 +1,128 @@
+"""Tensors that the model does not have are told wherever a checkpoint is looked at, and have no effect."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moepack import compress, describe, load
+from moepack.census.tiny import tiny_model
+from moepack.checkpoint.quantized import open_checkpoint
+from moepack.cli import main
+from moepack.integrations.loading import open_model
+from moepack.methods import create
+from moepack.methods.finequant import FineQuant
+from moepack.methods.rate import Rate
+from moepack.pipeline.estimate import estimate
+
+IDS = torch.arange(3, 19)[None]
+FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "switch_transformers", "glm4_moe", "gpt_oss", "qwen3_next", "dbrx"]
+
+Saved = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from a model type to the directory of its tiny checkpoint."""
+    root = tmp_path_factory.mktemp("plain")
+
+    def directory(family: str) -> Path:
+        if family not in transformers.CONFIG_MAPPING:
+            pytest.skip(f"transformers {transformers.__version__} has no {family}")
+        if not (root / family).exists():
+            tiny_model(family).to(torch.bfloat16).save_pretrained(root / family)
+        return root / family
+
+    return directory
+
+
+def with_strays(source: Path, target: Path, strays: dict[str, torch.Tensor]) -> Path:
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | strays, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def strays_of(source: Path) -> dict[str, torch.Tensor]:
+    """An unmerged adapter, a norm, frequencies, a layer too many, and a tower, beside tensors that are there."""
+    tensors = load_file(source / "model.safetensors")
+    first = next(name for name, x in tensors.items() if name.endswith(".weight") and x.ndim == 2 and ".0." in name)
+    stem = first.removesuffix(".weight")
+    layer = stem[: stem.index(".0.") + 2]
+    return {
+        f"{stem}.lora_A.weight": torch.ones(2, 2),
+        f"{stem}.lora_B.default.weight": torch.ones(2, 2),
+        f"{layer}.stray_norm.weight": torch.ones(3),
+        f"{layer}.rotary_emb.inv_freq": torch.ones(4),
+        f"{layer[:-1]}77.mixer.weight": torch.ones(2, 2),
+        "some_tower.norm.weight": torch.ones(3),
+        "lonely": torch.ones(1),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stray_is_told_and_nothing_else(family: str, plain: Saved, tmp_path: Path) -> None:
+    source = plain(family)
+    assert describe(open_checkpoint(source)).unread == ()
+    strays = strays_of(source)
+    model = describe(open_checkpoint(with_strays(source, tmp_path / "x", strays)))
+    assert set(model.unread) == set(strays) and set(strays) <= set(model.dense_names)
+    (note,) = (note for note in model.notes if "no effect" in note)
+    assert note.startswith(f"{len(strays)} tensors have no effect") and all(name in note for name in strays)
+    assert any("is not applied" in note and "merge" in note for note in model.notes)
+
+
+def test_plan_and_report_tell_the_same(plain: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = with_strays(plain("mixtral"), tmp_path / "x", {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
+    told = "1 tensor has no effect"
+    plan = estimate(source, tmp_path / "packed", create("finequant", bits=8))
+    report = compress(source, tmp_path / "packed", method="finequant", bits=8)
+    for notes in (plan.notes, report.notes):
+        assert any(note.startswith(told) and "q_norm" in note for note in notes)
+    with pytest.raises(SystemExit) as ended:
+        main(["compress", str(source), str(tmp_path / "no"), "--method", "finequant", "--dry-run"])
+    assert not ended.value.code and told in capsys.readouterr().out
+
+
+def test_strays_change_no_output(plain: Saved, tmp_path: Path) -> None:
+    """A stray that is called like a linear layer of other models is not packed, for the model has no place for it."""
+    source = plain("qwen3_moe")
+    inner = json.loads((source / "config.json").read_text())["hidden_size"]
+    strays = {f"model.layers.0.mlp.{name}_proj.weight": torch.randn(inner, inner) for name in ("gate", "up", "down")}
+    strays |= {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.randn(4, inner)}
+    place = with_strays(source, tmp_path / "strays", strays)
+    want = open_model(source, torch.float32)(IDS).logits
+    assert torch.equal(open_model(place, torch.float32)(IDS).logits, want)
+    packed = [compress(each, tmp_path / f"{each.name} packed", method=Rate(8.0)).path for each in (source, place)]
+    first, second = (load(each, "float32", mode="exact")(IDS).logits for each in packed)
+    assert torch.equal(first, second)
+
+
+def test_many_strays_are_grouped_and_counted(plain: Saved, tmp_path: Path) -> None:
+    source = plain("qwen3_moe")
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    strays = {
+        f"model.layers.{layer}.self_attn.q_proj.lora_{side}.weight": torch.ones(1)
+        for layer in range(layers)
+        for side in "AB"
+    } | {f"tower_{i}.weight": torch.ones(1) for i in range(20)}
+    (note,) = (
+        note
+        for note in describe(open_checkpoint(with_strays(source, tmp_path / "x", strays))).notes
+        if "no effect" in note
+    )
+    assert f"model.layers.*.self_attn.q_proj.lora_A: {layers} tensors" in note
+    assert note.endswith("; 14 more places.") and len(note) < 600
+
+
+def test_an_adapter_beside_the_weights_is_told(plain: Saved, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(plain("mixtral"), tmp_path / "x"))
+    (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "nowhere"}))
+    report = compress(place, tmp_path / "packed", method=FineQuant(bits=8))
+    assert any("An adapter lies in the checkpoint and is not applied" in note for note in report.notes)
+    assert not (tmp_path / "packed" / "adapter_config.json").exists()

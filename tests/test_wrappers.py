@@ -1,0 +1,251 @@
+"""Names of tensors that a wrapper changed: whatever stock transformers loads is read, and what a wrapper hides, too."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moepack import CheckpointError, LoadError, UnsupportedModelError, compress, describe, load, verify
+from moepack.census.tiny import tiny_model
+from moepack.checkpoint.classes import model_class
+from moepack.checkpoint.quantized import open_checkpoint
+from moepack.checkpoint.reader import Checkpoint
+from moepack.export import export
+from moepack.format import PackedDirectory
+from moepack.integrations.loading import open_model
+from moepack.methods.finequant import FineQuant
+from moepack.methods.rate import Rate
+from moepack.pipeline.estimate import estimate
+
+Rename = Callable[[str], str]
+IDS = torch.arange(3, 19)[None]
+
+FAMILIES = [
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "olmoe", "phimoe"),
+    *("glm4_moe", "gpt_oss", "qwen3_next", "jamba", "dbrx", "nemotron_h", "switch_transformers", "qwen3_5_moe"),
+]
+
+
+def text_only(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
+def compiled_blocks(name: str) -> str:
+    """As `block.compile()` in a loop over layers names it."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return name if number is None else ".".join([*parts[: number + 1], "_orig_mod", *parts[number + 1 :]])
+
+
+RENAMINGS: dict[str, Rename] = {
+    "no prefix": lambda name: name.removeprefix("model."),
+    "prefix twice": lambda name: f"model.{name}" if name.startswith("model.") else name,
+    "_orig_mod.": lambda name: f"_orig_mod.{name}",
+    "module.": lambda name: f"module.{name}",
+    "base_model.model.": lambda name: f"base_model.model.{name}",
+    "module._orig_mod.": lambda name: f"module._orig_mod.{name}",
+    "_orig_mod.module.": lambda name: f"_orig_mod.module.{name}",
+    "base_model.model._orig_mod.": lambda name: f"base_model.model._orig_mod.{name}",
+    "_orig_mod. without prefix": lambda name: f"_orig_mod.{name.removeprefix('model.')}",
+    "module. without prefix": lambda name: f"module.{name.removeprefix('model.')}",
+    "language_model.": lambda name: f"language_model.{name}",
+    "model.language_model.": text_only,
+    "module.model.language_model.": lambda name: f"module.{text_only(name)}",
+    "_fsdp_wrapped_module.": lambda name: f"_fsdp_wrapped_module.{compiled_blocks(name)}",
+    "compiled blocks": compiled_blocks,
+    "policy.actor.": lambda name: f"policy.actor.{name}",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from a model type to the directory of its tiny checkpoint."""
+    root = tmp_path_factory.mktemp("plain")
+
+    def directory(family: str) -> Path:
+        if family not in transformers.CONFIG_MAPPING:
+            pytest.skip(f"transformers {transformers.__version__} has no {family}")
+        if not (root / family).exists():
+            tiny_model(family).to(torch.bfloat16).save_pretrained(root / family)
+        return root / family
+
+    return directory
+
+
+def renamed(source: Path, target: Path, rename: Rename, shards: int = 1) -> Path:
+    """The checkpoint with other names of tensors, in a file or in shards with an index."""
+    target.mkdir()
+    tensors = {rename(name): x for name, x in load_file(source / "model.safetensors").items()}
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    if shards == 1:
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+        return target
+    files = {f"model-{i}.safetensors": [*tensors][i::shards] for i in range(shards)}
+    for file, names in files.items():
+        save_file({name: tensors[name] for name in names}, target / file, {"format": "pt"})
+    index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    return target
+
+
+def facts(checkpoint: Checkpoint) -> object:
+    """What a description says of a checkpoint, less notes and the order of tensors."""
+    model = describe(checkpoint)
+    parts = {p.packed_name: (p.shape, p.parts) for layer in model.layers for p in layer.projections}
+    dense = {(linear.name, linear.role, linear.source) for layer in model.dense for linear in layer.linears}
+    return (
+        parts,
+        dense,
+        set(model.dense_names),
+        {layer.name: ({*layer.router}, {*layer.shared}) for layer in model.layers},
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_wrapper_is_read_as_the_plain_checkpoint(
+    family: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = saved(family)
+    expected, names = facts(open_checkpoint(source)), load_file(source / "model.safetensors").keys()
+    for number, (kind, rename) in enumerate(RENAMINGS.items()):
+        if [*map(rename, names)] == [*names]:
+            continue
+        wrapped = open_checkpoint(renamed(source, tmp_path / str(number), rename, shards=1 + number % 2))
+        assert facts(wrapped) == expected, (family, kind)
+        silent = kind in ("no prefix", "prefix twice")
+        assert silent or any("wrapped the model" in note for note in describe(wrapped).notes), (family, kind)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stock_transformers_loads_is_read(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = saved(family)
+    for kind in ("no prefix", "prefix twice"):
+        directory = renamed(source, tmp_path / kind, RENAMINGS[kind])
+        config = json.loads((source / "config.json").read_text())
+        _, report = model_class(config).from_pretrained(directory, dtype="auto", output_loading_info=True)
+        if report["missing_keys"] or report["unexpected_keys"]:
+            continue
+        compress(directory, tmp_path / f"{kind} packed", method=FineQuant(bits=8))
+
+
+@pytest.mark.parametrize("kind", ["no prefix", "_orig_mod.", "base_model.model.", "module.model.language_model."])
+def test_the_packed_directory_does_not_remember_the_wrapper(
+    kind: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Packed, loaded by both doors, exported and evaluated as the plain checkpoint is."""
+    source = saved("qwen3_moe")
+    wrapped = renamed(source, tmp_path / "wrapped", RENAMINGS[kind])
+    want = open_model(source, torch.float32)(IDS).logits
+    assert torch.equal(open_model(wrapped, torch.float32)(IDS).logits, want)
+    for place in (source, wrapped):
+        compress(place, tmp_path / f"{place.name} packed", method=Rate(8.0))
+    plain, packed = tmp_path / f"{source.name} packed", tmp_path / "wrapped packed"
+    assert PackedDirectory.open(packed).manifest.tensors.keys() == PackedDirectory.open(plain).manifest.tensors.keys()
+    assert verify(packed).ok
+    found = load(packed, "float32", mode="exact")(IDS).logits
+    assert torch.equal(found, load(plain, "float32", mode="exact")(IDS).logits)
+    stock, report = transformers.AutoModelForCausalLM.from_pretrained(
+        packed, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert (stock(IDS).logits - want).norm() < 0.05 * want.norm()
+    export(packed, tmp_path / "bf16")
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Linear layers in float8, with a factor for each matrix."""
+    made: dict[str, torch.Tensor] = {}
+    for name, x in tensors.items():
+        if name.endswith("_proj.weight"):
+            scale = x.abs().max().float() / 448
+            made |= {name: (x.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+        else:
+            made[name] = x
+    return made
+
+
+@pytest.mark.parametrize("kind", ["no prefix", "_orig_mod.", "module.model.language_model."])
+def test_companions_of_quantized_weights_are_renamed_with_them(
+    kind: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = saved("qwen3_moe")
+    directory = renamed(source, tmp_path / "codes", lambda name: name)
+    tensors = fp8(load_file(source / "model.safetensors"))
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    wrapped = renamed(directory, tmp_path / "wrapped", RENAMINGS[kind])
+    plain, found = open_checkpoint(directory), open_checkpoint(wrapped)
+    assert set(found.names()) == set(plain.names())
+    assert all(torch.equal(found.tensor(name), plain.tensor(name)) for name in plain.names())
+
+
+def test_a_tied_head_is_renamed_with_the_rest(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = renamed(saved("qwen3_moe"), tmp_path / "tied", lambda name: name)
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(config))
+    for kind in ("module.", "module.model.language_model."):
+        wrapped = open_checkpoint(renamed(source, tmp_path / kind, RENAMINGS[kind]))
+        assert facts(wrapped) == facts(open_checkpoint(source)) and not describe(wrapped).unread
+        assert wrapped.config["tie_word_embeddings"] is False  # the head is stored with other values
+
+
+# ---- what is not guessed
+
+
+def test_two_models_under_two_prefixes_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = renamed(saved("mixtral"), tmp_path / "both", lambda name: f"student.{name}")
+    tensors = load_file(directory / "model.safetensors")
+    teacher = {name.replace("student", "teacher"): x.clone() for name, x in tensors.items()}
+    save_file(tensors | teacher, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"twice, under '(student|teacher)\.' and under"):
+        open_checkpoint(directory)
+
+
+def test_a_name_that_is_there_in_two_spellings_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = renamed(saved("mixtral"), tmp_path / "both", lambda name: name)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if "layers.0" in name]:
+        tensors[name.removeprefix("model.")] = tensors[name] + 1
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="is stored twice, as"):
+        compress(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """One tensor is missing, and one of that name lies elsewhere: too little to call that a wrapper."""
+    directory = renamed(
+        saved("qwen3_moe"), tmp_path / "x", lambda name: "visual.norm.weight" if name == "model.norm.weight" else name
+    )
+    for door in (compress, estimate):
+        with pytest.raises(
+            CheckpointError, match=r"'model\.norm\.weight': the model needs it, the checkpoint lacks it"
+        ):
+            door(directory, tmp_path / "out", method=FineQuant(bits=8))
+    with pytest.raises(LoadError, match=r"does not have: model\.norm\.weight"):
+        open_model(directory)
+
+
+def test_an_adapter_that_was_not_merged_is_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    def wrap(name: str) -> str:
+        return f"base_model.model.{name.replace('q_proj.weight', 'q_proj.base_layer.weight')}"
+
+    directory = renamed(saved("qwen3_moe"), tmp_path / "x", wrap)
+    for door in (compress, estimate):
+        with pytest.raises(CheckpointError, match=r"but has '.*q_proj\.base_layer\.weight': merge the adapter first"):
+            door(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+def test_a_refusal_says_what_was_found_and_what_was_sought(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """And never that a model type is unsupported which is in the list of those that are."""
+    directory = renamed(saved("mixtral"), tmp_path / "x", lambda name: name.replace("layers", "blocks"))
+    with pytest.raises(UnsupportedModelError) as caught:
+        compress(directory, tmp_path / "out", method=FineQuant(bits=8))
+    said = str(caught.value)
+    assert "experts.0.w1.weight" in said and "the nearest is" in said and "not supported" not in said
