@@ -25,7 +25,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moepack.checkpoint.experts import form_of
+from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format.plausible import SMALL
 from moepack.integrations.placement import Placement, has_gpu, reserve
@@ -333,10 +333,19 @@ def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
         return PackedSwitchExperts(expected, act_fn)
     for twin in (SparseExperts, RefinedExperts):
         if form is not None and form.kind == "gated" and set(shapes) == set(twin.projections):
-            return _sparse(twin, original, path, shapes, form.shapes)
+            sparse = _sparse(twin, original, path, shapes, form.shapes)
+            sparse.stand_for(original, form)
+            return sparse
     if form is None or set(shapes) != set(form.shapes):
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
     _require_shapes(path, shapes, form.shapes)
+    module = _packed_experts(original, form)
+    module.stand_for(original, form)
+    return module
+
+
+def _packed_experts(original: Any, form: ExpertsForm) -> PackedExperts | PackedOwnExperts | PackedExpertProducts:
+    """The packed twin of an experts module, by what calls it and how."""
     if form.kind == "product":
         return PackedExpertProducts(form.shapes)
     if form.kind == "own":

@@ -36,11 +36,6 @@ class PackedLinear(PackedModule):
         self.in_features, self.out_features = columns, rows
         self.register_parameter("bias", bias)
 
-    @property
-    def qweight(self) -> torch.Tensor | None:
-        """The packed bytes, by the name under which peft looks for where a quantized layer is."""
-        return self._buffers.get("packed")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply.
 

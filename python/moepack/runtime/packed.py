@@ -7,11 +7,13 @@ Invariants:
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from moepack.arrays import AnyTensor
+from moepack.checkpoint.experts import ExpertsForm
 from moepack.errors import LoadError
 from moepack.runtime.backends import Matrix
 from moepack.runtime.compute import ComputingModule
@@ -24,6 +26,9 @@ class PackedModule(ComputingModule):
     """A module whose projections are packed; a subclass computes.
 
     Attributes:
+        takes_adapters: whether the parameters that it stands for can have low-rank adapters (`runtime.adapters`).
+        form, stock: how the experts module that it stands for holds its experts, and the shapes of the parameters that
+            are packed; None and nothing where it stands for no experts, or for modules of a linear layer each.
         store: where their bytes are.
         shapes: the projections' shapes, in the order of the computation.
         places: where their bytes come from, for messages.
@@ -33,6 +38,9 @@ class PackedModule(ComputingModule):
     """
 
     projections: tuple[str, ...]
+    takes_adapters = False
+    form: ExpertsForm | None = None
+    stock: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     home: torch.device | None = None
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
@@ -41,6 +49,19 @@ class PackedModule(ComputingModule):
         self.places: dict[str, dict[str, Any]] = {}
         self.readers: dict[str, tuple[int, Matrix]] = {}
         self.store: ExpertStore = MappedStore()
+
+    def stand_for(self, original: Any, form: ExpertsForm) -> None:
+        """Note what an experts module of transformers, of a known form, holds in its parameters."""
+        self.form = form
+        self.stock = {name: tuple(original.get_parameter(name).shape) for name in form.parameters}
+        self.is_transposed = getattr(original, "is_transposed", False)  # what peft asks experts for
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        """A tensor where the module computes, by the name under which peft looks for where a quantized layer is."""
+        buffers = (self._buffers.get(projection) for projection in self.projections)
+        there = next((buffer for buffer in buffers if buffer is not None), None)
+        return torch.empty(0, dtype=torch.uint8, device=self.home) if there is None else there
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,94 @@
+"""What peft cannot do with packed weights, in sentences, said before a model is changed."""
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from moepack.errors import UnsupportedModelError
+from moepack.runtime.embedding import PackedEmbedding
+from moepack.runtime.linear import PackedLinear
+from moepack.runtime.packed import PackedModule
+
+__all__ = ["is_adaptable", "merge_refusal", "refuse", "refuse_merging", "refuse_settings", "refuse_training"]
+
+_NEED_WEIGHTS = {
+    "use_dora": "DoRA",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Settings of `LoraConfig` that have no layer beside packed weights, and what people call them."""
+
+_PLAIN_STARTS = (True, False, "gaussian", "eva")
+"""Values of `init_lora_weights` for which the weights are neither read nor changed."""
+
+
+def is_adaptable(module: PackedModule) -> bool:
+    """Whether LoRA can stand beside a packed module."""
+    if isinstance(module, PackedLinear):
+        return True
+    return module.takes_adapters and bool(module.stock) and not any("." in name for name in module.stock)
+
+
+def refuse(path: str, module: PackedModule, method: str) -> NoReturn:
+    """Raise that a module takes no adapter of a method of peft.
+
+    Raises:
+        UnsupportedModelError: always.
+    """
+    if method == "LORA":
+        kind = "packed embedding takes" if isinstance(module, PackedEmbedding) else "layer of packed experts takes"
+        why = f"a {kind} no adapters ({type(module).__name__})"
+    else:
+        why = f"packed weights take adapters of LoRA, and none of {method}"
+    raise UnsupportedModelError(f"{why}; leave it out by exclude_modules, or name other modules", tensor=path)
+
+
+def refuse_settings(config: Any, path: str) -> None:
+    """Raise if LoRA is to be computed, or to start, from the weights of a packed layer.
+
+    Raises:
+        UnsupportedModelError: it is.
+    """
+    wanted = next((name for setting, name in _NEED_WEIGHTS.items() if getattr(config, setting, None)), None)
+    if wanted is not None:
+        raise UnsupportedModelError(f"{wanted} has no layer beside packed weights; plain LoRA has", tensor=path)
+    if config.init_lora_weights not in _PLAIN_STARTS:
+        message = f"init_lora_weights={config.init_lora_weights!r} needs weights that are not packed; True does not"
+        raise UnsupportedModelError(message, tensor=path)
+
+
+def refuse_training(config: Any, model: nn.Module) -> None:
+    """Raise if packed weights themselves are to be trained.
+
+    Raises:
+        UnsupportedModelError: they are named by `modules_to_save` or `trainable_token_indices`.
+    """
+    names = tuple(getattr(config, "modules_to_save", None) or ())
+    for path, module in model.named_modules():
+        if path.endswith(names) and any(isinstance(part, PackedModule) for part in module.modules()):
+            message = "is packed and cannot be trained itself; leave it out of modules_to_save"
+            raise UnsupportedModelError(message, tensor=path)
+    if getattr(config, "trainable_token_indices", None) is not None or config.peft_type == "TRAINABLE_TOKENS":
+        for path, module in model.named_modules():
+            if isinstance(module, PackedEmbedding):
+                raise UnsupportedModelError("is packed, and its tokens cannot be trained", tensor=path)
+
+
+def merge_refusal() -> RuntimeError:
+    """What is raised where an adapter is to be merged."""
+    return RuntimeError(
+        "an adapter cannot be merged into packed weights: save it beside them, or write decoded weights with it by "
+        "`moepack export PACKED OUT --adapter DIR`"
+    )
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """Raise if an adapter stands beside a packed module.
+
+    Raises:
+        RuntimeError: one does.
+    """
+    if any(isinstance(getattr(module, "base_layer", None), PackedModule) for module in model.modules()):
+        raise merge_refusal()
