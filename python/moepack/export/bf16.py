@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
-from moepack.export.names import CHANNELS, RESIDUALS, Experts, experts_of
+from moepack.export.names import Experts, experts_of
 from moepack.format.directory import PackedDirectory
 from moepack.format.shard import Entry
+from moepack.integrations.decoding import projection_values
 
 __all__ = ["export_bf16", "plain_shards"]
 
@@ -63,8 +64,9 @@ def _linears(source: PackedDirectory) -> list[list[str]]:
 def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[str, ...]) -> Iterator[Entry]:
     """One tensor for each expert, or one that stacks them (gate above up, or as transformers' module holds them)."""
     if layer.form is not None:
-        values = {projection: _values(source, layer.packed[projection]) for projection in projections}
-        yield tensor_entry(layer.name(projections[0], 0), _joined(layer, values))
+        values = {projection: _projection(source, layer, projection) for projection in projections}
+        shape = layer.shapes[layer.form.places[projections[0]].parameter]
+        yield tensor_entry(layer.name(projections[0], 0), layer.form.joined(values, shape))
         return
     if not layer.layout.stacked:
         (projection,) = projections
@@ -75,32 +77,9 @@ def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[
     yield tensor_entry(layer.name(projections[0], 0), torch.cat(parts, dim=1))
 
 
-def _joined(layer: Experts, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A parameter of transformers' module from the projections in it, `[E, R, C]` each; what they leave is zero."""
-    assert layer.form is not None
-    places = [layer.form.places[projection] for projection in values]
-    shape = layer.shapes[places[0].parameter]
-    out = torch.zeros(shape, dtype=torch.bfloat16)
-    for place, matrices in zip(places, values.values(), strict=True):
-        turned = matrices.mT if place.transposed else matrices
-        if len(shape) == 2:
-            out.view(len(matrices), -1, shape[1])[:] = turned
-        elif place.transposed:
-            out[: len(matrices), :, place.rows] = turned
-        else:
-            out[: len(matrices), place.rows] = turned
-    return out
-
-
 def _projection(source: PackedDirectory, layer: Experts, projection: str) -> torch.Tensor:
     """The values of a projection, `[E, R, C]` bfloat16."""
-    records = next((name for name in (CHANNELS, RESIDUALS) if name in layer.packed), None)
-    if records is None or projection == "up_proj":
-        return torch.from_numpy(source.blob(layer.packed[projection]).dequantize("bfloat16")).view(torch.bfloat16)
-    gate, down = _values(source, layer.packed[records]).chunk(2, dim=2)
-    half = gate if projection == "gate_proj" else down.transpose(1, 2)
-    coarse = _values(source, layer.packed[projection]) if records == RESIDUALS else 0.0
-    return (half + coarse).bfloat16()
+    return projection_values(lambda name: _values(source, layer.packed[name]), layer.packed, projection).bfloat16()
 
 
 def _values(source: PackedDirectory, name: str) -> torch.Tensor:

@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format.plausible import SMALL
+from moepack.integrations.decoding import decode_model
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
 from moepack.runtime.backends import is_silu
@@ -225,6 +226,11 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         install_decoder(model)
         model.save_pretrained = Saver(directory.path)
         del self._directory, self._modules, self._paths, self._tied, self._dtypes, self._model
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Decode the packed weights of a loaded model, in its place; errors as for `decode_model`."""
+        decode_model(model, dtype or model.dtype)
         return model
 
     def is_serializable(self) -> bool:
