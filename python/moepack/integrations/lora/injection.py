@@ -182,5 +182,5 @@ def _check_parameters(config: Any, path: str, module: PackedModule) -> None:
     for projection in module.form.places:
         wanted = config.target_parameters or ()
         if projection not in module.stock and any(name.endswith(f"experts.{projection}") for name in wanted):
-            message = f"packed experts have the parameters {', '.join(module.stock)}, and no {projection}"
-            raise UnsupportedModelError(message, tensor=path)
+            there = " and ".join(module.stock)
+            raise UnsupportedModelError(f"'{path}' is packed and has the parameters {there}, no {projection}")

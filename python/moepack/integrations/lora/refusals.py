@@ -37,12 +37,13 @@ def refuse(path: str, module: PackedModule, method: str) -> NoReturn:
     Raises:
         UnsupportedModelError: always.
     """
-    if method == "LORA":
-        kind = "packed embedding takes" if isinstance(module, PackedEmbedding) else "layer of packed experts takes"
-        why = f"a {kind} no adapters ({type(module).__name__})"
+    if method != "LORA":
+        why = f"is packed, and packed weights take adapters of LoRA, none of {method}"
+    elif isinstance(module, PackedEmbedding):
+        why = "is a packed embedding, which takes no adapters"
     else:
-        why = f"packed weights take adapters of LoRA, and none of {method}"
-    raise UnsupportedModelError(f"{why}; leave it out by exclude_modules, or name other modules", tensor=path)
+        why = f"is a layer of packed experts that takes no adapters ({type(module).__name__})"
+    raise UnsupportedModelError(f"'{path}' {why}; leave it out by exclude_modules, or name other modules")
 
 
 def refuse_settings(config: Any, path: str) -> None:
@@ -53,10 +54,10 @@ def refuse_settings(config: Any, path: str) -> None:
     """
     wanted = next((name for setting, name in _NEED_WEIGHTS.items() if getattr(config, setting, None)), None)
     if wanted is not None:
-        raise UnsupportedModelError(f"{wanted} has no layer beside packed weights; plain LoRA has", tensor=path)
-    if config.init_lora_weights not in _PLAIN_STARTS:
-        message = f"init_lora_weights={config.init_lora_weights!r} needs weights that are not packed; True does not"
-        raise UnsupportedModelError(message, tensor=path)
+        raise UnsupportedModelError(f"'{path}' is packed, and {wanted} needs weights as numbers; plain LoRA does not")
+    if (start := config.init_lora_weights) not in _PLAIN_STARTS:
+        message = f"'{path}' is packed, and init_lora_weights={start!r} needs weights as numbers; True does not"
+        raise UnsupportedModelError(message)
 
 
 def refuse_training(config: Any, model: nn.Module) -> None:
@@ -68,12 +69,11 @@ def refuse_training(config: Any, model: nn.Module) -> None:
     names = tuple(getattr(config, "modules_to_save", None) or ())
     for path, module in model.named_modules():
         if path.endswith(names) and any(isinstance(part, PackedModule) for part in module.modules()):
-            message = "is packed and cannot be trained itself; leave it out of modules_to_save"
-            raise UnsupportedModelError(message, tensor=path)
+            raise UnsupportedModelError(f"'{path}' is packed and cannot be trained itself; leave it out of modules_to_save")
     if getattr(config, "trainable_token_indices", None) is not None or config.peft_type == "TRAINABLE_TOKENS":
         for path, module in model.named_modules():
             if isinstance(module, PackedEmbedding):
-                raise UnsupportedModelError("is packed, and its tokens cannot be trained", tensor=path)
+                raise UnsupportedModelError(f"'{path}' is packed, so none of its tokens can be trained")
 
 
 def merge_refusal() -> RuntimeError:
