@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import moepack
 import runtime_support as support
 from moepack.census.tiny import tiny_model
-from moepack.errors import UnsupportedModelError
+from moepack.errors import LoadError, UnsupportedModelError
+from moepack.export import export
 from moepack.integrations.loading import open_tokenizer
 from moepack.methods.finequant import FineQuant
 from moepack.runtime.linear import PackedLinear
@@ -222,5 +223,64 @@ def test_a_saved_adapter_loads_by_every_door(saved: Path, door: str) -> None:
     torch.testing.assert_close(logits(packed.eval()), expected_logits(saved), **CLOSE)
 
 
-def test_all_are_refused_that_cannot_be_adapted() -> None:
-    pass
+def merged_state(architecture: str, adapter: Path, dense_bits: int | None) -> dict[str, torch.Tensor]:
+    """The weights of the unpacked model with an adapter merged by peft."""
+    stock = peft.PeftModel.from_pretrained(fresh(architecture, dense_bits)[1], adapter)
+    found: dict[str, torch.Tensor] = stock.merge_and_unload().state_dict()
+    return found
+
+
+@pytest.mark.parametrize("dense_bits", [None, 8], ids=["linear layers as they were", "linear layers packed"])
+@pytest.mark.parametrize("architecture", ["deepseek_v2", "gpt_oss", "mixtral", "nemotron_h", "qwen2_moe"])
+def test_an_exported_adapter_is_what_peft_merges(architecture: str, dense_bits: int | None, tmp_path: Path) -> None:
+    """In every tensor: attention, routers, experts, biases, and what was trained itself."""
+    packed, _ = fresh(architecture, dense_bits)
+    names = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}
+    if architecture in OTHERS:
+        names = {"target_modules": ["q_proj"], "target_parameters": OTHERS[architecture]}
+    biases = "lora_only" if architecture == "qwen2_moe" else "none"
+    model = randomized(peft.get_peft_model(packed, peft.LoraConfig(r=4, use_rslora=True, bias=biases, **names)))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.requires_grad and "lora_" not in name:
+                value.add_(0.5)
+    model.save_pretrained(tmp_path / "adapter")
+    export(twins(architecture, dense_bits)[2], tmp_path / "out", adapter=tmp_path / "adapter")
+    kind = type(fresh(architecture, dense_bits)[1])
+    found = kind.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    expected = merged_state(architecture, tmp_path / "adapter", dense_bits)
+    before = fresh(architecture, dense_bits)[1].state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=2**-7, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    changed = {name.rpartition(".")[0].rpartition(".")[2] for name in expected if not found[name].equal(before[name])}
+    assert {"experts", "q_proj"} <= changed | {"experts"} & changed
+
+
+def test_dora_is_merged_and_other_methods_are_refused(tmp_path: Path) -> None:
+    directory, stock = twins("qwen3_moe")[2], fresh("qwen3_moe")[1]
+    config = peft.LoraConfig(target_modules=["q_proj", "o_proj"], use_dora=True, r=4)
+    randomized(peft.get_peft_model(stock, config)).save_pretrained(tmp_path / "dora")
+    export(directory, tmp_path / "out", adapter=tmp_path / "dora")
+    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    tensors = {name: value for file in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(file).items()}
+    assert found.keys() <= tensors.keys()
+    for name, value in merged_state("qwen3_moe", tmp_path / "dora", 8).items():
+        if "q_proj" in name or "o_proj" in name:
+            torch.testing.assert_close(tensors[name].float(), value, rtol=2**-7, atol=1e-5)
+    config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    peft.get_peft_model(fresh("qwen3_moe")[1], config).save_pretrained(tmp_path / "ia3")
+    with pytest.raises(UnsupportedModelError, match="LoRA can be merged"):
+        export(directory, tmp_path / "ia3-out", adapter=tmp_path / "ia3")
+    with pytest.raises(ValueError, match="bf16"):
+        export(directory, tmp_path / "gguf", "gguf", adapter=tmp_path / "dora")
+    with pytest.raises(LoadError, match="cannot read the adapter"):
+        export(directory, tmp_path / "none", adapter=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"dora", "ia3", "out"}
+
+
+def test_an_adapter_of_another_model_is_not_merged(tmp_path: Path) -> None:
+    model = peft.get_peft_model(fresh("mixtral")[1], peft.LoraConfig(target_modules=["q_proj"], r=4))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(LoadError, match="beside this model"):
+        export(twins("deepseek_v2")[2], tmp_path / "out", adapter=tmp_path / "adapter")
