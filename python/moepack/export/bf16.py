@@ -100,9 +100,7 @@ def _expert_entries(
     yield tensor_entry(layer.name(projections[0], 0), torch.cat(parts, dim=1))
 
 
-def _projection(
-    source: PackedDirectory, layer: Experts, projection: str, adapter: Adapter | None
-) -> torch.Tensor:
+def _projection(source: PackedDirectory, layer: Experts, projection: str, adapter: Adapter | None) -> torch.Tensor:
     """The values of a projection, `[E, R, C]` bfloat16."""
     values = projection_values(lambda name: _values(source, layer.packed[name]), layer.packed, projection)
     return (values if adapter is None else adapter.merged_experts(layer.module, projection, values)).bfloat16()

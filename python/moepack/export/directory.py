@@ -12,10 +12,10 @@ import torch
 from moepack.errors import CorruptionError
 from moepack.format.atomic import write_file
 from moepack.format.directory import PackedDirectory
-from moepack.format.header import read_header
+from moepack.format.header import DTYPES, read_header
 from moepack.format.hub import CONFIG, INDEX, PREDICTORS, shard_name
 from moepack.format.manifest import MANIFEST
-from moepack.format.shard import DTYPE_NAMES, DTYPES, Entry, write_shard
+from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.mapping import map_file
 from moepack.pipeline.job import PARTIAL
 from moepack.pipeline.journal import Workspace

@@ -141,19 +141,25 @@ class _DenseNames:
 def _beside(source: PackedDirectory, directory: Path) -> Any:
     """The model without weights, and the adapter beside it."""
     try:
-        from peft import PeftConfig, PeftModel
+        from peft import PeftConfig, get_peft_model
     except ImportError as error:
         raise LoadError(f"peft is needed to read an adapter (pip install 'moepack[train]'): {error}") from error
     try:
         config = PeftConfig.from_pretrained(str(directory))
-        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-            raise UnsupportedModelError(f"adapters of LoRA can be merged, this is of {config.peft_type}", file=directory)
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        if method != "LORA":
+            raise UnsupportedModelError(f"adapters of LoRA can be merged, this is one of {method}", file=directory)
         model = meta_model(source.path, source.config)
         _without_memory(model)
-        return PeftModel.from_pretrained(model, str(directory), torch_device="cpu")
+        model = get_peft_model(model, config)
+        result = model.load_adapter(str(directory), "default", torch_device="cpu")
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise LoadError(f"peft cannot read the adapter beside this model: {reason}", file=directory) from error
+    for what, names in (("lacks", result.missing_keys), ("has, and the model does not,", result.unexpected_keys)):
+        if names:
+            raise LoadError(f"the adapter is another model's: it {what} {names[0]}", file=directory)
+    return model
 
 
 def _without_memory(model: Any) -> None:
@@ -195,7 +201,8 @@ def _linear(module: Any) -> Change:
 
     def change(values: Tensor) -> Tensor:
         sums = values + product
-        return sums * (magnitude / sums.norm(dim=1)).unsqueeze(1)
+        scaled: Tensor = sums * (magnitude / sums.norm(dim=1)).unsqueeze(1)
+        return scaled
 
     return change
 

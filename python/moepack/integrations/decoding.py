@@ -37,7 +37,7 @@ def decode_model(model: Any, dtype: torch.dtype) -> None:
     if adapted := next((path for path in packed if path.rpartition(".")[2] == "base_layer"), None):
         message = "an adapter stands around it; unload the adapter before the model is dequantized"
         raise UnsupportedModelError(message, tensor=adapted.removesuffix(".base_layer"))
-    plain = _plain(model)
+    plain, cast = _plain(model), dtype != model.dtype
     tied = dict(getattr(plain, "all_tied_weights_keys", None) or {})
     for path, module in packed.items():
         if f"{path}.weight" not in tied:
@@ -50,7 +50,7 @@ def decode_model(model: Any, dtype: torch.dtype) -> None:
             _take_others(head, packed[path])
             model.set_submodule(path, head)
             model.all_tied_weights_keys[target] = source
-    if dtype != model.dtype:
+    if cast:
         model.to(dtype)
     for module in (model, *model.modules()):
         for name in ("forward", "save_pretrained"):  # what loading has put in the place of the classes' own
@@ -101,7 +101,8 @@ def _filled(original: Any, module: PackedModule, dtype: torch.dtype) -> nn.Modul
     else:
         _set(original, "weight", read("packed")[0].to(dtype))
     _take_others(original, module)
-    return original.train(module.training)
+    filled: nn.Module = original.train(module.training)
+    return filled
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
@@ -119,7 +120,7 @@ def _take_others(original: Any, module: Any) -> None:
 
 
 def _values(module: PackedModule, projection: str) -> Tensor:
-    """The values of a packed tensor, `[E, R, C]` float32: from its bytes, where the CPU has them as they were stored."""
+    """The values of a packed tensor, `[E, R, C]` float32: from its bytes where the CPU has them, else its file."""
     data, place = module._buffers.get(projection), module.places.get(projection, {})
     if data is not None and data.device.type == "cpu":
         return torch.from_numpy(open_tensor(data.numpy(), **place).dequantize())

@@ -26,7 +26,7 @@ _LINEAR = "_maybe_include_all_linear_layers"
 
 
 def install() -> None:
-    """Wrap the functions of peft that meet packed modules; again is a no-op, a reloaded moepack replaces the old one."""
+    """Wrap the functions of peft that meet packed modules; a reloaded moepack replaces the old one."""
     tuners = sys.modules[_TUNERS]
     _wrap(tuners.BaseTuner, "__init__", _begin)
     _wrap(tuners.BaseTuner, "inject_adapter", _inject)
@@ -59,7 +59,13 @@ def _is_packed(model: Any) -> bool:
 
 
 def _begin(
-    original: Callable[..., None], tuner: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
+    original: Callable[..., None],
+    tuner: Any,
+    model: Any,
+    peft_config: Any,
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     if _is_packed(model):
         from moepack.integrations.lora.injection import check
@@ -69,7 +75,9 @@ def _begin(
     original(tuner, model, peft_config, adapter_name, *args, **kwargs)
 
 
-def _inject(original: Callable[..., None], tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+def _inject(
+    original: Callable[..., None], tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
     if not _is_packed(model):
         return original(tuner, model, adapter_name, *args, **kwargs)
     from moepack.integrations.lora.injection import prepared

@@ -6,7 +6,7 @@ that parameter; the packed module multiplies by projections. `by_projection` tur
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class LowRank:
             offsets: [E + 1], where each expert's rows begin; rows behind the last expert's give zeros.
         """
         counts = offsets.diff().tolist()
-        *parts, rest = x.to(self.down.dtype).split([*counts, len(x) - sum(counts)])
+        *parts, rest = _split(x.to(self.down.dtype), [*counts, len(x) - sum(counts)])
         factors = zip(parts, self.down.unbind(), self.up.unbind(), strict=True)
         products = [functional.linear(functional.linear(part, down), up) for part, down, up in factors if len(part)]
         return torch.cat([*products, rest.new_zeros(len(rest), self.up.shape[1])])
@@ -51,6 +51,8 @@ Adapters = Mapping[str, Sequence[LowRank]]
 """By projection, what is added to it."""
 
 NONE: Adapters = {}
+
+_split: Any = torch.split  # which has no types
 
 
 def by_projection(form: ExpertsForm, parameter: str, left: Tensor, right: Tensor, scaling: float) -> dict[str, LowRank]:

@@ -288,9 +288,7 @@ class PackedExpertProducts(PackedModule):
     projections = ("matrices",)
     takes_adapters = True
 
-    def forward(
-        self, inputs: torch.Tensor, expert_size: Sequence[int], adapters: Adapters = NONE
-    ) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, expert_size: Sequence[int], adapters: Adapters = NONE) -> torch.Tensor:
         """Multiply rows, sorted by expert: [N, C] and how many belong to each expert, to [N, R]."""
         offsets = torch.tensor([0, *expert_size]).cumsum(0)
         forward, parts = partial(self._forward, offsets), partial(self._parts, offsets)

@@ -1,4 +1,4 @@
-"""What an adapter's configuration asks of a packed model: found by peft's rules, completed, and refused where it must be.
+"""What an adapter's configuration asks of a packed model: found by peft's rules, completed, or refused.
 
 Experts are modules of parameters, for which peft has `target_parameters`. Where `target_modules` names them (`experts`)
 or their projections (`gate_proj`, `up_proj`, `down_proj`), and peft itself does not know the architecture's names, the
@@ -66,7 +66,7 @@ def check(tuner: Any, config: Any, model: nn.Module) -> None:
     asked = tuner._prepare_adapter_config(copy.copy(config), tuner.get_model_config(model))
     asked = _with_linear(asked, model)
     for path, module in _packed(model):
-        if _names(tuner, asked, path, module) or (everything and isinstance(module, PackedSwitchExperts)):
+        if _names(tuner, asked, path, module) or (everything and _holds_linear(tuner, config, path, module)):
             refuse(path, module, _method(config))
 
 
@@ -140,12 +140,26 @@ def _names(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
     below = dict.fromkeys([*module.stock, *(module.form.places if module.form else ()), *module.projections])
     names = [path] if isinstance(module, PackedLinear) else [path, *(f"{path}.{name}" for name in below)]
     if isinstance(module, PackedSwitchExperts):
-        names += [f"{path}.expert_0.{name}" for name in module.projections]
+        names += _linear_names(path, module)
     parameters = getattr(config, "target_parameters", None) or ()
     return any(
         _is_target(tuner, config, name) or any(f".{name}".endswith(f".{parameter}") for parameter in parameters)
         for name in names
     )
+
+
+def _linear_names(path: str, module: PackedSwitchExperts) -> list[str]:
+    """The linear layers of the first of the experts that Switch Transformers keeps in modules of their own."""
+    return [f"{path}.expert_0.{projection}" for projection in module.projections]
+
+
+def _holds_linear(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
+    """Whether a packed module stands for linear layers that the configuration does not exclude."""
+    if not isinstance(module, PackedSwitchExperts):
+        return False
+    everything = copy.copy(config)
+    everything.target_modules = [path, *_linear_names(path, module)]
+    return all(_is_target(tuner, everything, name) for name in everything.target_modules)
 
 
 def _is_target(tuner: Any, config: Any, name: str) -> bool:
@@ -164,7 +178,7 @@ def _check_lora(tuner: Any, config: Any, model: nn.Module, everything: bool) -> 
     for path, module in _packed(model):
         named = _names(tuner, asked, path, module)
         if not is_adaptable(module):
-            if named or (everything and isinstance(module, PackedSwitchExperts)):
+            if named or (everything and _holds_linear(tuner, config, path, module)):
                 refuse(path, module, "LORA")
         elif named and isinstance(module, PackedLinear):
             refuse_settings(config, path)

@@ -55,6 +55,8 @@ def refuse_settings(config: Any, path: str) -> None:
     wanted = next((name for setting, name in _NEED_WEIGHTS.items() if getattr(config, setting, None)), None)
     if wanted is not None:
         raise UnsupportedModelError(f"'{path}' is packed, and {wanted} needs weights as numbers; plain LoRA does not")
+    if getattr(config, "layer_replication", None):
+        raise UnsupportedModelError(f"'{path}' is packed, and layer_replication repeats layers that are not")
     if (start := config.init_lora_weights) not in _PLAIN_STARTS:
         message = f"'{path}' is packed, and init_lora_weights={start!r} needs weights as numbers; True does not"
         raise UnsupportedModelError(message)
@@ -69,7 +71,9 @@ def refuse_training(config: Any, model: nn.Module) -> None:
     names = tuple(getattr(config, "modules_to_save", None) or ())
     for path, module in model.named_modules():
         if path.endswith(names) and any(isinstance(part, PackedModule) for part in module.modules()):
-            raise UnsupportedModelError(f"'{path}' is packed and cannot be trained itself; leave it out of modules_to_save")
+            raise UnsupportedModelError(
+                f"'{path}' is packed and cannot be trained itself; leave it out of modules_to_save"
+            )
     if getattr(config, "trainable_token_indices", None) is not None or config.peft_type == "TRAINABLE_TOKENS":
         for path, module in model.named_modules():
             if isinstance(module, PackedEmbedding):
