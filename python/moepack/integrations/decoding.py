@@ -2,15 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moepack.errors import LoadError, UnsupportedModelError
-from moepack.format.directory import PackedDirectory
-from moepack.registry import open_tensor
+from moepack.errors import UnsupportedModelError
 from moepack.runtime.packed import PackedModule
 
 __all__ = ["CHANNELS", "RESIDUALS", "decode_model", "projection_values"]
@@ -85,10 +82,7 @@ def _plain(model: Any) -> Any:
 
 def _filled(original: Any, module: PackedModule, dtype: torch.dtype) -> nn.Module:
     """A module without weights with those of its packed twin."""
-
-    def read(projection: str) -> Tensor:
-        return _values(module, projection)
-
+    read = module.values
     if module.form is not None:
         for parameter, shape in module.stock.items():
             projections = [name for name, place in module.form.places.items() if place.parameter == parameter]
@@ -117,14 +111,3 @@ def _take_others(original: Any, module: Any) -> None:
         original.register_parameter(name, parameter)
     for name, child in module.named_children():
         original.add_module(name, child)
-
-
-def _values(module: PackedModule, projection: str) -> Tensor:
-    """The values of a packed tensor, `[E, R, C]` float32: from its bytes where the CPU has them, else its file."""
-    data, place = module._buffers.get(projection), module.places.get(projection, {})
-    if data is not None and data.device.type == "cpu":
-        return torch.from_numpy(open_tensor(data.numpy(), **place).dequantize())
-    if not place.get("file"):
-        raise LoadError(f"the packed bytes of {projection} are neither in memory nor in a known file")
-    file = Path(place["file"])
-    return torch.from_numpy(PackedDirectory.open(file.parent).blob(place["tensor"]).dequantize())

@@ -224,7 +224,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                     stores[device].put(module, projection, tensors[name], file=file, tensor=name)
         _cast_renamed(model, self._dtypes)
         install_decoder(model)
-        model.save_pretrained = Saver(directory.path)
+        model.save_pretrained = Saver(directory.path, model)
         del self._directory, self._modules, self._paths, self._tied, self._dtypes, self._model
         return model
 

@@ -57,6 +57,15 @@ class PackedLinear(PackedModule):
             product = product + self.bias
         return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The packed bytes, by the name whose presence tells peft that `dequantize` gives the weights."""
+        return self.qweight
+
+    def dequantize(self) -> torch.Tensor:
+        """Decode the weights, to `[rows, columns]` float32 where the module computes."""
+        return self.values("packed")[0].to(self.qweight.device)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if self.bias is not None and f"{prefix}bias" in state_dict:

@@ -7,6 +7,7 @@ Invariants:
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from moepack.arrays import AnyTensor
 from moepack.checkpoint.experts import ExpertsForm
 from moepack.errors import LoadError
+from moepack.format.directory import PackedDirectory
+from moepack.registry import open_tensor
 from moepack.runtime.backends import Matrix
 from moepack.runtime.compute import ComputingModule
 from moepack.runtime.store import ExpertStore, MappedStore, Shape
@@ -76,6 +79,22 @@ class PackedModule(ComputingModule):
         """Return a projection on the CPU; errors as for `ExpertStore.fetch`."""
         matrices = self.store.fetch(self, None, torch.device("cpu"))
         return matrices[self.projections.index(projection)]
+
+    def values(self, projection: str) -> torch.Tensor:
+        """The values `[E, R, C]` of a projection, float32 on the CPU.
+
+        They are decoded from the bytes, where these are in the CPU's memory, or else from the file that they came from.
+
+        Raises:
+            LoadError, CorruptionError: neither can be read.
+        """
+        data, place = self._buffers.get(projection), self.places.get(projection, {})
+        if data is not None and data.device.type == "cpu":
+            return torch.from_numpy(open_tensor(data.numpy(), **place).dequantize())
+        if not place.get("file"):
+            raise LoadError(f"the packed bytes of {projection} are neither in memory nor in a known file")
+        directory = PackedDirectory.open(Path(place["file"]).parent)
+        return torch.from_numpy(directory.blob(place["tensor"]).dequantize())
 
     def packed_bytes(self) -> list[torch.Tensor] | None:
         """The bytes of all projections, in order; None where a store keeps them elsewhere."""

@@ -7,7 +7,7 @@ import torch
 from peft.tuners import lora
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper as StockWrapper
-from peft.tuners.lora.variants import ALoraLinearVariant, ArrowLinearVariant
+from peft.tuners.lora.variants import ALoraLinearVariant, ArrowLinearVariant, DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -28,8 +28,13 @@ class PackedLoraLinear(lora.Linear):  # type: ignore[misc]
 
     @property
     def lora_variants(self) -> Mapping[tuple[str, ...], Any]:
-        """The variants of LoRA that read no weights."""
-        return {(): None, ("alora_invocation_tokens",): ALoraLinearVariant, ("arrow_config",): ArrowLinearVariant}
+        """The variants of LoRA that change no weights; DoRA decodes them at each call."""
+        return {
+            (): None,
+            ("use_dora",): DoraLinearVariant,
+            ("alora_invocation_tokens",): ALoraLinearVariant,
+            ("arrow_config",): ArrowLinearVariant,
+        }
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Refuse: packed weights never change."""

@@ -12,7 +12,6 @@ from moepack.runtime.packed import PackedModule
 __all__ = ["is_adaptable", "merge_refusal", "refuse", "refuse_merging", "refuse_settings", "refuse_training"]
 
 _NEED_WEIGHTS = {
-    "use_dora": "DoRA",
     "use_bdlora": "BD-LoRA",
     "kasa_config": "KaSA",
     "velora_config": "VeLoRA",
