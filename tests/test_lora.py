@@ -546,6 +546,28 @@ def test_copies_and_pickles_have_bytes_of_their_own(copied: Any, tmp_path: Path)
     assert not any(type(module).__module__.startswith("moepack.") for module in again.dequantize().modules())
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_of_streamed_models_map_their_files(copied: Any, tmp_path: Path) -> None:
+    """Bytes that are not in memory are not brought there by a copy, which names the file that is gone."""
+    support.write_packed(support.tiny_model("qwen3_moe"), tmp_path / "packed", FineQuant(bits=8))
+    model = moepack.load(tmp_path / "packed", torch.float32, mode="exact", host_memory="1GB")
+    torch.testing.assert_close(logits(copied(model)), logits(model))
+    (tmp_path / "packed").rename(tmp_path / "moved")
+    with pytest.raises(LoadError, match="packed"):
+        copied(model)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_stand_beside_a_packed_embedding(kind: str, tied: Path) -> None:
+    packed = moepack.load(tied, torch.float32, mode="exact")
+    before = logits(packed)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(packed, config)
+    found = logits(model)[:, -before.shape[1] :]
+    assert found.shape == before.shape and not torch.allclose(found, before)
+    assert gradients(model)
+
+
 def test_packed_embeddings_and_tied_heads_are_left_to_their_weights(tied: Path) -> None:
     found = adapted(peft.get_peft_model(moepack.load(tied), peft.LoraConfig(target_modules="all-linear", r=4)))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in found} >= {"q_proj", "experts"}

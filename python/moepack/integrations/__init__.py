@@ -20,10 +20,11 @@ from types import ModuleType
 __all__ = ["register"]
 
 _PLUGINS = {
-    "transformers.quantizers.auto": "moepack.integrations.transformers",
-    "peft.tuners.tuners_utils": "moepack.integrations.peft",
+    "transformers.quantizers.auto": ("moepack.integrations.transformers", "install"),
+    "peft.tuners.tuners_utils": ("moepack.integrations.peft", "install"),
+    "peft.peft_model": ("moepack.integrations.peft", "install_prompts"),
 }
-"""For each module of another library the one of ours whose `install` registers with it."""
+"""For each module of another library the module and the function of ours that register with it."""
 
 
 def register() -> None:
@@ -44,7 +45,8 @@ def _install(target: str) -> None:
     sys.meta_path[:] = [
         finder for finder in sys.meta_path if not (isinstance(finder, _AfterImport) and finder.target == target)
     ]
-    import_module(_PLUGINS[target]).install()
+    module, function = _PLUGINS[target]
+    getattr(import_module(module), function)()
 
 
 class _AfterImport(MetaPathFinder):

@@ -9,8 +9,10 @@ untouched. For others
 - what cannot be adapted is refused before anything in the model is changed (`moepack.integrations.lora.refusals`);
 - LoRA gets layers that compute beside packed weights (`moepack.integrations.lora`).
 
-`install` is called once peft's module of tuners has been imported, while peft itself may still be importing. Hence
-nothing of peft is imported at the top.
+Prompt tuning, which adapts no layers, looks for the embedding by its shape; it is shown a packed one.
+
+The functions here are called as soon as a module of peft has been imported, while peft itself may still be importing.
+Hence nothing of peft is imported at the top.
 """
 
 import sys
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-__all__ = ["install"]
+__all__ = ["install", "install_prompts"]
 
 _TUNERS = "peft.tuners.tuners_utils"
 _LINEAR = "_maybe_include_all_linear_layers"
@@ -36,6 +38,11 @@ def install() -> None:
     for name, module in [*sys.modules.items()]:  # methods of peft that have imported the function by its name
         if name.startswith("peft.") and getattr(module, _LINEAR, None) is known:
             setattr(module, _LINEAR, wrapped)
+
+
+def install_prompts() -> None:
+    """Wrap what looks for the embedding that virtual tokens stand beside."""
+    _wrap(sys.modules["peft.peft_model"].PeftModel, "_setup_prompt_encoder", _set_up_prompts)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +99,16 @@ def _check_merge(original: Callable[..., None], tuner: Any) -> None:
         from moepack.integrations.lora.refusals import refuse_merging
 
         refuse_merging(tuner.model)
+
+
+def _set_up_prompts(original: Callable[..., None], model: Any, adapter_name: str) -> None:
+    if not _is_packed(model):
+        original(model, adapter_name)
+        return
+    from moepack.integrations.lora.appearance import embedding_weights
+
+    with embedding_weights(model):
+        original(model, adapter_name)
 
 
 def _include_linear(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:

@@ -54,7 +54,7 @@ class Saver:
             OutputExistsError: `save_directory` holds weights of another model.
             DiskError: the disk is full or refuses.
         """
-        model = self._model()
+        model: Any = self._model()
         if getattr(model, "_hf_peft_config_loaded", False):
             type(model).save_pretrained(model, save_directory, push_to_hub=push_to_hub, **options)
             return

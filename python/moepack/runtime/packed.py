@@ -109,6 +109,22 @@ class PackedModule(ComputingModule):
         """Leave the store and its readers out of copies and pickles, which have their bytes in ordinary memory."""
         return {**self.__dict__, "readers": {}, "store": MappedStore()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the files of bytes that a store kept elsewhere, which are in no copy.
+
+        Raises:
+            LoadError, CorruptionError: a file is gone, or is another.
+        """
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for projection, place in self.places.items():
+            if self._is_kept_elsewhere(projection) and place.get("file"):
+                directory = PackedDirectory.open(Path(place["file"]).parent)
+                self.attach(projection, directory.tensors()[place["tensor"]], **place)
+
+    def _is_kept_elsewhere(self, projection: str) -> bool:
+        """Whether a projection has bytes that are no buffer of the module."""
+        return self._buffers.get(projection) is None
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         """Adopt the given bytes instead of writing them into the buffer, which may be a read-only map."""
         missing_keys, error_messages = arguments[2], arguments[4]
