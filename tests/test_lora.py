@@ -25,7 +25,7 @@ from moepack.methods.finequant import FineQuant
 from moepack.methods.floe import Floe
 from moepack.methods.rate import Rate
 from moepack.runtime.linear import PackedLinear
-from moepack.runtime.plan import Plan, Unknown
+from moepack.runtime.plan import Guard, Plan, Unknown
 
 peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
 
@@ -163,6 +163,24 @@ def test_no_plan_of_the_core_outlives_adapters(asked: dict[str, Any]) -> None:
         Plan(decoder)
     model.unload()
     assert Plan(decoder).holds()
+
+
+def test_no_recorded_step_outlives_a_switch_of_adapters() -> None:
+    """Recordings have the choice of adapters and their scales built in, so what guards them must see both."""
+    model = peft.get_peft_model(fresh("qwen3_moe")[0], peft.LoraConfig(target_modules="all-linear", r=4))
+    model.add_adapter("other", peft.LoraConfig(target_modules="all-linear", r=4))
+    decoder = model.get_base_model().model
+    guard = Guard.of(decoder)
+    assert guard.holds()
+    with model.disable_adapter():
+        assert not guard.holds()
+    assert guard.holds()
+    model.set_adapter("other")
+    assert not guard.holds()
+    model.set_adapter("default")
+    assert guard.holds()
+    decoder.layers[1].mlp.experts.set_scale("default", 3.0)
+    assert not guard.holds()
 
 
 def test_generated_tokens_follow_the_adapter() -> None:
