@@ -99,7 +99,10 @@ def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
 
     if hasattr(getattr(model, "config", None), "model_type"):
         found = conversion.get_model_conversion_mapping(model)
-        conversion.convert_peft_config_for_transformers(config, model=model, conversions=found)
+        try:
+            conversion.convert_peft_config_for_transformers(config, model=model, conversions=found)
+        except ValueError as error:  # one of two projections that share a parameter
+            raise UnsupportedModelError(f"packed experts have adapters where the unpacked ones have: {error}") from error
     tuner._prepare_adapter_config(config, tuner.get_model_config(model))
     if config.target_modules and not _is_all_linear(config):
         _add_parameters(tuner, config, model)
@@ -108,12 +111,8 @@ def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
 def _add_parameters(tuner: Any, config: Any, model: nn.Module) -> None:
     """Turn names of packed experts and of their projections into those of their parameters."""
     experts = [(path, module) for path, module in _packed(model) if module.stock and is_adaptable(module)]
-    named = [
-        f"{path}.{parameter}"
-        for path, module in experts
-        for parameter in module.stock
-        if any(_is_target(tuner, config, name) for name in _names_of(path, module, parameter))
-    ]
+    pairs = [(path, module, parameter) for path, module in experts for parameter in module.stock]
+    named = [f"{path}.{name}" for path, module, name in pairs if _is_named(tuner, config, path, module, name)]
     if not named:
         return
     config.target_parameters = [*dict.fromkeys([*(config.target_parameters or ()), *named])]
@@ -127,12 +126,21 @@ def _add_parameters(tuner: Any, config: Any, model: nn.Module) -> None:
         }
 
 
-def _names_of(path: str, module: PackedModule, parameter: str) -> list[str]:
-    """The names that stand for a parameter of experts: its own, the module's, those of its projections."""
+def _is_named(tuner: Any, config: Any, path: str, module: PackedModule, parameter: str) -> bool:
+    """Whether `target_modules` names a parameter of packed experts: it, its module, or all projections in it.
+
+    Raises:
+        UnsupportedModelError: it names some of them.
+    """
     assert module.form is not None
-    places = module.form.places.items()
-    projections = [projection for projection, place in places if place.parameter == parameter]
-    return [path, *(f"{path}.{name}" for name in (parameter, *projections))]
+    if any(_is_target(tuner, config, name) for name in (path, f"{path}.{parameter}")):
+        return True
+    projections = [name for name, place in module.form.places.items() if place.parameter == parameter]
+    missing = [name for name in projections if not _is_target(tuner, config, f"{path}.{name}")]
+    if missing and len(missing) < len(projections):
+        why = f"{' and '.join(projections)} share the parameter {parameter}; name {missing[0]}, too"
+        raise UnsupportedModelError(f"'{path}' is packed as transformers holds it, where {why}")
+    return not missing
 
 
 def _names(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
