@@ -179,5 +179,7 @@ def test_experts_by_channels_take_no_adapters(tiny_checkpoint: Any, tmp_path: Pa
     moepack.compress(tiny_checkpoint("qwen3_moe"), tmp_path / "packed", method=method)
     with pytest.raises(UnsupportedModelError, match=r"experts' is a layer of packed experts .*SparseExperts"):
         peft.get_peft_model(moepack.load(tmp_path / "packed"), peft.LoraConfig(target_modules="all-linear", r=4))
-    config = peft.LoraConfig(target_modules=["q_proj"], r=4)
-    assert adapted(peft.get_peft_model(moepack.load(tmp_path / "packed"), config))
+    for names in ({"target_modules": ["q_proj"]}, {"target_modules": "all-linear", "exclude_modules": ["experts"]}):
+        model = peft.get_peft_model(moepack.load(tmp_path / "packed"), peft.LoraConfig(r=4, **names))
+        assert any("q_proj" in name for name in adapted(model))
+        assert not any("experts" in name for name in adapted(model))

@@ -89,6 +89,13 @@ def test_experts_are_named_as_modules_or_projections(architecture: str, names: A
     assert_same(model.eval(), randomized(peft.get_peft_model(stock, config)).eval())
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_a_projection_that_shares_its_parameter_is_not_adapted_alone(architecture: str) -> None:
+    packed, _ = fresh(architecture)
+    with pytest.raises(UnsupportedModelError, match=r"packed.*up_proj.*gate_up_proj"):
+        peft.get_peft_model(packed, peft.LoraConfig(target_modules=["q_proj", "gate_proj"], r=4))
+
+
 @pytest.mark.parametrize("asked", [{"target_modules": ["experts"]}, {"target_modules": ["v_proj"]}], ids=str)
 def test_no_plan_of_the_core_outlives_adapters(asked: dict[str, Any]) -> None:
     packed, _ = fresh("qwen3_moe")
@@ -140,6 +147,10 @@ SETTINGS = {
     "KaSA": ({"kasa_config": peft.KasaConfig() if hasattr(peft, "KasaConfig") else True}, "KaSA"),
     "a start from the weights": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
     "a whole layer": ({"modules_to_save": ["self_attn"]}, r"self_attn' is packed.*modules_to_save"),
+    "a start of experts from the weights": (
+        {"init_lora_weights": "olora", "target_parameters": ["experts.down_proj"], "target_modules": []},
+        "experts' is packed, and init_lora_weights='olora'",
+    ),
     "layers repeated": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
     "a projection as a parameter": ({"target_parameters": ["experts.gate_proj"]}, "no gate_proj"),
 }
@@ -150,7 +161,7 @@ def test_settings_that_need_weights_are_refused_by_name(settings: dict[str, Any]
     packed, _ = fresh("qwen3_moe")
     names = {name for name, _ in packed.named_modules()}
     with pytest.raises(UnsupportedModelError, match=sentence):
-        peft.get_peft_model(packed, peft.LoraConfig(target_modules=["q_proj"], r=4, **settings))
+        peft.get_peft_model(packed, peft.LoraConfig(**{"target_modules": ["q_proj"], "r": 4, **settings}))
     assert names == {name for name, _ in packed.named_modules()}
 
 

@@ -14,7 +14,13 @@ from torch import nn
 
 from moepack.errors import UnsupportedModelError
 from moepack.integrations.lora.appearance import expert_parameters
-from moepack.integrations.lora.refusals import is_adaptable, refuse, refuse_settings, refuse_training
+from moepack.integrations.lora.refusals import (
+    is_adaptable,
+    refuse,
+    refuse_replication,
+    refuse_settings,
+    refuse_training,
+)
 from moepack.runtime.experts import PackedSwitchExperts
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
@@ -66,7 +72,7 @@ def check(tuner: Any, config: Any, model: nn.Module) -> None:
     asked = tuner._prepare_adapter_config(copy.copy(config), tuner.get_model_config(model))
     asked = _with_linear(asked, model)
     for path, module in _packed(model):
-        if _names(tuner, asked, path, module) or (everything and _holds_linear(tuner, config, path, module)):
+        if _is_asked(tuner, asked, path, module, everything):
             refuse(path, module, _method(config))
 
 
@@ -102,7 +108,9 @@ def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
         try:
             conversion.convert_peft_config_for_transformers(config, model=model, conversions=found)
         except ValueError as error:  # one of two projections that share a parameter
-            raise UnsupportedModelError(f"packed experts have adapters where the unpacked ones have: {error}") from error
+            raise UnsupportedModelError(
+                f"packed experts have adapters where the unpacked ones have: {error}"
+            ) from error
     tuner._prepare_adapter_config(config, tuner.get_model_config(model))
     if config.target_modules and not _is_all_linear(config):
         _add_parameters(tuner, config, model)
@@ -147,8 +155,7 @@ def _names(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
     """Whether a configuration names a packed module, its projections or the parameters that it stands for."""
     below = dict.fromkeys([*module.stock, *(module.form.places if module.form else ()), *module.projections])
     names = [path] if isinstance(module, PackedLinear) else [path, *(f"{path}.{name}" for name in below)]
-    if isinstance(module, PackedSwitchExperts):
-        names += _linear_names(path, module)
+    names += _linear_names(path, module)
     parameters = getattr(config, "target_parameters", None) or ()
     return any(
         _is_target(tuner, config, name) or any(f".{name}".endswith(f".{parameter}") for parameter in parameters)
@@ -156,18 +163,21 @@ def _names(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
     )
 
 
-def _linear_names(path: str, module: PackedSwitchExperts) -> list[str]:
-    """The linear layers of the first of the experts that Switch Transformers keeps in modules of their own."""
-    return [f"{path}.expert_0.{projection}" for projection in module.projections]
-
-
-def _holds_linear(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
-    """Whether a packed module stands for linear layers that the configuration does not exclude."""
-    if not isinstance(module, PackedSwitchExperts):
+def _is_asked(tuner: Any, config: Any, path: str, module: PackedModule, everything: bool) -> bool:
+    """Whether a module that takes no adapter is named, or stands for linear layers where all are asked for."""
+    linear = _linear_names(path, module)
+    if not (_names(tuner, config, path, module) or (everything and linear)):
         return False
-    everything = copy.copy(config)
-    everything.target_modules = [path, *_linear_names(path, module)]
-    return all(_is_target(tuner, everything, name) for name in everything.target_modules)
+    alone = copy.copy(config)  # does it exclude the module, or the layer that it is in?
+    alone.target_modules = [path, *linear]
+    return all(_is_target(tuner, alone, name) for name in alone.target_modules)
+
+
+def _linear_names(path: str, module: PackedModule) -> list[str]:
+    """The linear layers of the first of the experts that Switch Transformers keeps in modules of their own."""
+    if not isinstance(module, PackedSwitchExperts):
+        return []
+    return [f"{path}.expert_0.{projection}" for projection in module.projections]
 
 
 def _is_target(tuner: Any, config: Any, name: str) -> bool:
@@ -182,15 +192,16 @@ def _check_lora(tuner: Any, config: Any, model: nn.Module, everything: bool) -> 
         UnsupportedModelError: it is.
     """
     refuse_training(config, model)
+    refuse_replication(config, model)
     asked = _with_linear(copy.copy(config), model)
     for path, module in _packed(model):
-        named = _names(tuner, asked, path, module)
         if not is_adaptable(module):
-            if named or (everything and _holds_linear(tuner, config, path, module)):
+            if _is_asked(tuner, asked, path, module, everything):
                 refuse(path, module, "LORA")
-        elif named and isinstance(module, PackedLinear):
+            continue
+        if _names(tuner, asked, path, module):
             refuse_settings(config, path)
-        elif module.stock:
+        if module.stock:
             _check_parameters(config, path, module)
 
 

@@ -9,7 +9,15 @@ from moepack.runtime.embedding import PackedEmbedding
 from moepack.runtime.linear import PackedLinear
 from moepack.runtime.packed import PackedModule
 
-__all__ = ["is_adaptable", "merge_refusal", "refuse", "refuse_merging", "refuse_settings", "refuse_training"]
+__all__ = [
+    "is_adaptable",
+    "merge_refusal",
+    "refuse",
+    "refuse_merging",
+    "refuse_replication",
+    "refuse_settings",
+    "refuse_training",
+]
 
 _NEED_WEIGHTS = {
     "use_bdlora": "BD-LoRA",
@@ -54,11 +62,20 @@ def refuse_settings(config: Any, path: str) -> None:
     wanted = next((name for setting, name in _NEED_WEIGHTS.items() if getattr(config, setting, None)), None)
     if wanted is not None:
         raise UnsupportedModelError(f"'{path}' is packed, and {wanted} needs weights as numbers; plain LoRA does not")
-    if getattr(config, "layer_replication", None):
-        raise UnsupportedModelError(f"'{path}' is packed, and layer_replication repeats layers that are not")
     if (start := config.init_lora_weights) not in _PLAIN_STARTS:
         message = f"'{path}' is packed, and init_lora_weights={start!r} needs weights as numbers; True does not"
         raise UnsupportedModelError(message)
+
+
+def refuse_replication(config: Any, model: nn.Module) -> None:
+    """Raise if layers are to be repeated, which copies packed bytes.
+
+    Raises:
+        UnsupportedModelError: they are.
+    """
+    if getattr(config, "layer_replication", None):
+        path = next(path for path, module in model.named_modules() if isinstance(module, PackedModule))
+        raise UnsupportedModelError(f"'{path}' is packed, and layer_replication repeats layers without packed weights")
 
 
 def refuse_training(config: Any, model: nn.Module) -> None:
