@@ -101,16 +101,16 @@ def _packed(model: nn.Module) -> list[tuple[str, Any]]:
 
 def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
     """Complete a configuration of LoRA: by peft's rules, in peft's order, then by the names of packed experts."""
-    from peft.utils import transformers_weight_conversion as conversion
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     if hasattr(getattr(model, "config", None), "model_type"):
-        found = conversion.get_model_conversion_mapping(model)
+        rules = get_model_conversion_mapping(model)
         try:
-            conversion.convert_peft_config_for_transformers(config, model=model, conversions=found)
+            convert_peft_config_for_transformers(config, model=model, conversions=rules)
         except ValueError as error:  # one of two projections that share a parameter
-            raise UnsupportedModelError(
-                f"packed experts have adapters where the unpacked ones have: {error}"
-            ) from error
+            message = f"packed experts take adapters where the unpacked ones do: {error}"
+            raise UnsupportedModelError(message) from error
     tuner._prepare_adapter_config(config, tuner.get_model_config(model))
     if config.target_modules and not _is_all_linear(config):
         _add_parameters(tuner, config, model)
