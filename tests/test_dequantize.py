@@ -50,6 +50,13 @@ def test_adapters_are_unloaded_before_a_model_is_dequantized() -> None:
     torch.testing.assert_close(logits(model.unload().dequantize()), logits(fresh("qwen3_moe")[1]))
 
 
+def test_a_model_on_two_kinds_of_devices_is_not_dequantized() -> None:
+    packed, _ = fresh("qwen3_moe")
+    packed.model.layers[1].mlp.experts.home = torch.device("cpu")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.experts.*one device"):
+        packed.dequantize()
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies_and_pickles_have_bytes_of_their_own(copied: Any, tmp_path: Path) -> None:
     """They do without the directory that the model was loaded from, with adapters and without."""

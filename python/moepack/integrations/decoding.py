@@ -27,18 +27,22 @@ def decode_model(model: Any, dtype: torch.dtype) -> None:
         dtype: of the decoded weights, and of the others where it is not the model's.
 
     Raises:
-        UnsupportedModelError: adapters stand around packed modules.
+        UnsupportedModelError: adapters stand around packed modules, or the model is split between a GPU and the CPU.
         LoadError, CorruptionError: the packed bytes are no more in memory, and their files cannot be read.
     """
     packed = {path: module for path, module in model.named_modules() if isinstance(module, PackedModule)}
     if adapted := next((path for path in packed if path.rpartition(".")[2] == "base_layer"), None):
         message = "an adapter stands around it; unload the adapter before the model is dequantized"
         raise UnsupportedModelError(message, tensor=adapted.removesuffix(".base_layer"))
+    if divided := next((path for path, module in packed.items() if module.home is not None), None):
+        message = "the CPU multiplies it for a model on a GPU; load the model on one device to dequantize it"
+        raise UnsupportedModelError(message, tensor=divided)
     plain, cast = _plain(model), dtype != model.dtype
     tied = dict(getattr(plain, "all_tied_weights_keys", None) or {})
     for path, module in packed.items():
         if f"{path}.weight" not in tied:
-            model.set_submodule(path, _filled(plain.get_submodule(path), module, dtype))
+            device = model.device if module.packed_bytes() is None else module.qweight.device
+            model.set_submodule(path, _filled(plain.get_submodule(path), module, dtype).to(device))
     for target, source in tied.items():
         path = target.rpartition(".")[0]
         if path in packed:
