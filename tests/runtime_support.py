@@ -5,6 +5,9 @@ loading and routing, so that a fault of a codec cannot hide one of the runtime, 
 """
 
 import math
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import ClassVar
 
@@ -125,6 +128,12 @@ if not hasattr(transformers.models.granitemoe.modeling_granitemoe, "GraniteMoeEx
     del SETTINGS["granitemoe"]  # older transformers have no experts module there, and nothing to replace
 ARCHITECTURES = sorted(SETTINGS)
 SWITCH = "switch_transformers"
+
+
+def python(code, *arguments):
+    """Run a script in a fresh interpreter."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def tiny_model(architecture, seed=0):

@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +22,7 @@ from runtime_support import (
     experts_modules,
     inputs,
     logits,
+    python,
     tiny_model,
     write_packed,
 )
@@ -68,12 +66,6 @@ def source_of(directory):
 
 def auto_class(architecture):
     return transformers.AutoModelForSeq2SeqLM if architecture == SWITCH else transformers.AutoModelForCausalLM
-
-
-def python(code, *arguments):
-    """Run a script in a fresh interpreter."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["ExpertsForm", "Place", "form_of", "is_experts"]
 
@@ -55,6 +55,25 @@ class ExpertsForm:
     def parameters(self) -> tuple[str, ...]:
         """The parameters that are packed."""
         return tuple(dict.fromkeys(place.parameter for place in self.places.values()))
+
+    def joined(self, values: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        """A parameter of the module from the projections in it; what they leave is zero.
+
+        Args:
+            values: `[E, R, C]` of one dtype, of all projections that lie in the parameter.
+            shape: of the parameter.
+        """
+        out = next(iter(values.values())).new_zeros(shape)
+        for projection, matrices in values.items():
+            place = self.places[projection]
+            turned = matrices.mT if place.transposed else matrices
+            if len(shape) == 2:
+                out.view(len(matrices), -1, shape[1])[:] = turned
+            elif place.transposed:
+                out[: len(matrices), :, place.rows] = turned
+            else:
+                out[: len(matrices), place.rows] = turned
+        return out
 
     def packed_name(self, projection: str) -> str:
         """The packed tensor's name below the module: the parameter's, where the projection has one for itself, so that

@@ -24,25 +24,36 @@ TARGETS: dict[str, Callable[[Path, Path], int]] = {
 """The formats by name; each is called with the packed directory and what is to be made, and returns bytes written."""
 
 
-def export(directory: str | PathLike[str], out: str | PathLike[str], to: str = "bf16") -> int:
+def export(
+    directory: str | PathLike[str],
+    out: str | PathLike[str],
+    to: str = "bf16",
+    adapter: str | PathLike[str] | None = None,
+) -> int:
     """Write a packed directory in another format. The tensors stream: one projection of a layer is held at a time.
 
     Args:
         directory: what `moepack compress` wrote.
         out: the directory (for `gguf` the file) to be made; it must not exist.
         to: "bf16", "compressed-tensors" or "gguf".
+        adapter: a directory of LoRA weights that peft saved; they are merged into the decoded weights (bf16 alone).
 
     Returns:
         Bytes written.
 
     Raises:
-        ValueError: there is no such format.
-        UnsupportedModelError: the format cannot hold what is packed; says which tensor and why.
-        LoadError, CorruptionError: the directory cannot be read.
+        ValueError: there is no such format, or it takes no adapter.
+        UnsupportedModelError: the format cannot hold what is packed, or the adapter cannot be merged; says which tensor
+            and why.
+        LoadError, CorruptionError: the directory, or the adapter, cannot be read.
         OutputExistsError: `out` exists.
         DiskError: the disk refused.
     """
     if to not in TARGETS:
         raise ValueError(f"unknown format '{to}'; there is: {', '.join(TARGETS)}")
+    if adapter is not None and to != "bf16":
+        raise ValueError(f"an adapter is merged into decoded weights alone (bf16); the codes of {to} stay as they are")
     refuse_existing(Path(out))
+    if adapter is not None:
+        return export_bf16(Path(directory), Path(out), Path(adapter))
     return TARGETS[to](Path(directory), Path(out))

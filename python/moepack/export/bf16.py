@@ -6,33 +6,41 @@ from pathlib import Path
 
 import torch
 
-from moepack.export.directory import ModelWriter, dense_entries, tensor_entry
-from moepack.export.names import CHANNELS, RESIDUALS, Experts, experts_of
+from moepack.export.directory import ModelWriter, dense_entries, entry_tensor, tensor_entry
+from moepack.export.merging import Adapter
+from moepack.export.names import Experts, experts_of
 from moepack.format.directory import PackedDirectory
 from moepack.format.shard import Entry
+from moepack.integrations.decoding import projection_values
 
 __all__ = ["export_bf16", "plain_shards"]
 
 
-def export_bf16(directory: Path, out: Path) -> int:
+def export_bf16(directory: Path, out: Path, adapter: Path | None = None) -> int:
     """Dequantize any packed directory; arguments and errors as for `export`.
 
     The tensors that were not packed keep their dtype; tied weights stay tied.
     """
     source = PackedDirectory.open(directory)
-    shards = plain_shards(source)
+    merged = None if adapter is None else Adapter(source, adapter)
+    shards = plain_shards(source, adapter=merged)
     with ModelWriter(source, out, len(shards)) as writer:
         for shard in shards:
             writer.shard([*shard()])
+        if merged is not None:
+            merged.finish()
         return writer.finish(None)
 
 
-def plain_shards(source: PackedDirectory, without: Set[str] = frozenset()) -> list[Callable[[], Iterable[Entry]]]:
+def plain_shards(
+    source: PackedDirectory, without: Set[str] = frozenset(), adapter: Adapter | None = None
+) -> list[Callable[[], Iterable[Entry]]]:
     """Return what makes the tensors of each shard of the ordinary checkpoint, decoded when they are asked for.
 
     Args:
         source: the packed directory.
         without: packed tensors that are left out.
+        adapter: what is merged into them.
 
     Raises:
         CorruptionError, UnsupportedModelError: as for `experts_of`.
@@ -40,15 +48,29 @@ def plain_shards(source: PackedDirectory, without: Set[str] = frozenset()) -> li
     shards: list[Callable[[], Iterable[Entry]]] = []
     for layer in experts_of(source):
         if without.isdisjoint(layer.packed.values()):
-            shards += [partial(_expert_entries, source, layer, projections) for projections in layer.files()]
+            shards += [partial(_expert_entries, source, layer, projections, adapter) for projections in layer.files()]
     for names in _linears(source):
         if left := [name for name in names if name not in without]:
-            shards.append(partial(_linear_entries, source, left))
-    return shards + [partial(iter, entries) for entries in dense_entries(source)]
+            shards.append(partial(_linear_entries, source, left, adapter))
+    return shards + [partial(_dense_entries, entries, adapter) for entries in dense_entries(source)]
 
 
-def _linear_entries(source: PackedDirectory, names: list[str]) -> Iterator[Entry]:
-    return (tensor_entry(name, _values(source, name)[0]) for name in names)
+def _linear_entries(source: PackedDirectory, names: list[str], adapter: Adapter | None) -> Iterator[Entry]:
+    for name in names:
+        values = _values(source, name)[0]
+        if adapter is not None:
+            values = adapter.merged(f"{source.manifest.tensors[name].module}.weight", values)
+        yield tensor_entry(name, values)
+
+
+def _dense_entries(entries: Iterable[Entry], adapter: Adapter | None) -> Iterator[Entry]:
+    """Tensors that were never packed: mapped, but for those that an adapter changes."""
+    changed = {} if adapter is None else adapter.dense()
+    for entry in entries:
+        if adapter is None or entry.name not in changed:
+            yield entry
+        else:
+            yield tensor_entry(entry.name, adapter.merged(changed[entry.name], entry_tensor(entry)))
 
 
 def _linears(source: PackedDirectory) -> list[list[str]]:
@@ -60,47 +82,28 @@ def _linears(source: PackedDirectory) -> list[list[str]]:
     return [*files.values()]
 
 
-def _expert_entries(source: PackedDirectory, layer: Experts, projections: tuple[str, ...]) -> Iterator[Entry]:
+def _expert_entries(
+    source: PackedDirectory, layer: Experts, projections: tuple[str, ...], adapter: Adapter | None
+) -> Iterator[Entry]:
     """One tensor for each expert, or one that stacks them (gate above up, or as transformers' module holds them)."""
     if layer.form is not None:
-        values = {projection: _values(source, layer.packed[projection]) for projection in projections}
-        yield tensor_entry(layer.name(projections[0], 0), _joined(layer, values))
+        values = {projection: _projection(source, layer, projection, adapter) for projection in projections}
+        shape = layer.shapes[layer.form.places[projections[0]].parameter]
+        yield tensor_entry(layer.name(projections[0], 0), layer.form.joined(values, shape))
         return
     if not layer.layout.stacked:
         (projection,) = projections
-        for expert, matrix in enumerate(_projection(source, layer, projection)):
+        for expert, matrix in enumerate(_projection(source, layer, projection, adapter)):
             yield tensor_entry(layer.name(projection, expert), matrix)
         return
-    parts = [_projection(source, layer, projection) for projection in projections]
+    parts = [_projection(source, layer, projection, adapter) for projection in projections]
     yield tensor_entry(layer.name(projections[0], 0), torch.cat(parts, dim=1))
 
 
-def _joined(layer: Experts, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A parameter of transformers' module from the projections in it, `[E, R, C]` each; what they leave is zero."""
-    assert layer.form is not None
-    places = [layer.form.places[projection] for projection in values]
-    shape = layer.shapes[places[0].parameter]
-    out = torch.zeros(shape, dtype=torch.bfloat16)
-    for place, matrices in zip(places, values.values(), strict=True):
-        turned = matrices.mT if place.transposed else matrices
-        if len(shape) == 2:
-            out.view(len(matrices), -1, shape[1])[:] = turned
-        elif place.transposed:
-            out[: len(matrices), :, place.rows] = turned
-        else:
-            out[: len(matrices), place.rows] = turned
-    return out
-
-
-def _projection(source: PackedDirectory, layer: Experts, projection: str) -> torch.Tensor:
+def _projection(source: PackedDirectory, layer: Experts, projection: str, adapter: Adapter | None) -> torch.Tensor:
     """The values of a projection, `[E, R, C]` bfloat16."""
-    records = next((name for name in (CHANNELS, RESIDUALS) if name in layer.packed), None)
-    if records is None or projection == "up_proj":
-        return torch.from_numpy(source.blob(layer.packed[projection]).dequantize("bfloat16")).view(torch.bfloat16)
-    gate, down = _values(source, layer.packed[records]).chunk(2, dim=2)
-    half = gate if projection == "gate_proj" else down.transpose(1, 2)
-    coarse = _values(source, layer.packed[projection]) if records == RESIDUALS else 0.0
-    return (half + coarse).bfloat16()
+    values = projection_values(lambda name: _values(source, layer.packed[name]), layer.packed, projection)
+    return (values if adapter is None else adapter.merged_experts(layer.module, projection, values)).bfloat16()
 
 
 def _values(source: PackedDirectory, name: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from moepack.errors import CorruptionError
 from moepack.format.atomic import write_inside
 from moepack.format.directory import PackedDirectory
-from moepack.format.header import read_header
+from moepack.format.header import DTYPES, read_header
 from moepack.format.hub import CONFIG, INDEX, PREDICTORS, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
@@ -20,7 +20,7 @@ from moepack.mapping import map_file
 from moepack.pipeline.job import PARTIAL
 from moepack.pipeline.journal import Workspace
 
-__all__ = ["ModelWriter", "dense_entries", "tensor_entry"]
+__all__ = ["ModelWriter", "dense_entries", "entry_tensor", "tensor_entry"]
 
 
 class ModelWriter:
@@ -82,6 +82,11 @@ def tensor_entry(name: str, tensor: torch.Tensor) -> Entry:
     """An entry for a tensor in memory."""
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), lambda: memoryview(flat))
+
+
+def entry_tensor(entry: Entry) -> torch.Tensor:
+    """The tensor of an entry, copied."""
+    return torch.frombuffer(bytearray(entry.data()), dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
 def dense_entries(source: PackedDirectory) -> Iterator[list[Entry]]:

@@ -17,14 +17,9 @@ from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.errors import CorruptionError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
+from moepack.integrations.decoding import CHANNELS, RESIDUALS
 
-__all__ = ["CHANNELS", "RESIDUALS", "Experts", "experts_of"]
-
-CHANNELS = "channels"
-"""The projection that stands for gate and down: rows of the one beside columns of the other."""
-
-RESIDUALS = "residuals"
-"""The projection of residuals: what is added to the rows of gate and to the columns of down."""
+__all__ = ["Experts", "experts_of"]
 
 
 @dataclass(frozen=True)

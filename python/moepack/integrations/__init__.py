@@ -1,8 +1,8 @@
 """Where moepack plugs into other libraries.
 
-`register()` makes `AutoModel...from_pretrained` read packed directories. It is called by `import moepack`, and costs
-nothing until transformers is used: where transformers' quantizers are not imported yet, the registration waits for
-their import.
+`register()` makes `AutoModel...from_pretrained` read packed directories, and peft adapt the models that it gives. It is
+called by `import moepack`, and costs nothing until transformers or peft is used: what is registered with a module
+waits for its import, where it is not imported yet.
 
 Programs that never heard of moepack, such as `lm_eval --model hf`, read packed directories as well, where it is
 installed: transformers looks for no plugins, but torch calls the entry points `torch.backends` when it is imported, and
@@ -19,52 +19,65 @@ from types import ModuleType
 
 __all__ = ["register"]
 
-_TARGET = "transformers.quantizers.auto"
+_PLUGINS = {
+    "transformers.quantizers.auto": ("moepack.integrations.transformers", "install"),
+    "peft.tuners.tuners_utils": ("moepack.integrations.peft", "install"),
+    "peft.peft_model": ("moepack.integrations.peft", "install_prompts"),
+}
+"""For each module of another library the module and the function of ours that register with it."""
 
 
 def register() -> None:
-    """Register moepack's quantizer with transformers, now or as soon as transformers' quantizers are imported."""
-    if _TARGET in sys.modules and not _is_importing():
-        _install()
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    """Register with transformers and peft, now or as soon as the modules that are registered with are imported."""
+    for target in _PLUGINS:
+        if target in sys.modules and not _is_importing(target):
+            _install(target)
+        elif not any(isinstance(finder, _AfterImport) and finder.target == target for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(target))
 
 
-def _is_importing() -> bool:
-    """Whether the import of transformers' quantizers has begun and not ended: they import torch, which calls here."""
-    return getattr(getattr(sys.modules.get(_TARGET), "__spec__", None), "_initializing", False)
+def _is_importing(target: str) -> bool:
+    """Whether the import of a module has begun and not ended: it may import torch, which calls here."""
+    return getattr(getattr(sys.modules.get(target), "__spec__", None), "_initializing", False)
 
 
-def _install() -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
-    import_module("moepack.integrations.transformers").install()
+def _install(target: str) -> None:
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if not (isinstance(finder, _AfterImport) and finder.target == target)
+    ]
+    module, function = _PLUGINS[target]
+    getattr(import_module(module), function)()
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds nothing by itself: lets the other finders find transformers' quantizers, and appends the registration.
+    """Finds nothing by itself: lets the other finders find a module, and appends the registration.
 
-    Where the quantizers are being imported already, it waits for the first module of transformers behind them.
+    Where the module is being imported already, it waits for the first module of the same library behind it.
     """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._library = target.partition(".")[0] + "."
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Answer for what is waited for."""
-        if fullname != _TARGET and not (_TARGET in sys.modules and fullname.startswith("transformers.")):
+        if fullname != self.target and not (self.target in sys.modules and fullname.startswith(self._library)):
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader)
+            spec.loader = _Then(spec.loader, self.target)
         return spec
 
 
 class _Then(Loader):
-    """A loader that registers moepack after the module has run."""
+    """A loader that registers with `target` after a module has run."""
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    def __init__(self, loader: Loader, target: str) -> None:
+        self.loader, self.target = loader, target
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Leave it to the wrapped loader."""
@@ -76,5 +89,5 @@ class _Then(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        if module.__name__ == _TARGET or not _is_importing():
-            _install()
+        if module.__name__ == self.target or not _is_importing(self.target):
+            _install(self.target)

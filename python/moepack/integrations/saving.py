@@ -7,6 +7,7 @@ the loaded model is not written.
 
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,11 +25,20 @@ __all__ = ["Saver"]
 class Saver:
     """The `save_pretrained` of a model that was loaded from `directory`.
 
-    Pickled and copied with its model; holds nothing but the path.
+    Pickled and copied with its model. Once transformers has added adapters to the model (`load_adapter`), it saves
+    those alone, as it does of any model.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, model: Any) -> None:
         self._directory = directory
+        self._model = weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Saver":
+        model = self._model()
+        return type(self)(self._directory, memo.get(id(model), model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._directory, self._model())
 
     def __call__(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any) -> None:
         """Write an equal packed directory; the manifest comes last, so an interrupted call leaves none.
@@ -44,6 +54,10 @@ class Saver:
             OutputExistsError: `save_directory` holds weights of another model.
             DiskError: the disk is full or refuses.
         """
+        model: Any = self._model()
+        if getattr(model, "_hf_peft_config_loaded", False):
+            type(model).save_pretrained(model, save_directory, push_to_hub=push_to_hub, **options)
+            return
         target = Path(save_directory)
         with disk_errors(target):
             target.mkdir(parents=True, exist_ok=True)

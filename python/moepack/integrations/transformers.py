@@ -25,10 +25,11 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moepack.checkpoint.experts import form_of
+from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format.directory import check_listed
 from moepack.format.plausible import SMALL
+from moepack.integrations.decoding import decode_model
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
 from moepack.runtime.backends import is_silu
@@ -229,8 +230,13 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         install_decoder(model)
         watch(model)
         carried_of(model)
-        model.save_pretrained = Saver(directory.path)
+        model.save_pretrained = Saver(directory.path, model)
         del self._directory, self._modules, self._paths, self._tied, self._dtypes, self._model
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Decode the packed weights of a loaded model, in its place; errors as for `decode_model`."""
+        decode_model(model, dtype or model.dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -339,10 +345,19 @@ def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
         return PackedSwitchExperts(expected, act_fn)
     for twin in (SparseExperts, RefinedExperts):
         if form is not None and form.kind == "gated" and set(shapes) == set(twin.projections):
-            return _sparse(twin, original, path, shapes, form.shapes)
+            sparse = _sparse(twin, original, path, shapes, form.shapes)
+            sparse.stand_for(original, form)
+            return sparse
     if form is None or set(shapes) != set(form.shapes):
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
     _require_shapes(path, shapes, form.shapes)
+    module = _packed_experts(original, form)
+    module.stand_for(original, form)
+    return module
+
+
+def _packed_experts(original: Any, form: ExpertsForm) -> PackedExperts | PackedOwnExperts | PackedExpertProducts:
+    """The packed twin of an experts module, by what calls it and how."""
     if form.kind == "product":
         return PackedExpertProducts(form.shapes)
     if form.kind == "own":

@@ -57,6 +57,10 @@ class PackedEmbedding(PackedModule):
         self._buffers.pop("packed")
         self.readers.clear()
 
+    def _is_kept_elsewhere(self, projection: str) -> bool:
+        """Not where there is a decoded table in their place."""
+        return self.table is None and super()._is_kept_elsewhere(projection)
+
     def _decoded(self, device: torch.device) -> Tensor:
         """The table on a device."""
         return views.rows(self.matrix("packed"), torch.arange(self.num_embeddings), self.dtype).to(device)

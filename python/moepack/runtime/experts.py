@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from moepack.runtime import gradients
+from moepack.runtime.adapters import NONE, Adapters, LowRank, joined, split
 from moepack.runtime.backends import Activation, backend_for
 from moepack.runtime.ops import activation_name
 from moepack.runtime.ops import experts as traced_experts
@@ -45,22 +46,56 @@ __all__ = [
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A grouped product: rows sorted by expert, and where each expert's begin (`Backend.grouped`)."""
 
+Parts = Callable[..., Iterator[torch.Tensor]]
+"""Gives the parts that an output is the sum of, from the inputs and the factors of adapters (`adapters.split`)."""
+
+
+def _with_adapters(
+    product: Product, adapters: Sequence[LowRank], x: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """A grouped product and what adapters add to it, [N, R] float32."""
+    outputs = product(x, offsets)
+    for adapter in adapters:
+        outputs = outputs + adapter.product(x, offsets)
+    return outputs
+
 
 class _Routed(PackedModule, ABC):
     """Experts as single products, with operations of torch between and behind them: what a gradient is computed by."""
 
     num_experts: int
+    takes_adapters = True
 
-    def _parts(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _parts(
+        self,
+        adapted: Sequence[str],
+        x: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        *factors: torch.Tensor,
+    ) -> Iterator[torch.Tensor]:
         """The parts that the output is the sum of, [T, H] float32 each: one a portion of the store."""
+        adapters = joined(adapted, factors)
         for matrices, chosen in self.store.portions(self, index, x.device):
             products = [partial(gradients.grouped, matrix=matrix, mode=self.mode) for matrix in matrices]
-            yield self._portion(products, x, chosen, weights)
+            yield self._portion(self._adapted(products, adapters), x, chosen, weights)
 
-    def _traced(self, data: Sequence[torch.Tensor]) -> list[Product]:
+    def _summed(self, parts: Parts, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """The sum of the parts, [T, H] float32, in the order in which they come."""
+        return sum(parts(x, *others), torch.zeros_like(x, dtype=torch.float32))
+
+    def _adapted(self, products: Sequence[Product], adapters: Adapters) -> Sequence[Product]:
+        """The products of all projections with their adapters."""
+        if not adapters:
+            return products
+        pairs = zip(self.projections, products, strict=True)
+        return [partial(_with_adapters, product, adapters.get(name, ())) for name, product in pairs]
+
+    def _traced(self, data: Sequence[torch.Tensor], adapters: Adapters) -> Sequence[Product]:
         """The products of all projections in compiled code."""
         pairs = zip(data, self.shapes.values(), strict=True)
-        return [partial(traced_grouped, data=bytes_, rows=shape[1], mode=self.mode) for bytes_, shape in pairs]
+        products = [partial(traced_grouped, data=bytes_, rows=shape[1], mode=self.mode) for bytes_, shape in pairs]
+        return self._adapted(products, adapters)
 
     def _portion(
         self, products: Sequence[Product], x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
@@ -100,16 +135,22 @@ class _Experts(_Routed):
         self.act_fn = act_fn
         self._activation = activation_name(act_fn)
 
-    def _run(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, adapters: Adapters = NONE
+    ) -> torch.Tensor:
         """Sum the chosen experts' outputs: [..., H], [T, k], [T, k], to the shape and dtype of `hidden_states`."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         x, index, weights = self.brought_home(flat, index, weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
         if data is None:
-            forward = partial(interlude, self._forward) if self.store.asks_host else self._forward
-            outputs = gradients.recomputed(forward, self._parts, x, index, weights)
-        elif torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
-            outputs = self._portion(self._traced(data), x, index, weights)
+            adapted, factors = split(adapters, x.device)
+            parts = partial(self._parts, adapted)
+            forward = partial(self._summed, parts) if adapted else self._forward
+            if self.store.asks_host or (adapted and x.is_cuda):  # adapters ask where each expert's rows begin
+                forward = partial(interlude, forward)
+            outputs = gradients.recomputed(forward, parts, x, index, weights, *factors)
+        elif adapters or (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)):
+            outputs = self._portion(self._traced(data, adapters), x, index, weights)
         else:
             rows = x.shape[1]
             outputs = traced_experts(x, index, weights, data, rows, self._activation, self.mode)
@@ -142,7 +183,11 @@ class PackedExperts(_Experts):
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Adapters = NONE,
     ) -> torch.Tensor:
         """Sum the chosen experts' outputs.
 
@@ -150,11 +195,12 @@ class PackedExperts(_Experts):
             hidden_states: [T, H], float32, bfloat16 or float16, on the device of a backend.
             top_k_index: [T, k], the chosen experts; a number >= E is skipped.
             top_k_weights: [T, k], floating point.
+            adapters: what is added to the projections.
 
         Returns:
             [T, H] in the dtype of `hidden_states`.
         """
-        return self._run(hidden_states, top_k_index, top_k_weights)
+        return self._run(hidden_states, top_k_index, top_k_weights, adapters)
 
 
 class PackedPlainExperts(PackedExperts):
@@ -167,13 +213,16 @@ class PackedIdentityExperts(PackedExperts):
     """Gated experts, and beyond them numbers that give the token back, as the zero-computation experts of LongCat."""
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Adapters = NONE,
     ) -> torch.Tensor:
         """Sum the chosen experts' outputs and the token's own share; arguments and result as of `PackedExperts`."""
         share = (top_k_weights * (top_k_index >= self.num_experts)).sum(-1, keepdim=True)
-        return super().forward(hidden_states, top_k_index, top_k_weights) + (hidden_states * share).to(
-            hidden_states.dtype
-        )
+        outputs = super().forward(hidden_states, top_k_index, top_k_weights, adapters)
+        return outputs + (hidden_states * share).to(hidden_states.dtype)
 
 
 class PackedEveryExperts(PackedExperts):
@@ -182,13 +231,14 @@ class PackedEveryExperts(PackedExperts):
     Llama 4 calls its experts so. Rows of zeros have outputs of zeros and are left out.
     """
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, hidden_states: torch.Tensor, adapters: Adapters = NONE) -> torch.Tensor:  # type: ignore[override]
         """Run the experts: [E * T, H], expert by expert, to [E * T, H] in the same dtype."""
         rows = hidden_states.any(dim=-1).nonzero()
         index = rows // (len(hidden_states) // self.num_experts)
         outputs = torch.zeros_like(hidden_states)
         chosen = rows.squeeze(-1)
-        outputs[chosen] = self._run(hidden_states[chosen], index, torch.ones_like(index, dtype=torch.float32))
+        weights = torch.ones_like(index, dtype=torch.float32)
+        outputs[chosen] = self._run(hidden_states[chosen], index, weights, adapters)
         return outputs
 
 
@@ -210,19 +260,22 @@ class PackedOwnExperts(OwnCode, _Routed):
         self.adopt(original)
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Adapters = NONE,
     ) -> torch.Tensor:
         """Sum the chosen experts' outputs; arguments and result as of `PackedExperts`."""
         x, index, weights = self.brought_home(hidden_states, top_k_index, top_k_weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
         if data is None:
-            outputs = gradients.recomputed(self._forward, self._parts, x, index, weights)
+            adapted, factors = split(adapters, x.device)
+            parts = partial(self._parts, adapted)
+            outputs = gradients.recomputed(partial(self._summed, parts), parts, x, index, weights, *factors)
         else:
-            outputs = self._portion(self._traced(data), x, index, weights)
+            outputs = self._portion(self._traced(data, adapters), x, index, weights)
         return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype)
-
-    def _forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return sum(self._parts(x, index, weights), torch.zeros_like(x, dtype=torch.float32))
 
 
 class PackedExpertProducts(PackedModule):
@@ -233,12 +286,16 @@ class PackedExpertProducts(PackedModule):
     """
 
     projections = ("matrices",)
+    takes_adapters = True
 
-    def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, expert_size: Sequence[int], adapters: Adapters = NONE) -> torch.Tensor:
         """Multiply rows, sorted by expert: [N, C] and how many belong to each expert, to [N, R]."""
         offsets = torch.tensor([0, *expert_size]).cumsum(0)
         forward, parts = partial(self._forward, offsets), partial(self._parts, offsets)
-        return gradients.recomputed(forward, parts, inputs).to(inputs.dtype)
+        outputs = gradients.recomputed(forward, parts, inputs)
+        for adapter in adapters.get("matrices", ()):
+            outputs = outputs + adapter.to(inputs.device).product(inputs, offsets)
+        return outputs.to(inputs.dtype)
 
     def _forward(self, offsets: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         zeros = inputs.new_zeros((len(inputs), self.shapes["matrices"][1]), dtype=torch.float32)
@@ -271,6 +328,7 @@ class SparseExperts(PackedExperts):
     """
 
     projections: tuple[str, ...] = ("up_proj", "channels")
+    takes_adapters = False
 
     def __init__(self, shapes: Mapping[str, Shape], act_fn: Activation) -> None:
         super().__init__(shapes, act_fn)
@@ -358,6 +416,7 @@ class PackedSwitchExperts(_Experts):
     """
 
     projections = ("wi", "wo")
+    takes_adapters = False
 
     def forward(
         self, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor

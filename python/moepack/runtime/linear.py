@@ -36,11 +36,6 @@ class PackedLinear(PackedModule):
         self.in_features, self.out_features = columns, rows
         self.register_parameter("bias", bias)
 
-    @property
-    def qweight(self) -> torch.Tensor | None:
-        """The packed bytes, by the name under which peft looks for where a quantized layer is."""
-        return self._buffers.get("packed")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply.
 
@@ -61,6 +56,15 @@ class PackedLinear(PackedModule):
         if self.bias is not None:
             product = product + self.bias
         return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The packed bytes, by the name whose presence tells peft that `dequantize` gives the weights."""
+        return self.qweight
+
+    def dequantize(self) -> torch.Tensor:
+        """Decode the weights, to `[rows, columns]` float32 where the module computes."""
+        return self.values("packed")[0].to(self.qweight.device)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -7,12 +7,17 @@ Invariants:
 """
 
 from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from moepack.arrays import AnyTensor
+from moepack.checkpoint.experts import ExpertsForm
 from moepack.errors import LoadError
+from moepack.format.directory import PackedDirectory
+from moepack.registry import open_tensor
 from moepack.runtime.backends import Matrix
 from moepack.runtime.compute import ComputingModule
 from moepack.runtime.store import ExpertStore, MappedStore, Shape
@@ -24,6 +29,9 @@ class PackedModule(ComputingModule):
     """A module whose projections are packed; a subclass computes.
 
     Attributes:
+        takes_adapters: whether the parameters that it stands for can have low-rank adapters (`runtime.adapters`).
+        form, stock: how the experts module that it stands for holds its experts, and the shapes of the parameters that
+            are packed; None and nothing where it stands for no experts, or for modules of a linear layer each.
         store: where their bytes are.
         shapes: the projections' shapes, in the order of the computation.
         places: where their bytes come from, for messages.
@@ -33,6 +41,9 @@ class PackedModule(ComputingModule):
     """
 
     projections: tuple[str, ...]
+    takes_adapters = False
+    form: ExpertsForm | None = None
+    stock: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     home: torch.device | None = None
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
@@ -41,6 +52,19 @@ class PackedModule(ComputingModule):
         self.places: dict[str, dict[str, Any]] = {}
         self.readers: dict[str, tuple[int, Matrix]] = {}
         self.store: ExpertStore = MappedStore()
+
+    def stand_for(self, original: Any, form: ExpertsForm) -> None:
+        """Note what an experts module of transformers, of a known form, holds in its parameters."""
+        self.form = form
+        self.stock = {name: tuple(original.get_parameter(name).shape) for name in form.parameters}
+        self.is_transposed = getattr(original, "is_transposed", False)  # what peft asks experts for
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        """A tensor where the module computes, by the name under which peft looks for where a quantized layer is."""
+        buffers = (self._buffers.get(projection) for projection in self.projections)
+        there = next((buffer for buffer in buffers if buffer is not None), None)
+        return torch.empty(0, dtype=torch.uint8, device=self.home) if there is None else there
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +80,22 @@ class PackedModule(ComputingModule):
         matrices = self.store.fetch(self, None, torch.device("cpu"))
         return matrices[self.projections.index(projection)]
 
+    def values(self, projection: str) -> torch.Tensor:
+        """The values `[E, R, C]` of a projection, float32 on the CPU.
+
+        They are decoded from the bytes, where these are in the CPU's memory, or else from the file that they came from.
+
+        Raises:
+            LoadError, CorruptionError: neither can be read.
+        """
+        data, place = self._buffers.get(projection), self.places.get(projection, {})
+        if data is not None and data.device.type == "cpu":
+            return torch.from_numpy(open_tensor(data.numpy(), **place).dequantize())
+        if not place.get("file"):
+            raise LoadError(f"the packed bytes of {projection} are neither in memory nor in a known file")
+        directory = PackedDirectory.open(Path(place["file"]).parent)
+        return torch.from_numpy(directory.blob(place["tensor"]).dequantize())
+
     def packed_bytes(self) -> list[torch.Tensor] | None:
         """The bytes of all projections, in order; None where a store keeps them elsewhere."""
         buffers = [self._buffers.get(projection) for projection in self.projections]
@@ -68,6 +108,22 @@ class PackedModule(ComputingModule):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the store and its readers out of copies and pickles, which have their bytes in ordinary memory."""
         return {**self.__dict__, "readers": {}, "store": MappedStore()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the files of bytes that a store kept elsewhere, which are in no copy.
+
+        Raises:
+            LoadError, CorruptionError: a file is gone, or is another.
+        """
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for projection, place in self.places.items():
+            if self._is_kept_elsewhere(projection) and place.get("file"):
+                directory = PackedDirectory.open(Path(place["file"]).parent)
+                self.attach(projection, directory.tensors()[place["tensor"]], **place)
+
+    def _is_kept_elsewhere(self, projection: str) -> bool:
+        """Whether a projection has bytes that are no buffer of the module."""
+        return self._buffers.get(projection) is None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         """Adopt the given bytes instead of writing them into the buffer, which may be a read-only map."""

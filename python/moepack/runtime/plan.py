@@ -9,6 +9,7 @@ Tensors are read in place; only the packed expansion of latents (`kv_b_proj` of 
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,10 @@ _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not change with the length."""
 
 
+_SWITCHES = ("_active_adapter", "_disable_adapters", "scaling")
+"""Attributes by which layers of peft choose adapters and scale them; a recorded step has their values built in."""
+
+
 class Unknown(Exception):
     """Something that the core's decoder is not known to compute."""
 
@@ -53,6 +58,7 @@ class Guard:
     hooks: list[Mapping[Any, Any]] = field(default_factory=list)
     attributes: list[Mapping[str, Any]] = field(default_factory=list)
     modules: list[tuple[PackedModule, str | None]] = field(default_factory=list)
+    switches: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module) -> "Guard":
@@ -78,6 +84,7 @@ class Guard:
             and all(_is_at(parent.get(name), pointer) for parent, name, pointer in self.tensors)
             and compute_mode() == self.mode
             and all(module.mode == mode for module, mode in self.modules)
+            and all(attributes[name] == value for attributes, name, value in self.switches)
         )
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
@@ -89,6 +96,9 @@ class Guard:
             self.hooks += [module._forward_hooks, module._forward_pre_hooks]
             self.hooks += [module._backward_hooks, module._backward_pre_hooks]
             self.attributes.append(module.__dict__)
+            if "_active_adapter" in module.__dict__:
+                found = {name: value for name, value in module.__dict__.items() if name in _SWITCHES}
+                self.switches += [(module.__dict__, name, copy(value)) for name, value in found.items()]
 
 
 def _watched(hooks: Mapping[Any, Any]) -> bool:

@@ -1,0 +1,220 @@
+"""An adapter that peft saved, merged into decoded weights as they are written (`export --adapter`).
+
+peft reads the adapter beside a model whose weights take no memory, so the adapter alone is there. What it changes of a
+parameter is computed when the parameter's values come. Layers whose change is not known here are refused.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.experts import form_of
+from moepack.checkpoint.names import Names
+from moepack.errors import LoadError, UnsupportedModelError
+from moepack.format.directory import PackedDirectory
+from moepack.runtime.adapters import LowRank, by_projection
+
+__all__ = ["Adapter"]
+
+Change = Callable[[Tensor], Tensor]
+"""Gives the merged values, float32, from those of the base model."""
+
+
+class Adapter:
+    """What a saved adapter changes of a model.
+
+    Args:
+        source: the packed model.
+        directory: what peft's `save_pretrained` wrote.
+
+    Raises:
+        LoadError: peft is not installed, or cannot read the adapter beside this model.
+        UnsupportedModelError: it is no LoRA, or has a layer that cannot be merged.
+    """
+
+    def __init__(self, source: PackedDirectory, directory: Path) -> None:
+        self._path = directory
+        self._changes: dict[str, Change] = {}
+        self._experts: dict[tuple[str, str], LowRank] = {}
+        model = _beside(source, directory)
+        base = model.get_base_model()
+        self._names = Names(_DenseNames(source), meta_model(source.path, source.config))  # type: ignore[arg-type]
+        for path, module in base.named_modules():
+            self._read(base, path.replace(".base_layer", ""), module)
+        for name, parameter in base.named_parameters():
+            if parameter.ndim == 1 and not parameter.isnan().all() and not _is_adapters(name):
+                self._changes[name.replace(".base_layer", "")] = _replaced(parameter.detach())
+        self._refuse_tied()
+
+    def merged(self, parameter: str, values: Tensor) -> Tensor:
+        """The values of a parameter, with what the adapter changes; in their own dtype.
+
+        Args:
+            parameter: its path in transformers' model.
+            values: of the base model.
+        """
+        change = self._changes.pop(parameter, None)
+        return values if change is None else change(values.float()).to(values.dtype)
+
+    def merged_experts(self, module: str, projection: str, values: Tensor) -> Tensor:
+        """The values `[E, R, C]` of a projection of experts, with what the adapter changes."""
+        factors = self._experts.pop((module, projection), None)
+        return values if factors is None else torch.baddbmm(values.float(), factors.up, factors.down).to(values.dtype)
+
+    def dense(self) -> Mapping[str, str]:
+        """The parameters that the adapter changes and that are stored as they are, by the names of their tensors."""
+        plain = self._names.plain
+        return {plain[parameter]: parameter for parameter in self._changes if parameter in plain}
+
+    def finish(self) -> None:
+        """Make sure that everything has been merged.
+
+        Raises:
+            UnsupportedModelError: the directory has no tensor for something that the adapter changes.
+        """
+        left = [*self._changes, *(f"{module}.{projection}" for module, projection in self._experts)]
+        if left:
+            message = f"the adapter changes {left[0]}, which is no tensor of the packed directory by itself"
+            raise UnsupportedModelError(message, file=self._path)
+
+    def _read(self, base: Any, path: str, module: Any) -> None:
+        """Note what a layer of peft changes."""
+        from peft.tuners import lora
+        from peft.tuners.lora.layer import ParamWrapper
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+        if isinstance(module, ModulesToSaveWrapper):
+            (trained,) = module.modules_to_save.values()
+            self._changes |= {f"{path}.{name}": _replaced(value.detach()) for name, value in trained.named_parameters()}
+        elif isinstance(module, ParamWrapper):
+            self._read_parameter(path, module)
+        elif type(module) is lora.Linear and not {*module.lora_variant} - _with_magnitude(module):
+            self._changes[f"{path}.weight"] = _linear(module)
+            for adapter in module.lora_B:
+                if (bias := module.lora_B[adapter].bias) is not None:
+                    self._changes[f"{path}.bias"] = _added(bias.detach() * module.scaling[adapter])
+        elif type(module) is lora.Embedding and not module.lora_variant:
+            for adapter in module.lora_embedding_A:
+                self._changes[f"{path}.weight"] = _added(module.get_delta_weight(adapter).detach())
+        elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            message = f"the adapter has a layer that cannot be merged, {type(module).__name__} at '{path}'"
+            raise UnsupportedModelError(message, file=self._path)
+
+    def _read_parameter(self, path: str, module: Any) -> None:
+        """Note what the factors of a parameter change: of a router's, or of experts'."""
+        name = module.parameter_name
+        form = form_of(module.get_base_layer())
+        for adapter in module.lora_A:
+            if form is not None and name in form.parameters:
+                factors = by_projection(form, name, *_detached(module.get_delta_factors(adapter)))
+                self._experts.update({(path, projection): each for projection, each in factors.items()})
+            elif module.get_param().ndim == 2:
+                self._changes[f"{path}.{name}"] = _added(_product(module, adapter))
+            else:
+                message = f"the adapter changes {path}.{name}, which packs no experts of a known form"
+                raise UnsupportedModelError(message, file=self._path)
+
+    def _refuse_tied(self) -> None:
+        tied = self._names.tied
+        for parameter in self._changes:
+            if parameter in tied or parameter in tied.values():
+                message = f"the adapter changes {parameter}, which is tied to another: only one of them would change"
+                raise UnsupportedModelError(message, file=self._path)
+
+
+class _DenseNames:
+    """The names of the tensors that were not packed, as of a checkpoint."""
+
+    def __init__(self, source: PackedDirectory) -> None:
+        self._names = [name for name, record in source.manifest.tensors.items() if not record.packed]
+
+    def names(self) -> list[str]:
+        """All of them."""
+        return self._names
+
+
+def _beside(source: PackedDirectory, directory: Path) -> Any:
+    """The model without weights, and the adapter beside it."""
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError as error:
+        raise LoadError(f"peft is needed to read an adapter (pip install 'moepack[train]'): {error}") from error
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        if method != "LORA":
+            raise UnsupportedModelError(f"adapters of LoRA can be merged, this is one of {method}", file=directory)
+        model = meta_model(source.path, source.config)
+        _without_memory(model)
+        model = get_peft_model(model, config)
+        result = model.load_adapter(str(directory), "default", torch_device="cpu")
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise LoadError(f"peft cannot read the adapter beside this model: {reason}", file=directory) from error
+    for what, names in (("lacks", result.missing_keys), ("has, and the model does not,", result.unexpected_keys)):
+        if names:
+            raise LoadError(f"the adapter is another model's: it {what} {names[0]}", file=directory)
+    return model
+
+
+def _without_memory(model: Any) -> None:
+    """Put a model on the CPU, where peft puts adapters of its layers, with matrices of one number each.
+
+    Vectors are NaN: those that the adapter has trained, such as biases, are numbers afterwards.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            matrix = parameter.ndim > 1
+            values = torch.zeros(1).expand(parameter.shape) if matrix else torch.full(parameter.shape, torch.nan)
+            setattr(module, name, nn.Parameter(values, requires_grad=False))
+
+
+def _is_adapters(name: str) -> bool:
+    """Whether a parameter belongs to an adapter, and not to the model."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def _with_magnitude(module: Any) -> set[str]:
+    """The adapters of a layer that are DoRA's."""
+    return {*module.lora_magnitude_vector}
+
+
+def _product(module: Any, adapter: str) -> Tensor:
+    """What an adapter adds to a matrix [R, C]."""
+    up, down = module.lora_B[adapter].weight.detach(), module.lora_A[adapter].weight.detach()
+    product: Tensor = up.float() @ down.float() * module.scaling[adapter]
+    return product
+
+
+def _linear(module: Any) -> Change:
+    """What the one adapter of a linear layer changes, DoRA's rows scaled to their magnitudes (arXiv 2402.09353)."""
+    (adapter,) = module.lora_A
+    product = _product(module, adapter)
+    if adapter not in module.lora_magnitude_vector:
+        return _added(product)
+    magnitude = module.lora_magnitude_vector[adapter].weight.detach().float()
+
+    def change(values: Tensor) -> Tensor:
+        sums = values + product
+        scaled: Tensor = sums * (magnitude / sums.norm(dim=1)).unsqueeze(1)
+        return scaled
+
+    return change
+
+
+def _added(product: Tensor) -> Change:
+    return lambda values: values + product
+
+
+def _replaced(value: Tensor) -> Change:
+    return lambda _: value.float()
+
+
+def _detached(factors: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor, float]:
+    left, right, scaling = factors
+    return left.detach(), right.detach(), scaling

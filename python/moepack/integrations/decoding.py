@@ -1,0 +1,117 @@
+"""A packed model as the ordinary one, with the values that its packed weights stand for (`model.dequantize()`)."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moepack.errors import UnsupportedModelError
+from moepack.runtime.packed import PackedModule
+
+__all__ = ["CHANNELS", "RESIDUALS", "decode_model", "projection_values"]
+
+CHANNELS = "channels"
+"""The projection that stands for gate and down: rows of the one beside columns of the other."""
+
+RESIDUALS = "residuals"
+"""The projection of residuals: what is added to the rows of gate and to the columns of down."""
+
+
+def decode_model(model: Any, dtype: torch.dtype) -> None:
+    """Put transformers' own modules, with decoded weights, in the place of the packed modules of a model.
+
+    Args:
+        model: as moepack loaded it.
+        dtype: of the decoded weights, and of the others where it is not the model's.
+
+    Raises:
+        UnsupportedModelError: adapters stand around packed modules, or the model is split between a GPU and the CPU.
+        LoadError, CorruptionError: the packed bytes are no more in memory, and their files cannot be read.
+    """
+    packed = {path: module for path, module in model.named_modules() if isinstance(module, PackedModule)}
+    if adapted := next((path for path in packed if path.rpartition(".")[2] == "base_layer"), None):
+        message = "an adapter stands around it; unload the adapter before the model is dequantized"
+        raise UnsupportedModelError(message, tensor=adapted.removesuffix(".base_layer"))
+    if divided := next((path for path, module in packed.items() if module.home is not None), None):
+        message = "the CPU multiplies it for a model on a GPU; load the model on one device to dequantize it"
+        raise UnsupportedModelError(message, tensor=divided)
+    plain, cast = _plain(model), dtype != model.dtype
+    tied = dict(getattr(plain, "all_tied_weights_keys", None) or {})
+    for path, module in packed.items():
+        if f"{path}.weight" not in tied:
+            device = model.device if module.packed_bytes() is None else module.qweight.device
+            model.set_submodule(path, _filled(plain.get_submodule(path), module, dtype).to(device))
+    for target, source in tied.items():
+        path = target.rpartition(".")[0]
+        if path in packed:
+            head: Any = plain.get_submodule(path)
+            head.weight = model.get_parameter(source)
+            _take_others(head, packed[path])
+            model.set_submodule(path, head)
+            model.all_tied_weights_keys[target] = source
+    if cast:
+        model.to(dtype)
+    for module in (model, *model.modules()):
+        for name in ("forward", "save_pretrained"):  # what loading has put in the place of the classes' own
+            if type(vars(module).get(name)).__module__.startswith("moepack."):
+                delattr(module, name)
+
+
+def projection_values(read: Callable[[str], Tensor], packed: Mapping[str, Any], projection: str) -> Tensor:
+    """The values of a projection of experts, `[E, R, C]`.
+
+    Args:
+        read: gives the values of a packed tensor, by the projection that it is stored as.
+        packed: the projections that are stored; gate and down may be there as records of channels.
+        projection: one that the experts compute.
+    """
+    records = next((name for name in (CHANNELS, RESIDUALS) if name in packed), None)
+    if records is None or projection == "up_proj":
+        return read(projection)
+    gate, down = read(records).chunk(2, dim=2)
+    half = gate if projection == "gate_proj" else down.transpose(1, 2)
+    return half + read(projection) if records == RESIDUALS else half
+
+
+def _plain(model: Any) -> Any:
+    """The model that transformers builds, without weights."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def _filled(original: Any, module: PackedModule, dtype: torch.dtype) -> nn.Module:
+    """A module without weights with those of its packed twin."""
+    read = module.values
+    if module.form is not None:
+        for parameter, shape in module.stock.items():
+            projections = [name for name, place in module.form.places.items() if place.parameter == parameter]
+            values = {name: projection_values(read, module.shapes, name).to(dtype) for name in projections}
+            _set(original, parameter, module.form.joined(values, shape))
+    elif isinstance(original, nn.ModuleDict):
+        for projection in module.projections:
+            for expert, matrix in zip(original.values(), read(projection), strict=True):
+                _set(expert, f"{projection}.weight", matrix.to(dtype))
+    else:
+        _set(original, "weight", read("packed")[0].to(dtype))
+    _take_others(original, module)
+    filled: nn.Module = original.train(module.training)
+    return filled
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module, or one below it, a parameter."""
+    owner, _, last = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(last, nn.Parameter(value, requires_grad=False))
+
+
+def _take_others(original: Any, module: Any) -> None:
+    """Give a module what its packed twin has beside packed weights: biases, and a norm."""
+    for name, parameter in module.named_parameters(recurse=False):
+        original.register_parameter(name, parameter)
+    for name, child in module.named_children():
+        original.add_module(name, child)
