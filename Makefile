@@ -11,7 +11,7 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name 
 # pip reads this: whatever a target installs has the versions that the tests have passed with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help setup demo test test-rust test-arm test-python newest lowest lint lint-arm format fuzz wheels docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-python tools newest lowest lint lint-arm format fuzz wheels docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -55,7 +55,7 @@ test-arm: ## Run the core's tests for 64-bit Arm under qemu-user, on a processor
 
 TEST_WORKERS ?= 2
 
-test-python: setup ## Run the Python tests in TEST_WORKERS processes
+test-python: setup tools ## Run the Python tests in TEST_WORKERS processes
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
 
 newest: setup ## Try the newest release of every dependency and say what breaks
@@ -63,6 +63,15 @@ newest: setup ## Try the newest release of every dependency and say what breaks
 
 lowest: setup ## Run the Python tests with the lowest versions that pyproject.toml allows
 	$(BIN)/python .ci/versions.py lowest
+
+tools: ## Install a C++ compiler and Chromium, which some tests need, through apt where the user is root
+	@wanted=$$([ "$$(type -P g++)" ] || echo g++; \
+	    [ "$$(type -P chromium chromium-browser google-chrome)" ] || echo chromium); \
+	if [ -z "$$wanted" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && [ "$$(type -P apt-get)" ]; then \
+	    apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $$wanted >/dev/null; \
+	else echo "tests are skipped that need" $$wanted; fi
 
 lint: setup lint-arm ## Check formatting, lints, imports, types and stubs; warnings are errors
 	cargo fmt --all --check

@@ -126,6 +126,7 @@ def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeyp
         monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda speeds=speeds: speeds)
         method = Auto(bits_per_weight=4.0, prefer="speed")
         plans[name] = estimate(TINY_MOE, tmp_path / "out", method)
+        losses[name] = method.packer.loss
         formats = {type(method.decided(name)) for name in method._known.shapes}
         assert formats == ({list, float} if name == "fast" else {float})  # widths, steps
     fast, alike = plans["fast"], plans["alike"]

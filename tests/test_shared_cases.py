@@ -1,0 +1,26 @@
+"""Situations that people reported of other programs, as scripts: each makes its own checkpoint and exits with 0 if all is
+well, 1 and a message if not, 2 if it cannot be set up. They lie beside the checkout, where they are at all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).parents[2] / "shared" / "cases"
+SCRIPTS = sorted(CASES.glob("*.py"))
+
+
+@pytest.mark.skipif(not SCRIPTS, reason="there is no folder shared/cases beside the checkout")
+@pytest.mark.parametrize("script", SCRIPTS or [None], ids=lambda script: script.stem if script else "none")
+def test_a_case_passes(script: Path) -> None:
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *sys.path)))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
