@@ -1,5 +1,7 @@
-"""Situations that people reported of other programs, as scripts: each makes its own checkpoint and exits with 0 if all is
-well, 1 and a message if not, 2 if it cannot be set up. They lie beside the checkout, where they are at all."""
+"""Situations that people reported of other programs, as scripts beside the checkout.
+
+Each makes its own checkpoint and exits with 0 if all is well, 1 and a message if not, and 2 if it cannot be set up.
+"""
 
 import os
 import subprocess
