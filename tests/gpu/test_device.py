@@ -112,7 +112,15 @@ SECOND = torch.device("cuda", 1)
 def test_layers_on_two_gpus(directory, split):
     """An automatic map keeps a model together that fits on one GPU, so the first one is given little memory."""
     cpu = moepack.load(directory, dtype="float32")
-    place = {"device_map": {"": 0, "model.layers.1": 1}}
+    parts = (
+        "model.embed_tokens",
+        "model.rotary_emb",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+        "lm_head",
+    )  # the head is tied
+    place = {"device_map": dict(zip(parts, (0, 0, 0, 1, 1, 0), strict=True))}
     if split == "by memory":
         place = {"device_map": "auto", "max_memory": {0: first_layer(cpu), 1: 10**9}}
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **place).eval()
