@@ -10,6 +10,7 @@ from accelerate.utils import compute_module_sizes
 import moepack
 import runtime_support
 from moepack.errors import DeviceError, DeviceMemoryError, LoadError
+from moepack.format.weights import weight_files
 from moepack.integrations import loading, placement
 from moepack.integrations.placement import Placement
 from moepack.runtime.backends.gpu import compiler, device
@@ -44,7 +45,9 @@ def prepared(directory, device_map):
     quantizer = transformers.quantizers.auto.AutoHfQuantizer.from_config(config.quantization_config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    quantizer.preprocess_model(model, device_map=device_map, checkpoint_files=[str(directory / "model.safetensors")])
+    quantizer.preprocess_model(
+        model, device_map=device_map, checkpoint_files=[str(directory / name) for name in weight_files(directory)]
+    )
     return model, quantizer
 
 

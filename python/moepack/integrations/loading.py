@@ -16,7 +16,7 @@ from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.classes import configuration, model_class
 from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
-from moepack.errors import CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
+from moepack.errors import CheckpointError, CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.directory import check_listed, read_manifest
 from moepack.format.header import read_header
 from moepack.format.hub import ADAPTER
@@ -178,8 +178,11 @@ def _read_differently(config: Mapping[str, Any], directory: Path) -> Checkpoint 
     """The checkpoint, if moepack reads it in another way than transformers: weights that are quantized are decoded,
     names are unwrapped, and an adapter beside the weights is not applied."""
     source = None
-    with suppress(UnsupportedModelError):  # transformers may know it
-        source = open_checkpoint(directory)
+    try:
+        with suppress(UnsupportedModelError):  # transformers may know it
+            source = open_checkpoint(directory)
+    except CheckpointError as error:
+        raise LoadError(error.detail, file=error.file, tensor=error.tensor) from error
     if isinstance(source, QuantizedCheckpoint):
         return source
     return source if source is not None and (source.notes or (directory / ADAPTER).is_file()) else None

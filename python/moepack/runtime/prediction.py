@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from moepack.errors import CorruptionError
+from moepack.format.header import read_header
 from moepack.format.hub import PREDICTORS
 
 __all__ = ["Foresight", "Predictor", "predictors_of", "router_of", "serialized"]
@@ -70,6 +71,7 @@ def predictors_of(directory: Path) -> dict[str, Predictor]:
     file = directory / PREDICTORS
     if not file.is_file():
         return {}
+    read_header(file, CorruptionError)
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name).float() for name in opened.keys()}  # noqa: SIM118
