@@ -37,7 +37,8 @@ ROWS = 256
 
 WITHIN = 2.0
 """Factor, either way, within which a model loses what is expected with a text: 50 of 56 increases of three small models
-(`benches/expected.py`), and all of SmolLM2-135M at 2.5, 3 and 4 bits on two texts (0.70 to 1.14 times)."""
+(`benches/expected.py`), and SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13 times, docs/methods/sensitivity.md).
+"""
 
 UNSEEN = 0.5
 """What is added to what a row counts, over the mean of its tensor: other texts have other tokens."""
@@ -52,7 +53,7 @@ class Importance:
         rows: by the packed tensor's name, [R] float32, the root of what an error of a row counts over the mean; of the
             embedding and the head, where a text says how often tokens come.
         measured: whether a text told it. Without one it is a guess from models that were trained for this project,
-            which promised 13 to 23 times too little on SmolLM2-135M.
+            which promised 15 to 22 times too little on SmolLM2-135M (docs/methods/sensitivity.md).
     """
 
     values: dict[str, float]

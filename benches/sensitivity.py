@@ -1,0 +1,231 @@
+"""What errors of weights cost a model that somebody else trained, and what follows for the steps of its integers.
+
+    python benches/sensitivity.py samples MODEL --results FILE [--device cuda]
+    python benches/sensitivity.py texts MODEL --texts FILE ... [--sources FILE ...] [--bits 3 4] [--device cuda]
+    python benches/sensitivity.py steps MODEL --texts FILE ... --sources FILE [--bits 3 4] [--device cuda]
+
+`samples` lets MODEL write a text of its own, from random first tokens at a temperature of 1.
+
+`texts` compresses MODEL by `auto`, without a text and with each source, and prints the loss that the plan expected
+beside the increase of the loss and the divergence that were measured.
+
+`steps` rounds all weights to integers, whose steps follow the squared gradients F of the source's text: for a whole
+tensor (the mean of F), or in proportion to 1 / sqrt(rows^b columns^a) within it, with the means of F over columns and
+over rows. The size counts the entropy of each tensor's integers; scales are not counted (16 bits a row and a column).
+There is no error compensation and there are no dependent codes: it shows what the steps alone are worth.
+
+MODEL is a Mixtral checkpoint that fits on the device in float32 three times, such as `benches/real.py` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import moepack
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.methods import Auto
+
+WINDOW, SCORED = 512, 40
+"""Tokens of a window that is scored, and how many windows of each text."""
+SAMPLES = 64
+"""Texts of a window that a model writes."""
+LENGTH, WINDOWS = 256, 96
+"""Tokens of a window whose gradients are taken, and how many."""
+LEAST = 0.01
+"""What the mean of F over a row or column counts at least, of the mean over the tensor."""
+UNSEEN = 0.5
+"""What is added to each row of the embedding, as `auto` does: other texts have other tokens."""
+SHAPES = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.5, 0.5), (1.0, 1.0))
+"""Exponents a of columns and b of rows."""
+LARGEST = 3000
+
+
+class Scores:
+    """Measures models beside the original, on some texts."""
+
+    def __init__(self, path: Path, texts: list[Path], device: str) -> None:
+        self.device, tokenizer = device, open_tokenizer(path)
+        self.original = open_model(path, torch.float32).to(device).eval()
+        self.windows = {text.stem: windows(tokenizer, text, SCORED, WINDOW) for text in texts}
+
+    @torch.inference_mode()
+    def of(self, model: Any) -> dict[str, dict[str, float]]:
+        """By text: the loss of the original, its increase, and the divergence from the original, nats a token."""
+        found = {}
+        for name, ids in self.windows.items():
+            sums = torch.zeros(3, dtype=torch.float64)
+            for window in ids.to(self.device):
+                mine, theirs = (each(window[None]).logits[0, :-1].float() for each in (model, self.original))
+                before = functional.cross_entropy(theirs, window[1:], reduction="sum")
+                after = functional.cross_entropy(mine, window[1:], reduction="sum")
+                apart = functional.kl_div(
+                    mine.log_softmax(-1), theirs.log_softmax(-1), reduction="sum", log_target=True
+                )
+                sums += torch.stack([before, after - before, apart]).double().cpu()
+            loss, rise, apart = (sums / (len(ids) * (WINDOW - 1))).tolist()
+            found[name] = {"loss": round(loss, 4), "increase": round(rise, 4), "divergence": round(apart, 4)}
+        return found
+
+
+def windows(tokenizer: Any, text: Path, count: int, length: int) -> Tensor:
+    """Windows `[count, length]` from the beginning of a text."""
+    ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
+    count = min(count, len(ids) // length)
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each size and source of `auto`."""
+    scores = Scores(options.model, options.texts, options.device)
+    for bits in options.bits:
+        for source in (None, *options.sources):
+            method = Auto(
+                bits_per_weight=bits, calibration=None if source is None else str(source), device=options.device
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                start = time.perf_counter()
+                moepack.compress(options.model, Path(folder) / "packed", method=method)
+                seconds = time.perf_counter() - start
+                place = {} if options.device == "cpu" else {"device": options.device}
+                model = moepack.load(Path(folder) / "packed", dtype="float32", **place)
+                found = scores.of(model)
+            yield {
+                "bits": bits, "source": None if source is None else source.stem, "expected": method.packer.loss,
+                "seconds": round(seconds), **found,
+            }  # fmt: skip
+
+
+def samples(options: argparse.Namespace) -> str:
+    """A text that a model writes."""
+    tokenizer = open_tokenizer(options.model)
+    model = open_model(options.model, torch.bfloat16).to(options.device).eval()
+    torch.manual_seed(0)
+    ids = torch.randint(3, len(tokenizer), (SAMPLES, 1), device=options.device)
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": WINDOW, "min_new_tokens": WINDOW, "pad_token_id": 0}
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return "\n\n".join(tokenizer.decode(each, skip_special_tokens=True) for each in written)
+
+
+class Steps:
+    """The weights of a model and their squared gradients, in parts that have a table of integers each."""
+
+    def __init__(self, path: Path, source: Path, device: str) -> None:
+        self.model = open_model(path, torch.float32).to(device).eval()
+        ids = windows(open_tokenizer(path), source, 1 << 30, LENGTH)
+        chosen = ids[torch.linspace(0, len(ids) - 1, min(WINDOWS, len(ids))).long()].to(device)
+        parameters = {name: each for name, each in self.model.named_parameters() if _is_packed(name, each)}
+        self.squares = _squares(self.model, parameters, chosen)
+        self.weights = {name: each.detach().clone() for name, each in parameters.items()}
+        self.count = sum(each.numel() for each in self.weights.values())
+        self.parts: list[tuple[str, slice]] = []
+        for name, each in self.weights.items():
+            half = each.shape[-2] // 2
+            halves = (slice(0, half), slice(half, None)) if name.endswith("gate_up_proj") else (slice(None),)
+            self.parts += [(name, rows) for rows in halves]
+
+    def scales(self, a: float, b: float) -> list[Tensor]:
+        """What the weights of each part are multiplied by before they are rounded to one step."""
+        found = []
+        for name, rows in self.parts:
+            squares = self.squares[name][..., rows, :]
+            mean = squares.mean()
+            by_row, by_column = (squares.mean(axis, keepdim=True) / mean for axis in (-1, -2))
+            by_row = (by_row + UNSEEN) / (1 + UNSEEN) if "embed" in name else by_row.clamp(min=LEAST) ** b
+            found.append((mean * by_row * by_column.clamp(min=LEAST) ** a).sqrt())
+        return found
+
+    def bits(self, scales: list[Tensor], step: float) -> float:
+        """The entropy of the integers, bits a weight."""
+        total = 0.0
+        for (name, rows), scale in zip(self.parts, scales, strict=True):
+            codes = (self.weights[name][..., rows, :] * scale / step).round().clamp(-LARGEST, LARGEST)
+            counts = torch.bincount((codes.flatten() + LARGEST).int()).double()
+            counts = counts[counts > 0]
+            total -= float((counts * (counts / counts.sum()).log2()).sum())
+        return total / self.count
+
+    def rounded(self, scales: list[Tensor], bits: float) -> float:
+        """Put rounded weights of a size into the model; the increase of the loss, were it a parabola."""
+        narrow, wide = 1e-7, 10.0
+        for _ in range(26):
+            step = (narrow * wide) ** 0.5
+            narrow, wide = (step, wide) if self.bits(scales, step) > bits else (narrow, step)
+        rise = 0.0
+        for (name, rows), scale in zip(self.parts, scales, strict=True):
+            weights = self.weights[name][..., rows, :]
+            values = (weights * scale / wide).round() * wide / scale
+            rise += 0.5 * float(((values - weights).square() * self.squares[name][..., rows, :]).sum())
+            self.model.get_parameter(name).data[..., rows, :] = values
+        return rise
+
+
+def _is_packed(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("gate.weight")
+
+
+def _squares(model: Any, parameters: dict[str, Any], chosen: Tensor) -> dict[str, Tensor]:
+    """Means over tokens of the squared gradients of log p(y), y drawn from the model's own predictions."""
+    torch.manual_seed(0)
+    sums = {name: torch.zeros_like(each) for name, each in parameters.items()}
+    for each in model.parameters():
+        each.requires_grad_(False)
+    for each in parameters.values():
+        each.requires_grad_(True)
+    for window in chosen:
+        logits = model(window[None], use_cache=False).logits[0]
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0]
+        functional.cross_entropy(logits, drawn, reduction="sum").backward()
+        for name, each in parameters.items():
+            sums[name] += each.grad.square()
+            each.grad = None
+    for each in parameters.values():
+        each.requires_grad_(False)
+    return {name: each / chosen.numel() for name, each in sums.items()}
+
+
+def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each size and pair of exponents."""
+    scores = Scores(options.model, options.texts, options.device)
+    made = Steps(options.model, options.sources[0], options.device)
+    for bits in options.bits:
+        for a, b in SHAPES:
+            rise = made.rounded(made.scales(a, b), bits)
+            yield {"bits": bits, "columns": a, "rows": b, "parabola": round(rise, 4), **scores.of(made.model)}
+
+
+def main() -> None:
+    """Print a row at a time, and write all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=("samples", "texts", "steps"))
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--texts", type=Path, nargs="*", default=[], help="texts that are scored")
+    parser.add_argument("--sources", type=Path, nargs="*", default=[], help="texts that settings follow from")
+    parser.add_argument("--bits", type=float, nargs="+", default=[3.0, 4.0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args()
+    if options.study == "samples":
+        options.results.write_text(samples(options), encoding="utf-8")
+        return
+    rows = []
+    for row in (texts if options.study == "texts" else steps)(options):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if options.results is not None:
+        device = options.device if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+        content = {"study": options.study, "model": options.model.name, "device": device, "rows": rows}
+        options.results.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
