@@ -100,7 +100,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Of everything that is trained, by a loss of its own for each token; routers may be random in training."""
+    """Gradients of all trained parameters. Each token has a loss of its own, for routers may be random in training."""
     model.eval()
     found = model(input_ids=tokens(model)).logits
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))

@@ -183,7 +183,7 @@ def written(model, ids, count):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_failing_sequence_ends_alone(model, tokenizer, late):
-    """Of answers in the making some fail, at their prompt or at a token that they have generated."""
+    """Some answers fail, at their prompt or at a token that they have generated. The others do not notice."""
     model.generation_config.eos_token_id = None
     asked = [[3, 9, 4, 11], [5, 6, 22, 23], [30, 31, 32, 33], [8, 19, 50, 7], [40, 41, 42]]
     answers = [written(model, ids, 12) for ids in asked]

@@ -79,7 +79,7 @@ class Projection:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrices that `expert` gives."""
+        """The dtype of the matrices that `expert` returns."""
         return self.checkpoint.info(self.parts[0].tensor).dtype
 
     @cached_property

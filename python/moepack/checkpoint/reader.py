@@ -92,7 +92,7 @@ class Checkpoint:
         return cls(directory, config, shards)
 
     def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":
-        """The same tensors under other names.
+        """Return a checkpoint with the same tensors under other names.
 
         Args:
             names: the new name of each tensor; no two are alike.

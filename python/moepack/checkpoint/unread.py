@@ -59,7 +59,7 @@ def _count(unread: Collection[str]) -> str:
 
 
 def _places(names: Collection[str], unread: Collection[str]) -> list[str]:
-    """Where the tensors lie: the modules of which nothing is read, alike ones of several layers together."""
+    """The modules whose tensors are never read. Modules that differ only in the layer share one entry."""
     read = {module for name in names if name not in unread for module in _modules(name)}
     found: dict[str, list[str]] = {}
     for name in (name for name in names if name in unread):
@@ -74,7 +74,7 @@ def _modules(name: str) -> list[str]:
 
 
 def _without_numbers(place: str) -> str:
-    """A path whose inner numbers, those of layers, are a star."""
+    """A path with a star in place of each layer number."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", place)
 
 

@@ -57,7 +57,7 @@ def _without_inner(name: str) -> str:
 
 
 def _is_as_described(config: Mapping[str, object], plain: Mapping[str, str]) -> bool:
-    """Whether names are those of the architecture's description, so that no model need be built to know it."""
+    """Whether names match the architecture's description. No model is built to find out."""
     architecture = ARCHITECTURES.get(str(config.get("model_type")))
     if architecture is None or any(name != short for name, short in plain.items()):
         return False

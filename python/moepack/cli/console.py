@@ -11,5 +11,5 @@ __all__ = ["plain_console"]
 
 
 def plain_console(stderr: bool = False, **options: Any) -> Console:
-    """Return a console that prints every text literally; `options` are those of Rich's console."""
+    """Return a console that prints every text literally; `options` go to Rich's console."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, **options)

@@ -87,9 +87,9 @@ the products, computed by transformers' own code), *every*, *identity* or *produ
 The core takes whole decoding steps of {core} architectures on the CPU (column *decoded by*); the others are decoded by
 transformers, with moepack's products of layers. `moepack doctor packed` says which it is, and why.
 
-Tensors are read under the names that transformers loads, and under those that training leaves (`module.`, `_orig_mod.`,
-`base_model.model.`, `model.language_model.` and the like), which a note tells. Tensors that the model does not have are
-listed: they have no effect.
+moepack reads tensors under the names that transformers loads. It also reads the prefixes that training tools leave
+(`module.`, `_orig_mod.`, `base_model.model.`, `model.language_model.`), and says so in a note. Tensors that the model
+does not have are listed: they have no effect.
 
 Sources may come quantized: fp8 with factors for blocks, rows, experts or tensors (`fp8`, `fbgemm_fp8`, `modelopt`,
 `quark`, `compressed-tensors`), mxfp4, integers of 4 or 8 bits of compressed-tensors, gptq and awq of 4 bits. They are

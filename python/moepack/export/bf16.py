@@ -64,7 +64,7 @@ def _linear_entries(source: PackedDirectory, names: list[str], adapter: Adapter 
 
 
 def _dense_entries(entries: Iterable[Entry], adapter: Adapter | None) -> Iterator[Entry]:
-    """Tensors that were never packed: mapped, but for those that an adapter changes."""
+    """Tensors that were never packed. They are mapped unless an adapter changes them."""
     changed = {} if adapter is None else adapter.dense()
     for entry in entries:
         if adapter is None or entry.name not in changed:

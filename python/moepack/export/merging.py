@@ -21,7 +21,7 @@ from moepack.runtime.adapters import LowRank, by_projection
 __all__ = ["Adapter"]
 
 Change = Callable[[Tensor], Tensor]
-"""Gives the merged values, float32, from those of the base model."""
+"""Maps values of the base model to merged values, both float32."""
 
 
 class Adapter:

@@ -1,4 +1,4 @@
-"""Which files of a model directory hold its weights: those that transformers opens, and no others.
+"""The files of a model directory that hold its weights: exactly the files that transformers opens.
 
 The file that config.json names (`transformers_weights`); otherwise `model.safetensors` if it is there; otherwise the
 shards that `model.safetensors.index.json` names. Every other file,

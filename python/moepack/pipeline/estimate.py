@@ -184,8 +184,7 @@ def estimate(
     if method.plans:
         method.prepare(checkpoint, found, progress)
     parts = _parts(plan, method)
-    kept = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
-    kept += sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
+    kept = _kept(plan, checkpoint)
     workers = threads or torch.get_num_threads()
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
@@ -212,6 +211,12 @@ def estimate(
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
         tokens_per_second=_tokens_per_second(parts, share, method, bool(checkpoint.config.get("tie_word_embeddings"))),
     )
+
+
+def _kept(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Bytes that are taken over as they are: small files, and tensors that are not packed."""
+    files = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
+    return files + sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
 
 
 def _disk(plan: Plan, checkpoint: Checkpoint, target: Path) -> tuple[int, int]:

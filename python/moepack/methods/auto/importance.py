@@ -37,8 +37,7 @@ ROWS = 256
 
 WITHIN = 2.0
 """Factor, either way, within which a model loses what is expected with a text: 50 of 56 increases of three small models
-(`benches/expected.py`), and SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13 times, docs/methods/sensitivity.md).
-"""
+(`benches/expected.py`), and SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13; docs/methods/sensitivity.md)."""
 
 UNSEEN = 0.5
 """What is added to what a row counts, over the mean of its tensor: other texts have other tokens."""
