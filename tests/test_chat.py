@@ -8,8 +8,10 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
@@ -18,8 +20,12 @@ from moepack.cli import app, main
 from moepack.cli import chat as module
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.conversation import Conversation
+from moepack.runtime.finite import CHUNK, non_finite
 from moepack.runtime.generation import generate
+from moepack.runtime.prefix import new_cache
 from moepack.runtime.sampling import Sampling
+from moepack.serving.isolation import Part
+from moepack.serving.step import Stepper
 from tiny_models import TEMPLATE
 
 
@@ -53,6 +59,20 @@ def test_a_conversation_remembers_what_was_said(chat):
     assert "".join(pieces) == first + second
     prompt = f"s:be kind\nu:hello\na:{first}\nu:and?\na:"
     assert second == generate(chat.model, chat.tokenizer, prompt, chat.sampling).text
+
+
+def test_models_are_called_by_names_that_the_installed_transformers_does_not_deprecate(chat):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chat.answer("hello there", lambda text: None)
+        chat.answer("and again", lambda text: None)
+        cache = new_cache(chat.model)
+        for position in range(2):
+            (outcome,) = Stepper(chat.model).forward([Part([3], position, cache)])
+            assert isinstance(outcome, torch.Tensor)
+        assert "cannot be told" in str(
+            non_finite(chat.model, {"input_ids": torch.ones(1, CHUNK + 1, dtype=torch.long)})
+        )
 
 
 def test_an_answer_that_is_stopped_counts_as_it_is(chat):

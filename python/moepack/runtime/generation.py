@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
 from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.runtime.backends.gpu import lost
+from moepack.runtime.calls import cache_name
 from moepack.runtime.carried import carried_of
 from moepack.runtime.finite import are_finite, non_finite
 from moepack.runtime.prefix import Prefix, new_cache
@@ -21,6 +22,9 @@ from moepack.runtime.text import TextStream, end_tokens, hidden_tokens
 from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["GenerationReport", "Memory", "generate"]
+
+_CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
+"""What the installed transformers calls keys and values in `generate`."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _St
     cache = prefix.continued(ids) if prefix is not None and prefix.shared(ids) else new_cache(model)
     memory.prefix = None
     carried.reset()
-    yield {"past_key_values": cache}
+    yield {_CACHE: cache}
     prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache, carried.limit)
     memory.prefix = prefix if prefix.is_useful else None
 
