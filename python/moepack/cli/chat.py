@@ -26,7 +26,7 @@ from moepack.cli.options import (
     TopK,
     TopP,
 )
-from moepack.cli.usage import wrong_usage
+from moepack.cli.usage import require_place, wrong_usage
 from moepack.textfile import standard_input
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def chat_command(
 
     quiet_transformers()
     with wrong_usage():
+        require_place(history)
         where = places(device, host_memory, device_memory, misses)
         model = open_model(directory, dtype, threads, mode, resident, **where)
         tokenizer = open_tokenizer(directory)

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from moepack.cli.console import plain_console
-from moepack.cli.usage import wrong_usage
+from moepack.cli.usage import require_place, wrong_usage
 
 __all__ = ["trace_command"]
 
@@ -31,6 +31,7 @@ def trace_command(
 
     quiet_transformers()
     with wrong_usage():
+        require_place(out)
         if source.is_file():
             trace = Trace.open(source)
         elif text is None:
