@@ -69,6 +69,7 @@ def chat_command(
     from moepack.runtime.conversation import Conversation
     from moepack.runtime.prompts import has_template
     from moepack.runtime.sampling import Sampling
+    from moepack.runtime.stepping import tried
 
     quiet_transformers()
     with wrong_usage():
@@ -83,6 +84,7 @@ def chat_command(
             raise ValueError("--system needs a model with a chat template")
     _say(HELP if has_template(tokenizer) else f"The model has no chat template: it continues what you write.\n{HELP}")
     chat = Conversation(model, tokenizer, sampling, system)
+    _say(f"Answers are {tried(model)}.")
     _talk(chat, _reader(history))
 
 
