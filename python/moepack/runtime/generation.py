@@ -26,6 +26,15 @@ __all__ = ["GenerationReport", "Memory", "generate"]
 _CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
 """What the installed transformers calls keys and values in `generate`."""
 
+_ONE = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "cache_implementation": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+}
+"""Published settings that are set aside: ways of searching that hand out no text as it comes, and other caches."""
+
 
 @dataclass(frozen=True)
 class GenerationReport:
@@ -147,6 +156,7 @@ def generate(
     sampling = sampling or Sampling()
     ids = prompt_ids(tokenizer, prompt)
     require_known(ids, vocabulary_of(model), tokenizer)
+    require_known(_forced(model), vocabulary_of(model), tokenizer, "generation_config.json")
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
     hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
     streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
@@ -168,10 +178,19 @@ def generate(
             stopping_criteria=StoppingCriteriaList([streamer.is_done]),
             logits_processor=LogitsProcessorList([logits]),
             remove_invalid_values=False,
+            tokenizer=tokenizer,  # for stop strings that the model is published with
+            **_ONE,
             **kept,
             **sampling.arguments(),
         )
     return _report(streamer, len(ids), start)
+
+
+def _forced(model: Any) -> list[int]:
+    """Tokens that the published settings put into every text."""
+    names = ("forced_bos_token_id", "forced_eos_token_id")
+    given = [getattr(model.generation_config, name, None) for name in names]
+    return [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
 
 
 @contextmanager
