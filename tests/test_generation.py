@@ -1,5 +1,7 @@
 """Generating text: sampling, stop strings, chat templates, pieces of text, and the command `generate`."""
 
+from queue import Queue
+
 import pytest
 import torch
 import transformers
@@ -14,6 +16,7 @@ from moepack.runtime.generation import Memory, generate
 from moepack.runtime.prompts import prompt_ids
 from moepack.runtime.sampling import Sampler, Sampling
 from moepack.runtime.text import TextStream
+from moepack.serving.engine import Engine
 from tiny_models import TEMPLATE
 
 
@@ -69,7 +72,15 @@ def test_stop_strings_that_a_model_is_published_with_end_the_text(model, tokeniz
     text = generate(model, tokenizer, "The sea", Sampling(max_new_tokens=40)).text
     letter = next(character for character in text if character.isascii() and character.isprintable())
     monkeypatch.setattr(model, "generation_config", transformers.GenerationConfig(stop_strings=[letter]))
-    assert generate(model, tokenizer, "The sea", Sampling(max_new_tokens=40)).tokens < 40
+    expected = text[: text.index(letter)]
+    assert generate(model, tokenizer, "The sea", Sampling(max_new_tokens=40)).text == expected
+    engine, pieces = Engine(model, tokenizer).start(), Queue()
+    engine.submit(tokenizer("The sea").input_ids, Sampling(max_new_tokens=40), pieces.put)
+    found = [pieces.get(timeout=60)]
+    while found[-1].finish is None:
+        found.append(pieces.get(timeout=60))
+    engine.close()
+    assert found[-1].finish == "stop" and "".join(piece.text for piece in found) == expected
 
 
 @pytest.mark.parametrize("name", ["forced_eos_token_id", "forced_bos_token_id"])

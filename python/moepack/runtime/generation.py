@@ -18,7 +18,7 @@ from moepack.runtime.finite import are_finite, non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
-from moepack.runtime.text import TextStream, end_tokens, hidden_tokens
+from moepack.runtime.text import TextStream, end_strings, end_tokens, hidden_tokens
 from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["GenerationReport", "Memory", "generate"]
@@ -26,14 +26,16 @@ __all__ = ["GenerationReport", "Memory", "generate"]
 _CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
 """What the installed transformers calls keys and values in `generate`."""
 
-_ONE = {
+_PLAIN = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "cache_implementation": None,
     "penalty_alpha": None,
     "dola_layers": None,
+    "stop_strings": None,
 }
-"""Published settings that are set aside: ways of searching that hand out no text as it comes, and other caches."""
+"""Published settings that are set aside: ways of searching that hand out no text as it comes, other caches, and stop
+strings, which end the text as those of `Sampling` do."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def generate(
     require_known(_forced(model), vocabulary_of(model), tokenizer, "generation_config.json")
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
     hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
-    streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
+    stop = (*sampling.stop, *end_strings(model))
+    streamer = _Streamer(TextStream(tokenizer, stop, hidden), on_text or (lambda text: None))
     inputs = torch.tensor([ids], device=model.device)
     logits = _Logits()
     carried_of(model)  # makes the model start anew with each sequence
@@ -178,8 +181,7 @@ def generate(
             stopping_criteria=StoppingCriteriaList([streamer.is_done]),
             logits_processor=LogitsProcessorList([logits]),
             remove_invalid_values=False,
-            tokenizer=tokenizer,  # for stop strings that the model is published with
-            **_ONE,
+            **_PLAIN,
             **kept,
             **sampling.arguments(),
         )
