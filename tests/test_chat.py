@@ -8,8 +8,10 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
@@ -18,8 +20,12 @@ from moepack.cli import app, main
 from moepack.cli import chat as module
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.conversation import Conversation
+from moepack.runtime.finite import CHUNK, non_finite
 from moepack.runtime.generation import generate
+from moepack.runtime.prefix import new_cache
 from moepack.runtime.sampling import Sampling
+from moepack.serving.isolation import Part
+from moepack.serving.step import Stepper
 from tiny_models import TEMPLATE
 
 
@@ -55,6 +61,20 @@ def test_a_conversation_remembers_what_was_said(chat):
     assert second == generate(chat.model, chat.tokenizer, prompt, chat.sampling).text
 
 
+def test_models_are_called_by_names_that_the_installed_transformers_does_not_deprecate(chat):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chat.answer("hello there", lambda text: None)
+        chat.answer("and again", lambda text: None)
+        cache = new_cache(chat.model)
+        for position in range(2):
+            (outcome,) = Stepper(chat.model).forward([Part([3], position, cache)])
+            assert isinstance(outcome, torch.Tensor)
+        assert "cannot be told" in str(
+            non_finite(chat.model, {"input_ids": torch.ones(1, CHUNK + 1, dtype=torch.long)})
+        )
+
+
 def test_an_answer_that_is_stopped_counts_as_it_is(chat):
     def stop(piece):
         raise KeyboardInterrupt
@@ -84,10 +104,18 @@ def test_the_oldest_turns_give_way(chat, monkeypatch):
 def test_a_script_talks_in_lines_and_quotes(talk, source):
     result = talk(source, '/help\nhello\n/clear\n"""\none\ntwo\n"""\n/bye\nnever\n', "--max-new-tokens", "4")
     assert result.exit_code == 0, result.stderr
+    assert "Answers are decoded by the core." in result.stderr
     model, tokenizer = open_model(source), open_tokenizer(source)
     asked = [[{"role": "user", "content": text}] for text in ("hello", "one\ntwo")]
     answers = [generate(model, tokenizer, messages, Sampling(max_new_tokens=4)).text for messages in asked]
     assert result.stdout == "".join(f"{answer}\n" for answer in answers)
+
+
+def test_it_is_said_why_the_core_does_not_decode(talk, source):
+    result = talk(source, "hello\n", "--max-new-tokens", "4", "--dtype", "float16")
+    assert "Answers are decoded by transformers (not supported by the core: activations in torch.float16)" in (
+        result.stderr
+    )
 
 
 @pytest.mark.parametrize("command", ["chat", "serve"])

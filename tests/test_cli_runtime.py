@@ -131,6 +131,23 @@ def test_a_gpu_that_disappears_is_a_foreseen_failure(monkeypatch, capsys, packed
     assert "error: a GPU failed while it was at work (CUDA error: unspecified launch failure); what it held is" in said
 
 
+@pytest.mark.parametrize("command", ["trace", "compare", "chat"])
+def test_a_place_that_cannot_be_written_to_is_found_before_the_work(run, packed, mixtral, text, tmp_path, command):
+    file = tmp_path / "no" / "file"
+    result = run(*{
+        "trace": ("trace", packed, "--text", text, "--out", file),
+        "compare": ("compare", mixtral, "--text", text, "--chart", file),
+        "chat": ("chat", packed, "--history", file),
+    }[command])  # fmt: skip
+    assert result.exit_code == 2 and result.stdout == "" and f"there is no folder {tmp_path / 'no'}" in result.stderr
+
+
+def test_what_the_system_refuses_is_a_line_that_names_the_file(packed, text, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["trace", str(packed), "--text", str(text), "--chars", "600", "--out", str(tmp_path)])
+    assert end.value.code == 1 and f"error: {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
 def test_other_runtime_errors_are_no_failures_of_a_gpu(monkeypatch, packed):
     def forward(*_, **__):
         raise RuntimeError("something else")

@@ -1,5 +1,7 @@
 """Generating text: sampling, stop strings, chat templates, pieces of text, and the command `generate`."""
 
+from queue import Queue
+
 import pytest
 import torch
 import transformers
@@ -14,6 +16,7 @@ from moepack.runtime.generation import Memory, generate
 from moepack.runtime.prompts import prompt_ids
 from moepack.runtime.sampling import Sampler, Sampling
 from moepack.runtime.text import TextStream
+from moepack.serving.engine import Engine
 from tiny_models import TEMPLATE
 
 
@@ -45,6 +48,46 @@ def test_pieces_join_to_the_text_and_never_split_a_character(model, tokenizer):
     assert report.tokens_per_second > 0
     assert generate(model, tokenizer, "é", sampling).text == report.text
     assert generate(model, tokenizer, "é", Sampling(max_new_tokens=80, temperature=1.0, seed=4)).text != report.text
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"num_beams": 4},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"cache_implementation": "static"},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+    ],
+)
+def test_ways_of_searching_that_a_model_is_published_with_are_set_aside(model, tokenizer, monkeypatch, published):
+    sampling = Sampling(max_new_tokens=4)
+    expected = generate(model, tokenizer, "The sea", sampling).text
+    monkeypatch.setattr(model, "generation_config", transformers.GenerationConfig(**published))
+    for memory in (None, Memory()):
+        assert generate(model, tokenizer, "The sea", sampling, memory=memory).text == expected
+
+
+def test_stop_strings_that_a_model_is_published_with_end_the_text(model, tokenizer, monkeypatch):
+    text = generate(model, tokenizer, "The sea", Sampling(max_new_tokens=40)).text
+    letter = next(character for character in text if character.isascii() and character.isprintable())
+    monkeypatch.setattr(model, "generation_config", transformers.GenerationConfig(stop_strings=[letter]))
+    expected = text[: text.index(letter)]
+    assert generate(model, tokenizer, "The sea", Sampling(max_new_tokens=40)).text == expected
+    engine, pieces = Engine(model, tokenizer).start(), Queue()
+    engine.submit(tokenizer("The sea").input_ids, Sampling(max_new_tokens=40), pieces.put)
+    found = [pieces.get(timeout=60)]
+    while found[-1].finish is None:
+        found.append(pieces.get(timeout=60))
+    engine.close()
+    assert found[-1].finish == "stop" and "".join(piece.text for piece in found) == expected
+
+
+@pytest.mark.parametrize("name", ["forced_eos_token_id", "forced_bos_token_id"])
+def test_published_tokens_that_the_model_does_not_have_are_named(model, tokenizer, monkeypatch, name):
+    monkeypatch.setattr(model, "generation_config", transformers.GenerationConfig(**{name: 9999}))
+    with pytest.raises(moepack.errors.TokenError, match=r"generation_config\.json: token 9999 is out"):
+        generate(model, tokenizer, "The sea", Sampling(max_new_tokens=4))
 
 
 @settings(max_examples=60, deadline=None)

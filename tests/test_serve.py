@@ -147,6 +147,19 @@ def test_chats_whole_and_streamed(client, engine):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_an_event_is_one_line_for_every_client(port, engine, monkeypatch):
+    text = "a\u2028b\u2029c\x85d\ne\rf\x0bg\x0ch\x1ci"
+    monkeypatch.setattr(answers.Sequence, "take", lambda self, part, logits: self.finish("stop", text))
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"model": "tiny", "prompt": "x", "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+    content = connection.getresponse().read().decode()
+    connection.close()
+    assert "data: [DONE]" in content
+    events = [part.removeprefix("data: ") for part in content.splitlines() if part and "[DONE]" not in part]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == text
+
+
 def test_stop_strings_seeds_and_the_usual_length(client, engine):
     free = written(engine, "The sea", 8)
     asked = {"model": "tiny", "prompt": "The sea"}

@@ -1,14 +1,17 @@
 """A sequence that the model fails at, or has no memory for: others get the tokens that they get without it."""
 
+import copy
 import threading
 from itertools import chain
 
 import pytest
 import torch
+from tokenizers import Regex, decoders
 from transformers import DynamicCache, MixtralForCausalLM
 
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.cache import Mark
+from moepack.runtime.detokenizer import Detokenizer
 from moepack.runtime.prefix import new_cache
 from moepack.runtime.sampling import Sampling
 from moepack.serving.engine import Engine
@@ -224,6 +227,43 @@ def test_failures_beside_the_model_end_one_answer_at_most(loaded, tokenizer, mon
     finishes = [client.ends()[0] for client in clients]
     assert finishes.count("error") == (1 if place == "_cache" else 0) and finishes.count("length") >= 3
     assert engine.is_open
+    engine.close()
+
+
+class Panic(BaseException):
+    """As a panic of Rust code reaches Python."""
+
+
+def test_a_panic_of_the_model_ends_one_answer(model, tokenizer):
+    model.generation_config.eos_token_id = None
+    expected = written(model, [5, 6, 22], 6)
+
+    def fail(_, given):
+        if bool((given[0] == POISON).any()):
+            raise Panic("index out of bounds")
+
+    model.model.embed_tokens.register_forward_pre_hook(fail)
+    engine = Engine(model, tokenizer)
+    engine._ends = frozenset()
+    bad, good = Client(engine, [3, POISON], max_new_tokens=6), Client(engine, [5, 6, 22], max_new_tokens=6)
+    engine.start()
+    assert bad.ends()[0] == "error" and good.ends()[0] == "length" and good.sequence.ids[3:] == expected
+    assert engine.is_open
+    engine.close()
+
+
+def test_a_panic_of_the_decoder_ends_one_answer(loaded, tokenizer):
+    """tokenizers' own decoder panics where it strips more characters than a token has."""
+    engine = Engine(loaded, tokenizer)
+    first, other = (Client(engine, [5, token], max_new_tokens=6) for token in (40, 41))
+    broken = copy.deepcopy(tokenizer)
+    broken.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(Regex(".*"), "~"), decoders.Strip("~", 0, 3)]
+    )
+    first.sequence._stream._detokenizer = Detokenizer(broken)
+    engine.start()
+    assert first.ends()[0] == "error" and other.ends()[0] == "length" and engine.is_open
+    assert first.pieces[-1].error.startswith("the tokenizer cannot write the text of its tokens: PanicException")
     engine.close()
 
 

@@ -153,6 +153,9 @@ def test_prompts_and_chats_that_are_not_text_are_refused_by_name(mixtral, tmp_pa
         result = CliRunner().invoke(app, [door[0], str(mixtral), door[1], str(tmp_path / "latin.txt")])
         assert result.exit_code == 2
         assert f"error: {tmp_path / 'latin.txt'}: is not UTF-8 text (unexpected end of data at byte 3)" in result.stderr
+    (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
+    result = CliRunner().invoke(app, ["generate", str(mixtral), "--prompt-file", str(tmp_path / "empty.txt")])
+    assert result.exit_code == 2 and f"error: {tmp_path / 'empty.txt'}: is empty" in result.stderr
     result = CliRunner().invoke(app, ["generate", str(mixtral), "--prompt", "-"], input=b"caf\xe9 ")
     assert result.exit_code == 2 and "error: standard input: is not UTF-8 text" in result.stderr
     result = CliRunner().invoke(app, ["chat", str(mixtral)], input=b"caf\xe9 \n")

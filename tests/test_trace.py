@@ -68,9 +68,13 @@ def test_a_model_is_recorded_saved_and_replayed(packed: Path, tmp_path: Path) ->
     assert again.requests == trace.requests and again.size == trace.size
     shown = CliRunner().invoke(app, ["trace", str(tmp_path / "trace.npz")])
     assert shown.exit_code == 0 and all(policy.split()[0] in shown.output for policy in POLICIES)
-    (tmp_path / "trace.npz").write_bytes(b"no trace")
-    with pytest.raises(moepack.LoadError, match="no trace"):
-        Trace.open(tmp_path / "trace.npz")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    whole = (tmp_path / "trace.npz").read_bytes()
+    flipped = whole[:60] + bytes(255 - byte for byte in whole[60:80]) + whole[80:]
+    for damaged in (b"no trace", b"PK\x03\x04 no archive", whole[:-40], flipped, (tmp_path / "array.npy").read_bytes()):
+        (tmp_path / "trace.npz").write_bytes(damaged)
+        with pytest.raises(moepack.LoadError, match="no trace"):
+            Trace.open(tmp_path / "trace.npz")
     for chosen, experts in product((np.zeros((2, 2)), np.full((1, 1, 1), 9)), (4,)):
         np.savez(tmp_path / "other.npz", chosen=chosen, experts=experts)
         with pytest.raises(moepack.LoadError, match="no trace"):
@@ -81,5 +85,9 @@ def test_the_command_reads_a_text(packed: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("A text that nobody wrote, some words long.\n" * 60)
     shown = CliRunner().invoke(app, ["trace", str(packed), "--text", str(text), "--chars", "2000"])
+    again = CliRunner().invoke(
+        app, ["trace", str(packed), "--text", str(text), "--chars", "2000", "--dtype", "float16"]
+    )
+    assert again.exit_code == 0 and "a token" in again.output
     assert shown.exit_code == 0 and "a token" in shown.output and "belady" in shown.output
     assert CliRunner().invoke(app, ["trace", str(packed)]).exit_code == 2

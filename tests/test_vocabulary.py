@@ -126,6 +126,12 @@ def test_commands_say_it_in_a_line(directory, text, command, capsys, monkeypatch
     assert end.value.code == (0 if command == "chat" else 1)  # a chat goes on
 
 
+def test_a_prompt_file_with_one_is_named(directory, text, capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", str(directory), "--prompt-file", str(text)])
+    assert f"error: {text}: token {VOCABULARY} is out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("token", [-1, 64])
 def test_a_model_refuses_them_whoever_calls_it(architecture, token):

@@ -29,6 +29,10 @@ CHARACTERS_PER_TOKEN = 32
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt", ".md", ".text"), (".jsonl", ".ndjson", ".json")
 
 
+_JSON_ERRORS = (ValueError, RecursionError)
+"""What Python's parser raises: also for integers of too many digits, and where lists or objects nest too deeply."""
+
+
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
 
@@ -130,7 +134,7 @@ def _file_documents(file: Path) -> Iterator[str]:
         # Many ".json" files hold one array; everything else is read as lines.
         try:
             rows = json.loads(text)
-        except json.JSONDecodeError:
+        except _JSON_ERRORS:
             rows = None
         if isinstance(rows, list):
             yield from (_field(row, file, number) for number, row in enumerate(rows, 1))
@@ -139,7 +143,7 @@ def _file_documents(file: Path) -> Iterator[str]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except _JSON_ERRORS as error:
                 raise CalibrationError(f"line {number} is no JSON: {error}", file=file) from error
             yield _field(row, file, number)
 

@@ -80,12 +80,22 @@ def main(arguments: list[str] | None = None) -> None:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show, warnings.showwarning)
             app(given)
-    except (MoepackError, RuntimeError) as error:
-        foreseen = error if isinstance(error, MoepackError) else _of_a_device(error)
+    except (MoepackError, RuntimeError, OSError) as error:
+        foreseen = _foreseen(error)
         if foreseen is None or "--debug" in given:
             raise
         print(f"error: {foreseen}", file=sys.stderr)
         sys.exit(1)
+
+
+def _foreseen(error: Exception) -> MoepackError | None:
+    """What a failure means, unless it is a defect: of a file that the system refuses, or of a GPU."""
+    if isinstance(error, MoepackError):
+        return error
+    if isinstance(error, OSError):
+        named = isinstance(error.filename, str | os.PathLike)
+        return MoepackError(error.strerror or str(error), file=error.filename if named else None)
+    return _of_a_device(error) if isinstance(error, RuntimeError) else None
 
 
 def _of_a_device(error: RuntimeError) -> MoepackError | None:

@@ -26,7 +26,7 @@ from moepack.cli.options import (
     TopK,
     TopP,
 )
-from moepack.cli.usage import wrong_usage
+from moepack.cli.usage import require_place, wrong_usage
 from moepack.textfile import standard_input
 
 if TYPE_CHECKING:
@@ -69,9 +69,11 @@ def chat_command(
     from moepack.runtime.conversation import Conversation
     from moepack.runtime.prompts import has_template
     from moepack.runtime.sampling import Sampling
+    from moepack.runtime.stepping import tried
 
     quiet_transformers()
     with wrong_usage():
+        require_place(history)
         where = places(device, host_memory, device_memory, misses)
         model = open_model(directory, dtype, threads, mode, resident, **where)
         tokenizer = open_tokenizer(directory)
@@ -82,6 +84,7 @@ def chat_command(
             raise ValueError("--system needs a model with a chat template")
     _say(HELP if has_template(tokenizer) else f"The model has no chat template: it continues what you write.\n{HELP}")
     chat = Conversation(model, tokenizer, sampling, system)
+    _say(f"Answers are {tried(model)}.")
     _talk(chat, _reader(history))
 
 

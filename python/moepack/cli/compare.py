@@ -9,7 +9,7 @@ from rich.table import Table
 
 from moepack.cli.console import plain_console
 from moepack.cli.device import usable_device
-from moepack.cli.usage import wrong_usage
+from moepack.cli.usage import require_place, wrong_usage
 from moepack.units import byte_count, size
 
 __all__ = ["compare_command"]
@@ -36,6 +36,7 @@ def compare_command(
 
     quiet_transformers()
     with wrong_usage():
+        require_place(chart)
         names = [name.strip() for name in methods.split(",")]
         if unknown := sorted(set(names) - set(FITTING)):
             raise ValueError(f"cannot compare {', '.join(unknown)}; there is: {', '.join(FITTING)}")

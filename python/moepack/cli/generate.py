@@ -22,6 +22,7 @@ from moepack.cli.options import (
     TopP,
 )
 from moepack.cli.usage import wrong_usage
+from moepack.errors import TextError
 from moepack.textfile import read_text, standard_input
 from moepack.units import size
 
@@ -72,6 +73,7 @@ def generate_command(
     from moepack.runtime.conversation import conversation
     from moepack.runtime.generation import generate
     from moepack.runtime.sampling import Sampling, given
+    from moepack.runtime.vocabulary import naming
 
     quiet_transformers()
     with wrong_usage():
@@ -87,7 +89,8 @@ def generate_command(
         if not (chat or model.config.is_encoder_decoder):
             _write(text)
         asked = conversation(system, text) if chat else text
-        report = generate(model, tokenizer, asked, sampling, on_text=_write)
+        with naming(tokenizer, prompt_file):
+            report = generate(model, tokenizer, asked, sampling, on_text=_write)
     _write("\n")
     _tell(report, model)
 
@@ -117,7 +120,9 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ValueError("give either --prompt or --prompt-file")
     if file is not None:
-        return read_text(file)
+        if not (text := read_text(file)):
+            raise TextError("is empty", file=file)
+        return text
     return standard_input().read() if prompt == "-" else str(prompt)
 
 

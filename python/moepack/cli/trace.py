@@ -7,7 +7,8 @@ import typer
 from rich.table import Table
 
 from moepack.cli.console import plain_console
-from moepack.cli.usage import wrong_usage
+from moepack.cli.options import Dtype
+from moepack.cli.usage import require_place, wrong_usage
 
 __all__ = ["trace_command"]
 
@@ -22,6 +23,7 @@ def trace_command(
     ] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 20_000,
     out: Annotated[Path | None, typer.Option(help="Keep the trace in this file (npz).")] = None,
+    dtype: Dtype = "auto",
 ) -> None:
     """Print how often caches of experts hit, by their size and policy, beside the best that any could do."""
     from moepack.cli.evaluate import quiet_transformers
@@ -31,12 +33,13 @@ def trace_command(
 
     quiet_transformers()
     with wrong_usage():
+        require_place(out)
         if source.is_file():
             trace = Trace.open(source)
         elif text is None:
             raise ValueError("--text is needed to record what a model asks for")
         else:
-            model = load(source)
+            model = load(source, dtype)
             with recorded(model) as found:
                 evaluate(model, text, chars, tokenizer=open_tokenizer(source))
             trace = found()

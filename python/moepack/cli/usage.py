@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
 from moepack.errors import MoepackError, TextError
 
-__all__ = ["wrong_usage"]
+__all__ = ["require_place", "wrong_usage"]
 
 
 @contextmanager
@@ -25,6 +26,12 @@ def wrong_usage() -> Iterator[None]:
         raise
     except ValueError as error:
         raise _refused(error) from error
+
+
+def require_place(file: Path | None) -> None:
+    """Raise a `ValueError` where a file that is written after the work cannot be: its folder does not exist."""
+    if file is not None and not file.parent.is_dir():
+        raise ValueError(f"{file}: there is no folder {file.parent}")
 
 
 def _refused(error: ValueError) -> typer.Exit:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 from transformers.cache_utils import Cache
 
-__all__ = ["Call", "CallReader", "cache_name", "cached"]
+__all__ = ["Call", "CallReader", "cache_argument", "cache_name", "cached"]
 
 _SPELLINGS = ("cache", "past_key_values")
 
@@ -95,6 +95,11 @@ def cache_name(function: Callable[..., Any]) -> str | None:
     parameters = inspect.signature(function).parameters
     typed = (name for name, parameter in parameters.items() if _is_cache(parameter.annotation))
     return next((name for name in _SPELLINGS if name in parameters), None) or next(typed, None)
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """Return keys and values as the keyword argument of a model's forward; the other spelling may be deprecated."""
+    return {cache_name(type(model).forward) or _SPELLINGS[-1]: cache}
 
 
 def cached(output: Any) -> Any:

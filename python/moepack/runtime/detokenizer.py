@@ -16,6 +16,9 @@ keep at least `KEPT` tokens.
 from collections.abc import Iterable
 from typing import Any
 
+from moepack.errors import MoepackError
+from moepack.runtime.panics import contained
+
 __all__ = ["Detokenizer"]
 
 #: Tokens that a window keeps, and tokens beyond which it is shortened.
@@ -34,6 +37,9 @@ class Detokenizer:
     Args:
         tokenizer: of transformers. Its decoder may treat the first token of a text differently, strip characters at
             both ends, and spell bytes. It must not change the text of earlier tokens otherwise.
+
+    Raises:
+        MoepackError: the tokenizer's decoder fails.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -96,7 +102,11 @@ class Detokenizer:
         return cleaned
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        try:
+            with contained():
+                text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        except Exception as error:
+            raise MoepackError(f"the tokenizer cannot write the text of its tokens: {error}") from error
         return text
 
 

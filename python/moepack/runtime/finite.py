@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from moepack.errors import NonFiniteError
+from moepack.runtime.calls import cache_argument
 from moepack.runtime.prefix import new_cache
 
 __all__ = ["advice", "are_finite", "non_finite", "watching"]
@@ -119,7 +120,7 @@ def _read(model: Any, inputs: dict[str, Any]) -> None:
         return
     cache = new_cache(model)
     for part in ids.split(CHUNK, dim=1):
-        model(input_ids=part, past_key_values=cache, use_cache=True)
+        model(input_ids=part, **cache_argument(model, cache), use_cache=True)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -8,19 +8,34 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
 from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.runtime.backends.gpu import lost
+from moepack.runtime.calls import cache_name
 from moepack.runtime.carried import carried_of
 from moepack.runtime.finite import are_finite, non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
-from moepack.runtime.text import TextStream, end_tokens, hidden_tokens
+from moepack.runtime.text import TextStream, end_strings, end_tokens, hidden_tokens
 from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["GenerationReport", "Memory", "generate"]
+
+_CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
+"""What the installed transformers calls keys and values in `generate`."""
+
+_PLAIN = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "cache_implementation": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "stop_strings": None,
+}
+"""Published settings that are set aside: ways of searching that hand out no text as it comes, other caches, and stop
+strings, which end the text as those of `Sampling` do."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +158,11 @@ def generate(
     sampling = sampling or Sampling()
     ids = prompt_ids(tokenizer, prompt)
     require_known(ids, vocabulary_of(model), tokenizer)
+    require_known(_forced(model), vocabulary_of(model), tokenizer, "generation_config.json")
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
     hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
-    streamer = _Streamer(TextStream(tokenizer, sampling.stop, hidden), on_text or (lambda text: None))
+    stop = (*sampling.stop, *end_strings(model))
+    streamer = _Streamer(TextStream(tokenizer, stop, hidden), on_text or (lambda text: None))
     inputs = torch.tensor([ids], device=model.device)
     logits = _Logits()
     carried_of(model)  # makes the model start anew with each sequence
@@ -164,10 +181,18 @@ def generate(
             stopping_criteria=StoppingCriteriaList([streamer.is_done]),
             logits_processor=LogitsProcessorList([logits]),
             remove_invalid_values=False,
+            **_PLAIN,
             **kept,
             **sampling.arguments(),
         )
     return _report(streamer, len(ids), start)
+
+
+def _forced(model: Any) -> list[int]:
+    """Tokens that the published settings put into every text."""
+    names = ("forced_bos_token_id", "forced_eos_token_id")
+    given = [getattr(model.generation_config, name, None) for name in names]
+    return [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
 
 
 @contextmanager
@@ -199,7 +224,7 @@ def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _St
     cache = prefix.continued(ids) if prefix is not None and prefix.shared(ids) else new_cache(model)
     memory.prefix = None
     carried.reset()
-    yield {"past_key_values": cache}
+    yield {_CACHE: cache}
     prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache, carried.limit)
     memory.prefix = prefix if prefix.is_useful else None
 

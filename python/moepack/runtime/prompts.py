@@ -6,6 +6,8 @@ Invariant: a prompt that does not become tokens raises a `ValueError`, whatever 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moepack.runtime.panics import contained
+
 __all__ = ["Messages", "Prompt", "has_template", "positions", "prompt_ids"]
 
 Messages = Sequence[Mapping[str, Any]]
@@ -63,9 +65,8 @@ def _ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
             f"the text has a lone surrogate at character {error.start}: that is no Unicode text"
         ) from error
     try:
-        ids: list[int] = tokenizer(text, **options).input_ids
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+        with contained():
+            ids: list[int] = tokenizer(text, **options).input_ids
+    except Exception as error:
         raise ValueError(f"the tokenizer cannot read the text: {type(error).__name__}: {error}") from error
     return ids

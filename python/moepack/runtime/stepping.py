@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moepack.runtime.calls import cache_name
+from moepack.runtime.calls import cache_argument
 from moepack.runtime.decoder import DecoderForward
 from moepack.runtime.families import FAMILIES, decoder_of, family_of
 from moepack.runtime.prefix import new_cache
@@ -61,7 +61,7 @@ def tried(model: Any) -> Stepping:
         return before
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        given = {str(cache_name(type(model).forward)): new_cache(model)}
+        given = cache_argument(model, new_cache(model))
         for place in range(1 + _TRIED):  # models of images and text may keep positions of other sequences: give them
             model(ids, position_ids=torch.full_like(ids, place), use_cache=True, **given)
     after = stepping(model)

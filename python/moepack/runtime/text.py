@@ -9,7 +9,7 @@ from typing import Any
 
 from moepack.runtime.detokenizer import Detokenizer
 
-__all__ = ["TextStream", "end_tokens", "hidden_tokens"]
+__all__ = ["TextStream", "end_strings", "end_tokens", "hidden_tokens"]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -17,6 +17,12 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     published = model.generation_config.eos_token_id
     ends = published if isinstance(published, list) else [published]
     return frozenset({*ends, tokenizer.eos_token_id} - {None})
+
+
+def end_strings(model: Any) -> tuple[str, ...]:
+    """Return the strings that the model was published with to end an answer."""
+    published = getattr(model.generation_config, "stop_strings", None) or []
+    return (published,) if isinstance(published, str) else tuple(published)
 
 
 def hidden_tokens(ends: Iterable[int], tokenizer: Any) -> frozenset[int]:

@@ -29,6 +29,9 @@ from moepack.serving.settings import Settings
 
 __all__ = ["CHAT", "COMPLETION", "Answers", "fingerprint"]
 
+_ESCAPED = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Characters of a JSON string that clients take for the end of a line, and with it of an event."""
+
 _LOG = logging.getLogger("uvicorn.error")
 
 
@@ -192,7 +195,7 @@ def _failure(last: Piece) -> Refusal:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+    return f"data: {json.dumps(content, ensure_ascii=False).translate(_ESCAPED)}\n\n".encode()
 
 
 def _usage(sequence: Sequence, last: Piece) -> dict[str, int]:

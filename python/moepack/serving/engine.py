@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from moepack.runtime.finite import non_finite
 from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import positions
 from moepack.runtime.sampling import Sampling
-from moepack.runtime.text import end_tokens
+from moepack.runtime.text import end_strings, end_tokens
 from moepack.runtime.vocabulary import require_known, vocabulary_of
 from moepack.serving.isolation import Part
 from moepack.serving.sequence import Piece, Sequence
@@ -81,6 +82,7 @@ class Engine:
         self._stepper = Stepper(model, self._relieve)
         self._vocabulary = vocabulary_of(model)
         self._ends = end_tokens(model, tokenizer)
+        self._stop = end_strings(model)
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
         self._kept: deque[Prefix] = deque()
@@ -107,6 +109,7 @@ class Engine:
             ClosedError: the engine is closed.
         """
         require_known(ids, self._vocabulary, self.tokenizer)
+        sampling = replace(sampling, stop=(*sampling.stop, *self._stop))
         with self._changed:
             if not self.is_open:
                 raise ClosedError("the server shuts down")

@@ -15,6 +15,7 @@ import torch
 
 from moepack.runtime.backends.gpu import lost
 from moepack.runtime.cache import Mark
+from moepack.runtime.panics import contained
 
 __all__ = ["Outcome", "Part", "is_memory", "isolated"]
 
@@ -65,7 +66,8 @@ def isolated(read: Read, parts: Sequence[Part], relieve: Callable[[], bool] = la
     """
     marks = [Mark(part.cache) for part in parts]
     try:
-        return list(read(parts))
+        with contained():
+            return list(read(parts))
     except Exception as error:
         if lost(error):
             raise

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.runtime.backends.gpu import lost
 from moepack.runtime.cache import GrowingLayer
+from moepack.runtime.calls import cache_argument
 from moepack.runtime.carried import carried_of
 from moepack.runtime.families import decoder_of
 from moepack.runtime.prefix import new_cache
@@ -203,7 +204,7 @@ def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
 
 
 def _alone(model: Any, part: Part) -> torch.Tensor:
-    inputs = {"input_ids": torch.tensor([part.ids], device=model.device), "past_key_values": part.cache}
+    inputs = {"input_ids": torch.tensor([part.ids], device=model.device), **cache_argument(model, part.cache)}
     logits: torch.Tensor = model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
     return logits
 
