@@ -196,6 +196,26 @@ def test_a_tied_head_is_renamed_with_the_rest(saved: Callable[[str], Path], tmp_
         assert wrapped.config["tie_word_embeddings"] is False  # the head is stored with other values
 
 
+MIXED: dict[str, Rename] = {
+    "a layer without prefix": lambda name: name.removeprefix("model.") if ".1." in name[:16] else name,
+    "attention without prefix": lambda name: name.removeprefix("model.") if ".self_attn." in name else name,
+    "a layer of module.": lambda name: f"module.{name}" if ".1." in name[:16] else name,
+    "ends of module.": lambda name: f"module.{name}" if "0" not in name and "1" not in name else name,
+    "most of base_model.model.": lambda name: name if name.startswith("lm_head") else f"base_model.model.{name}",
+}
+"""Names of different forms in one checkpoint, as in shards that different programs saved."""
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_names_of_several_forms_in_one_checkpoint(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = saved(family)
+    expected = facts(open_checkpoint(source))
+    for number, (kind, rename) in enumerate(MIXED.items()):
+        directory = renamed(source, tmp_path / str(number), rename, shards=1 + number % 2)
+        assert facts(open_checkpoint(directory)) == expected, kind
+        estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
 # ---- what is not guessed
 
 
@@ -240,6 +260,23 @@ def test_an_adapter_that_was_not_merged_is_told(saved: Callable[[str], Path], tm
     for door in (compress, estimate):
         with pytest.raises(CheckpointError, match=r"but has '.*q_proj\.base_layer\.weight': merge the adapter first"):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_layer_that_is_hidden_is_told(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """A prefix of its own in front of fewer names than have none is not taken for a wrapper."""
+    directory = renamed(saved(family), tmp_path / "x", lambda name: f"draft.{name}" if ".layers.1." in name else name)
+    for door in (compress, estimate):
+        with pytest.raises(CheckpointError, match=r"but has 'draft\.model\.layers\.1\."):
+            door(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = renamed(
+        saved("qwen3_moe"), tmp_path / "x", lambda name: name.replace("_proj.weight", "_proj.base_layer.weight")
+    )
+    with pytest.raises(CheckpointError, match=r"but has '.*base_layer\.weight': merge the adapter first"):
+        estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
 def test_a_refusal_says_what_was_found_and_what_was_sought(saved: Callable[[str], Path], tmp_path: Path) -> None:
