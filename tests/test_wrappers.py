@@ -252,13 +252,16 @@ def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[st
         open_model(directory)
 
 
-def test_an_adapter_that_was_not_merged_is_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    def wrap(name: str) -> str:
-        return f"base_model.model.{name.replace('q_proj.weight', 'q_proj.base_layer.weight')}"
-
-    directory = renamed(saved("qwen3_moe"), tmp_path / "x", wrap)
+@pytest.mark.parametrize(
+    "name, other",
+    [("q_proj.weight", "q_proj.base_layer.weight"), ("lm_head.weight", "lm_head.modules_to_save.default.weight")],
+)
+def test_an_adapter_that_was_not_merged_is_told(
+    name: str, other: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = renamed(saved("qwen3_moe"), tmp_path / "x", lambda each: f"base_model.model.{each.replace(name, other)}")
     for door in (compress, estimate):
-        with pytest.raises(CheckpointError, match=r"but has '.*q_proj\.base_layer\.weight': merge the adapter first"):
+        with pytest.raises(CheckpointError, match=rf"but has '.*{other}': merge the adapter first"):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 

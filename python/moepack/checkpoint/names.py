@@ -249,7 +249,7 @@ def nearest(name: str, unread: Iterable[str]) -> str:
     for other in unread:
         found = iter(other.split("."))
         if len(parts) > 1 and other.endswith(parts[-1]) and all(part in found for part in parts):
-            adapted = ".base_layer." in other or ".original_module." in other
+            adapted = any(f".{part}." in other for part in ("base_layer", "original_module", "modules_to_save"))
             advice = ": merge the adapter first (`merge_and_unload` of peft)" if adapted else ""
             return f", but has '{other}'{advice}"
     return ""
