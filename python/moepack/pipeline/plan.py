@@ -110,7 +110,7 @@ def _small_files(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             if entry.name in _OWN or entry.name.startswith(".") or may_hold_weights(entry.name):
                 continue
             outside = leads_out(entry)
-            if outside and is_small(entry):
+            if outside and (is_small(entry) or entry.is_dir()):
                 message = f"{entry}: links out of the model's directory, to {entry.resolve()}; it is not copied"
                 warnings.warn(message, MoepackWarning, stacklevel=3)
             names = [] if outside else side_names(entry)
