@@ -19,7 +19,7 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CheckpointError, CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.directory import check_listed, read_manifest
 from moepack.format.header import read_header
-from moepack.format.hub import ADAPTER
+from moepack.format.hub import ADAPTER, CONFIG
 from moepack.format.manifest import MANIFEST
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
@@ -283,4 +283,8 @@ def _names_moepack(config: Mapping[str, Any]) -> bool:
 
 
 def _read_config(directory: str | PathLike[str]) -> dict[str, Any]:
-    return read_json(Path(directory) / "config.json", LoadError)
+    file = Path(directory) / CONFIG
+    if not file.exists() and (file.parent / ADAPTER).is_file():
+        message = "is an adapter (peft) and no model; load the model that it adapts, then `PeftModel.from_pretrained`"
+        raise LoadError(message, file=file.parent)
+    return read_json(file, LoadError)
