@@ -259,9 +259,12 @@ def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[st
 def test_an_adapter_that_was_not_merged_is_told(
     name: str, other: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    directory = renamed(saved("qwen3_moe"), tmp_path / "x", lambda each: f"base_model.model.{each.replace(name, other)}")
+    directory = renamed(
+        saved("qwen3_moe"), tmp_path / "x", lambda each: f"base_model.model.{each.replace(name, other)}"
+    )
+    sentence = rf"but has '.*{other}': merge the adapter first"
     for door in (compress, estimate):
-        with pytest.raises(CheckpointError, match=rf"but has '.*{other}': merge the adapter first"):
+        with pytest.raises(CheckpointError, match=sentence):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 

@@ -21,6 +21,7 @@ import torch
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
 from moepack.checkpoint.beyond import find_beyond
 from moepack.checkpoint.dense import FLOATS, DenseLayer, find_dense, position
+from moepack.checkpoint.headed import is_headless
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
 from moepack.checkpoint.names import nearest
 from moepack.checkpoint.reader import Checkpoint
@@ -103,10 +104,11 @@ def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:
     sought = " or ".join(f"{stack}.0.*.{layout.first}" for layout in architecture.layouts)
     names = checkpoint.names()
     found = next((name for name in names if "experts" in name), names[0] if names else "no tensor")
-    return (
-        f"no layer with experts was found: no tensor is called like {sought}, the nearest is {found}; save the model "
-        "with `save_pretrained` of its class, without what wrapped it in training"
-    )
+    classes = checkpoint.config.get("architectures")
+    advice = "save the model with `save_pretrained` of its class, without what wrapped it in training"
+    if is_headless(classes):
+        advice = f"config.json names {classes[0]}, a model without head; save the whole model"
+    return f"no layer with experts was found: no tensor is called like {sought}, the nearest is {found}; {advice}"
 
 
 def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:

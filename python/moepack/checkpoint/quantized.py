@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from moepack.checkpoint.dense import FLOATS
+from moepack.checkpoint.headed import headed
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.tied import untied
 from moepack.checkpoint.wrappers import unwrapped
@@ -78,7 +79,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         UnsupportedModelError: its quantization is not known here; names it.
         CheckpointError: scales are missing or of another shape than the codes'.
     """
-    checkpoint = untied(unwrapped(Checkpoint.open(path)))
+    checkpoint = untied(unwrapped(headed(Checkpoint.open(path))))
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if not isinstance(settings, dict) or settings.get("quant_method") in (None, "moepack"):
         return checkpoint

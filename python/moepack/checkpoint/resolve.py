@@ -19,8 +19,8 @@ WANTED = (
     *("*.safetensors", "*.json", "*.model", "*.model.*", "*.txt", "*.tiktoken", "*.bpe", "*.spm", "*.vocab"),
     *(_TEMPLATES, "*.py", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "USAGE_POLICY*"),
 )
-"""Files to be fetched: weights, configuration and tokenizer, and the small ones that a packed directory takes over. Code
-is copied, never run: some tokenizers are loaded with it."""
+"""Files to be fetched: weights, configuration and tokenizer, and the small ones that a packed directory takes over.
+Code, which some tokenizers are loaded with, is copied and never run."""
 
 UNWANTED = (
     *(f"*/{pattern}" for pattern in WANTED if pattern != _TEMPLATES),

@@ -53,7 +53,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     if all(name == other for name, other in renamed.items()):
         return checkpoint
     _refuse_repeated(checkpoint, renamed)
-    return checkpoint.renamed(renamed, _note(checkpoint, plain, prefix))
+    return checkpoint.renamed(renamed, (*checkpoint.notes, *_note(plain, prefix)))
 
 
 def _without_inner(name: str) -> str:
@@ -173,7 +173,7 @@ def _refuse_repeated(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None
         seen[other] = name
 
 
-def _note(checkpoint: Checkpoint, plain: Mapping[str, str], prefix: str) -> tuple[str, ...]:
+def _note(plain: Mapping[str, str], prefix: str) -> tuple[str, ...]:
     """What a user should know: nothing of what transformers does itself."""
     inner = sorted({part for name in plain for part in name.split(".") if part in INNER})
     hidden = [f"'{each}.'" for each in (*inner, *([prefix] if prefix else []))]

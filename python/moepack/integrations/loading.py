@@ -164,11 +164,10 @@ def open_model(
 def _class_and_source(config: Mapping[str, Any], directory: Path) -> tuple[Any, dict[str, Any]]:
     """The class that loads a directory, and what tells it where the weights are: the directory, or, where transformers
     would not read what `compress` reads, that checkpoint's tensors, taken one by one when they are asked for."""
-    kind = model_class(config)
     source = None if _names_moepack(config) else _read_differently(config, directory)
     if source is None:
-        return kind, {"pretrained_model_name_or_path": fspath(directory)}
-    settings = configuration(directory, source.config)
+        return model_class(config), {"pretrained_model_name_or_path": fspath(directory)}
+    kind, settings = model_class(source.config), configuration(directory, source.config)
     weights = {name: _Tensor(source, name) for name in source.names()}
     known = getattr(kind, "_model_mapping", {type(settings): kind})
     return known[type(settings)], {"pretrained_model_name_or_path": None, "config": settings, "state_dict": weights}
