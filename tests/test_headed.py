@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from moepack import UnsupportedModelError, compress, describe, load
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.quantized import open_checkpoint
+from moepack.cli import main
 from moepack.integrations.loading import open_model
 from moepack.methods.finequant import FineQuant
 
@@ -70,3 +71,21 @@ def test_a_note_of_the_class_outlives_one_of_names(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     notes = open_checkpoint(configure(tmp_path, architectures=["Qwen3MoeModel"])).notes
     assert any("a model without head" in note for note in notes) and any("'module.'" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "--prompt", "a"], ["chat"], ["serve", "--port", "0"], ["eval", "--text", "text.txt"]]
+)
+def test_a_model_without_head_answers_nobody(
+    words: list[str], tiny_checkpoint: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """A packed model that is loaded below its head is for those who want its hidden states."""
+    monkeypatch.chdir(tmp_path)
+    compress(tiny_checkpoint("qwen3_moe"), tmp_path / "packed", method=FineQuant(bits=8))
+    configure(tmp_path / "packed", architectures=["Qwen3MoeModel"])
+    (tmp_path / "text.txt").write_text("the sea and the wolf " * 100)
+    command, *options = words
+    with pytest.raises(SystemExit) as ended:
+        main([command, "packed", *options])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code not in (0, None) and "Qwen3MoeModel predicts no tokens" in said, said
