@@ -17,7 +17,7 @@ from moepack.integrations.loading import open_model
 from moepack.methods.finequant import FineQuant
 
 IDS = torch.arange(3, 19)[None]
-FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe"]
+FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "glm4_moe"]
 
 
 def configure(directory: Path, **settings: Any) -> Path:
@@ -37,7 +37,8 @@ def read_alike(directory: Path, out: Path) -> None:
     report = compress(directory, out, method=FineQuant(bits=8))
     assert any("a model without head" in note for note in report.notes)
     assert json.loads((out / "config.json").read_text())["architectures"] == [type(stock).__name__]
-    for packed in (load(out, torch.float32), transformers.AutoModelForCausalLM.from_pretrained(out)):
+    auto = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    for packed in (load(out, torch.float32), auto):
         assert (packed(IDS).logits - expected).norm() < 0.05 * expected.norm()
 
 

@@ -15,21 +15,25 @@ __all__ = ["headed", "is_headless"]
 
 _CLASSES = "architectures"
 
+_HEAD = "lm_head.weight"
+"""The head of an architecture without a description."""
+
 
 def headed(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint, whose configuration names the class with the head that it has; no tensor is read."""
     import transformers
 
-    config = checkpoint.config
-    architecture, kind = ARCHITECTURES.get(config["model_type"]), config["model_type"]
-    if architecture is None or kind not in transformers.CONFIG_MAPPING or not is_headless(config.get(_CLASSES)):
+    config, kind = checkpoint.config, checkpoint.config["model_type"]
+    classes, known = config.get(_CLASSES), transformers.CONFIG_MAPPING
+    if kind not in known or "text_config" in config or not is_headless(classes):
         return checkpoint
-    stored = any(f".{name}".endswith(f".{architecture.head}") for name in checkpoint.names())
-    if not stored and not config.get("tie_word_embeddings"):
+    mapping = getattr(model_class({**config, _CLASSES: None}), "_model_mapping", {})
+    head = ARCHITECTURES[kind].head if kind in ARCHITECTURES else _HEAD
+    stored = any(f".{name}".endswith(f".{head}") for name in checkpoint.names())
+    if known[kind] not in mapping or not (stored or config.get("tie_word_embeddings")):
         return checkpoint
-    auto = model_class({**config, _CLASSES: None})
-    name = auto._model_mapping[transformers.CONFIG_MAPPING[kind]].__name__
-    note = f"config.json names {config[_CLASSES][0]}, a model without head; the head is there, so it is read as {name}."
+    name = mapping[known[kind]].__name__
+    note = f"config.json names {classes[0]}, a model without head; the head is there, so it is read as {name}."
     checkpoint.config = {**config, _CLASSES: [name]}
     checkpoint.notes = (*checkpoint.notes, note)
     return checkpoint
