@@ -134,6 +134,25 @@ def test_a_folder_outside_is_not_copied_and_told(source: Path, tmp_path: Path) -
     assert "additional_chat_templates" in report.skipped
 
 
+def test_pointers_of_side_files_are_not_copied_and_told(source: Path, tmp_path: Path) -> None:
+    put(source, {"tokenizer.model": POINTER, "deep/er/file.txt": POINTER})
+    with pytest.warns(moepack.MoepackWarning) as caught:
+        report = moepack.compress(source, tmp_path / "packed", method="finequant", bits=8)
+    assert sum("git lfs pull" in str(each.message) for each in caught) == 2
+    assert "tokenizer.model" in report.skipped and not (tmp_path / "packed" / "tokenizer.model").exists()
+    assert not (tmp_path / "packed" / "deep").exists() and moepack.verify(tmp_path / "packed").ok
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_pointers_of_json_are_told_as_such(name: str, mixtral: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(mixtral, tmp_path / "source"))
+    (directory / "model.safetensors").unlink()
+    put(directory, {name: POINTER})
+    for door in (moepack.compress, estimate):
+        with pytest.raises(CheckpointError, match=rf"{name}: is a pointer of git-lfs"):
+            door(directory, tmp_path / "out", method=create("finequant"))
+
+
 def test_what_an_earlier_run_left_in_folders_is_swept(tmp_path: Path) -> None:
     put(tmp_path / "out.partial", {"a/b/x.txt": "", "a/y.txt": "", "gone/z.txt": "", "top.txt": ""})
     (tmp_path / "out.partial" / JOURNAL).write_text("{}\n")
