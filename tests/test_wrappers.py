@@ -216,6 +216,23 @@ def test_names_of_several_forms_in_one_checkpoint(family: str, saved: Callable[[
         estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
+@pytest.mark.parametrize("rename", [lambda name: name.removeprefix("model."), lambda name: f"module.{name}"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_an_index_with_other_prefixes_than_its_shards(
+    family: str, rename: Rename, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Transformers takes from it which files there are."""
+    directory = renamed(saved(family), tmp_path / "x", lambda name: name, shards=2)
+    index = directory / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    names = {rename(name): file for name, file in listed.items()}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert facts(open_checkpoint(directory)) == facts(open_checkpoint(saved(family)))
+    assert open_model(directory, torch.float32)(IDS).logits.isfinite().all()
+
+
 # ---- what is not guessed
 
 
