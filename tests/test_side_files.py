@@ -118,13 +118,6 @@ def test_files_in_folders_are_verified(source: Path, tmp_path: Path) -> None:
     }
 
 
-def test_folders_without_files_are_no_damage(packed: Path, tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(packed, tmp_path / "packed"))
-    put(directory, {"logs/.hidden": "", "logs/x.lock": ""})
-    (directory / "empty").mkdir()
-    assert moepack.verify(directory).ok
-
-
 def test_a_folder_outside_is_not_copied_and_told(source: Path, tmp_path: Path) -> None:
     put(tmp_path / "elsewhere", {"rag.jinja": "R"})
     shutil.rmtree(source / "additional_chat_templates")

@@ -126,7 +126,7 @@ def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
 def _folder(folder: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
     """Find links and files that the manifest does not list in a folder."""
     listed = any(name.startswith(f"{folder.name}/") for name in manifest.files)
-    if not listed and files_below(folder) and not side_names(folder):
+    if not listed and not side_names(folder):
         yield Fault(folder.name, "the manifest does not list it")
         return
     for name in files_below(folder):
