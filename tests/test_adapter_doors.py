@@ -183,3 +183,8 @@ def test_experts_by_channels_take_no_adapters(tiny_checkpoint: Any, tmp_path: Pa
         model = peft.get_peft_model(moepack.load(tmp_path / "packed"), peft.LoraConfig(r=4, **names))
         assert any("q_proj" in name for name in adapted(model))
         assert not any("experts" in name for name in adapted(model))
+
+
+def test_an_adapter_is_not_taken_for_a_model(saved: Path) -> None:
+    with pytest.raises(moepack.LoadError, match=r"is an adapter \(peft\) and no model"):
+        moepack.load(saved)

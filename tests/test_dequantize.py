@@ -42,6 +42,16 @@ def test_a_dequantized_model_takes_a_dtype_and_keeps_ties() -> None:
     assert (logits(plain).float() - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "gpt_oss", "switch_transformers"])
+def test_decoded_weights_are_trained_as_the_others(architecture: str) -> None:
+    """A model that trained its norms alone would learn, and nobody would notice."""
+    packed, _ = fresh(architecture)
+    model = packed.dequantize()
+    assert all(value.requires_grad for value in model.parameters())
+    frozen = fresh(architecture)[0].requires_grad_(False).dequantize()
+    assert not any(value.requires_grad for value in frozen.parameters())
+
+
 def test_adapters_are_unloaded_before_a_model_is_dequantized() -> None:
     packed, _ = fresh("qwen3_moe")
     model = peft.get_peft_model(packed, peft.LoraConfig(target_modules=["q_proj"], r=4))

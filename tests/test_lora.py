@@ -148,6 +148,12 @@ SETTINGS = {
         {"init_lora_weights": "olora", "target_parameters": ["experts.down_proj"], "target_modules": []},
         "experts' is packed, and init_lora_weights='olora'",
     ),
+    "dropout of experts": (
+        {"lora_dropout": 0.1, "target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        r"experts' holds its experts in parameters.* no lora_dropout; set lora_dropout=0\.0",
+    ),
+    "DoRA of experts": ({"use_dora": True, "target_modules": ["q_proj", "experts"]}, "no use_dora"),
+    "biases of adapters of experts": ({"lora_bias": True, "target_parameters": ["experts.down_proj"]}, "no lora_bias"),
     "layers repeated": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
     "a projection as a parameter": ({"target_parameters": ["experts.gate_proj"]}, "no gate_proj"),
 }
@@ -170,6 +176,7 @@ WORKING = {
     "one layer": {"layers_to_transform": [1]},
     "biases of adapters": {"lora_bias": True},
     "biases of layers": {"bias": "lora_only"},
+    "dropout of all linear layers": {"lora_dropout": 0.1, "target_modules": "all-linear"},
     "a head of its own": {"modules_to_save": ["lm_head"]},
     "tokens of the embedding": {"trainable_token_indices": [3, 5]},
     "activated by tokens": {"alora_invocation_tokens": [10, 17]},
@@ -179,7 +186,7 @@ WORKING = {
 @pytest.mark.parametrize("settings", WORKING.values(), ids=WORKING)
 def test_settings_of_lora_do_as_on_the_unpacked_model(settings: dict[str, Any], tmp_path: Path) -> None:
     packed, stock = fresh("qwen2_moe")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, **settings)
+    config = peft.LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "r": 4, **settings})
     stock = randomized(peft.get_peft_model(stock, copy.deepcopy(config)))
     packed = randomized(peft.get_peft_model(packed, copy.deepcopy(config)))
     assert adapted(packed) == adapted(stock)

@@ -72,6 +72,15 @@ def test_other_sources_are_not_warned_of(dtype: torch.dtype, tmp_path: Path) -> 
     assert not any("float16" in note for note in report.notes)
 
 
+def test_a_model_that_config_json_loads_in_float16_is_warned_of(tmp_path: Path) -> None:
+    """Its norm is infinite once it is loaded."""
+    source = scaled(tmp_path / "source", torch.bfloat16, {"norm.weight": 2 * LIMIT})
+    file = source / "config.json"
+    file.write_text(file.read_text().replace('"bfloat16"', '"float16"'))
+    report = compress(source, tmp_path / "packed", method=FineQuant(bits=8))
+    assert any("is in float16" in note and "norm.weight (1" in note for note in report.notes)
+
+
 @pytest.mark.parametrize(("w1", "told"), [(10.0, True), (0.1, False)])
 def test_activations_near_the_limit_are_told(w1: float, told: bool, tmp_path: Path) -> None:
     """The weights are harmless, the products of gate and up are not."""

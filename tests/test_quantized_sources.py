@@ -119,6 +119,7 @@ KINDS: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] 
     "fp8 of one scale": (fp8_one, {"weight_block_size": None}),
     "fp8 as vLLM serves it": (of_shape("_scale", lambda *_: (1,)), {"activation_scheme": "static"}),
     "fp8 without settings": (of_shape("_scale", lambda *_: ()), {}),
+    "FP8": (of_shape("_scale", lambda *_: ()), {}),
     "fp8 by rows": (of_shape("_scale_inv", lambda rows, _: (rows, 1)), {}),
     "fbgemm_fp8": (of_shape("_scale", lambda rows, _: (rows, 1)), {"activation_scale_ub": 1200.0}),
     "modelopt": (of_shape("_scale", lambda *_: ()), {"quant_algo": "FP8"}),
@@ -386,3 +387,14 @@ def test_quantizations_that_are_not_known(settings: dict[str, Any], message: str
     directory = write(plain, tmp_path / "x", load_file(plain / "model.safetensors"), settings)
     with pytest.raises(UnsupportedModelError, match=message):
         compress(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])
+def test_codes_of_another_type_are_told(dtype: torch.dtype, plain: Path, tmp_path: Path) -> None:
+    """And nobody is told to remove a setting that is true."""
+    tensors = load_file(plain / "model.safetensors")
+    tensors |= {name: weight.to(dtype) for name, weight in tensors.items() if name.endswith("q_proj.weight")}
+    directory = write(plain, tmp_path / "x", tensors, {"quant_method": "fp8"})
+    with pytest.raises(UnsupportedModelError, match=rf"q_proj\.weight is in {str(dtype)[6:]}, which") as caught:
+        open_checkpoint(directory)
+    assert "remove the setting" not in str(caught.value)

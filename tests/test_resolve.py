@@ -127,6 +127,7 @@ def test_only_what_is_read_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
         *("config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
         *("tokenizer.json", "tokenizer.model", "spiece.model", "merges.txt", "chat_template.jinja", "LICENSE"),
         *("additional_chat_templates/tool_use.jinja", "qwen.tiktoken", "tokenizer.model.v3"),
+        *("tokenization_kimi.py", "USAGE_POLICY", "USE_POLICY.md"),
     ]
     others = [
         *("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "consolidated.safetensors"),

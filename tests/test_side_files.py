@@ -56,6 +56,9 @@ LEFT = {
     ".cache/x": "hidden",
     "1_Pooling/.hidden": "hidden",
     "deep/__pycache__/code.pyc": "compiled",
+    "deep/file.txt.lock": "what a download leaves",
+    "tokenizer.json.incomplete": "what a download leaves",
+    "fsdp/__0_0.distcp": "weights",
     "optimizer.pt": "weights",
     "consolidated.safetensors": POINTER,
     "model-00007-of-00009.safetensors": "a shard of an earlier save",
@@ -84,7 +87,7 @@ def carried(directory: Path) -> dict[str, str]:
 
 def test_small_files_go_where_the_model_goes(source: Path, tmp_path: Path) -> None:
     report = moepack.compress(source, tmp_path / "packed", method="finequant", bits=8)
-    assert report.skipped == ("checkpoint-5", "original")
+    assert report.skipped == ("checkpoint-5", "fsdp", "original", "tokenizer.json.incomplete")
     moepack.load(tmp_path / "packed").save_pretrained(tmp_path / "saved")
     export(tmp_path / "packed", tmp_path / "plain", to="bf16")
     for name in ("packed", "saved", "plain"):
@@ -113,6 +116,34 @@ def test_files_in_folders_are_verified(source: Path, tmp_path: Path) -> None:
         ("additional_chat_templates/rag.jinja", "changed"),
         ("new/a.txt", "added"),
     }
+
+
+def test_a_folder_outside_is_not_copied_and_told(source: Path, tmp_path: Path) -> None:
+    put(tmp_path / "elsewhere", {"rag.jinja": "R"})
+    shutil.rmtree(source / "additional_chat_templates")
+    (source / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(moepack.MoepackWarning, match="additional_chat_templates: links out of the model's directory"):
+        report = moepack.compress(source, tmp_path / "packed", method="finequant", bits=8)
+    assert "additional_chat_templates" in report.skipped
+
+
+def test_pointers_of_side_files_are_not_copied_and_told(source: Path, tmp_path: Path) -> None:
+    put(source, {"tokenizer.model": POINTER, "deep/er/file.txt": POINTER})
+    with pytest.warns(moepack.MoepackWarning) as caught:
+        report = moepack.compress(source, tmp_path / "packed", method="finequant", bits=8)
+    assert sum("git lfs pull" in str(each.message) for each in caught) == 2
+    assert "tokenizer.model" in report.skipped and not (tmp_path / "packed" / "tokenizer.model").exists()
+    assert not (tmp_path / "packed" / "deep").exists() and moepack.verify(tmp_path / "packed").ok
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_pointers_of_json_are_told_as_such(name: str, mixtral: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(mixtral, tmp_path / "source"))
+    (directory / "model.safetensors").unlink()
+    put(directory, {name: POINTER})
+    for door in (moepack.compress, estimate):
+        with pytest.raises(CheckpointError, match=rf"{name}: is a pointer of git-lfs"):
+            door(directory, tmp_path / "out", method=create("finequant"))
 
 
 def test_what_an_earlier_run_left_in_folders_is_swept(tmp_path: Path) -> None:

@@ -126,3 +126,13 @@ def test_an_adapter_beside_the_weights_is_told(plain: Saved, tmp_path: Path) -> 
     report = compress(place, tmp_path / "packed", method=FineQuant(bits=8))
     assert any("An adapter lies in the checkpoint and is not applied" in note for note in report.notes)
     assert not (tmp_path / "packed" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "end", ["lora_A.weight", "lora_embedding_B", "lora_magnitude_vector.default.weight", "lora_B.default.bias"]
+)
+def test_every_part_of_an_adapter_is_known_as_such(end: str, plain: Saved, tmp_path: Path) -> None:
+    """Among experts, too, where a stray tensor is refused otherwise."""
+    strays = {f"model.layers.0.{path}.{end}": torch.ones(2) for path in ("self_attn.q_proj", "mlp.experts")}
+    model = describe(open_checkpoint(with_strays(plain("qwen3_moe"), tmp_path / "x", strays)))
+    assert {*model.unread} == {*strays} and any("is not applied" in note for note in model.notes)

@@ -196,6 +196,43 @@ def test_a_tied_head_is_renamed_with_the_rest(saved: Callable[[str], Path], tmp_
         assert wrapped.config["tie_word_embeddings"] is False  # the head is stored with other values
 
 
+MIXED: dict[str, Rename] = {
+    "a layer without prefix": lambda name: name.removeprefix("model.") if ".1." in name[:16] else name,
+    "attention without prefix": lambda name: name.removeprefix("model.") if ".self_attn." in name else name,
+    "a layer of module.": lambda name: f"module.{name}" if ".1." in name[:16] else name,
+    "ends of module.": lambda name: f"module.{name}" if "0" not in name and "1" not in name else name,
+    "most of base_model.model.": lambda name: name if name.startswith("lm_head") else f"base_model.model.{name}",
+}
+"""Names of different forms in one checkpoint, as in shards that different programs saved."""
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_names_of_several_forms_in_one_checkpoint(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = saved(family)
+    expected = facts(open_checkpoint(source))
+    for number, (kind, rename) in enumerate(MIXED.items()):
+        directory = renamed(source, tmp_path / str(number), rename, shards=1 + number % 2)
+        assert facts(open_checkpoint(directory)) == expected, kind
+        estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+@pytest.mark.parametrize("rename", [lambda name: name.removeprefix("model."), lambda name: f"module.{name}"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_an_index_with_other_prefixes_than_its_shards(
+    family: str, rename: Rename, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Transformers takes from it which files there are."""
+    directory = renamed(saved(family), tmp_path / "x", lambda name: name, shards=2)
+    index = directory / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    names = {rename(name): file for name, file in listed.items()}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert facts(open_checkpoint(directory)) == facts(open_checkpoint(saved(family)))
+    assert open_model(directory, torch.float32)(IDS).logits.isfinite().all()
+
+
 # ---- what is not guessed
 
 
@@ -232,14 +269,37 @@ def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[st
         open_model(directory)
 
 
-def test_an_adapter_that_was_not_merged_is_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    def wrap(name: str) -> str:
-        return f"base_model.model.{name.replace('q_proj.weight', 'q_proj.base_layer.weight')}"
-
-    directory = renamed(saved("qwen3_moe"), tmp_path / "x", wrap)
+@pytest.mark.parametrize(
+    "name, other",
+    [("q_proj.weight", "q_proj.base_layer.weight"), ("lm_head.weight", "lm_head.modules_to_save.default.weight")],
+)
+def test_an_adapter_that_was_not_merged_is_told(
+    name: str, other: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = renamed(
+        saved("qwen3_moe"), tmp_path / "x", lambda each: f"base_model.model.{each.replace(name, other)}"
+    )
+    sentence = rf"but has '.*{other}': merge the adapter first"
     for door in (compress, estimate):
-        with pytest.raises(CheckpointError, match=r"but has '.*q_proj\.base_layer\.weight': merge the adapter first"):
+        with pytest.raises(CheckpointError, match=sentence):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_layer_that_is_hidden_is_told(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """A prefix of its own in front of fewer names than have none is not taken for a wrapper."""
+    directory = renamed(saved(family), tmp_path / "x", lambda name: f"draft.{name}" if ".layers.1." in name else name)
+    for door in (compress, estimate):
+        with pytest.raises(CheckpointError, match=r"but has 'draft\.model\.layers\.1\."):
+            door(directory, tmp_path / "out", method=FineQuant(bits=8))
+
+
+def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = renamed(
+        saved("qwen3_moe"), tmp_path / "x", lambda name: name.replace("_proj.weight", "_proj.base_layer.weight")
+    )
+    with pytest.raises(CheckpointError, match=r"but has '.*base_layer\.weight': merge the adapter first"):
+        estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
 def test_a_refusal_says_what_was_found_and_what_was_sought(saved: Callable[[str], Path], tmp_path: Path) -> None:

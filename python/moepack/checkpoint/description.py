@@ -21,7 +21,9 @@ import torch
 from moepack.checkpoint.architectures import ARCHITECTURES, STANDARD, Architecture, Layout
 from moepack.checkpoint.beyond import find_beyond
 from moepack.checkpoint.dense import FLOATS, DenseLayer, find_dense, position
+from moepack.checkpoint.headed import is_headless
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part, Projection
+from moepack.checkpoint.names import nearest
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.structural import recognise, unreadable
 from moepack.checkpoint.unread import find_unread, is_adapter, unread_notes
@@ -102,10 +104,11 @@ def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:
     sought = " or ".join(f"{stack}.0.*.{layout.first}" for layout in architecture.layouts)
     names = checkpoint.names()
     found = next((name for name in names if "experts" in name), names[0] if names else "no tensor")
-    return (
-        f"no layer with experts was found: no tensor is called like {sought}, the nearest is {found}; save the model "
-        "with `save_pretrained` of its class, without what wrapped it in training"
-    )
+    classes = checkpoint.config.get("architectures")
+    advice = "save the model with `save_pretrained` of its class, without what wrapped it in training"
+    if is_headless(classes):
+        advice = f"config.json names {classes[0]}, a model without head; save the whole model"
+    return f"no layer with experts was found: no tensor is called like {sought}, the nearest is {found}; {advice}"
 
 
 def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -116,7 +119,8 @@ def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
         count = checkpoint.config.get(key)
         missing = next((i for i in range(count) if str(i) not in found), None) if isinstance(count, int) else None
         if missing is not None:
-            message = f"{count} layers are configured ({key}), {stack}.{missing} has no tensor"
+            hint = next((f", but has '{name}'" for name in checkpoint.names() if f".{stack}.{missing}." in name), "")
+            message = f"{count} layers are configured ({key}), {stack}.{missing} has no tensor{hint}"
             raise CheckpointError(message, file=checkpoint.path)
 
 
@@ -203,9 +207,10 @@ def _layout(checkpoint: Checkpoint, architecture: Architecture, block: str, rest
     """The one layout whose first tensor the block has."""
     layouts = [layout for layout in architecture.layouts if layout.first in rests]
     if len(layouts) != 1:
-        wanted = ", ".join(f"{block}.{layout.first}" for layout in architecture.layouts)
-        found = "none" if not layouts else "several"
-        raise CheckpointError(f"expected one of {wanted}; found {found}", file=checkpoint.path, tensor=block)
+        wanted = [f"{block}.{layout.first}" for layout in architecture.layouts]
+        hint = next(filter(None, (nearest(name, checkpoint.names()) for name in wanted)), "")
+        found = "several" if layouts else f"none{hint}"
+        raise CheckpointError(f"expected one of {', '.join(wanted)}; found {found}", file=checkpoint.path, tensor=block)
     return layouts[0]
 
 

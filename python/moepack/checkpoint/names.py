@@ -19,7 +19,7 @@ from moepack.checkpoint.reader import Checkpoint
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.memory import without_collector
 
-__all__ = ["Names", "Rules", "Source", "UnknownConversion", "check_tensors"]
+__all__ = ["Names", "Rules", "Source", "UnknownConversion", "check_tensors", "nearest"]
 
 
 class UnknownConversion(Exception):
@@ -154,9 +154,8 @@ class Names:
         if parameter in self.tied:
             raise UnknownConversion(f"two of its modules share their experts ({parameter} is tied)")
         if parameter not in self.found:
-            raise CheckpointError(
-                "the model needs it, the checkpoint lacks it", file=self._checkpoint.path, tensor=parameter
-            )
+            message = f"the model needs it, the checkpoint lacks it{nearest(parameter, self.unread)}"
+            raise CheckpointError(message, file=self._checkpoint.path, tensor=parameter)
         found = self.found[parameter]
         rule = self._converters[next(pattern for pattern in found if pattern is not None)]
         source = Source([self._piece(parameter, pattern, found, experts) for pattern in rule.source_patterns])
@@ -230,7 +229,7 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
         if name.startswith(described):
             continue
         if name not in names.found:
-            message = f"the model needs it, the checkpoint lacks it{_nearest(name, names.unread)}"
+            message = f"the model needs it, the checkpoint lacks it{nearest(name, names.unread)}"
             raise CheckpointError(message, file=checkpoint.path, tensor=name)
         plain = names.found[name].get(None, [])
         if len(plain) > 1:
@@ -243,14 +242,14 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
             raise CheckpointError(message, file=info.file, tensor=source)
 
 
-def _nearest(name: str, unread: Iterable[str]) -> str:
+def nearest(name: str, unread: Iterable[str]) -> str:
     """What a checkpoint has in the place of a tensor, as the end of a message: a name with components more (an adapter
     that was not merged keeps `q_proj.weight` as `q_proj.base_layer.weight`)."""
     parts = name.split(".")
     for other in unread:
         found = iter(other.split("."))
         if len(parts) > 1 and other.endswith(parts[-1]) and all(part in found for part in parts):
-            adapted = ".base_layer." in other or ".original_module." in other
+            adapted = any(f".{part}." in other for part in ("base_layer", "original_module", "modules_to_save"))
             advice = ": merge the adapter first (`merge_and_unload` of peft)" if adapted else ""
             return f", but has '{other}'{advice}"
     return ""

@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moepack.checkpoint.dense import FLOATS
+from moepack.checkpoint.headed import headed
 from moepack.checkpoint.reader import Checkpoint
 from moepack.checkpoint.tied import untied
 from moepack.checkpoint.wrappers import unwrapped
@@ -77,7 +79,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         UnsupportedModelError: its quantization is not known here; names it.
         CheckpointError: scales are missing or of another shape than the codes'.
     """
-    checkpoint = untied(unwrapped(Checkpoint.open(path)))
+    checkpoint = untied(unwrapped(headed(Checkpoint.open(path))))
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if not isinstance(settings, dict) or settings.get("quant_method") in (None, "moepack"):
         return checkpoint
@@ -88,27 +90,35 @@ def _kind(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> _Kind:
     """How the weights of a checkpoint are quantized, from its settings and the names of its tensors."""
     method, file = settings["quant_method"], checkpoint.path / "config.json"
     plain = "start from the f32, f16 or bf16 weights"
-    if not isinstance(method, str) or method not in _KINDS:
+    known = _KINDS.get(method.lower()) if isinstance(method, str) else None
+    if known is None:
         message = f"already quantized by {method!r}; moepack decodes {', '.join(_KINDS)}: {plain}"
         raise UnsupportedModelError(message, file=file)
     try:
-        kind = _KINDS[method](settings, checkpoint.names())
+        kind = known(settings, checkpoint.names())
     except (KeyError, TypeError, ValueError) as cause:
         detail = f"no setting {cause}" if isinstance(cause, KeyError) else str(cause)
         message = f"already quantized by '{method}' ({detail}), a form that moepack does not read; {plain}"
         raise UnsupportedModelError(message, file=file) from cause
     if not any(_is_codes(checkpoint, name, kind) for name in checkpoint.names()):
         sought = f"called *{kind.codes}" if kind.dtype is None else f"in {_short(kind.dtype)}"
-        message = (
-            f"says that the weights are already quantized by '{method}', and none of the tensors is {sought}; remove "
-            "the setting if they are not quantized"
-        )
-        raise UnsupportedModelError(message, file=file)
+        found = next(filter(lambda name: _may_be_codes(checkpoint, name), checkpoint.names()), None)
+        advice = "remove the setting if they are not quantized"
+        if found is not None:
+            advice = f"{found} is in {_short(checkpoint.info(found).dtype)}, which is not read so; {plain}"
+        message = f"says that the weights are already quantized by '{method}', and none of the tensors is {sought}"
+        raise UnsupportedModelError(f"{message}; {advice}", file=file)
     return kind
 
 
 def _is_codes(checkpoint: Checkpoint, name: str, kind: _Kind) -> bool:
     return name.endswith(kind.codes) and kind.dtype in (None, checkpoint.info(name).dtype)
+
+
+def _may_be_codes(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a matrix, or several, of numbers that are no weights as they are."""
+    info = checkpoint.info(name)
+    return len(info.shape) > 1 and info.dtype not in FLOATS
 
 
 def _short(dtype: torch.dtype) -> str:

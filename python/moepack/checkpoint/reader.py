@@ -8,13 +8,14 @@ Invariants of an open `Checkpoint`:
 
 * every shard is a plain file name inside the directory (the file itself may be a symbolic link: a snapshot of the hub's
   cache consists of links into its `blobs` directory);
-* every tensor that the index lists exists in the shard that it names, and no tensor exists twice;
+* every tensor that the index lists exists in the shard that it names, maybe with another prefix, and no tensor exists
+  twice;
 * no tensor data have been read.
 """
 
 import hashlib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -84,10 +85,7 @@ class Checkpoint:
             raise _no_weights(directory)
         shards = {name: read_header(directory / name) for name in files}
         for shard, tensors in files.items():
-            for tensor in tensors:
-                if tensor not in shards[shard].tensors:
-                    message = "listed in the index, absent in the shard"
-                    raise CheckpointError(message, file=directory / shard, tensor=tensor)
+            _check_listed(tensors, shards[shard])
         config.pop(NAMED, None)  # a packed directory has files of other names
         return cls(directory, config, shards)
 
@@ -226,6 +224,22 @@ def _sample_positions(size: int) -> list[int]:
     """Where the sampled blocks of a file of `size` bytes begin; all of a small file is covered."""
     last = max(size - _SAMPLE_BYTES, 0)
     return sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
+
+
+def _check_listed(tensors: Iterable[str], header: Header) -> None:
+    """Check that a shard has the tensors that the index lists. The index may call them by another prefix: transformers
+    takes names from the shards."""
+    missing = [tensor for tensor in tensors if tensor not in header.tensors]
+    ends = {end for name in header.tensors for end in _ends(name)} if missing else set()
+    for tensor in missing:
+        if tensor not in ends and not any(end in header.tensors for end in _ends(tensor)):
+            raise CheckpointError("listed in the index, absent in the shard", file=header.file, tensor=tensor)
+
+
+def _ends(name: str) -> Iterator[str]:
+    """What a name may be without a prefix."""
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(1, len(parts)))
 
 
 def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:

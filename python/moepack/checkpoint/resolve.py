@@ -17,9 +17,10 @@ _TEMPLATES = "*.jinja"
 
 WANTED = (
     *("*.safetensors", "*.json", "*.model", "*.model.*", "*.txt", "*.tiktoken", "*.bpe", "*.spm", "*.vocab"),
-    *(_TEMPLATES, "*.md", "LICENSE*", "NOTICE*"),
+    *(_TEMPLATES, "*.py", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "USAGE_POLICY*"),
 )
-"""Files to be fetched: weights, configuration and tokenizer, and the small ones that a packed directory takes over."""
+"""Files to be fetched: weights, configuration and tokenizer, and the small ones that a packed directory takes over.
+Code, which some tokenizers are loaded with, is copied and never run."""
 
 UNWANTED = (
     *(f"*/{pattern}" for pattern in WANTED if pattern != _TEMPLATES),

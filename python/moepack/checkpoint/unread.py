@@ -22,8 +22,9 @@ SHOWN = 8
 
 
 def is_adapter(name: str) -> bool:
-    """Say whether a tensor is a matrix of an adapter that was not merged, as peft calls them."""
-    return re.search(r"\.lora_(?:\w+_)?[AB]\b", name) is not None
+    """Say whether a tensor is part of an adapter that was not merged, as peft calls them: `lora_A`, `lora_embedding_B`,
+    `lora_magnitude_vector`."""
+    return ".lora_" in name
 
 
 @without_collector()

@@ -8,7 +8,8 @@ spelling, and the packed directory loads whatever its source was called.
 
 A prefix is taken for a wrapper only if the model's own names are not there and exactly one prefix hides them: the rest
 of a name is then a parameter of the model by transformers' own rules. Where two prefixes hide the same parameters (a
-teacher and its student), the checkpoint is refused.
+teacher and its student), the checkpoint is refused. A prefix that is known from training may be in front of some names
+alone, as in shards that were saved by different programs.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +24,9 @@ __all__ = ["unwrapped"]
 
 INNER = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes in which torch keeps a module that it wraps: for compilation, FSDP, and checkpoints of activations."""
+
+TRAINERS = frozenset({"module", "base_model"})
+"""How prefixes begin that data parallelism and peft put in front of names: no part of a model is called so."""
 
 DEPTH = 6
 """The most components of a prefix."""
@@ -49,7 +53,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     if all(name == other for name, other in renamed.items()):
         return checkpoint
     _refuse_repeated(checkpoint, renamed)
-    return checkpoint.renamed(renamed, _note(checkpoint, plain, prefix))
+    return checkpoint.renamed(renamed, (*checkpoint.notes, *_note(plain, prefix)))
 
 
 def _without_inner(name: str) -> str:
@@ -64,8 +68,13 @@ def _is_as_described(config: Mapping[str, object], plain: Mapping[str, str]) -> 
     ends = {architecture.embeddings, architecture.last_norm}
     if not config.get("tie_word_embeddings"):
         ends.add(architecture.head)
-    starts = {f"{stack}.0." for stack in architecture.stacks}
-    return ends <= plain.keys() and all(any(name.startswith(start) for name in plain) for start in starts)
+    stacks = tuple(f"{stack}." for stack in architecture.stacks)
+    others = (name for name in plain if name not in ends and name != architecture.head)
+    return (
+        ends <= plain.keys()
+        and all(name.startswith(stacks) for name in others)
+        and all(any(name.startswith(f"{stack}0.") for name in plain) for stack in stacks)
+    )
 
 
 def _found(checkpoint: Checkpoint, rules: Rules, names: list[str]) -> tuple[dict[str, str], str]:
@@ -101,7 +110,8 @@ def _spelled(rules: Rules, name: str) -> str:
 
 
 def _wrapper(checkpoint: Checkpoint, rules: Rules, names: Collection[str], missing: set[str], direct: int) -> str:
-    """The prefix that hides most of the missing parameters; empty if none hides more than are found without one."""
+    """The prefix that hides most of the missing parameters; empty if none that is known from training hides any, and
+    none at all hides more than are found without one."""
     hidden: dict[str, set[str]] = {}
     for name in names:
         for prefix in _prefixes(name):
@@ -110,7 +120,7 @@ def _wrapper(checkpoint: Checkpoint, rules: Rules, names: Collection[str], missi
     if not hidden:
         return ""
     best = max(hidden, key=lambda prefix: (len(hidden[prefix]), len(prefix)))
-    if len(hidden[best]) <= direct:
+    if len(hidden[best]) <= direct and best.partition(".")[0] not in TRAINERS:
         return ""
     for prefix, hits in hidden.items():
         related = f"{best}.".startswith(f"{prefix}.") or f"{prefix}.".startswith(f"{best}.")
@@ -163,7 +173,7 @@ def _refuse_repeated(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None
         seen[other] = name
 
 
-def _note(checkpoint: Checkpoint, plain: Mapping[str, str], prefix: str) -> tuple[str, ...]:
+def _note(plain: Mapping[str, str], prefix: str) -> tuple[str, ...]:
     """What a user should know: nothing of what transformers does itself."""
     inner = sorted({part for name in plain for part in name.split(".") if part in INNER})
     hidden = [f"'{each}.'" for each in (*inner, *([prefix] if prefix else []))]

@@ -9,6 +9,7 @@ import torch
 from moepack.checkpoint.resolve import resolve_model
 from moepack.integrations.loading import DTYPES, is_packed, open_model, open_tokenizer
 from moepack.runtime.finite import are_finite, non_finite
+from moepack.runtime.vocabulary import require_head
 
 __all__ = ["Progress", "Source", "dtype_of", "is_loaded", "open_source", "run", "tokenizer_of"]
 
@@ -23,8 +24,15 @@ def is_loaded(source: Source) -> bool:
 
 
 def open_source(source: Source, dtype: torch.dtype | str, **loading: Any) -> Model:
-    """The model itself, loaded if it is not."""
-    return source if is_loaded(source) else open_model(source, dtype, **loading)
+    """The model itself, loaded if it is not.
+
+    Raises:
+        UnsupportedModelError: it predicts no tokens.
+        MoepackError: as of `open_model`.
+    """
+    model = source if is_loaded(source) else open_model(source, dtype, **loading)
+    require_head(model)
+    return model
 
 
 def tokenizer_of(source: Source, tokenizer: Any) -> Any:

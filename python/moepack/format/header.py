@@ -22,7 +22,7 @@ from typing import BinaryIO
 import torch
 
 from moepack.errors import CheckpointError, MoepackError
-from moepack.format.regular import open_regular, parse_json
+from moepack.format.regular import IS_POINTER, open_regular, parse_json
 
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "read_header", "stamp_of"]
 
@@ -135,7 +135,7 @@ def _read_json_bytes(stream: BinaryIO, size: int, file: Path, error: type[Moepac
     if len(prefix) < 8:
         raise error(f"truncated: {size} bytes, a safetensors file has at least 8", file=file)
     if prefix == _LFS_POINTER:
-        raise error("is a pointer of git-lfs, not the file: `git lfs pull` fetches it", file=file)
+        raise error(IS_POINTER, file=file)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER:
         raise error(f"the header claims {length} bytes, the limit is {MAX_HEADER}: not a safetensors file?", file=file)

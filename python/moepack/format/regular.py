@@ -15,10 +15,16 @@ from typing import Any
 
 from moepack.errors import CheckpointError, MoepackError
 
-__all__ = ["MAX_JSON", "leads_out", "open_regular", "parse_json", "read_json"]
+__all__ = ["IS_POINTER", "MAX_JSON", "is_pointer", "leads_out", "open_regular", "parse_json", "read_json"]
 
 MAX_JSON = 256 << 20
 """Largest accepted JSON file in bytes; the index of a model of 10^6 tensors has about half of it."""
+
+IS_POINTER = "is a pointer of git-lfs, not the file: `git lfs pull` fetches it"
+"""What is said of a file that a clone without git-lfs does not have."""
+
+_POINTER = b"version https://git-lfs"
+"""How the small text begins that lies in such a file's place."""
 
 
 def open_regular(file: str | PathLike[str]) -> BufferedReader:
@@ -32,6 +38,16 @@ def open_regular(file: str | PathLike[str]) -> BufferedReader:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def is_pointer(file: Path) -> bool:
+    """Say whether a file is what git-lfs leaves in the place of one that it has not fetched.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_regular(file) as stream:
+        return stream.read(len(_POINTER)) == _POINTER
 
 
 def leads_out(file: Path, root: Path | None = None) -> bool:
@@ -85,6 +101,8 @@ def parse_json(raw: bytes, file: Path, error: type[MoepackError] = CheckpointErr
             raise error(f"the JSON holds '{twice}' twice", file=file)
         return fields
 
+    if raw.startswith(_POINTER):
+        raise error(IS_POINTER, file=file)
     try:
         fields = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as cause:

@@ -29,7 +29,13 @@ LARGEST = 64 << 20
 MOST = 1000
 """The most files of a folder of side files."""
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"),
+    ".index.json",
+)
+
+_DEBRIS = (".incomplete", ".lock")
+"""How names of files end that downloads leave beside those that they write."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ def is_safe_name(name: str) -> bool:
 def side_names(entry: Path) -> list[str]:
     """The names of the side files that an entry of a model directory is or holds; empty for what is none.
 
-    Hidden files and compiled Python in a folder are passed over.
+    What downloads leave is none; it is passed over in a folder, as are hidden files and compiled Python.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -79,7 +85,8 @@ def side_names(entry: Path) -> list[str]:
     if entry.is_symlink() and entry.is_dir():
         return []
     if not entry.is_dir():
-        return [entry.name] if is_small(entry) and is_safe_name(entry.name) else []
+        sound = is_small(entry) and is_safe_name(entry.name) and not entry.name.endswith(_DEBRIS)
+        return [entry.name] if sound else []
     names = files_below(entry)
     files = [entry.parent / name for name in names]
     sound = len(files) <= MOST and all(is_safe_name(name) for name in names)
@@ -108,4 +115,4 @@ def files_below(folder: Path) -> list[str]:
 
 
 def _is_passed_over(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
+    return name.startswith(".") or name.endswith(_DEBRIS) or name == "__pycache__"

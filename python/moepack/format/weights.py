@@ -60,7 +60,7 @@ def _check_name(shard: object, index: Path, tensor: str, error: type[MoepackErro
     if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
         raise error(f"the shard {shard!r} is not a safetensors file", file=index, tensor=tensor)
     if any(mark in shard for mark in "/\\\0"):
-        raise error(f"the shard {shard!r} points outside the directory", file=index, tensor=tensor)
+        raise error(f"the shard {shard!r} is not a plain file name in the directory", file=index, tensor=tensor)
 
 
 def _named(directory: Path, error: type[MoepackError]) -> str:

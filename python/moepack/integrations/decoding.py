@@ -22,6 +22,8 @@ RESIDUALS = "residuals"
 def decode_model(model: Any, dtype: torch.dtype) -> None:
     """Put transformers' own modules, with decoded weights, in the place of the packed modules of a model.
 
+    Decoded weights are trained as the model's other parameters are, or frozen where all of those are.
+
     Args:
         model: as moepack loaded it.
         dtype: of the decoded weights, and of the others where it is not the model's.
@@ -38,11 +40,13 @@ def decode_model(model: Any, dtype: torch.dtype) -> None:
         message = "the CPU multiplies it for a model on a GPU; load the model on one device to dequantize it"
         raise UnsupportedModelError(message, tensor=divided)
     plain, cast = _plain(model), dtype != model.dtype
+    trained = any(parameter.requires_grad for parameter in model.parameters())
     tied = dict(getattr(plain, "all_tied_weights_keys", None) or {})
     for path, module in packed.items():
         if f"{path}.weight" not in tied:
             device = model.device if module.packed_bytes() is None else module.qweight.device
-            model.set_submodule(path, _filled(plain.get_submodule(path), module, dtype).to(device))
+            filled = _filled(plain.get_submodule(path), module, dtype, trained)
+            model.set_submodule(path, filled.to(device))
     for target, source in tied.items():
         path = target.rpartition(".")[0]
         if path in packed:
@@ -84,29 +88,29 @@ def _plain(model: Any) -> Any:
         return type(model)(config)
 
 
-def _filled(original: Any, module: PackedModule, dtype: torch.dtype) -> nn.Module:
+def _filled(original: Any, module: PackedModule, dtype: torch.dtype, trained: bool) -> nn.Module:
     """A module without weights with those of its packed twin."""
     read = module.values
     if module.form is not None:
         for parameter, shape in module.stock.items():
             projections = [name for name, place in module.form.places.items() if place.parameter == parameter]
             values = {name: projection_values(read, module.shapes, name).to(dtype) for name in projections}
-            _set(original, parameter, module.form.joined(values, shape))
+            _set(original, parameter, module.form.joined(values, shape), trained)
     elif isinstance(original, nn.ModuleDict):
         for projection in module.projections:
             for expert, matrix in zip(original.values(), read(projection), strict=True):
-                _set(expert, f"{projection}.weight", matrix.to(dtype))
+                _set(expert, f"{projection}.weight", matrix.to(dtype), trained)
     else:
-        _set(original, "weight", read("packed")[0].to(dtype))
+        _set(original, "weight", read("packed")[0].to(dtype), trained)
     _take_others(original, module)
     filled: nn.Module = original.train(module.training)
     return filled
 
 
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
+def _set(module: nn.Module, name: str, value: Tensor, trained: bool) -> None:
     """Give a module, or one below it, a parameter."""
     owner, _, last = name.rpartition(".")
-    module.get_submodule(owner).register_parameter(last, nn.Parameter(value, requires_grad=False))
+    module.get_submodule(owner).register_parameter(last, nn.Parameter(value, requires_grad=trained))
 
 
 def _take_others(original: Any, module: Any) -> None:

@@ -19,7 +19,7 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CheckpointError, CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.directory import check_listed, read_manifest
 from moepack.format.header import read_header
-from moepack.format.hub import ADAPTER
+from moepack.format.hub import ADAPTER, CONFIG
 from moepack.format.manifest import MANIFEST
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
@@ -164,11 +164,10 @@ def open_model(
 def _class_and_source(config: Mapping[str, Any], directory: Path) -> tuple[Any, dict[str, Any]]:
     """The class that loads a directory, and what tells it where the weights are: the directory, or, where transformers
     would not read what `compress` reads, that checkpoint's tensors, taken one by one when they are asked for."""
-    kind = model_class(config)
     source = None if _names_moepack(config) else _read_differently(config, directory)
     if source is None:
-        return kind, {"pretrained_model_name_or_path": fspath(directory)}
-    settings = configuration(directory, source.config)
+        return model_class(config), {"pretrained_model_name_or_path": fspath(directory)}
+    kind, settings = model_class(source.config), configuration(directory, source.config)
     weights = {name: _Tensor(source, name) for name in source.names()}
     known = getattr(kind, "_model_mapping", {type(settings): kind})
     return known[type(settings)], {"pretrained_model_name_or_path": None, "config": settings, "state_dict": weights}
@@ -283,4 +282,8 @@ def _names_moepack(config: Mapping[str, Any]) -> bool:
 
 
 def _read_config(directory: str | PathLike[str]) -> dict[str, Any]:
-    return read_json(Path(directory) / "config.json", LoadError)
+    file = Path(directory) / CONFIG
+    if not file.exists() and (file.parent / ADAPTER).is_file():
+        message = "is an adapter (peft) and no model; load the model that it adapts, then `PeftModel.from_pretrained`"
+        raise LoadError(message, file=file.parent)
+    return read_json(file, LoadError)

@@ -15,7 +15,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import CheckpointError, MoepackWarning
 from moepack.format.hub import ADAPTER, CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
-from moepack.format.regular import leads_out
+from moepack.format.regular import IS_POINTER, is_pointer, leads_out
 from moepack.format.side import is_small, may_hold_weights, side_names
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
@@ -101,7 +101,7 @@ def _small_files(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     Weights, their indices, config.json (rewritten) and hidden files are neither: nobody misses them. A link out of the
     directory is not followed, with a warning: whoever made the model must not choose which files of this machine are
-    copied.
+    copied. Neither is what git-lfs left of a file copied, for a tokenizer that is none would be found out too late.
     """
     copies: list[str] = []
     skipped: list[str] = []
@@ -110,15 +110,26 @@ def _small_files(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             if entry.name in _OWN or entry.name.startswith(".") or may_hold_weights(entry.name):
                 continue
             outside = leads_out(entry)
-            if outside and is_small(entry):
+            if outside and (is_small(entry) or entry.is_dir()):
                 message = f"{entry}: links out of the model's directory, to {entry.resolve()}; it is not copied"
                 warnings.warn(message, MoepackWarning, stacklevel=3)
-            names = [] if outside else side_names(entry)
+            names = [] if outside else [name for name in side_names(entry) if not _is_pointer(source / name)]
             copies += names
             skipped += [] if names else [entry.name]
     except OSError as error:
         raise CheckpointError(f"cannot be listed: {error.strerror}", file=source) from error
     return tuple(copies), tuple(skipped)
+
+
+def _is_pointer(file: Path) -> bool:
+    """Whether a file was never fetched, which is warned of; one that cannot be read is told when it is copied."""
+    try:
+        if not is_pointer(file):
+            return False
+    except OSError:
+        return False
+    warnings.warn(f"{file}: {IS_POINTER}; it is not copied", MoepackWarning, stacklevel=4)
+    return True
 
 
 def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:

@@ -18,6 +18,7 @@ from moepack.checkpoint.quantized import QuantizedCheckpoint
 from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.overflow import is_half
 
 __all__ = ["check_names", "check_source"]
 
@@ -52,7 +53,7 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
     What is packed is looked at when its turn comes: the layers before it are kept until it is mended.
 
     Returns:
-        The largest magnitude in each float16 tensor that is copied.
+        The largest magnitude in each tensor that is copied and is in float16, or becomes float16 when it is loaded.
 
     Raises:
         UnsupportedModelError: transformers cannot build a model of config.json, a method does not pack tensors without
@@ -64,13 +65,14 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
     sources = check_names(checkpoint, model, assignment)
     copied = (name for name in model.dense_names if name not in sources)
     largest: dict[str, float] = {}
+    half = is_half(checkpoint)
     for info in map(checkpoint.info, copied):
         if info.dtype not in FLOATS:
             continue
         found = magnitude(checkpoint.tensor(info.name))
         if not math.isfinite(found):
             raise InvalidTensorError("holds NaN or infinite values", file=info.file, tensor=info.name)
-        if info.dtype == torch.float16:
+        if half or info.dtype == torch.float16:
             largest[info.name] = found
     return largest
 

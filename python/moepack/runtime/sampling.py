@@ -12,6 +12,7 @@ import torch
 
 from moepack.errors import NonFiniteError
 from moepack.runtime.finite import are_finite
+from moepack.runtime.vocabulary import require_head
 
 __all__ = ["Sampler", "Sampling", "given"]
 
@@ -66,7 +67,11 @@ class Sampling:
         Args:
             model: a loaded model; its generation_config counts where it says that tokens are to be drawn.
             chosen: fields by name; None counts as not given.
+
+        Raises:
+            UnsupportedModelError: the model predicts no tokens.
         """
+        require_head(model)
         published = model.generation_config
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if published.do_sample else ()
         settings = {name: getattr(published, name, None) for name in names}

@@ -8,12 +8,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moepack.runtime.detokenizer import Detokenizer
+from moepack.runtime.vocabulary import require_head
 
 __all__ = ["TextStream", "end_strings", "end_tokens", "hidden_tokens"]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: those that the model was published with, and the tokenizer's."""
+    """Return the tokens that end an answer: those that the model was published with, and the tokenizer's.
+
+    Raises:
+        UnsupportedModelError: the model predicts no tokens.
+    """
+    require_head(model)
     published = model.generation_config.eos_token_id
     ends = published if isinstance(published, list) else [published]
     return frozenset({*ends, tokenizer.eos_token_id} - {None})

@@ -5,6 +5,7 @@ check torch raises an IndexError on the CPU; on a GPU a kernel fails, and with i
 
 `require_known` checks tokens where text or a request becomes tokens, and names the token in the tokenizer's spelling.
 `watch` makes a model check what it is called with, so that no caller can go around the check.
+`require_head` checks that tokens come out of it at all.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 
-from moepack.errors import TokenError
+from moepack.errors import TokenError, UnsupportedModelError
 
-__all__ = ["first_unknown", "naming", "require_known", "unknown", "vocabulary_of", "watch"]
+__all__ = ["first_unknown", "naming", "require_head", "require_known", "unknown", "vocabulary_of", "watch"]
 
 _INPUTS = ("input_ids", "decoder_input_ids")
 _IGNORED = -100
@@ -31,6 +32,16 @@ def vocabulary_of(model: Any) -> int | None:
         return None
     rows = getattr(embedding, "num_embeddings", None)
     return rows if isinstance(rows, int) and rows > 0 else None
+
+
+def require_head(model: Any) -> None:
+    """Raise where a model predicts no tokens.
+
+    Raises:
+        UnsupportedModelError: its class has no head that does.
+    """
+    if not getattr(model, "can_generate", lambda: True)():
+        raise UnsupportedModelError(f"{type(model).__name__} predicts no tokens: it is a model without such a head")
 
 
 def first_unknown(ids: Sequence[int] | torch.Tensor, rows: int) -> int | None:

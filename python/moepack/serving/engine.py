@@ -30,7 +30,7 @@ from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import positions
 from moepack.runtime.sampling import Sampling
 from moepack.runtime.text import end_strings, end_tokens
-from moepack.runtime.vocabulary import require_known, vocabulary_of
+from moepack.runtime.vocabulary import require_head, require_known, vocabulary_of
 from moepack.serving.isolation import Part
 from moepack.serving.sequence import Piece, Sequence
 from moepack.serving.step import Stepper
@@ -67,6 +67,7 @@ class Engine:
 
     Raises:
         LoadError: the model is an encoder-decoder.
+        UnsupportedModelError: it predicts no tokens.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Engine:
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
             raise LoadError("only decoders are served: this model reads one text and writes another")
+        require_head(model)
         self.model, self.tokenizer = model, tokenizer
         self.slots, self.queue, self.seconds = slots, queue, seconds
         limit = positions(model)

@@ -17,6 +17,7 @@ from moepack.integrations.lora.appearance import expert_parameters
 from moepack.integrations.lora.refusals import (
     is_adaptable,
     refuse,
+    refuse_for_parameters,
     refuse_replication,
     refuse_settings,
     refuse_training,
@@ -206,14 +207,17 @@ def _check_lora(tuner: Any, config: Any, model: nn.Module, everything: bool) -> 
 
 
 def _check_parameters(config: Any, path: str, module: PackedModule) -> None:
-    """Raise if `target_parameters` names a projection of packed experts that is no parameter of its own.
+    """Raise if `target_parameters` names a projection of packed experts that is no parameter of its own, or parameters
+    with settings that peft has for modules alone.
 
     Raises:
         UnsupportedModelError: it does.
     """
     assert module.form is not None
+    wanted = config.target_parameters or ()
+    if any(f".{path}.{name}".endswith(f".{parameter}") for name in module.stock for parameter in wanted):
+        refuse_for_parameters(config, path)
     for projection in module.form.places:
-        wanted = config.target_parameters or ()
         if projection not in module.stock and any(name.endswith(f"experts.{projection}") for name in wanted):
             there = " and ".join(module.stock)
             raise UnsupportedModelError(f"'{path}' is packed and has the parameters {there}, no {projection}")

@@ -13,6 +13,7 @@ __all__ = [
     "is_adaptable",
     "merge_refusal",
     "refuse",
+    "refuse_for_parameters",
     "refuse_merging",
     "refuse_replication",
     "refuse_settings",
@@ -26,6 +27,14 @@ _NEED_WEIGHTS = {
     "monteclora_config": "MonteCLoRA",
 }
 """Settings of `LoraConfig` that have no layer beside packed weights, and what people call them."""
+
+_FOR_MODULES = {
+    "lora_dropout": "lora_dropout=0.0",
+    "use_dora": "use_dora=False",
+    "lora_bias": "lora_bias=False",
+    "fan_in_fan_out": "fan_in_fan_out=False",
+}
+"""Settings of `LoraConfig` that peft has for modules and not for parameters, with the values that it takes."""
 
 _PLAIN_STARTS = (True, False, "gaussian", "eva")
 """Values of `init_lora_weights` for which the weights are neither read nor changed."""
@@ -65,6 +74,20 @@ def refuse_settings(config: Any, path: str) -> None:
     if (start := config.init_lora_weights) not in _PLAIN_STARTS:
         message = f"'{path}' is packed, and init_lora_weights={start!r} needs weights as numbers; True does not"
         raise UnsupportedModelError(message)
+
+
+def refuse_for_parameters(config: Any, path: str) -> None:
+    """Raise if LoRA of experts is to do what peft does for modules alone; experts are parameters.
+
+    Raises:
+        UnsupportedModelError: it is.
+    """
+    wanted = next((setting for setting in _FOR_MODULES if getattr(config, setting, None)), None)
+    if wanted is not None:
+        raise UnsupportedModelError(
+            f"'{path}' holds its experts in parameters, for which peft has no {wanted}; set {_FOR_MODULES[wanted]}, "
+            "or leave the experts out"
+        )
 
 
 def refuse_replication(config: Any, model: nn.Module) -> None:

@@ -1,0 +1,44 @@
+"""Models that config.json calls headless although their head is there.
+
+`save_pretrained` of the model below the head writes that model's class, and so do some programs that write config.json
+themselves. Transformers' `AutoModelForCausalLM` does not look at the class. Where the head is stored, or is the
+embedding, the model predicts tokens and is read so.
+"""
+
+from typing import TypeGuard
+
+from moepack.checkpoint.architectures import ARCHITECTURES
+from moepack.checkpoint.classes import model_class
+from moepack.checkpoint.reader import Checkpoint
+
+__all__ = ["headed", "is_headless"]
+
+_CLASSES = "architectures"
+
+_HEAD = "lm_head.weight"
+"""The head of an architecture without a description."""
+
+
+def headed(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, whose configuration names the class with the head that it has; no tensor is read."""
+    import transformers
+
+    config, kind = checkpoint.config, checkpoint.config["model_type"]
+    classes, known = config.get(_CLASSES), transformers.CONFIG_MAPPING
+    if kind not in known or "text_config" in config or not is_headless(classes):
+        return checkpoint
+    mapping = getattr(model_class({**config, _CLASSES: None}), "_model_mapping", {})
+    head = ARCHITECTURES[kind].head if kind in ARCHITECTURES else _HEAD
+    stored = any(f".{name}".endswith(f".{head}") for name in checkpoint.names())
+    if known[kind] not in mapping or not (stored or config.get("tie_word_embeddings")):
+        return checkpoint
+    name = mapping[known[kind]].__name__
+    note = f"config.json names {classes[0]}, a model without head; the head is there, so it is read as {name}."
+    checkpoint.config = {**config, _CLASSES: [name]}
+    checkpoint.notes = (*checkpoint.notes, note)
+    return checkpoint
+
+
+def is_headless(names: object) -> TypeGuard[list[str]]:
+    """Whether the first of config.json's classes is a model below its head, by transformers' way to name them."""
+    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0].endswith("Model")
