@@ -35,7 +35,7 @@ _WEIGHTS = (
 )
 
 _DEBRIS = (".incomplete", ".lock")
-"""How names of files end that downloads leave beside those that they write."""
+"""Suffixes of temporary files that downloads leave behind."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _plain(model: Any) -> Any:
 
 
 def _filled(original: Any, module: PackedModule, dtype: torch.dtype, trained: bool) -> nn.Module:
-    """A module without weights with those of its packed twin."""
+    """Fill a module without weights with the decoded weights of its packed twin."""
     read = module.values
     if module.form is not None:
         for parameter, shape in module.stock.items():

@@ -56,7 +56,7 @@ _split: Any = torch.split  # which has no types
 
 
 def by_projection(form: ExpertsForm, parameter: str, left: Tensor, right: Tensor, scaling: float) -> dict[str, LowRank]:
-    """Factors of the projections from those of a parameter.
+    """Split the factors of a parameter into factors of its projections.
 
     Args:
         form: how the module of transformers holds its experts.

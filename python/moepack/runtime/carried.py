@@ -53,7 +53,7 @@ class Carried:
         return bool(self._fresh)
 
     def depends_on(self, length: int) -> bool:
-        """Whether a sequence of so many tokens has frequencies of its own."""
+        """Whether the frequencies of a sequence depend on its length, in tokens."""
         return self.limit is not None and length > self.limit
 
     def reset(self) -> None:
@@ -109,7 +109,7 @@ def _kinds(module: Any) -> dict[str | None, str]:
 
 
 def _limit(module: Any) -> int:
-    """Up to which length a module's frequencies are those of a single token; 0 where it does not say."""
+    """The longest sequence that has the frequencies of a single token; 0 if the module does not say."""
     parameters = getattr(module.config, "rope_parameters", None) or {}
     limits = []
     for layer, kind in _kinds(module).items():
@@ -152,7 +152,7 @@ def _copy(value: Any) -> Any:
 
 
 class _Filled(DynamicCache):  # type: ignore[misc]
-    """A cache that says that it holds so many tokens."""
+    """A cache that reports a number of tokens and holds none."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ __all__ = ["TextStream", "end_strings", "end_tokens", "hidden_tokens"]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: those that the model was published with, and the tokenizer's.
+    """Return the tokens that end an answer. They come from the generation config and the tokenizer.
 
     Raises:
         UnsupportedModelError: the model predicts no tokens.

@@ -118,7 +118,7 @@ def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
 
 
 def _add_parameters(tuner: Any, config: Any, model: nn.Module) -> None:
-    """Turn names of packed experts and of their projections into those of their parameters."""
+    """Translate names of packed experts and their projections into names of parameters."""
     experts = [(path, module) for path, module in _packed(model) if module.stock and is_adaptable(module)]
     pairs = [(path, module, parameter) for path, module in experts for parameter in module.stock]
     named = [f"{path}.{name}" for path, module, name in pairs if _is_named(tuner, config, path, module, name)]

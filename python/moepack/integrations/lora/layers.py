@@ -1,4 +1,4 @@
-"""The layers of LoRA beside packed weights; arguments are those that peft makes its layers with."""
+"""LoRA layers beside packed weights, with the constructor arguments that peft passes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -65,7 +65,7 @@ class Trace:
         try:
             with np.load(file, allow_pickle=False) as found:
                 chosen, experts = found["chosen"].astype(np.int64), int(found["experts"])
-        except Exception as error:  # NumPy's, those of zip files, of their compression, and others
+        except Exception as error:  # NumPy's errors, errors of zip files and their compression, and others
             raise LoadError("holds no trace of routing", file=file) from error
         if chosen.ndim != 3 or experts < 1 or not ((chosen >= -1) & (chosen < experts)).all():
             raise LoadError("holds no trace of routing", file=file)
