@@ -19,7 +19,7 @@ from moepack.runtime.prefix import Prefix, new_cache
 from moepack.runtime.prompts import Prompt, positions, prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.runtime.text import TextStream, end_strings, end_tokens, hidden_tokens
-from moepack.runtime.vocabulary import require_known, vocabulary_of
+from moepack.runtime.vocabulary import require_head, require_known, vocabulary_of
 
 __all__ = ["GenerationReport", "Memory", "generate"]
 
@@ -147,6 +147,7 @@ def generate(
         memory: keeps keys and values for the next call. Not for encoder-decoders.
 
     Raises:
+        UnsupportedModelError: the model predicts no tokens.
         ValueError: the prompt has no tokens, or is a chat and the tokenizer has no template.
         TokenError: the model's embedding has no row for a token of the prompt.
         NonFiniteError: the model computes NaN or infinity; the message names the layer.
@@ -155,6 +156,7 @@ def generate(
     Warns:
         MoepackWarning: prompt and answer may become longer than what the model was made for.
     """
+    require_head(model)
     sampling = sampling or Sampling()
     ids = prompt_ids(tokenizer, prompt)
     require_known(ids, vocabulary_of(model), tokenizer)
