@@ -109,7 +109,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same(packed: Any, stock: Any) -> None:
-    """Outputs and gradients are those of the same adapters on decoded weights."""
+    """Compare outputs and gradients with the same adapters on decoded weights."""
     try:
         expected_logits = logits(stock)
     except AttributeError as error:

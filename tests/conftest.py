@@ -4,9 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 import moepack
 import tiny_models
+from moepack.census.tiny import tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +45,18 @@ def packed(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "mixtral"
     moepack.compress(mixtral, out, method="ternary")
     return out
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from a model type to the directory of its tiny checkpoint."""
+    root = tmp_path_factory.mktemp("census")
+
+    def directory(family: str) -> Path:
+        if family not in transformers.CONFIG_MAPPING:
+            pytest.skip(f"transformers {transformers.__version__} has no {family}")
+        if not (root / family).exists():
+            tiny_model(family).to(torch.bfloat16).save_pretrained(root / family)
+        return root / family
+
+    return directory

@@ -357,7 +357,7 @@ def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
     "settings", [{}, {"bits": 5}, {"format": "none", "config_groups": {}}, {"quant_algo": "NVFP4"}]
 )
 def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], plain: Path, tmp_path: Path) -> None:
-    """A method that is not read is not in the list of those that are, and one that is read comes with the reason."""
+    """The list of methods that are read never contains the refused one. One that is read comes with a reason."""
     tensors = load_file(plain / "model.safetensors")
     directory = write(plain, tmp_path / "x", tensors, {"quant_method": method, **settings})
     with pytest.raises(UnsupportedModelError) as caught:

@@ -113,7 +113,7 @@ def test_nodes_that_do_not_fit_are_refused(
     monkeypatch.setattr(connection, "LOOK", 0.5)
     monkeypatch.setattr(connection, "PATIENCE", 1.0)
     with pytest.raises(ClusterError, match=r"no node is left that can run a task|lost a task"):
-        compress(progress=Killing(nodes, only, 3))  # of six tensors, of which two are under way by then
+        compress(progress=Killing(nodes, only, 3))  # six tensors in all, two of them under way
     assert (tmp_path / "out.partial" / "journal.jsonl").exists()
     moepack.compress(mixtral, out, method=Slow(4))
     moepack.verify(out)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from moepack import compress, describe, load
-from moepack.census.tiny import tiny_model
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.cli import main
 from moepack.integrations.loading import open_model
@@ -24,21 +22,6 @@ IDS = torch.arange(3, 19)[None]
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "switch_transformers", "glm4_moe", "gpt_oss", "qwen3_next", "dbrx"]
 
 Saved = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function from a model type to the directory of its tiny checkpoint."""
-    root = tmp_path_factory.mktemp("plain")
-
-    def directory(family: str) -> Path:
-        if family not in transformers.CONFIG_MAPPING:
-            pytest.skip(f"transformers {transformers.__version__} has no {family}")
-        if not (root / family).exists():
-            tiny_model(family).to(torch.bfloat16).save_pretrained(root / family)
-        return root / family
-
-    return directory
 
 
 def with_strays(source: Path, target: Path, strays: dict[str, torch.Tensor]) -> Path:
@@ -66,8 +49,8 @@ def strays_of(source: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_stray_is_told_and_nothing_else(family: str, plain: Saved, tmp_path: Path) -> None:
-    source = plain(family)
+def test_every_stray_is_told_and_nothing_else(family: str, saved: Saved, tmp_path: Path) -> None:
+    source = saved(family)
     assert describe(open_checkpoint(source)).unread == ()
     strays = strays_of(source)
     model = describe(open_checkpoint(with_strays(source, tmp_path / "x", strays)))
@@ -77,8 +60,8 @@ def test_every_stray_is_told_and_nothing_else(family: str, plain: Saved, tmp_pat
     assert any("is not applied" in note and "merge" in note for note in model.notes)
 
 
-def test_plan_and_report_tell_the_same(plain: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = with_strays(plain("mixtral"), tmp_path / "x", {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
+def test_plan_and_report_tell_the_same(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = with_strays(saved("mixtral"), tmp_path / "x", {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
     told = "1 tensor has no effect"
     plan = estimate(source, tmp_path / "packed", create("finequant", bits=8))
     report = compress(source, tmp_path / "packed", method="finequant", bits=8)
@@ -89,9 +72,9 @@ def test_plan_and_report_tell_the_same(plain: Saved, tmp_path: Path, capsys: pyt
     assert not ended.value.code and told in capsys.readouterr().out
 
 
-def test_strays_change_no_output(plain: Saved, tmp_path: Path) -> None:
+def test_strays_change_no_output(saved: Saved, tmp_path: Path) -> None:
     """A stray that is called like a linear layer of other models is not packed, for the model has no place for it."""
-    source = plain("qwen3_moe")
+    source = saved("qwen3_moe")
     inner = json.loads((source / "config.json").read_text())["hidden_size"]
     strays = {f"model.layers.0.mlp.{name}_proj.weight": torch.randn(inner, inner) for name in ("gate", "up", "down")}
     strays |= {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.randn(4, inner)}
@@ -103,8 +86,8 @@ def test_strays_change_no_output(plain: Saved, tmp_path: Path) -> None:
     assert torch.equal(first, second)
 
 
-def test_many_strays_are_grouped_and_counted(plain: Saved, tmp_path: Path) -> None:
-    source = plain("qwen3_moe")
+def test_many_strays_are_grouped_and_counted(saved: Saved, tmp_path: Path) -> None:
+    source = saved("qwen3_moe")
     layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
     strays = {
         f"model.layers.{layer}.self_attn.q_proj.lora_{side}.weight": torch.ones(1)
@@ -120,8 +103,8 @@ def test_many_strays_are_grouped_and_counted(plain: Saved, tmp_path: Path) -> No
     assert note.endswith("; 14 more places.") and len(note) < 600
 
 
-def test_an_adapter_beside_the_weights_is_told(plain: Saved, tmp_path: Path) -> None:
-    place = Path(shutil.copytree(plain("mixtral"), tmp_path / "x"))
+def test_an_adapter_beside_the_weights_is_told(saved: Saved, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(saved("mixtral"), tmp_path / "x"))
     (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "nowhere"}))
     report = compress(place, tmp_path / "packed", method=FineQuant(bits=8))
     assert any("An adapter lies in the checkpoint and is not applied" in note for note in report.notes)
@@ -131,8 +114,8 @@ def test_an_adapter_beside_the_weights_is_told(plain: Saved, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "end", ["lora_A.weight", "lora_embedding_B", "lora_magnitude_vector.default.weight", "lora_B.default.bias"]
 )
-def test_every_part_of_an_adapter_is_known_as_such(end: str, plain: Saved, tmp_path: Path) -> None:
+def test_every_part_of_an_adapter_is_known_as_such(end: str, saved: Saved, tmp_path: Path) -> None:
     """Among experts, too, where a stray tensor is refused otherwise."""
     strays = {f"model.layers.0.{path}.{end}": torch.ones(2) for path in ("self_attn.q_proj", "mlp.experts")}
-    model = describe(open_checkpoint(with_strays(plain("qwen3_moe"), tmp_path / "x", strays)))
+    model = describe(open_checkpoint(with_strays(saved("qwen3_moe"), tmp_path / "x", strays)))
     assert {*model.unread} == {*strays} and any("is not applied" in note for note in model.notes)

@@ -10,7 +10,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moepack import CheckpointError, LoadError, UnsupportedModelError, compress, describe, load, verify
-from moepack.census.tiny import tiny_model
 from moepack.checkpoint.classes import model_class
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.reader import Checkpoint
@@ -59,21 +58,6 @@ RENAMINGS: dict[str, Rename] = {
     "compiled blocks": compiled_blocks,
     "policy.actor.": lambda name: f"policy.actor.{name}",
 }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function from a model type to the directory of its tiny checkpoint."""
-    root = tmp_path_factory.mktemp("plain")
-
-    def directory(family: str) -> Path:
-        if family not in transformers.CONFIG_MAPPING:
-            pytest.skip(f"transformers {transformers.__version__} has no {family}")
-        if not (root / family).exists():
-            tiny_model(family).to(torch.bfloat16).save_pretrained(root / family)
-        return root / family
-
-    return directory
 
 
 def renamed(source: Path, target: Path, rename: Rename, shards: int = 1) -> Path:
@@ -258,7 +242,9 @@ def test_a_name_that_is_there_in_two_spellings_is_refused(saved: Callable[[str],
 def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """One tensor is missing, and one of that name lies elsewhere: too little to call that a wrapper."""
     directory = renamed(
-        saved("qwen3_moe"), tmp_path / "x", lambda name: "visual.norm.weight" if name == "model.norm.weight" else name
+        saved("qwen3_moe"),
+        tmp_path / "x",
+        lambda name: "visual.norm.weight" if name == "model.norm.weight" else name,
     )
     for door in (compress, estimate):
         with pytest.raises(
@@ -296,7 +282,9 @@ def test_a_layer_that_is_hidden_is_told(family: str, saved: Callable[[str], Path
 
 def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory = renamed(
-        saved("qwen3_moe"), tmp_path / "x", lambda name: name.replace("_proj.weight", "_proj.base_layer.weight")
+        saved("qwen3_moe"),
+        tmp_path / "x",
+        lambda name: name.replace("_proj.weight", "_proj.base_layer.weight"),
     )
     with pytest.raises(CheckpointError, match=r"but has '.*base_layer\.weight': merge the adapter first"):
         estimate(directory, tmp_path / "out", method=FineQuant(bits=8))

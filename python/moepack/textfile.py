@@ -97,7 +97,7 @@ class TextReader:
         try:
             text: str = self._decoder.decode(data, final=self._ended)
         except UnicodeDecodeError as error:
-            # The bytes of the error begin with those of a character that the last call left incomplete.
+            # The last call may have left a character incomplete. Its bytes come first in the error.
             place = self._place + len(data) - len(error.object) + error.start
             raise self._refused(f"is not {self._encoding[:6].upper()} text ({error.reason} at byte {place})") from error
         self._place += len(data)

@@ -12,7 +12,7 @@ SECOND = torch.device("cuda", 1)
 
 
 class Cuda:
-    """Graphs that hold a kernel only if it is launched under the device that captures, as those of CUDA do.
+    """Graphs that record a kernel only if it is launched under the capturing device, like CUDA graphs.
 
     Attributes:
         entered: devices that are current, the latest last.

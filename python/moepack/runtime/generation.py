@@ -162,9 +162,7 @@ def generate(
     require_known(ids, vocabulary_of(model), tokenizer)
     require_known(_forced(model), vocabulary_of(model), tokenizer, "generation_config.json")
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
-    hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
-    stop = (*sampling.stop, *end_strings(model))
-    streamer = _Streamer(TextStream(tokenizer, stop, hidden), on_text or (lambda text: None))
+    streamer = _streamer(model, tokenizer, sampling, on_text)
     inputs = torch.tensor([ids], device=model.device)
     logits = _Logits()
     carried_of(model)  # makes the model start anew with each sequence
@@ -188,6 +186,13 @@ def generate(
             **sampling.arguments(),
         )
     return _report(streamer, len(ids), start)
+
+
+def _streamer(model: Any, tokenizer: Any, sampling: Sampling, on_text: Callable[[str], None] | None) -> _Streamer:
+    """Hand out text up to the first stop string, the model's own among them, without tokens that end an answer."""
+    hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
+    stop = (*sampling.stop, *end_strings(model))
+    return _Streamer(TextStream(tokenizer, stop, hidden), on_text or (lambda text: None))
 
 
 def _forced(model: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error object: our refusals, those of the framework, and defects.
+"""Every failure as OpenAI's error object: refusals of this server, errors of the framework, and defects.
 
 Invariant: whatever fails, the answer is `{"error": {"message", "type", "param", "code"}}`. Only a defect of the server
 is a 500; it is raised again after the answer, so that the server logs its traceback.

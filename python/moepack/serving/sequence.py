@@ -78,7 +78,7 @@ class Sequence:
         return time.monotonic() > self._until
 
     def part(self, most: int | None) -> Part:
-        """What it has the model read next: at most so many tokens; None for all that are left, in one pass."""
+        """Return the tokens that the model reads next, at most `most` of them; None takes all others, in one pass."""
         end = None if most is None else self.read + most
         return Part(self.ids[self.read : end], self.read, self.cache, most is None)
 

@@ -104,11 +104,11 @@ class Stepper:
         return self._carried.limit
 
     def reads_whole(self, length: int) -> bool:
-        """Whether a prompt of so many tokens is to be read in one pass, for in pieces the model computes otherwise."""
+        """Whether a prompt of `length` tokens needs one pass, because the model computes something else in pieces."""
         return not self._in_pieces or self._carried.depends_on(length)
 
     def begins_anew(self, read: int, length: int) -> bool:
-        """Whether a sequence of which so many tokens are read is read again, as the model's own generation does."""
+        """Whether a sequence with `read` tokens in its cache is read again, as the model's own generation does."""
         carried = self._carried
         return carried.rereads and read > 0 and not carried.depends_on(read) and carried.depends_on(length)
 
@@ -200,7 +200,7 @@ def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
             sequences=_Batch(parts, attention),
         )
     logits: torch.Tensor = output.logits[0]
-    return logits if len(logits) == len(parts) else logits[ends]  # some classes return those of all tokens
+    return logits if len(logits) == len(parts) else logits[ends]  # some classes return logits of all tokens
 
 
 def _alone(model: Any, part: Part) -> torch.Tensor:
