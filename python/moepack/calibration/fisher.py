@@ -5,13 +5,18 @@ over tokens of the squared gradient of log p(y), y drawn from the model's own pr
 Predictions at different positions have uncorrelated gradients, for their mean is zero given what stands before them: so
 the squared gradient of a window's sum is the sum of its tokens' squares, and a window costs one backward pass.
 
+Within a tensor F differs by orders of magnitude between rows and between columns. It is told of the balanced matrix
+(`moepack.solvers.balance`), whose weights W[i, j] / (a[i] b[j]) have F (a[i] b[j])^2: numbers that do not depend on the
+scales with which a function was written down.
+
 The model runs whole, in float32: a gradient is summed up and dropped as soon as it is complete.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +24,14 @@ from torch import Tensor, nn
 
 from moepack.calibration.samples import Samples
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.checkpoint.dense import EMBEDDING
 from moepack.checkpoint.experts import form_of
 from moepack.integrations.loading import open_model
 from moepack.memory import PeakMemory, available_bytes
 from moepack.progress import Progress, Silent
 from moepack.runtime.finite import are_finite, non_finite
+from moepack.solvers.balance import Balance
 
-__all__ = ["LENGTH", "fisher", "fits", "owners"]
+__all__ = ["LENGTH", "Sensitivity", "fisher", "fits", "owners"]
 
 WINDOWS, LENGTH = 32, 256
 """Windows of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
@@ -35,25 +40,45 @@ ROOM = 1.3
 """Memory that a model needs to run so, over that of its weights in float32."""
 
 
+@dataclass(frozen=True)
+class Sensitivity:
+    """F of a tensor, in nats a token over squared weights.
+
+    Attributes:
+        mean: over its weights as they are.
+        rows: [E, R] float64, of the balanced matrices, means over columns.
+        columns: [E, C] float64, of the balanced matrices, means over rows.
+    """
+
+    mean: float
+    rows: Tensor
+    columns: Tensor
+
+
 def fisher(
     checkpoint: Checkpoint,
     model: MoeModel,
+    balances: Mapping[str, Balance],
     samples: Samples,
     device: torch.device,
     progress: Progress | None = None,
-) -> dict[str, Tensor] | None:
-    """Measure the mean of F over the weights of each tensor that can be packed, by the packed tensor's name; of the
-    embedding and the head, whose rows are tokens, row by row.
+) -> dict[str, Sensitivity] | None:
+    """Measure F of each tensor that can be packed, by the packed tensor's name.
+
+    Args:
+        checkpoint, model: what is measured.
+        balances: of the tensors.
+        samples: the calibration set.
+        device: where the model runs.
+        progress: told of the tokens.
 
     Returns:
-        What was measured, a scalar or [R] float64, in nats a token over squared weights; None for models that read two
-        texts, and where the model does not fit into the memory that is free.
+        None for models that read two texts, and where the model does not fit into the memory that is free.
     """
     if not fits(checkpoint, samples, device):
         return None
     whole = open_model(checkpoint.path, torch.float32).to(device)
-    tokens = {linear.source for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head")}
-    gradients = _Squares(whole, dict(owners(model, whole)), tokens)
+    gradients = _Squares(whole, dict(owners(model, whole)), balances)
     windows = samples.inputs[torch.linspace(0, len(samples.inputs) - 1, min(WINDOWS, len(samples.inputs))).long()]
     generator, progress, peak = torch.Generator().manual_seed(0), progress or Silent(), PeakMemory()
     progress.prepare("reading some of the text, for what an error of each tensor costs")
@@ -89,40 +114,58 @@ def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tenso
 class _Squares:
     """Sums of the squared gradients of parameters, by the packed tensors that the parameters hold."""
 
-    def __init__(self, whole: nn.Module, owners: Mapping[str, list[str]], by_row: Collection[str]) -> None:
-        self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-        self._weights: dict[str, int] = defaultdict(int)
-        self._by_row = by_row
+    def __init__(
+        self, whole: nn.Module, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]
+    ) -> None:
+        self._balances = balances
+        self._sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         for name, parameter in whole.named_parameters():
             parameter.requires_grad_(name in owners)
             if name in owners:
                 hooked: Any = parameter
                 hooked.register_post_accumulate_grad_hook(lambda found, of=owners[name]: self._add(found, of))
-                for owner in owners[name]:
-                    self._weights[owner] += parameter.shape[1] if owner in by_row else parameter.numel()
 
-    def _add(self, parameter: Any, owners: list[str]) -> None:
-        squares = parameter.grad.square().flatten(1).sum(1, dtype=torch.float64).cpu()
-        parameter.grad = None
-        for owner in owners:
-            self._sums[owner] = self._sums[owner] + (squares if owner in self._by_row else squares.sum())
+    def _add(self, parameter: Any, views: Mapping[str, View]) -> None:
+        gradient, parameter.grad = parameter.grad.square_(), None
+        for name, view in views.items():
+            squares, balance = view(gradient), self._balances[name]
+            rows, columns = (each.to(squares.device).square() for each in (balance.rows, balance.columns))
+            found = (
+                squares.sum((1, 2), dtype=torch.float64).sum(),
+                (squares @ columns[..., None])[..., 0] * rows,
+                (rows[:, None] @ squares)[:, 0] * columns,
+            )
+            before = self._sums.get(name)
+            self._sums[name] = found if before is None else tuple(map(torch.add, before, found))  # type: ignore[assignment]
 
-    def means(self, tokens: int) -> dict[str, Tensor]:
-        """The mean over weights, or those of a row, and tokens."""
-        return {name: self._sums[name] / (weights * tokens) for name, weights in self._weights.items()}
+    def means(self, tokens: int) -> dict[str, Sensitivity]:
+        """The means over weights and tokens."""
+        means = {}
+        for name, (total, rows, columns) in self._sums.items():
+            height, width = rows.shape[1], columns.shape[1]
+            means[name] = Sensitivity(
+                float(total) / (max(rows.shape[0] * height * width, 1) * tokens),
+                rows.double().cpu() / (max(width, 1) * tokens),
+                columns.double().cpu() / (max(height, 1) * tokens),
+            )
+        return means
 
 
-def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """The parameters that hold weights to be packed, and the packed tensors that come from each.
+View = Callable[[Tensor], Tensor]
+"""From a parameter's values to the matrices [E, R, C] of a tensor."""
 
-    Gate and up projections that share a parameter have its mean.
-    """
-    owners = {f"{linear.name}.weight": [linear.source] for layer in model.dense for linear in layer.linears}
+
+def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, dict[str, View]]]:
+    """The parameters that hold weights to be packed, and how each packed tensor comes from one."""
+    owners: dict[str, dict[str, View]] = {}
+    for dense in model.dense:
+        for linear in dense.linears:
+            owners.setdefault(f"{linear.name}.weight", {})[linear.source] = lambda values: values[None]
     for layer in model.layers:
         form = form_of(whole.get_submodule(layer.name))
-        places = {} if form is None else form.places
         for part in layer.projections:
-            if part.name in places:
-                owners.setdefault(f"{layer.name}.{places[part.name].parameter}", []).append(part.packed_name)
+            if form is not None and part.name in form.places:
+                parameter = f"{layer.name}.{form.places[part.name].parameter}"
+                owners.setdefault(parameter, {})[part.packed_name] = partial(form.part, part.name)
     parameters = dict(whole.named_parameters())
     yield from ((name, packed) for name, packed in owners.items() if name in parameters)

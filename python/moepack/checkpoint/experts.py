@@ -75,6 +75,16 @@ class ExpertsForm:
                 out[: len(matrices), place.rows] = turned
         return out
 
+    def part(self, projection: str, parameter: Tensor) -> Tensor:
+        """The matrices of a projection, `[E, R, C]`, as a view of the values of its parameter, or of values like them."""
+        place, experts = self.places[projection], self.shapes[projection][0]
+        if parameter.dim() == 2:
+            matrices = parameter.view(experts, -1, parameter.shape[1])
+            return matrices.mT if place.transposed else matrices
+        if place.transposed:
+            return parameter[:experts, :, place.rows].mT
+        return parameter[:experts, place.rows]
+
     def packed_name(self, projection: str) -> str:
         """The packed tensor's name below the module: the parameter's, where the projection has one for itself, so that
         transformers without moepack finds a wrong shape and fails."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.dense import EMBEDDING
 from moepack.methods.auto.importance import Importance, expected_rise, role_of, solved_rise
 from moepack.methods.auto.packer import Packer
 from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
@@ -21,6 +22,7 @@ from moepack.methods.rate import Rate
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
 from moepack.methods.rate.sample import Sample, take_sample
+from moepack.methods.rate.scales import Scales
 from moepack.methods.rate.step import Step
 from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_of
 
@@ -54,7 +56,6 @@ class Coded(Packer):
         errors, loss: as of every packer.
         given: bits that each tensor was given, by name. taken: those of tensors that are packed.
         weights: how many each tensor has.
-        rows: factors of the rows of some tensors: their steps are in proportion to one over them.
     """
 
     coder: Rate
@@ -63,7 +64,6 @@ class Coded(Packer):
     loss: float
     given: Mapping[str, float]
     weights: Mapping[str, int]
-    rows: Mapping[str, Tensor]
     taken: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -82,25 +82,26 @@ class Coded(Packer):
             InvalidTensorError, ValueError: as of `Rate.prepare`.
         """
         coder = coded_within(coder, room, shapes)
-        used, rows, largest = dict(importance.values), dict(importance.rows), largest_at(coder.bits_per_weight + AHEAD)
-        matrices = {each.source: each for dense in model.dense for each in dense.linears if each.source in rows}
+        largest = largest_at(coder.bits_per_weight + AHEAD)
+        scales, used = dict(importance.scales), dict.fromkeys(importance.scales, 1.0)
+        tokens = [linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head")]
         for _ in range(ROUNDS):
-            sample = take_sample(checkpoint, model, coder.dense_roles, used, rows, largest, shapes)
-            step, finest = coder.decide(sample), FINEST * 2 ** low_bits_of(largest)
-            held = {name: _held(each.matrix(), rows[name], finest * step.size * sample.widths[name])
-                    for name, each in matrices.items() if name in sample.widths}  # fmt: skip
+            sample = take_sample(checkpoint, model, coder.dense_roles, used, scales, largest, shapes)
+            step, finest = coder.decide(sample, scales), FINEST * 2 ** low_bits_of(largest)
+            held = {each.source: _held(each.matrix(), scales[each.source], finest * step.size * sample.widths[each.source])
+                    for each in tokens if each.source in sample.widths}  # fmt: skip
             finer = _too_fine(sample, step, finest)
-            if not finer.keys() - held and all(torch.equal(each, rows[name]) for name, each in held.items()):
+            if not finer.keys() - held and all(torch.equal(own, scales[name].rows) for name, own in held.items()):
                 break
             used |= {name: used[name] / excess**2 for name, excess in finer.items() if name not in held}
-            rows |= held
+            scales |= {name: scales[name].coarser(own) for name, own in held.items()}
         roles, errors = role_of(model), defaultdict[str, float](float)
         for name, error in _errors(sample, step):
-            coarser = float((importance.rows[name] / rows[name]).square().mean()) if name in rows else 1.0
-            errors[roles[name]] += 0.5 * error * importance.values[name] * sample.widths[name] ** 2 * coarser
+            coarser = float((importance.scales[name].rows / scales[name].rows).square().mean())
+            errors[roles[name]] += 0.5 * error * sample.widths[name] ** 2 * coarser
         loss = expected_rise(errors) if coder.calibration is None else solved_rise(errors, coder.bits_per_weight)
         weights = {name: math.prod(shape) for name, shape in sample.shapes.items()}
-        return cls(coder, largest, errors, loss, step.bits, weights, rows)
+        return cls(coder, largest, errors, loss, step.bits, weights)
 
     def expected(self, weights: Weights) -> Expected:
         """The bits that a tensor was given."""
@@ -119,14 +120,14 @@ class Coded(Packer):
         left, due, _ = self._open()
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
         bits = {name: bits * factor for name, bits in self.given.items()}
-        return LayerSolver(bits, self.coder.solver_settings(self.largest))
+        return LayerSolver(bits, self.coder.solver_settings(self.largest), self.coder.scales)
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Linear layers that read the same input are solved one by one: their errors count differently."""
         if stage.inputs is None:
             for weights in stage.tensors.values():
                 self._correct(weights.name)
-            return self.coder.solve(replace(stage, tensors=dict(map(self._scaled, stage.tensors.items()))))
+            return self.coder.solve(stage)
         if not stage.dense:
             found: dict[str, Solution] = stage.plan.solve(stage)
             return found
@@ -151,19 +152,8 @@ class Coded(Packer):
             most = math.log2(CORRECTION)
             self.coder.widen(name, 2.0 ** -min(max((left - due) / weights, -most), most))
 
-    def _scaled(self, named: tuple[str, Weights]) -> tuple[str, Weights]:
-        """A tensor whose rows are multiplied by their factors, if they have any."""
-        name, weights = named
-        rows = self.rows.get(weights.name)
-        if rows is None:
-            return named
-        return name, replace(weights, expert=lambda expert: weights.expert(expert) * rows[:, None])
-
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Code the integers."""
-        if weights.name in self.rows:
-            scales = solution.parts["scale"] / self.rows[weights.name]
-            solution = replace(solution, parts={**solution.parts, "scale": scales.bfloat16().float()})
         return self.coder.pack(weights, solution)
 
 
@@ -174,13 +164,14 @@ def coded_within(coder: Rate, room: int, shapes: Mapping[str, Shape]) -> Rate:
     return replace(coder, bits_per_weight=min(max(bits, LEAST_BITS), MOST_BITS))
 
 
-def _held(matrix: Tensor, rows: Tensor, widest: float) -> Tensor:
-    """Factors of rows [R] that leave no row of a matrix [R, C] with a root mean square above `widest`, by at most a
+def _held(matrix: Tensor, scales: Scales, widest: float) -> Tensor:
+    """Factors of rows [1, R] that leave no row of a matrix [R, C] with a root mean square above `widest`, by at most a
     quarter of an octave less than that needs."""
     starts = range(0, len(matrix), CHUNK)
-    spreads = rows * torch.cat([matrix[at : at + CHUNK].float().square().mean(1).sqrt() for at in starts])
+    squares = [(matrix[at : at + CHUNK].float() * scales.columns[0]).square().mean(1) for at in starts]
+    spreads = scales.rows[0] * torch.cat(squares).sqrt()
     octaves = torch.log2(spreads / widest).mul(4).ceil().div(4).clamp(min=0).nan_to_num(0.0)
-    return rows * 2.0**-octaves
+    return scales.rows * 2.0**-octaves
 
 
 def _too_fine(sample: Sample, step: Step, finest: float) -> dict[str, float]:

@@ -13,7 +13,9 @@ from moepack.calibration.fisher import fisher
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.errors import InvalidTensorError
+from moepack.methods.rate.scales import Scales, scales_of
 from moepack.progress import Progress
+from moepack.solvers.balance import Balance, Matrices, balance
 
 __all__ = ["WITHIN", "Importance", "expected_rise", "find_importance", "role_of", "solved_rise"]
 
@@ -32,6 +34,9 @@ LOW_RATE, FALL = 1.7, 2.0
 """How many times more than that a model loses at 0.9 bits a weight, where most integers are zero and compensation is of
 less help, and by how much that falls with each bit, as a power of e."""
 
+SQUARE = math.pi / 2
+"""The mean square of balanced weights, whose mean magnitude is 1, were they Gaussian."""
+
 ROWS = 256
 """Rows of a matrix, about, that tell its mean square."""
 
@@ -39,24 +44,19 @@ WITHIN = 2.0
 """Factor, either way, within which a model loses what is expected with a text: 50 of 56 increases of three small models
 (`benches/expected.py`), and SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13; docs/methods/sensitivity.md)."""
 
-UNSEEN = 0.5
-"""What is added to what a row counts, over the mean of its tensor: other texts have other tokens."""
-
-
 @dataclass(frozen=True)
 class Importance:
     """What an error of each tensor counts.
 
     Attributes:
-        values: by the packed tensor's name.
-        rows: by the packed tensor's name, [R] float32, the root of what an error of a row counts over the mean; of the
-            embedding and the head, where a text says how often tokens come.
+        values: by the packed tensor's name, of its weights.
+        scales: by the packed tensor's name, factors with which its weights count 1.
         measured: whether a text told it. Without one it is a guess from models that were trained for this project,
             which promised 15 to 22 times too little on SmolLM2-135M (docs/methods/sensitivity.md).
     """
 
     values: dict[str, float]
-    rows: dict[str, Tensor]
+    scales: dict[str, Scales]
     measured: bool
 
 
@@ -81,29 +81,58 @@ def find_importance(
     Raises:
         CalibrationError: the calibration set is unusable.
     """
-    found = None
+    balances, found = find_balances(model), None
     if request is not None:
-        found = fisher(checkpoint, model, request.load(checkpoint), request.settings.device, progress)
+        found = fisher(checkpoint, model, balances, request.load(checkpoint), request.settings.device, progress)
     prior = _prior(model)
+    roles = role_of(model)
     if found is None:
-        return Importance(prior, {}, measured=False)
-    rows = {name: _relative(each) for name, each in found.items() if each.dim()}
-    means = {name: float(each.mean()) for name, each in found.items()}
-    values = prior | {name: _rounded(mean) for name, mean in means.items() if mean > 0}
-    return Importance(values, rows, measured=True)
+        alike = Counter(roles[name] for name in balances)
+        counts = {name: LOST[roles[name]] / alike[roles[name]] / SQUARE / max(weights, 1)
+                  for name, weights in _weights(model).items()}  # fmt: skip
+        scales = {name: scales_of(own, counts[name]) for name, own in balances.items()}
+        return Importance(prior, scales, measured=False)
+    inputs = {}
+    for layer in model.layers:
+        if len(first := [part.packed_name for part in layer.projections[:-1]]) > 1:
+            inputs |= dict.fromkeys(first, sum(found[name].columns.mean(0) for name in first))
+    scales = {
+        name: scales_of(own, found[name], inputs.get(name), tokens=roles[name] in (EMBEDDING, "head"))
+        for name, own in balances.items()
+    }
+    values = prior | {name: _rounded(own.mean) for name, own in found.items() if own.mean > 0}
+    return Importance(values, scales, measured=True)
+
+
+def find_balances(model: MoeModel) -> dict[str, Balance]:
+    """Balance all tensors that can be packed; first projections of the experts share the factors of columns.
+
+    Raises:
+        InvalidTensorError: a weight is NaN or infinite.
+    """
+    found: dict[str, Balance] = {}
+    for layer in model.layers:
+        *first, last = layer.projections
+        for parts in (first, [last]) if first else ([last],):
+            balances = balance([Matrices(part.shape, part.expert) for part in parts])
+            for part, own in zip(parts, balances, strict=True):
+                found[part.packed_name] = own
+                finite = own.rows.isfinite().all(1)
+                if not bool(finite.all()):
+                    source = part.parts[int((~finite).nonzero()[0])].tensor
+                    raise InvalidTensorError("has NaN or infinite weights", tensor=source)
+    for linear in (linear for dense in model.dense for linear in dense.linears):
+        (own,) = balance([Matrices((1, *linear.shape), lambda _, linear=linear: linear.matrix())])
+        if not bool(own.rows.isfinite().all()):
+            raise InvalidTensorError("has NaN or infinite weights", tensor=linear.source)
+        found[linear.source] = own
+    return found
 
 
 def role_of(model: MoeModel) -> dict[str, str]:
     """The role of every tensor that can be packed, by its name."""
     found = {part.packed_name: "experts" for layer in model.layers for part in layer.projections}
     return found | {linear.source: linear.role for dense in model.dense for linear in dense.linears}
-
-
-def _relative(rows: Tensor) -> Tensor:
-    """The root of each row's part of the mean; rows of tokens that the text lacks count something, too."""
-    whole = (rows / rows.mean().clamp(min=torch.finfo(torch.float64).tiny) + UNSEEN) / (1 + UNSEEN)
-    octaves = (4 * torch.log2(whole)).round() / 4
-    return (2.0 ** (octaves / 2)).float()
 
 
 def _prior(model: MoeModel) -> dict[str, float]:
@@ -118,6 +147,12 @@ def _prior(model: MoeModel) -> dict[str, float]:
     alike = Counter(role for _, role, _, _ in tensors)
     squares = {name: weights * _mean_square(matrix, name) for name, _, weights, matrix in tensors}
     return {name: LOST[role] / alike[role] / squares[name] if squares[name] else 1.0 for name, role, _, _ in tensors}
+
+
+def _weights(model: MoeModel) -> dict[str, int]:
+    """How many weights each tensor has that can be packed."""
+    found = {part.packed_name: math.prod(part.shape) for layer in model.layers for part in layer.projections}
+    return found | {linear.source: math.prod(linear.shape) for dense in model.dense for linear in dense.linears}
 
 
 def _mean_square(matrix: Tensor, name: str) -> float:

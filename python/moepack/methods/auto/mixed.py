@@ -99,7 +99,7 @@ class Mixed(Packer):
         """
         whole = coded_within(coder, room, shapes)
         largest = largest_at(whole.bits_per_weight)
-        sample = take_sample(checkpoint, model, coder.dense_roles, importance.values, importance.rows, largest, shapes)
+        sample = take_sample(checkpoint, model, coder.dense_roles, dict.fromkeys(importance.scales, 1.0), importance.scales, largest, shapes)
         found: Candidates = {name: [] for name in sample.shapes}
         for name, one in _rates(sample, find_step(sample, whole.bits_per_weight)):
             found[name].append(one)

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from moepack.allocation import PricedBudget
 from moepack.calibration import Stage
-from moepack.methods.base import Solution
+from moepack.methods.base import Shape, Solution
 from moepack.methods.rate.sample import stream_rows
+from moepack.methods.rate.scales import Scales
 from moepack.methods.rate.step import LEAST_DEPENDENT, NEARLY_ZERO, encoded, free_bits, once_bytes
 from moepack.solvers.priced import WORTH, WORTH_OF_DEPENDENT, least_spread, scale_of, symbols_of
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, dependent_codes, priced_codes, step_of
@@ -98,9 +99,12 @@ class _Outlook:
 class LayerSolver:
     """Solves the stages of one layer such that the layer takes its bits: a `moepack.methods.base.LayerPlan`."""
 
-    def __init__(self, bits: Mapping[str, float], settings: UniformSettings | None = None) -> None:
-        """Start a layer; `bits` are what tensors are given by their names, all metadata counted."""
-        self._bits, self._settings = bits, settings or UniformSettings()
+    def __init__(
+        self, bits: Mapping[str, float], settings: UniformSettings | None = None, scales: Mapping[str, Scales] | None = None
+    ) -> None:
+        """Start a layer; by the tensor's name, `bits` are what it is given, all metadata counted, and `scales` factors
+        of its rows and columns: their product with the weights is what is rounded."""
+        self._bits, self._settings, self._scales = bits, settings or UniformSettings(), scales or {}
         self._outlooks: dict[str, _Outlook] = {}
         self._given, self._unit = 0.0, 1.0
         self._budget: PricedBudget | None = None
@@ -112,7 +116,7 @@ class LayerSolver:
         picked, across = _even(rows, ROWS), _even(columns, COLUMNS)
         if name not in self._outlooks:
             shapes = {weights.name: weights.shape for weights in stage.tensors.values()}
-            self._given += sum(self._bits[tensor] - free_bits(shape) for tensor, shape in shapes.items())
+            self._given += sum(self._bits[tensor] - self._free(tensor, shape) for tensor, shape in shapes.items())
             experts = next(iter(shapes.values()))[0]
             scale = rows * columns / max(len(picked) * len(across), 1)
             empty = torch.zeros(experts, len(picked), len(across))
@@ -150,7 +154,9 @@ class LayerSolver:
         scale = scale_of(step, outlook.dependent)
         scales = torch.full((len(stage.experts), 1), scale)
         return {
-            tensor: Solution(parts_of(codes, scales, outlook.dependent), codes * scale, rounded=rounded)
+            tensor: Solution(
+                parts_of(codes, scales, outlook.dependent), self._unscaled(stage, tensor, codes * scale), rounded=rounded
+            )
             for tensor, codes in _by_tensor(stage, result.codes).items()
         }
 
@@ -181,10 +187,35 @@ class LayerSolver:
 
     def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
         moments = stage.moments()
-        weights = torch.cat(list(stage.weights.values()), dim=1)
         # Linear layers outside the experts are better left where they are (docs/methods/qmoe.md).
         drift = None if stage.dense else moments.drift
-        return UniformProblem(weights, moments.hessians, drift, self._settings, dependent=dependent)
+        factors = {tensor: self._factors(stage, tensor) for tensor in stage.weights}
+        weights = [own if factors[tensor] is None else own * factors[tensor][0][..., None] * factors[tensor][1][:, None]
+                   for tensor, own in stage.weights.items()]  # fmt: skip
+        hessians, known = moments.hessians, next(iter(factors.values()))
+        if known is not None:
+            # Inputs are divided by what columns are multiplied by; an error of a row counts less by its factor.
+            rows = torch.cat([own[0].square().reciprocal() for own in factors.values() if own is not None], 1)
+            per = rows.mean(1)[:, None, None] / (known[1][:, :, None] * known[1][:, None])
+            hessians, drift = hessians * per, None if drift is None else drift * per
+        return UniformProblem(torch.cat(weights, dim=1), hessians, drift, self._settings, dependent=dependent)
+
+    def _factors(self, stage: Stage, tensor: str) -> tuple[Tensor, Tensor] | None:
+        """The factors of rows [G, R] and columns [G or 1, C] of a tensor of a stage."""
+        scales = self._scales.get(stage.tensors[tensor].name)
+        if scales is None:
+            return None
+        rows, columns = (each.to(stage.weights[tensor].device) for each in scales.of(stage.experts))
+        return rows, columns
+
+    def _unscaled(self, stage: Stage, tensor: str, values: Tensor) -> Tensor:
+        """What values [G, R, C] stand for."""
+        factors = self._factors(stage, tensor)
+        return values if factors is None else values / (factors[0][..., None] * factors[1][:, None])
+
+    def _free(self, tensor: str, shape: Shape) -> float:
+        """Bits of a tensor beside its symbols."""
+        return free_bits(shape) + (self._scales[tensor].bits if tensor in self._scales else 0)
 
 
 def parts_of(codes: Tensor, scales: Tensor, dependent: bool) -> dict[str, Tensor]:

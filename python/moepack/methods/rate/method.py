@@ -24,6 +24,7 @@ from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.rate.layer import LayerSolver, parts_of
 from moepack.methods.rate.sample import Sample, take_sample
+from moepack.methods.rate.scales import Scales
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.progress import Progress
 from moepack.solvers.priced import form_of, largest_at, low_bits_of, round_priced, scale_of
@@ -74,6 +75,7 @@ class Rate(Method):
     name: ClassVar[str] = "rate"
     _step: Step | None = field(default=None, init=False, repr=False)
     _widths: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _scales: Mapping[str, Scales] = field(default_factory=dict, init=False, repr=False)
     _solved: dict[str, Shape] = field(default_factory=dict, init=False, repr=False)
     _excess: float = field(default=0.0, init=False, repr=False)
 
@@ -152,12 +154,19 @@ class Rate(Method):
         for linear in ends:
             self._solved.pop(linear.source, None)
 
-    def decide(self, sample: Sample) -> Step:
-        """Find the step for a sample; raises the ValueError of `prepare`."""
+    def decide(self, sample: Sample, scales: Mapping[str, Scales] | None = None) -> Step:
+        """Find the step for a sample, whose rows were multiplied by these factors; raises the ValueError of
+        `prepare`."""
+        self._scales = scales or {}
         self._step = find_step(sample, self.bits_per_weight, self.codes == "dependent")
         self._widths = dict(sample.widths)
         self._solved, self._excess = dict(sample.shapes), 0.0
         return self._step
+
+    @property
+    def scales(self) -> Mapping[str, Scales]:
+        """Factors of rows and columns by the tensor's name, after `decide`."""
+        return self._scales
 
     def widen(self, name: str, factor: float) -> None:
         """Make the step of a tensor so many times as large as the price says."""
@@ -184,10 +193,10 @@ class Rate(Method):
         """A solver for tensors whose bits are changed by what those before them took."""
         assert self._step is not None, "prepare comes first"
         given = self._step.bits
-        symbols = {name: given[name] - free_bits(shape) for name, shape in self._solved.items()}
+        symbols = {name: given[name] - free_bits(shape) - self._scale_bits(name) for name, shape in self._solved.items()}
         share = min(max(self._excess / max(sum(symbols.values()), 1.0), -MOST_CORRECTED), MOST_CORRECTED)
         bits = {name: given[name] - share * own for name, own in symbols.items()}
-        return LayerSolver(bits, self.solver_settings(largest_at(self.bits_per_weight)))
+        return LayerSolver(bits, self.solver_settings(largest_at(self.bits_per_weight)), self._scales)
 
     def solver_settings(self, largest: int) -> UniformSettings:
         """How tensors are solved, of so large a magnitude with a length of its own."""
@@ -226,9 +235,12 @@ class Rate(Method):
         experts, rows, columns = weights.shape
         assert self._step is not None, "prepare comes first"
         whole, dependent = torch.empty(weights.shape, dtype=torch.int8), weights.name in self._step.dependent
+        scales = self._scales.get(weights.name)
         for expert in range(experts):
+            matrix = weights.expert(expert)
             try:
-                codes, _ = self.rounded(weights.name, weights.expert(expert), whole[expert])
+                matrix = matrix if scales is None else scales.scaled(expert, matrix)
+                codes, _ = self.rounded(weights.name, matrix, whole[expert])
             except ValueError as cause:
                 raise InvalidTensorError(str(cause), tensor=weights.sources[expert]) from cause
             if codes.dtype != whole.dtype:
@@ -243,12 +255,19 @@ class Rate(Method):
         assert self._step is not None, "prepare comes first"
         # All experts have one scale; with a text, each group of them brings it.
         parts = solution.parts
-        codes, scale, dependent = parts["codes"].numpy(), parts["scale"][:1].numpy(), bool(parts["dependent"].any())
+        codes, scale, dependent = parts["codes"].numpy(), parts["scale"][:1], bool(parts["dependent"].any())
+        form = form_of(self._step.largest, dependent)
+        if (scales := self._scales.get(weights.name)) is not None:
+            scale = (scale / scales.rows).bfloat16().float()
+            form["columns"] = (1 / scales.columns).numpy()
         try:
-            blob = _core.encode_coded(codes, scale, ndim=weights.ndim, **form_of(self._step.largest, dependent))
+            blob = _core.encode_coded(codes, scale.numpy(), ndim=weights.ndim, **form)
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
+
+    def _scale_bits(self, name: str) -> int:
+        return self._scales[name].bits if name in self._scales else 0
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""

@@ -18,6 +18,7 @@ from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import DenseLinear
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Shape
+from moepack.methods.rate.scales import Scales
 from moepack.solvers.priced import BLOCK_ROWS, LARGEST, Profile
 
 __all__ = ["Sample", "stream_rows", "take_sample"]
@@ -37,13 +38,16 @@ class Sample:
         shapes: by the tensor's name, experts, rows and columns.
         widths: by the tensor's name, its step over the model's: an error that counts less is allowed to be larger.
         profile: of the weights, each over the width of its tensor.
-        rows: by the tensor's name, those of its streams below one another, [R, C] in the checkpoint's type.
+        rows: by the tensor's name, those of its streams below one another, [R, C] in the checkpoint's type, or times
+            their factors.
+        scales: by the tensor's name, bits of its scales of rows and columns.
     """
 
     shapes: Mapping[str, Shape]
     widths: Mapping[str, float]
     profile: Profile
     rows: Mapping[str, Tensor]
+    scales: Mapping[str, int]
 
     @property
     def weights(self) -> int:
@@ -72,7 +76,7 @@ def take_sample(
     model: MoeModel,
     roles: frozenset[str],
     importance: Mapping[str, float] | None = None,
-    rows: Mapping[str, Tensor] | None = None,
+    scales: Mapping[str, Scales] | None = None,
     largest: int = LARGEST,
     only: Collection[str] | None = None,
 ) -> Sample:
@@ -84,24 +88,26 @@ def take_sample(
         checkpoint: the source.
         model: its description.
         roles: of the linear layers outside the experts that are packed.
-        importance: by the tensor's name, what an error of it counts. What is not there counts the share of tokens that
-            visit an expert, or 1 for a linear layer.
-        rows: by the tensor's name, [R] factors of its rows: what is rounded is the product.
+        importance: by the tensor's name, what an error of it counts, of the product if there are factors. What is not
+            there counts the share of tokens that visit an expert, or 1 for a linear layer.
+        scales: by the tensor's name, factors of its rows and columns: what is rounded is the product.
         largest: the largest magnitude of an integer with a length of its own.
         only: names of the tensors that are looked at; None for all.
 
     Raises:
         InvalidTensorError: a weight of the sample is NaN or infinite.
     """
+    known_scales = scales or {}
     sources = [
-        _scaled(source, (rows or {}).get(source.name))
+        _scaled(source, known_scales.get(source.name))
         for source in _sources(checkpoint, model, roles)
         if only is None or source.name in only
     ]
     known = importance or {}
     widths = {source.name: known.get(source.name, source.importance) ** -0.5 for source in sources}
     taken: dict[str, Tensor] = {}
-    sample = Sample({source.name: source.shape for source in sources}, widths, Profile(largest), taken)
+    bits = {source.name: known_scales[source.name].bits for source in sources if source.name in known_scales}
+    sample = Sample({source.name: source.shape for source in sources}, widths, Profile(largest), taken, bits)
     weights = sample.weights
     for source in sources:
         taken[source.name] = _rows(source, weights)
@@ -125,10 +131,10 @@ def _only(linear: DenseLinear) -> Callable[[int], Tensor]:
     return lambda _: linear.matrix()
 
 
-def _scaled(source: _Source, rows: Tensor | None) -> _Source:
-    if rows is None:
+def _scaled(source: _Source, scales: Scales | None) -> _Source:
+    if scales is None:
         return source
-    return replace(source, matrix=lambda expert: source.matrix(expert) * rows[:, None])
+    return replace(source, matrix=lambda expert: scales.scaled(expert, source.matrix(expert)))
 
 
 def _rows(source: _Source, weights: int) -> Tensor:

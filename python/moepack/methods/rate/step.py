@@ -126,7 +126,7 @@ def find_step(sample: Sample, bits_per_weight: float, dependent: bool = False) -
         ValueError: states and headers alone take more.
     """
     budget = sample.weights * bits_per_weight
-    least = sum(map(free_bits, sample.shapes.values()))
+    least = sum(map(free_bits, sample.shapes.values())) + sum(sample.scales.values())
     if least >= budget > 0:
         raise ValueError(
             f"rows without a weight already take {least / sample.weights:.3f} bits a weight, "
@@ -187,7 +187,8 @@ def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
         once = 8 * once_bytes(blob)
         excess = (8 * blob.nbytes - once - stream_bits(shape)) / max(sum(own), 1.0)
         for name, least in zip(pool, own, strict=True):
-            bits[name] = excess * least * sample.factor(name) + once + stream_bits(sample.shapes[name])
+            free = once + stream_bits(sample.shapes[name]) + sample.scales.get(name, 0)
+            bits[name] = excess * least * sample.factor(name) + free
     return bits
 
 
