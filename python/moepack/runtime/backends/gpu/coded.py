@@ -21,8 +21,8 @@ from moepack.runtime.backends.gpu.program import Argument, Program
 __all__ = ["KERNELS", "CodedKernels", "packed", "uploaded"]
 
 MAGIC = b"MOEPRDEV"
-HEADER_WORDS = 24
-SECTIONS = ("head", "scales", "tables", "blocks", "starts", "firsts", "corrections", "records")
+HEADER_WORDS = 26
+SECTIONS = ("head", "scales", "columns", "tables", "blocks", "starts", "firsts", "corrections", "records")
 
 _CHUNK = 256
 _GROUP = 16
@@ -230,7 +230,7 @@ def _tile(slots: int, experts: int, top_k: int, units: int) -> int:
 def _struct(matrix: DeviceMatrix) -> Struct:
     """The kernels' `CodedMatrix`."""
     tables, _, _, row_scales = _numbers(matrix)
-    pointers = [matrix.pointer(section) for section in SECTIONS[1:]]
+    pointers = [matrix.pointer(name) for name in SECTIONS if name not in ("head", "columns")]
     return np.array([(*pointers, row_scales, tables)], _MATRIX)
 
 
