@@ -145,7 +145,7 @@ def scale_columns(problem, scales, rows, each, out):
 
 @pytest.fixture
 def coded_launches(monkeypatch):
-    """The products by coded integers on an H100 that is not there: a name, the problem, the activations that are read."""
+    """Products by coded integers on an H100 that is not there: a name, the problem, the activations that are read."""
     found = []
 
     def record(self, name, grid, block, arguments, shared=0, *, early=False, cluster=1):
