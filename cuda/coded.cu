@@ -8,7 +8,8 @@
 //
 // Arithmetic: weights are exact. Activations are rounded to f16 under a power of two for each token, which keeps
 // bfloat16 and float16 but for values 2^29 times smaller than the token's largest, and 11 bits of float32. Sums are
-// float32.
+// float32. Where columns have scales a launch before multiplies activations by them, in float32 (`scale_columns`):
+// kernels that decode have no registers for that.
 //
 // Launch: one block an SM, of as many warps as have room for two records each. A block has *tasks* of its own, row
 // blocks of a tile of tokens (`combine`: of all tiles), and shares their segments out to its warps: *units*. What the
@@ -379,19 +380,31 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
     }
 }
 
+// The scales of columns, which experts share or have each their own of.
+struct ColumnScales {
+    const float* first;  // or null: there are none
+    int stride;          // from an expert's to the next one's; 0: they share them
+
+    MOEPACK_DEVICE const float* of(i64 expert) const {
+        return first ? first + expert * stride : nullptr;
+    }
+};
+
 // Where the values of a thread's two rows of a row block go.
 struct Rows {
     i64 to[2];  // negative: there is no such row
     float scale[2];
+    const float* scales;  // of columns, or null
     int columns, wide;
     BlockNote note;
     void* out;
 
     // `out` begins with the first row of expert `first`.
-    MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, i64 block, i64 first, int columns,
-                        int wide, void* out)
+    MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, const ColumnScales& of_columns,
+                        i64 block, i64 first, int columns, int wide, void* out)
         : columns(columns), wide(wide), note{matrix.blocks[block]}, out(out) {
         int expert = int(block / problem.blocks.by), line = int(block % problem.blocks.by) * CODED_BLOCK;
+        scales = of_columns.of(expert);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int row = line + threadIdx.x % WARP / 4 + 8 * i;
@@ -400,8 +413,14 @@ struct Rows {
         }
     }
 
+    // The scale of a column that exists.
+    MOEPACK_DEVICE float scale_of_column(int column) const {
+        return scales ? __ldg(scales + column) : 1.0f;
+    }
+
     MOEPACK_DEVICE void put(int i, int column, int code) const {
-        if (to[i] >= 0 && column < columns) store_value(out, to[i] + column, scale[i] * float(code), wide);
+        if (to[i] < 0 || column >= columns) return;
+        store_value(out, to[i] + column, scale[i] * float(code) * scale_of_column(column), wide);
     }
 
     // The symbols of 16 columns as `Lanes::decode` leaves them.
@@ -419,16 +438,17 @@ struct Rows {
             u32 correction = corrections[at], place = correction & 0xffff;
             int column = first + (place & 0xfff);
             i64 at_row = place >> 15 ? to[1] : to[0];
-            float step = place >> 15 ? scale[1] : scale[0];
+            float step = place >> 15 ? scale[1] : scale[0], more = scale_of_column(column);
             if (int(place >> 12 & 7) != threadIdx.x % WARP / 4 || column % 4 != threadIdx.x % 4) continue;
-            if (at_row < 0) continue;
+            // The value is zero whatever the code is, and does not tell it.
+            if (at_row < 0 || step == 0 || more == 0) continue;
             float old = wide ? static_cast<const float*>(out)[at_row + column]
                              : bf16_value(static_cast<const u16*>(out)[at_row + column]);
-            float code = rintf(old / step);
+            float code = rintf(old / step / more);
             for (; at < end && (corrections[at] & 0xffff) == place; ++at)
                 code += half_value(u16(corrections[at] >> 16)) * (note.factor() * 16777216.0f);
             --at;
-            store_value(out, at_row + column, step * code, wide);
+            store_value(out, at_row + column, step * code * more, wide);
         }
     }
 };
@@ -490,10 +510,44 @@ CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
     }
 }
 
+// to[row] = activations of row `row / per` times the scales of columns: of any expert's if experts share them, otherwise
+// those of slot `row`, if it has an expert.
+CODED_KERNEL scale_columns(CodedProblem problem, ColumnScales scales, int rows, int per, float* to) {
+    enter_launch();
+    int eights = problem.x.columns / 8;
+    i64 count = i64(rows) * eights, step = i64(gridDim.x) * blockDim.x;
+    for (i64 item = i64(blockIdx.x) * blockDim.x + threadIdx.x; item < count; item += step) {
+        int row = int(item / eights), column = int(item % eights) * 8;
+        i64 expert = scales.stride ? problem.index[row] : 0;
+        if (expert < 0 || expert >= problem.experts) continue;
+        u32 word[8];
+        float value[8];
+        load_eight(problem.x, row / per, column, word);
+        to_floats(problem.x.type, word, value);
+        // Rows of scales have zeros up to a multiple of 16, and begin at one.
+        const float4* from = reinterpret_cast<const float4*>(scales.of(expert) + column);
+        float4 low = __ldg(from), high = __ldg(from + 1), *into = reinterpret_cast<float4*>(to + item * 8);
+        into[0] = {value[0] * low.x, value[1] * low.y, value[2] * low.z, value[3] * low.w};
+        into[1] = {value[4] * high.x, value[5] * high.y, value[6] * high.z, value[7] * high.w};
+    }
+}
+
+// out[slot] = silu(out[slot]) * up[slot]; slots of no expert stay as they are.
+CODED_KERNEL gate_slots(CodedProblem problem, const float* up) {
+    enter_launch();
+    i64 count = i64(problem.slots()) * problem.rows, step = i64(gridDim.x) * blockDim.x;
+    for (i64 item = i64(blockIdx.x) * blockDim.x + threadIdx.x; item < count; item += step) {
+        i64 expert = problem.index[item / problem.rows];
+        if (expert < 0 || expert >= problem.experts) continue;
+        float value = problem.out[item];
+        problem.out[item] = value / (1.0f + __expf(-value)) * up[item];
+    }
+}
+
 // Writes the values of `count` row blocks, counted through all experts, from `begin` on, where an expert begins, as
 // bfloat16 or, `wide`, float32; a warp a segment.
-CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64 count, int columns, int wide,
-                        void* out) {
+CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales scales, i64 begin, i64 count,
+                        int columns, int wide, void* out) {
     __shared__ Tables tables;
     Areas areas(problem);
     if (threadIdx.x < 2) tables.used[threadIdx.x] = threadIdx.x ? 0 : ~0ull >> (64 - matrix.table_count);
@@ -505,7 +559,7 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, i64 begin, i64
     for (i64 unit = blockIdx.x * warps + threadIdx.x / WARP; unit < count * segments; unit += i64(gridDim.x) * warps) {
         i64 block = begin + unit / segments;
         int segment = int(unit % segments), chunk = segment * problem.of_segment, first = chunk * CODED_CHUNK;
-        Rows rows(problem, matrix, block, begin / problem.blocks.by, columns, wide, out);
+        Rows rows(problem, matrix, scales, block, begin / problem.blocks.by, columns, wide, out);
         Copies copies = tables.find(0, rows.note.table(), areas.tables);
         Lanes<DEPENDENT> lanes;
         for (int last = least(chunk + problem.of_segment, problem.chunks); chunk < last; ++chunk) {

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import moepack
 from moepack import _core
+from moepack.format import PackedDirectory
 from moepack.methods import Method, PackedTensor, Solution, create
 from moepack.runtime import cache as caches
 from moepack.runtime.cache import GrowingLayer
@@ -112,6 +113,43 @@ def test_codebooks_take_part(tmp_path):
     found, _ = run(model, "native")
     assert steps_of(model) == TOKENS
     assert_near(found, expected)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_coded_tensors_with_scales_of_columns_take_part(tmp_path, own):
+    model = moepack.load(write_packed(tiny_model("qwen3_moe"), tmp_path / "model", _Columns(own)), dtype="float32")
+    details = [record.details for record in PackedDirectory.open(tmp_path / "model").manifest.packed().values()]
+    assert len(details) > 10 and all(each["column_scales"] for each in details)
+    expected, _ = run(model, "transformers")
+    found, _ = run(model, "native")
+    assert steps_of(model) == TOKENS
+    assert_near(found, expected)
+
+
+class _Columns(Method):
+    """Weights divided by random scales of columns and rounded to coded integers."""
+
+    name = "test-columns"
+    settings: ClassVar = {}
+    dense_roles = frozenset({"embedding", "attention", "head"})
+
+    def __init__(self, own):
+        self.own = own
+
+    def bound(self, shape, role="experts"):
+        return 1 << 16 | 8 * shape[0] * (shape[1] + 64) * (shape[2] + 256)
+
+    def solve(self, stage):
+        return {name: Solution({}, details={"seed": len(name)}) for name in stage.tensors}
+
+    def pack(self, weights, solution):
+        values = torch.stack([weights.expert(expert).float() for expert in range(weights.shape[0])]).numpy()
+        random = np.random.default_rng(solution.details["seed"])
+        columns = random.uniform(0.25, 4, (len(values) if self.own else 1, values.shape[2])).astype(np.float32)
+        step = np.abs(values).max(keepdims=True)[0] / 16
+        codes = np.rint(values / (step * columns[:, None])).astype(np.int32)
+        blob = _core.encode_coded(codes, step.astype(np.float32), ndim=weights.ndim, columns=columns)
+        return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
 
 
 class _Codebooks(Method):

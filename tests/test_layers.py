@@ -28,9 +28,21 @@ def groupwise(shape, seed, bits=4, group_size=32):
     return _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=group_size, ndim=3)
 
 
-def coded(shape, seed):
+def coded(shape, seed, columns=None):
     codes = np.rint(2 * np.random.default_rng(seed).standard_normal(shape)).astype(np.int8)
-    return _core.encode_coded(codes, np.full((1, 1), 0.03125, np.float32), ndim=3)
+    return _core.encode_coded(codes, np.full((1, 1), 0.03125, np.float32), ndim=3, columns=columns)
+
+
+def coded_columns(shape, seed):
+    """One row of scales of columns for all experts."""
+    scales = np.exp2(np.random.default_rng(seed).normal(0, 1, (1, shape[2])))
+    return coded(shape, seed, scales.astype(np.float32))
+
+
+def coded_own_columns(shape, seed):
+    """A row of scales of columns for each expert."""
+    scales = np.exp2(np.random.default_rng(seed).normal(0, 1, (shape[0], shape[2])))
+    return coded(shape, seed, scales.astype(np.float32))
 
 
 def ternary(shape, seed):
@@ -60,6 +72,7 @@ def compensated(shape, seed, bits=3):
     return _core.encode_compensated(groupwise(shape, seed, bits=3), ranks, right, left, bits=bits)
 
 
+COLUMNS = {"none": coded, "shared": coded_columns, "own": coded_own_columns}
 FORMATS = {"groupwise": groupwise, "coded": coded, "ternary": ternary, "codebook": codebook}
 
 
@@ -101,6 +114,22 @@ def test_a_layer_of_any_formats_is_its_products(formats, tokens):
     x, experts, weights = inputs(tokens)
     y = gated_experts(*layer, x, experts, weights, modes)
     np.testing.assert_allclose(y, one_by_one(layer, x, experts, weights, modes), rtol=1e-4, atol=1e-4 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("formats", list(itertools.product(COLUMNS, repeat=3)))
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("mode", ["exact", "int8", "auto"])
+def test_projections_of_a_layer_have_their_own_scales_of_columns(formats, tokens, mode):
+    """Projections that read the same tokens share activations unless scales of columns differ."""
+    functions = [COLUMNS[name] for name in formats]
+    made = zip(functions, SHAPES.values(), strict=True)
+    layer = [PackedTensor(function(shape, seed)) for seed, (function, shape) in enumerate(made)]
+    x, experts, weights = inputs(tokens)
+    y = gated_experts(*layer, x, experts, weights, (mode,) * 3)
+    wanted = one_by_one(layer, x, experts, weights, (mode,) * 3)
+    # In int8 hidden values may be rounded otherwise; panels of many tokens round to bf16.
+    tolerance = 1e-4 if mode == "exact" else 3e-2
+    np.testing.assert_allclose(y, wanted, rtol=tolerance, atol=tolerance * np.abs(y).max())
 
 
 def test_each_projection_has_its_own_mode():

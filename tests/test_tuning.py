@@ -35,6 +35,7 @@ from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.tune import tune
 from moepack.tuning import TuneSettings, listening, thaw, tune_model
+from moepack.tuning.tensors import Scales
 
 CPU = torch.device("cpu")
 
@@ -60,6 +61,24 @@ def packed(text, tmp_path_factory):
 
 def samples(source, text):
     return load_samples(Checkpoint.open(source), text, 8, 64).inputs
+
+
+@pytest.mark.parametrize("form", [{}, {"low_bits": 3}, {"pairs": math.inf}])
+@pytest.mark.parametrize("own", [False, True])
+def test_fine_tuned_coded_tensors_keep_scales_of_columns(form, own):
+    random = np.random.default_rng(0)
+    codes = np.rint(random.standard_normal((3, 20, 30)) * (60 if "low_bits" in form else 0.8)).astype(np.int32)
+    columns = np.exp2(random.integers(-3, 4, (3 if own else 1, 30))).astype(np.float32)
+    data = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3, columns=columns, **form)
+    tuned = Scales(torch.from_numpy(data))
+    assert np.array_equal(tuned.blob().numpy(), data)
+    x = torch.from_numpy(random.standard_normal((6, 30)).astype(np.float32))
+    torch.nn.init.constant_(tuned.moves, 1.0)
+    again = _core.PackedTensor(tuned.blob().numpy())
+    assert np.array_equal(again.parameters("columns"), columns)
+    np.testing.assert_array_equal(again.dequantize(), np.float32(0.5) * codes.astype(np.float32) * columns[:, None])
+    expected = again.matmul_grouped(x.numpy(), np.array([0, 2, 3, 6]), "exact")
+    np.testing.assert_allclose(tuned.products(x, [2, 1, 3]).detach().numpy(), expected, rtol=1e-4, atol=1e-3)
 
 
 def streams(data):

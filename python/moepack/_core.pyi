@@ -124,7 +124,8 @@ class PackedTensor:
             name: "levels" [experts, rows, 2] of ternary tensors; "scales" and, unless symmetric, "offsets" [experts,
                 rows, groups] of group-wise ones, and of compensated ones "ranks" [experts], "right" [sum, columns] and
                 "left" [sum, rows]; "scales" [experts, rows, blocks] and "centroids" [..., 2^bits] of codebooks;
-                "scales" [experts, rows] or [1, 1] of coded ones.
+                "scales" [experts, rows] or [1, 1] of coded ones and, where columns have scales, "columns" [experts,
+                columns] or [1, columns].
         """
     def verify(self) -> None:
         """Check every byte: codes, parameters, offsets, padding; CorruptionError says where."""
@@ -227,17 +228,19 @@ def encode_coded(
     scales: _Floats,
     *,
     ndim: int,
+    columns: _Floats | None = None,
     stream_rows: int | None = None,
     low_bits: int = 0,
     dependent: bool = False,
     pairs: float | None = None,
 ) -> _Bytes:
-    """Entropy code integers, uint8 [bytes]; a weight is `scale * code`.
+    """Entropy code integers, uint8 [bytes]; a weight is `scale * code`, or `(scale * code) * column`, in float32.
 
     Args:
         codes: int8, int16 or int32 [experts, rows, columns], none beyond 2^30 in magnitude.
         scales: float32 [experts, rows], or [1, 1] for the whole tensor; finite.
         ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
+        columns: scales of columns, float32 [experts, columns], or [1, columns] for all experts; finite.
         stream_rows: rows that are coded together, 16 or 64; by default what suits the columns.
         low_bits: low bits of codes that may be kept apart, 0 to 3; as many are as leave the fewest bytes.
         dependent: codes are odd and follow paths of states (docs/format.md, section 9); ValueError otherwise.

@@ -220,33 +220,65 @@ def test_prompts_in_float32_are_not_rounded():
     assert float((layer(x.cuda()).cpu() - expected).norm() / expected.norm()) < 1e-6
 
 
-def coded(shape, *, paths, stream_rows=None):
+def column_scales(rows, columns, seed=1):
+    """Rows of scales of columns that differ by orders of magnitude; None for no rows."""
+    random = np.random.default_rng(seed)
+    scales = np.exp2(random.normal(0, 1.5, (rows, columns))) * random.choice((-1, 1), (rows, columns))
+    return scales.astype(np.float32) if rows else None
+
+
+def coded(shape, *, paths, stream_rows=None, columns=None, seed=0):
     """Gaussian integers with outliers, and their tensor; with `paths` they are the indices of its dependent codes."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     codes = np.rint(random.standard_normal(shape) * random.choice((1, 9), shape, p=(0.99, 0.01))).astype(np.int64)
     codes = (dependent(codes) if paths else codes).astype(np.int32)
     scale = np.full((1, 1), 0.25, np.float32)
-    return codes, _core.encode_coded(codes, scale, ndim=3, stream_rows=stream_rows, dependent=paths)
+    form = {"stream_rows": stream_rows, "dependent": paths, "columns": columns}
+    return codes, _core.encode_coded(codes, scale, ndim=3, **form)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("paths", [False, True])
-def test_coded_tensors_have_another_layout_on_a_gpu(paths, dtype):
-    codes, packed = coded((3, 70, 300), paths=paths)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_coded_tensors_have_another_layout_on_a_gpu(paths, dtype, rows):
+    columns = column_scales(rows, 300)
+    codes, packed = coded((3, 70, 300), paths=paths, columns=columns)
+    values = np.float32(0.25) * codes.astype(np.float32)
+    expected = torch.from_numpy(values if columns is None else values * columns[:, None])
     matrix = upload(torch.from_numpy(packed), Uploader(GPU))
     out = torch.empty(3, 70, 300, dtype=dtype, device=GPU)
     kernels_of("coded").dequantize(matrix, 0, out)
-    assert torch.equal(out.cpu(), torch.from_numpy(0.25 * codes).to(dtype))
+    assert torch.equal(out.cpu(), expected.to(dtype))
+    part = torch.empty(2, 70, 300, dtype=dtype, device=GPU)
+    kernels_of("coded").dequantize(matrix, 1, part)
+    assert torch.equal(part.cpu(), expected[1:].to(dtype))
     back = open_tensor(matrix.data.cpu().numpy())
-    np.testing.assert_array_equal(back.dequantize(), 0.25 * codes)
+    np.testing.assert_array_equal(back.dequantize(), expected.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_columns_whose_scales_are_zero_are_zero(dtype):
+    columns = column_scales(1, 300)
+    columns[:, ::3] = 0
+    codes, packed = coded((1, 70, 300), paths=False, columns=columns)
+    matrix = upload(torch.from_numpy(packed), Uploader(GPU))
+    out = torch.empty(1, 70, 300, dtype=dtype, device=GPU)
+    kernels_of("coded").dequantize(matrix, 0, out)
+    expected = torch.from_numpy(np.float32(0.25) * codes.astype(np.float32) * columns)
+    assert torch.equal(out.cpu(), expected.to(dtype))
+    x, product = torch.randn(3, 300, device=GPU), torch.empty(3, 70, device=GPU)
+    kernels_of("coded").linear(matrix, x, product)
+    assert_near(product.cpu(), x.cpu().double() @ expected[0].double().T)
 
 
 @pytest.mark.parametrize("paths", [False, True])
 @pytest.mark.parametrize(
     ("shape", "stream_rows"), [((1, 1, 1), 16), ((3, 79, 256), 64), ((2, 33, 777), 16), ((1, 64, 5000), None)]
 )
-def test_layouts_made_on_a_gpu_are_those_of_the_core(shape, stream_rows, paths):
-    _, packed = coded(shape, paths=paths, stream_rows=stream_rows)
+@pytest.mark.parametrize("shared", [None, True, False])
+def test_layouts_made_on_a_gpu_are_those_of_the_core(shape, stream_rows, paths, shared):
+    columns = None if shared is None else column_scales(1 if shared else shape[0], shape[2])
+    _, packed = coded(shape, paths=paths, stream_rows=stream_rows, columns=columns)
     matrix = upload(torch.from_numpy(packed), Uploader(GPU))
     np.testing.assert_array_equal(matrix.data.cpu().numpy(), _core.coded_to_device(packed))
 
@@ -269,6 +301,75 @@ def test_products_of_dependent_codes_and_of_plain_ones_beside_them(tokens, paths
     expected = torch.nn.functional.silu(gate) * up
     assert_near(hidden.cpu().view(tokens, 2, 96), expected)
     assert_near(out.cpu(), torch.einsum("tkc,tkrc,tk->tr", expected, weights[2][index], chosen.double()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("width", [8, 301, 5000])
+def test_linear_layers_with_scales_of_columns(dtype, tokens, width):
+    _, packed = coded((1, 70, width), paths=False, columns=column_scales(1, width))
+    weight = torch.from_numpy(_core.PackedTensor(packed).dequantize()[0]).double()
+    matrix = upload(torch.from_numpy(packed), Uploader(GPU))
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    out = torch.empty(tokens, 70, device=GPU)
+    kernels_of("coded").linear(matrix, x.to(GPU), out)
+    assert_near(out.cpu(), x.double() @ weight.T)
+
+
+COLUMN_SCALES = {
+    "gate alone": ((4, 1), (0, 1), (0, 1)),
+    "up alone": ((0, 1), (1, 1), (0, 1)),
+    "down shared": ((0, 1), (0, 1), (1, 1)),
+    "down own": ((0, 1), (0, 1), (4, 1)),
+    "the same shared": ((1, 1), (1, 1), (4, 2)),
+    "the same own": ((4, 1), (4, 1), (1, 2)),
+    "different shared": ((1, 1), (1, 2), (1, 3)),
+    "different own": ((4, 1), (4, 2), (4, 3)),
+    "shared and own": ((1, 1), (4, 1), (4, 1)),
+}
+"""Rows of scales of columns, of four experts, and their seeds: of gate, up and down."""
+
+
+@pytest.mark.parametrize("scaled", COLUMN_SCALES.values(), ids=list(COLUMN_SCALES))
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("paths", [False, True])
+@pytest.mark.parametrize(("width", "inner"), [(300, 96), (44, 4100)])
+def test_experts_with_scales_of_columns(scaled, tokens, paths, width, inner):
+    """Long rows of many tokens have no room for the sums of all experts; some slots have no expert."""
+    shapes, generator = ((4, inner, width), (4, inner, width), (4, 40, inner)), torch.Generator().manual_seed(tokens)
+    weights, matrices = [], []
+    for number, (shape, (rows, seed)) in enumerate(zip(shapes, scaled, strict=True)):
+        _, packed = coded(shape, paths=paths, columns=column_scales(rows, shape[2], seed), seed=number)
+        weights.append(torch.from_numpy(_core.PackedTensor(packed).dequantize()).double())
+        matrices.append(upload(torch.from_numpy(packed), Uploader(GPU)))
+    x, chosen = torch.randn(tokens, width, generator=generator), torch.rand(tokens, 3, generator=generator)
+    index = torch.rand(tokens, 5, generator=generator).argsort(1)[:, :3].contiguous()  # expert 4 does not exist
+    there = index < 4
+    hidden = torch.full((3 * tokens, inner), 7.0, device=GPU)
+    out, projected = torch.empty(tokens, 40, device=GPU), torch.full((3 * tokens, inner), 7.0, device=GPU)
+    kernels, on_gpu = kernels_of("coded"), index.to(GPU)
+    kernels.gated(*matrices[:2], x.to(GPU), on_gpu, hidden)
+    kernels.project(matrices[1], x.to(GPU), on_gpu, projected)
+    kernels.combine(matrices[2], hidden, on_gpu, chosen.to(GPU), out)
+
+    tables = [torch.cat([weight, torch.zeros_like(weight[:1])]) for weight in weights]
+    gate, up = (
+        torch.stack([x.double() @ table[expert].T for expert in range(5)], 1).gather(
+            1, index[..., None].expand(-1, -1, inner)
+        )
+        for table in tables[:2]
+    )
+    expected = torch.nn.functional.silu(gate) * up
+    found, products = hidden.cpu().view(tokens, 3, inner), projected.cpu().view(tokens, 3, inner)
+    assert (found[~there] == 7).all() and (products[~there] == 7).all()
+    assert_near(found[there], expected[there])
+    assert_near(products[there], up[there])
+    # Of what kernels have made: rounding of hidden values is not that of this product.
+    given = torch.where(there[..., None], found.double(), 0)
+    total = sum(
+        chosen[:, j, None].double() * torch.einsum("ti,tri->tr", given[:, j], tables[2][index[:, j]]) for j in range(3)
+    )
+    assert_near(out.cpu(), total)
 
 
 def test_operators_obey_torch():

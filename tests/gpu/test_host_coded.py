@@ -10,7 +10,7 @@ import pytest
 from moepack import _core
 from moepack.errors import CorruptionError
 from moepack.registry import open_tensor
-from moepack.runtime.backends.gpu.coded import uploaded
+from moepack.runtime.backends.gpu.coded import HEADER_WORDS, SECTIONS, uploaded
 from moepack.runtime.backends.gpu.compiler import sources
 from oracle.coded import dependent
 
@@ -35,9 +35,9 @@ def spread(shape, deviation, seed=0):
     return np.where(outliers, random.integers(-(1 << 20), 1 << 20, shape), codes).astype(np.int32)
 
 
-def packed(codes, stream_rows=None, dependent=False):
+def packed(codes, stream_rows=None, dependent=False, columns=None):
     one = np.ones((1, 1), np.float32)
-    return _core.encode_coded(codes, one, ndim=3, stream_rows=stream_rows, dependent=dependent)
+    return _core.encode_coded(codes, one, ndim=3, stream_rows=stream_rows, dependent=dependent, columns=columns)
 
 
 @pytest.mark.parametrize("way", ["plain", "plain beside dependent", "dependent"])
@@ -59,11 +59,18 @@ def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviatio
     np.testing.assert_array_equal(found[:, :rows, :columns], codes)
 
 
+@pytest.mark.parametrize("rows_of_columns", [0, 1, 2])
 @pytest.mark.parametrize("paths", [False, True])
-def test_layouts_open_as_what_they_were(paths):
-    codes = spread((2, 70, 300), 3)
-    data = packed(dependent(codes.astype(np.int64)).astype(np.int32), None, True) if paths else packed(codes)
+def test_layouts_open_as_what_they_were(paths, rows_of_columns):
+    codes, random = spread((2, 70, 300), 3), np.random.default_rng(1)
+    codes = dependent(codes.astype(np.int64)).astype(np.int32) if paths else codes
+    columns = random.uniform(0.1, 9, (rows_of_columns, 300)).astype(np.float32) if rows_of_columns else None
+    data = packed(codes, None, paths, columns)
     layout = uploaded(data)
+    start, size = layout[: 8 * HEADER_WORDS].view(np.int64)[8:].reshape(-1, 2)[SECTIONS.index("columns")]
+    found = layout[start : start + size].view(np.float32).reshape(-1, 304)
+    assert len(found) == rows_of_columns and not found[:, 300:].any()
+    assert columns is None or np.array_equal(found[:, :300], columns)
     np.testing.assert_array_equal(_core.coded_from_device(layout), data)
     np.testing.assert_array_equal(uploaded(layout), layout)
     assert open_tensor(layout).kind == "coded"

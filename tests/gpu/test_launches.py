@@ -1,11 +1,14 @@
 """How launches are cut, on GPUs that are not there: what the driver would be asked for, recorded."""
 
+import ctypes
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from moepack import GroupwiseTensor, _core
-from moepack.runtime.backends.gpu import codebook, groupwise, groupwise_linear, layer, linear
+from moepack.runtime.backends.gpu import codebook, coded, groupwise, groupwise_linear, layer, linear
 from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 from moepack.runtime.backends.gpu.program import Program
 
@@ -119,3 +122,103 @@ def test_codebooks_of_whole_rows_have_linear_kernels_of_their_own(launches, bits
         before = ["prepare_tokens"] if activation_bits else []
         assert names == [*before, *(["prepare"] if tokens > 16 else []), f"linear_{tokens}", "add"]
         assert bool(launches[-1][2][0]["units"]) == bool(activation_bits)
+
+
+def at(address, dtype, shape):
+    """The array at an address of this process's memory."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_ubyte * size).from_address(int(address)), dtype).reshape(shape)
+
+
+def scale_columns(problem, scales, rows, each, out):
+    """What the kernel of this name does, on the memory of this process."""
+    width, top = int(problem["width"][0]), -(-rows // each)
+    x = at(problem["x"][0], np.float32, (top, width))
+    for row in range(rows):
+        stride, expert = int(scales["stride"][0]), 0
+        if stride:
+            expert = int(at(problem["index"][0], np.int64, (rows,))[row])
+            if not 0 <= expert < problem["experts"][0]:
+                continue
+        out[row] = torch.from_numpy(x[row // each] * at(scales["first"][0] + 4 * expert * stride, np.float32, (width,)))
+
+
+@pytest.fixture
+def coded_launches(monkeypatch):
+    """Products by coded integers on an H100 that is not there: a name, the problem, the activations that are read."""
+    found = []
+
+    def record(self, name, grid, block, arguments, shared=0, *, early=False, cluster=1):
+        assert 1 <= grid <= 4 * 132 and block <= 1024
+        if name == "scale_columns":
+            scale_columns(*arguments)
+        elif not name.startswith("lay_out"):
+            problem = arguments[0][0]
+            rows = int(problem["tokens"]) * (int(problem["top_k"]["by"]) if name == "combine" else 1)
+            reads = name in ("project", "gated", "combine")
+            x = at(problem["x"], np.float32, (rows, int(problem["width"]))).copy() if reads else None
+            found.append((name, problem.copy(), x))
+
+    monkeypatch.setattr(Program, "launch", record)
+    monkeypatch.setattr(Program, "load", lambda self: None)
+    monkeypatch.setattr(coded, "_device", lambda index: (132, (227 << 10) - coded._STATIC_BYTES))
+    return found
+
+
+def coded_matrix(shape, columns):
+    """A matrix with so many rows of scales of columns, and these, a row for each expert."""
+    codes, one = np.zeros(shape, np.int8), np.ones((1, 1), np.float32)
+    scales = np.random.default_rng(columns).uniform(1, 2, (columns, shape[2])).astype(np.float32) if columns else None
+    data = torch.from_numpy(coded.uploaded(_core.encode_coded(codes, one, ndim=3, columns=scales)))
+    own = DeviceMatrix(data, shape, "coded", "coded", {}, {})
+    coded.KERNELS.prepare(own)
+    return own, np.ones(shape[::2], np.float32) if scales is None else np.broadcast_to(scales, shape[::2])
+
+
+def assert_slots_see(launch, x, index, scales):
+    """Each slot multiplies its activations [slots, C] times the scales of its expert's columns."""
+    name, problem, found = launch
+    assert int(problem["tokens"]) * int(problem["top_k"]["by"]) == index.numel()
+    for slot, expert in enumerate(index.flatten().tolist()):
+        if expert < len(scales):
+            row = found[slot if name == "combine" else slot // int(problem["top_k"]["by"])]
+            np.testing.assert_array_equal(row[: x.shape[1]], x[slot].numpy() * scales[expert])
+            assert not row[x.shape[1] :].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("width", [64, 301])
+@pytest.mark.parametrize("columns", list(itertools.product((0, 1, 5), repeat=2)))
+def test_coded_integers_multiply_activations_times_scales_of_columns(coded_launches, columns, width, tokens):
+    (gate, first), (up, second) = (coded_matrix((5, 40, width), rows) for rows in columns)
+    x, index = torch.randn(tokens, width), torch.rand(tokens, 6).argsort(1)[:, :3].contiguous()
+    of_slots = x.repeat_interleave(3, 0)
+    coded.KERNELS.gated(gate, up, x, index, torch.empty(3 * tokens, 40))
+    names = [name for name, *_ in coded_launches]
+    assert names == (["gated"] if columns[0] == columns[1] else ["project", "project", "gate_slots"])
+    for launch, scales in zip(coded_launches, (first, second), strict=False):
+        assert_slots_see(launch, of_slots, index, scales)
+    coded_launches.clear()
+    coded.KERNELS.project(up, x, index, torch.empty(3 * tokens, 40))
+    assert_slots_see(coded_launches[0], of_slots, index, second)
+    coded_launches.clear()
+    coded.KERNELS.combine(up, of_slots, index, torch.rand(tokens, 3), torch.empty(tokens, 40))
+    assert [name for name, *_ in coded_launches] == ["combine"]
+    assert_slots_see(coded_launches[0], of_slots, index, second)
+
+
+@pytest.mark.parametrize("columns", [0, 1, 4])
+def test_coded_sums_that_do_not_fit_are_of_scaled_activations(coded_launches, columns):
+    down, scales = coded_matrix((4, 40, 4100), columns)
+    hidden, index = torch.randn(120, 4100), torch.rand(40, 5).argsort(1)[:, :3].contiguous()
+    coded.KERNELS.combine(down, hidden, index, torch.rand(40, 3), torch.empty(40, 40))
+    assert [name for name, *_ in coded_launches] == ["project", "add_slots"]
+    assert_slots_see(coded_launches[0], hidden, index, scales)
+
+
+@pytest.mark.parametrize("columns", [0, 1])
+def test_coded_linear_layers_multiply_activations_times_scales_of_columns(coded_launches, columns):
+    weight, scales = coded_matrix((1, 40, 301), columns)
+    x = torch.randn(7, 301)
+    coded.KERNELS.linear(weight, x, torch.empty(7, 40))
+    assert_slots_see(coded_launches[0], x, torch.zeros(7, dtype=torch.int64), scales)

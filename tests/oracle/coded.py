@@ -11,15 +11,17 @@ BLOCK, QUAD, LANES = 16, 4, 64
 
 @dataclass
 class Tensor:
-    """What a tensor holds: codes [E, R, C], and scales [E, R] or [1, 1]."""
+    """What a tensor holds: codes [E, R, C], scales [E, R] or [1, 1], scales of columns [E, C], [1, C] or None."""
 
     ndim: int
     codes: NDArray[np.int64]
     scales: NDArray[np.float32]
+    columns: NDArray[np.float32] | None
 
     def weights(self) -> NDArray[np.float32]:
-        """Dequantize, the product rounded to float32."""
-        return self.codes.astype(np.float32) * self.scales[..., None]
+        """Dequantize, each product rounded to float32."""
+        values = self.codes.astype(np.float32) * self.scales[..., None]
+        return values if self.columns is None else values * self.columns[:, None]
 
 
 class Sections:
@@ -94,25 +96,33 @@ def dependent(indices: NDArray[np.int64]) -> NDArray[np.int64]:
     return codes
 
 
+def floats(section: bytes, wide: int) -> NDArray[np.float32]:
+    """Read scales, bfloat16 or float32."""
+    words = np.frombuffer(section, np.uint32 if wide else np.uint16)
+    values = (words if wide else words.astype(np.uint32) << 16).view(np.float32)
+    assert np.isfinite(values).all()
+    return values
+
+
 def read(data: bytes) -> Tensor:
     """Read a tensor, checking everything."""
     magic, version, ndim, blocks, row_scales, wide, count, symbols = struct.unpack_from("<8sH6B", data)
     experts, rows, columns, payload, exceptions, entry, size = struct.unpack_from("<5Q2B", data, 16)
-    low_bits, paths = data[58:60]
+    low_bits, paths, kind = data[58:61]
     assert (
         magic == b"MOEPRANS"
         and (low_bits, paths) in {1: [(0, 0)], 2: [(1, 0), (2, 0), (3, 0)], 3: [(0, 1)], 4: [(0, 0)]}[version]
     )
-    assert not any(data[60:64])
+    assert not any(data[61:64])
     sections, quads = Sections(data), -(-columns // QUAD)
     size_of_table = 1 + (3 if version == 4 else 1) * symbols
     tables = sections.take(count * size_of_table)
     found = [table_of(tables[i : i + size_of_table], symbols) for i in range(0, len(tables), size_of_table)]
     trimmed = [(table.lowest, table.frequencies.rstrip(b"\0")) for table in found]
     assert version != 4 or all(max(max(digits) for digits in table.digits) < 64 for table in found)
-    scales = sections.take((experts * rows if row_scales else 1) * (4 if wide else 2))
-    words = np.frombuffer(scales, np.uint32 if wide else np.uint16)
-    values = (words if wide else words.astype(np.uint32) << 16).view(np.float32)
+    values = floats(sections.take((experts * rows if row_scales else 1) * (4 if wide else 2)), wide)
+    sets = {0: None, 1: 1, 2: experts}[kind]
+    of_columns = floats(sections.take((sets or 0) * columns * (4 if wide else 2)), wide)
     streams = -(-rows // (BLOCK * blocks)) if columns else 0
     index, listed = sections.take(experts * streams * entry), sections.take(exceptions * size)
     assert not paths or all(lowest >= -32 and lowest % 2 == 0 and lowest + len(each) <= 32 for lowest, each in trimmed)
@@ -153,4 +163,5 @@ def read(data: bytes) -> Tensor:
     end = sections.at - -(-payload // 64) * 64 + payload
     assert not any(data[end:]) and len(data) == -(-(end + 64) // 64) * 64
     codes = dependent(codes) + 4 * changes if paths else codes + changes
-    return Tensor(ndim, codes, values.reshape((experts, rows) if row_scales else (1, 1)))
+    scales = values.reshape((experts, rows) if row_scales else (1, 1))
+    return Tensor(ndim, codes, scales, None if sets is None else of_columns.reshape(sets, columns))

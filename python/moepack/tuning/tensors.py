@@ -111,7 +111,7 @@ class Books(TunedTensor):
 
 
 class Scales(TunedTensor):
-    """A coded tensor; its streams keep their bytes. Long rows come to have scales of their own.
+    """A coded tensor; its streams and scales of columns stay. Long rows come to have scales of their own.
 
     Attributes:
         moves: [E, R] or [1, 1], of each scale, a bfloat16, relative to itself.
@@ -144,11 +144,14 @@ class Scales(TunedTensor):
     def blob(self) -> Tensor:
         """The tensor with the scales as they are now; equal codes are coded into equal streams."""
         data, scales = self.data.numpy(), self.scales().detach().cpu().numpy()
-        details = _core.PackedTensor(data).details()
+        blob = _core.PackedTensor(data)
+        details = blob.details()
         names = ("stream_rows", "low_bits", "dependent")
         form = {name: details[name] for name in names if name in details}
         if details.get("pairs", False):
             form["pairs"] = math.inf
+        if details.get("column_scales", False):
+            form["columns"] = blob.parameters("columns")
         return torch.from_numpy(_core.encode_coded(_core.decode_coded(data), scales, ndim=self.ndim, **form))
 
 

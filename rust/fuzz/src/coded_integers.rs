@@ -40,17 +40,21 @@ fn read(data: &[u8]) -> Result<(), Error> {
         }
     }
     verified?;
-    let rows = Some(coded.layout().stream_rows());
+    let (rows, columns) = (Some(coded.layout().stream_rows()), view.column_scales());
+    let scales = coded::Scales {
+        rows: &[1.0],
+        columns: (coded.layout().column_scales() != coded::ColumnScales::None).then_some(&columns[..]),
+    };
     let again = match (coded.layout().is_dependent(), coded.layout().is_of_pairs()) {
-        (true, _) => coded::encode_dependent(&codes, &[1.0], shape, rows, pool),
-        (false, true) => coded::encode_pairs(&codes, &[1.0], shape, rows, f64::INFINITY, pool),
-        (false, false) => coded::encode_with_low_bits(&codes, &[1.0], shape, rows, coded::MAX_LOW_BITS, pool),
+        (true, _) => coded::encode_dependent(&codes, scales, shape, rows, pool),
+        (false, true) => coded::encode_pairs(&codes, scales, shape, rows, f64::INFINITY, pool),
+        (false, false) => coded::encode_with_low_bits(&codes, scales, shape, rows, coded::MAX_LOW_BITS, pool),
     };
     if let Ok(again) = again {
         let coded = Coded::parse(&again).expect("encoded tensors parse");
         let view = coded.view(&again)?;
         view.verify(Isa::Scalar, pool).expect("encoded tensors are valid");
-        assert!(decode(&view, Isa::Scalar)? == codes);
+        assert!(decode(&view, Isa::Scalar)? == codes && view.column_scales() == columns);
     }
     Ok(())
 }

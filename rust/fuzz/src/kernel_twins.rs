@@ -3,7 +3,7 @@
 
 use moepack_core::Error;
 use moepack_core::simd::Isa;
-use moepack_core::tensor::{self, Compute, Floats};
+use moepack_core::tensor::{self, Array, Compute, Floats, Numbers};
 use moepack_core::types::{Mode, Shape};
 
 /// Larger tensors only cost time.
@@ -32,6 +32,20 @@ pub fn read(data: &[u8]) -> Result<(), Error> {
     tensor.dequantize(data, Floats::F32(&mut values), pool)?;
     if shape.experts == 0 || values.iter().any(|value| value.abs() > MAX_VALUE) {
         return Ok(());
+    }
+    // Products multiply activations by scales of columns, which must not overflow or vanish there.
+    if let Ok(Array {
+        values: Numbers::F32(scales),
+        ..
+    }) = tensor.parameters(data, "columns", pool)
+    {
+        let ordinary = (1.0 / MAX_VALUE)..=MAX_VALUE;
+        if scales
+            .iter()
+            .any(|scale| *scale != 0.0 && !ordinary.contains(&scale.abs()))
+        {
+            return Ok(());
+        }
     }
     let last = &values[(shape.experts - 1) * shape.rows * shape.columns..];
     for tokens in [1, 5, 19] {

@@ -119,12 +119,22 @@ proptest! {
     }
 
     #[test]
-    fn integers(shape in shapes(), spread in 1..500u32, rows: bool, low_bits in 0..=coded::MAX_LOW_BITS, seed: u32) {
+    fn integers(
+        shape in shapes(),
+        spread in 1..500u32,
+        rows: bool,
+        columns in prop_oneof![Just(None), Just(Some(false)), Just(Some(true))],
+        low_bits in 0..=coded::MAX_LOW_BITS,
+        seed: u32,
+    ) {
         let mut next = noise(seed);
         let codes = many(shape.weights().unwrap(), || (next(spread) + next(spread)) as i32 - spread as i32);
-        let scales = many(if rows { shape.experts * shape.rows } else { 1 }, || parameter(&mut next));
+        let rows = many(if rows { shape.experts * shape.rows } else { 1 }, || parameter(&mut next));
+        let experts = |own| if own { shape.experts } else { 1 };
+        let columns = columns.map(|own| many(experts(own) * shape.columns, || parameter(&mut next)));
+        let scales = coded::Scales { rows: &rows, columns: columns.as_deref() };
         // Codes of more than eight bits are not decoded to bytes.
-        let packed = coded::encode_with_low_bits(&codes, &scales, shape, None, low_bits, pool()).expect("it is packed");
+        let packed = coded::encode_with_low_bits(&codes, scales, shape, None, low_bits, pool()).expect("it is packed");
         kernel_twins::read(&packed).expect("it is multiplied");
     }
 

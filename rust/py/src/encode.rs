@@ -143,15 +143,22 @@ pub enum Integers<'py> {
 /// Rows of a stream, low bits, whether codes are dependent, and the share of bits that pairs may take more.
 type Form = (Option<usize>, usize, bool, Option<f64>);
 
+/// Scales of rows and of columns.
+type GivenScales<'a, 'py> = (
+    &'a PyReadonlyArray2<'py, f32>,
+    &'a Option<PyReadonlyArray2<'py, f32>>,
+);
+
 /// Entropy codes integers.
 #[allow(clippy::too_many_arguments)] // Python's are named.
 #[pyfunction]
-#[pyo3(signature = (codes, scales, *, ndim, stream_rows=None, low_bits=0, dependent=false, pairs=None))]
+#[pyo3(signature = (codes, scales, *, ndim, columns=None, stream_rows=None, low_bits=0, dependent=false, pairs=None))]
 pub fn encode_coded<'py>(
     py: Python<'py>,
     codes: Integers<'py>,
     scales: PyReadonlyArray2<'py, f32>,
     ndim: u8,
+    columns: Option<PyReadonlyArray2<'py, f32>>,
     stream_rows: Option<usize>,
     low_bits: usize,
     dependent: bool,
@@ -163,18 +170,18 @@ pub fn encode_coded<'py>(
     if pairs.is_some() && (dependent || low_bits > 0) {
         return invalid("symbols of two weights have neither dependent codes nor low bits");
     }
-    let form = (stream_rows, low_bits, dependent, pairs);
+    let (scales, form) = ((&scales, &columns), (stream_rows, low_bits, dependent, pairs));
     match &codes {
-        Integers::Bytes(codes) => encode_integers(py, codes, &scales, ndim, form),
-        Integers::Shorts(codes) => encode_integers(py, codes, &scales, ndim, form),
-        Integers::Words(codes) => encode_integers(py, codes, &scales, ndim, form),
+        Integers::Bytes(codes) => encode_integers(py, codes, scales, ndim, form),
+        Integers::Shorts(codes) => encode_integers(py, codes, scales, ndim, form),
+        Integers::Words(codes) => encode_integers(py, codes, scales, ndim, form),
     }
 }
 
 fn encode_integers<'py, T: coded::Code + numpy::Element>(
     py: Python<'py>,
     codes: &PyReadonlyArray3<'py, T>,
-    scales: &PyReadonlyArray2<'py, f32>,
+    (scales, columns): GivenScales<'_, 'py>,
     ndim: u8,
     (stream_rows, low_bits, dependent, pairs): Form,
 ) -> Bytes<'py> {
@@ -190,7 +197,24 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
             shape.rows
         ));
     }
-    let (codes, scales) = (values(codes, "codes")?, values(scales, "scales")?);
+    if let Some(columns) = columns
+        && ![1, shape.experts]
+            .iter()
+            .any(|&rows| columns.shape() == [rows, shape.columns])
+    {
+        return invalid(format!(
+            "columns have shape {:?} instead of [1, {}] or [{}, {}]",
+            columns.shape(),
+            shape.columns,
+            shape.experts,
+            shape.columns
+        ));
+    }
+    let codes = values(codes, "codes")?;
+    let scales = coded::Scales {
+        rows: values(scales, "scales")?,
+        columns: optional(columns, "columns")?,
+    };
     packed(py, || {
         let pool = &*pool::current()?;
         match (dependent, pairs) {

@@ -19,7 +19,7 @@ struct Section {
 struct Header {
     char magic[8];
     u64 experts, rows, columns, tables, of_segment, longest, row_scales;
-    Section head, scales, tables_at, blocks, starts, firsts, corrections, records;
+    Section head, scales, columns_at, tables_at, blocks, starts, firsts, corrections, records;
 };
 
 static std::vector<u8> file;

@@ -3,7 +3,7 @@
 use rayon::ThreadPool;
 
 use super::{Array, Compute, Details, Floats, Format, MAGIC_BYTES, Tensor, no_parameters};
-use crate::formats::coded::{Coded, MAGIC, VERSION};
+use crate::formats::coded::{Coded, CodedView, ColumnScales, MAGIC, VERSION};
 use crate::gemm::coded as gemm;
 use crate::gemm::layer::Projection;
 use crate::types::{Mode, Shape};
@@ -62,6 +62,10 @@ impl Tensor for Coded {
             .with("exceptions", layout.exceptions())
             .with("row_scales", layout.has_row_scales())
             .with("dtype", layout.scale_type());
+        let details = match layout.column_scales() {
+            ColumnScales::None => details,
+            _ => details.with("column_scales", true),
+        };
         match (layout.is_dependent(), layout.low_bits()) {
             _ if layout.is_of_pairs() => details.with("pairs", true),
             (true, _) => details.with("dependent", true),
@@ -105,11 +109,11 @@ impl Tensor for Coded {
         let (view, isa) = (self.view(data)?, simd::active()?);
         match out {
             Floats::F32(out) => view.decode_rows(isa, out, pool, |row, codes, out| {
-                values(view.scale(row), codes, out, |value| value);
+                values(&view, row, codes, out, |value| value);
                 Ok(())
             }),
             Floats::Bf16(out) => view.decode_rows(isa, out, pool, |row, codes, out| {
-                values(view.scale(row), codes, out, rounded);
+                values(&view, row, codes, out, rounded);
                 Ok(())
             }),
         }
@@ -119,23 +123,37 @@ impl Tensor for Coded {
         let (view, isa) = (self.view(data)?, simd::active()?);
         match out {
             Floats::F32(out) => view.look_up(isa, rows, out, pool, |row, codes, out| {
-                values(view.scale(row), codes, out, |value| value);
+                values(&view, row, codes, out, |value| value);
             }),
             Floats::Bf16(out) => view.look_up(isa, rows, out, pool, |row, codes, out| {
-                values(view.scale(row), codes, out, rounded);
+                values(&view, row, codes, out, rounded);
             }),
         }
     }
 
     fn parameters(&self, data: &[u8], name: &str, _: &ThreadPool) -> Result<Array> {
-        let (view, Shape { experts, rows, .. }) = (self.view(data)?, self.layout().shape());
-        match (name, self.layout().has_row_scales()) {
-            ("scales", true) => {
-                let scales = (0..experts * rows).map(|row| view.scale(row));
-                Ok(Array::floats(&[experts, rows], scales.collect()))
+        let (view, layout) = (self.view(data)?, self.layout());
+        let Shape {
+            experts,
+            rows,
+            columns,
+            ..
+        } = layout.shape();
+        match (name, layout.column_scales()) {
+            ("scales", _) => {
+                let dims = if layout.has_row_scales() {
+                    [experts, rows]
+                } else {
+                    [1, 1]
+                };
+                Ok(Array::floats(&dims, view.row_scales()))
             }
-            ("scales", false) => Ok(Array::floats(&[1, 1], vec![view.scale(0)])),
-            _ => no_parameters(self, name, &["scales"]),
+            ("columns", kind) if kind != ColumnScales::None => {
+                let dims = [kind.rows(experts), columns];
+                Ok(Array::floats(&dims, view.column_scales()))
+            }
+            (_, ColumnScales::None) => no_parameters(self, name, &["scales"]),
+            _ => no_parameters(self, name, &["scales", "columns"]),
         }
     }
 
@@ -148,10 +166,16 @@ impl Tensor for Coded {
     }
 }
 
-/// Writes what the codes of a row stand for.
-fn values<T>(scale: f32, codes: &[i32], out: &mut [T], round: impl Fn(f32) -> T) {
+/// Writes what the codes of a row, whose number among all experts' rows is given, stand for.
+fn values<T>(view: &CodedView, row: usize, codes: &[i32], out: &mut [T], round: impl Fn(f32) -> T) {
+    let (scale, rows) = (view.scale(row), view.layout().shape().rows);
     let pairs = out.iter_mut().zip(codes);
-    pairs.for_each(|(out, &code)| *out = round(scale * code as f32));
+    match view.columns(row / rows) {
+        None => pairs.for_each(|(out, &code)| *out = round(scale * code as f32)),
+        Some(columns) => columns.each(pairs, |(out, &code), column| {
+            *out = round((scale * code as f32) * column);
+        }),
+    }
 }
 
 /// The bits of a value in bf16.

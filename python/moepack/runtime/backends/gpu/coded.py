@@ -5,6 +5,7 @@ and opening it anywhere else turns it back, so that models still move from a GPU
 """
 
 from functools import cache
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from moepack.runtime.backends.gpu.program import Argument, Program
 __all__ = ["KERNELS", "CodedKernels", "packed", "uploaded"]
 
 MAGIC = b"MOEPRDEV"
-HEADER_WORDS = 24
-SECTIONS = ("head", "scales", "tables", "blocks", "starts", "firsts", "corrections", "records")
+HEADER_WORDS = 26
+SECTIONS = ("head", "scales", "columns", "tables", "blocks", "starts", "firsts", "corrections", "records")
 
 _CHUNK = 256
 _GROUP = 16
@@ -61,6 +62,7 @@ _PROBLEM = np.dtype(
     + [(name, _DIVISOR) for name in ("top_k", "segments", "blocks")]
     + [("unused", np.int32)]
 )
+_COLUMN_SCALES = np.dtype([("first", np.uint64), ("stride", np.int32), ("unused", np.int32)])
 
 
 def uploaded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -86,7 +88,9 @@ register("coded-device", MAGIC, _open)
 
 class CodedKernels:
     """Kernels of `coded`. Numbers of a matrix, int64 on the CPU, in `tables["numbers"]`: tables, chunks of a segment,
-    bytes of the longest record, whether each row has a scale.
+    bytes of the longest record, whether each row has a scale. `tables["columns"]` is a digest of its scales of columns.
+
+    Products of a matrix whose columns have scales take memory of torch's allocator for the scaled activations.
     """
 
     def prepare(self, matrix: DeviceMatrix) -> None:
@@ -95,6 +99,9 @@ class CodedKernels:
         matrix.tables["numbers"] = words[4:8].clone()
         places = words[8:].view(-1, 2).tolist()
         matrix.sections = {name: (start, size) for name, (start, size) in zip(SECTIONS, places, strict=True)}
+        start, size = matrix.sections["columns"]
+        digest = sha256(matrix.data[start : start + size].cpu().numpy().tobytes()).digest()
+        matrix.tables["columns"] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
         for tokens in _THREADS:
             _program(tokens, _dependent([matrix])).load()
 
@@ -103,8 +110,17 @@ class CodedKernels:
         _launch("project", [matrix], x, None, None, out, 1)
 
     def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
-        """See `Kernels.gated`."""
-        _launch("gated", [gate, up], x, index, None, hidden, index.shape[1])
+        """See `Kernels.gated`; matrices with different scales of columns share no activations and are multiplied in a
+        launch each, and outputs of the second take memory of torch's allocator."""
+        top_k = index.shape[1]
+        if torch.equal(gate.tables["columns"], up.tables["columns"]):
+            _launch("gated", [gate, up], x, index, None, hidden, top_k)
+            return
+        products = torch.empty_like(hidden)
+        _launch("project", [gate], x, index, None, hidden, top_k)
+        _launch("project", [up], x, index, None, products, top_k)
+        problem = _problem([gate], x, index, None, hidden, top_k)
+        _launch_items("gate_slots", gate, hidden.numel(), [problem, products], hidden.device)
 
     def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
         """See `Kernels.project`."""
@@ -118,8 +134,7 @@ class CodedKernels:
         slots = torch.empty((index.numel(), down.shape[1]), dtype=torch.float32, device=out.device)
         _launch("project", [down], hidden, index, None, slots, 1)
         problem = _problem([down], hidden, index, weights, out, index.shape[1])
-        grid = min(-(-out.numel() // 512), 4 * _device(out.device.index)[0])
-        _program(8, _dependent([down])).launch("add_slots", grid, 512, [problem, slots], early=True)
+        _launch_items("add_slots", down, out.numel(), [problem, slots], out.device)
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
         """See `Kernels.dequantize`."""
@@ -131,8 +146,8 @@ class CodedKernels:
         warps = _share(problem, [matrix], _MOST_TABLES, _THREADS[8], 0, 0)
         grid = min(-(-len(out) * blocks * int(problem["segments"]["by"][0]) // warps), _device(out.device.index)[0])
         arguments: list[Argument] = [
-            problem, _struct(matrix), np.int64(first * blocks), np.int64(len(out) * blocks), columns,
-            int(out.dtype is torch.float32), out,
+            problem, _struct(matrix), _column_scales(matrix), np.int64(first * blocks), np.int64(len(out) * blocks),
+            columns, int(out.dtype is torch.float32), out,
         ]  # fmt: skip
         _program(8, _dependent([matrix])).launch("dequantize", grid, 32 * warps, arguments, _shared(problem, warps))
 
@@ -153,9 +168,9 @@ def _launch(
     first, processors = matrices[0], _device(out.device.index)[0]
     more = -x.shape[1] % 8
     x = functional.pad(x, (0, more)) if more else x  # rows begin at multiples of 16 bytes
-    problem = _problem(matrices, x, index, weights, out, top_k)
-    slots, combines = int(problem["tokens"][0]) * top_k, kernel == "combine"
-    segments, groups = int(problem["segments"]["by"][0]), int(problem["groups"][0])
+    slots, combines = len(x) if index is None else index.numel(), kernel == "combine"
+    chunks, groups = (-(-first.shape[2] // size) for size in (_CHUNK, _GROUP))
+    segments = -(-chunks // _numbers(first)[1])
     tokens = _tile(slots, first.shape[0], top_k, segments * len(matrices))
     tiles = min(slots, first.shape[0] + slots // tokens)
     # Units of a task: the segments of each matrix, or, of a sum over experts, those of all tiles.
@@ -164,6 +179,9 @@ def _launch(
     of_block, unit_bytes = -(-tasks // processors), min(slots, tokens) * BLOCK_ROWS * 4
     if combines and units * unit_bytes > _SUM_BYTES:
         return False
+    if first.sections["columns"][1]:
+        x, top_k = _scaled(first, x, index, top_k, slots, combines)
+    problem = _problem(matrices, x, index, weights, out, top_k)
     sums = max(units, min(units * of_block, _SUM_BYTES // unit_bytes // units * units)) * unit_bytes
     cells = (1 if slots == top_k and not combines else slots) * groups * 32
     threads, tables = min(_THREADS[tokens], 32 * units * of_block), of_block * (tiles if combines else 1)
@@ -180,6 +198,31 @@ def _launch(
     program.launch(kernel, min(tasks, processors), 32 * warps, arguments, shared, early=True)
     del kept
     return True
+
+
+def _scaled(
+    matrix: DeviceMatrix, x: Tensor, index: Tensor | None, top_k: int, slots: int, of_slots: bool
+) -> tuple[Tensor, int]:
+    """Multiply activations, of slots or of tokens, by the scales of columns.
+
+    Returns:
+        The products, float32, and how many slots share a row of them, unless rows were those of slots.
+    """
+    scales = _column_scales(matrix)
+    each = top_k if scales["stride"][0] and not of_slots else 1
+    rows = slots if scales["stride"][0] else len(x)
+    scaled = torch.empty((rows, x.shape[1]), dtype=torch.float32, device=x.device)
+    problem = _problem([matrix], x, index, None, scaled, 1)
+    _launch_items("scale_columns", matrix, scaled.numel() // 8, [problem, scales, rows, each, scaled], x.device)
+    return scaled, top_k // each
+
+
+def _launch_items(
+    kernel: str, matrix: DeviceMatrix, items: int, arguments: list[Argument], device: torch.device
+) -> None:
+    """Launch a kernel whose threads share out so many items."""
+    grid = min(-(-items // 512), 4 * _device(device.index)[0])
+    _program(8, _dependent([matrix])).launch(kernel, grid, 512, arguments, early=True)
 
 
 def _problem(
@@ -230,8 +273,14 @@ def _tile(slots: int, experts: int, top_k: int, units: int) -> int:
 def _struct(matrix: DeviceMatrix) -> Struct:
     """The kernels' `CodedMatrix`."""
     tables, _, _, row_scales = _numbers(matrix)
-    pointers = [matrix.pointer(section) for section in SECTIONS[1:]]
+    pointers = [matrix.pointer(name) for name in SECTIONS if name not in ("head", "columns")]
     return np.array([(*pointers, row_scales, tables)], _MATRIX)
+
+
+def _column_scales(matrix: DeviceMatrix) -> Struct:
+    """The kernels' `ColumnScales`: rows of scales are padded to a multiple of 16."""
+    size, row = matrix.sections["columns"][1], -(-matrix.shape[2] // _GROUP) * _GROUP
+    return np.array([(matrix.pointer("columns") if size else 0, row if size > 4 * row else 0, 0)], _COLUMN_SCALES)
 
 
 def _numbers(matrix: DeviceMatrix) -> list[int]:

@@ -34,8 +34,8 @@ _CHUNK, _QUAD = 256, 4
 _ALIGNMENT, _SLACK = 64, 256
 """What the size of a layout is a multiple of; bytes behind the last record."""
 
-_HEADER_WORDS, _LONGEST = 24, 6
-_TABLES, _BLOCKS, _STARTS, _RECORDS = 2, 3, 4, 7
+_HEADER_WORDS, _LONGEST = 26, 6
+_TABLES, _BLOCKS, _STARTS, _RECORDS = 3, 4, 5, 8
 """Sections of the layout (`rust/core`, formats/coded/device)."""
 
 _UPLOAD = np.dtype(

@@ -7,7 +7,7 @@ use super::coder::{Coder, NONE};
 use super::decode::Register;
 use super::fit::{self, Frequencies, Histogram};
 use super::layout::STATE_BYTES;
-use super::{BLOCK_ROWS, LANES, Layout, MAX_LOW_BITS, QUAD, invalid, pairs, planes, trellis};
+use super::{BLOCK_ROWS, LANES, Layout, MAX_LOW_BITS, QUAD, Scales, invalid, pairs, planes, scales, trellis};
 use crate::Result;
 use crate::simd::{self, Isa};
 use crate::types::Shape;
@@ -53,15 +53,14 @@ code!(i8);
 code!(i16);
 code!(i32);
 
-/// Encodes `codes`, E x R x C, none beyond 2^30 in magnitude. `scales` are E x R, or one for the whole tensor, and finite;
-/// they are stored in bf16 if it holds all of them exactly, otherwise in f32. Streams code 16 or 64 rows, by default what
-/// suits the columns. Codes have no low bits.
+/// Encodes `codes`, E x R x C, none beyond 2^30 in magnitude. A slice of scales is those of rows. Streams code 16 or 64
+/// rows, by default what suits the columns. Codes have no low bits.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](crate::Error): a size, code or scale is out of range; the message names the row.
-pub fn encode<T: Code>(
+pub fn encode<'a, T: Code>(
     codes: &[T],
-    scales: &[f32],
+    scales: impl Into<Scales<'a>>,
     shape: Shape,
     stream_rows: Option<usize>,
     pool: &ThreadPool,
@@ -73,9 +72,9 @@ pub fn encode<T: Code>(
 ///
 /// # Errors
 /// As [`encode`]; more than [`MAX_LOW_BITS`].
-pub fn encode_with_low_bits<T: Code>(
+pub fn encode_with_low_bits<'a, T: Code>(
     codes: &[T],
-    scales: &[f32],
+    scales: impl Into<Scales<'a>>,
     shape: Shape,
     stream_rows: Option<usize>,
     low_bits: usize,
@@ -88,7 +87,7 @@ pub fn encode_with_low_bits<T: Code>(
     }
     encode_as(
         codes,
-        scales,
+        scales.into(),
         Layout::new(shape, stream_rows)?,
         (low_bits, None),
         pool,
@@ -100,56 +99,46 @@ pub fn encode_with_low_bits<T: Code>(
 ///
 /// # Errors
 /// As [`encode`].
-pub fn encode_pairs<T: Code>(
+pub fn encode_pairs<'a, T: Code>(
     codes: &[T],
-    scales: &[f32],
+    scales: impl Into<Scales<'a>>,
     shape: Shape,
     stream_rows: Option<usize>,
     more: f64,
     pool: &ThreadPool,
 ) -> Result<Vec<u8>> {
     let layout = Layout::new(shape, stream_rows)?;
-    encode_as(codes, scales, layout, (0, Some(more)), pool)
+    encode_as(codes, scales.into(), layout, (0, Some(more)), pool)
 }
 
 /// As [`encode`], of dependent codes ([`super::trellis`]).
 ///
 /// # Errors
 /// As [`encode`]; codes of a row that follow no path of states.
-pub fn encode_dependent<T: Code>(
+pub fn encode_dependent<'a, T: Code>(
     codes: &[T],
-    scales: &[f32],
+    scales: impl Into<Scales<'a>>,
     shape: Shape,
     stream_rows: Option<usize>,
     pool: &ThreadPool,
 ) -> Result<Vec<u8>> {
     let mut layout = Layout::new(shape, stream_rows)?;
     layout.dependent = true;
-    encode_as(codes, scales, layout, (0, None), pool)
+    encode_as(codes, scales.into(), layout, (0, None), pool)
 }
 
 /// Encodes with at most so many low bits, and with symbols of two weights if they take more bits by at most a given share.
 fn encode_as<T: Code>(
     codes: &[T],
-    scales: &[f32],
+    scales: Scales,
     mut layout: Layout,
     (low_bits, more): (usize, Option<f64>),
     pool: &ThreadPool,
 ) -> Result<Vec<u8>> {
-    let shape = layout.shape;
-    let counted =
-        shape.weights() == Some(codes.len()) && (scales.len() == 1 || shape.all_rows() == Some(scales.len()));
-    if !counted {
-        let (codes, scales) = (codes.len(), scales.len());
-        return invalid(format!("{codes} codes and {scales} scales for {shape:?}"));
+    if layout.shape.weights() != Some(codes.len()) {
+        return invalid(format!("{} codes for {:?}", codes.len(), layout.shape));
     }
-    if let Some(row) = scales.iter().position(|scale| !scale.is_finite()) {
-        return invalid(format!("scale {} of row {row} is not finite", scales[row]));
-    }
-    layout.row_scales = scales.len() != 1;
-    layout.wide_scales = scales
-        .iter()
-        .any(|&scale| half::bf16::from_f32(scale).to_f32() != scale);
+    scales.describe(&mut layout)?;
     let isa = simd::active()?;
     pool.install(|| {
         let mut source = Source { codes, layout, isa };
@@ -433,7 +422,7 @@ struct Buffers<T> {
 /// Puts everything into its place.
 pub(super) fn assemble(
     mut layout: Layout,
-    scales: &[f32],
+    given: Scales,
     tables: &[Frequencies],
     streams: &[Stream],
 ) -> Vec<u8> {
@@ -458,7 +447,7 @@ pub(super) fn assemble(
     };
     let mut out = vec![0; total];
     layout.write(&mut out);
-    let rows = out[sections[0].clone()].chunks_exact_mut(layout.table_bytes());
+    let rows = out[sections.tables.clone()].chunks_exact_mut(layout.table_bytes());
     for (row, table) in rows.zip(tables) {
         let (lowest, lists) = row.split_at_mut(1);
         lowest[0] = table.lowest as u8;
@@ -470,8 +459,10 @@ pub(super) fn assemble(
             place[..list.len()].copy_from_slice(list);
         }
     }
-    write_scales(&layout, scales, &mut out[sections[1].clone()]);
-    let entries = out[sections[2].clone()].chunks_exact_mut(layout.entry);
+    scales::write(&layout, given.rows, &mut out[sections.scales.clone()]);
+    let columns = given.columns.unwrap_or_default();
+    scales::write(&layout, columns, &mut out[sections.columns.clone()]);
+    let entries = out[sections.index.clone()].chunks_exact_mut(layout.entry);
     for (entry, stream) in entries.zip(streams) {
         let (length, table) = ((stream.bytes.len() - STATE_BYTES) as u64, stream.table as u64);
         let exceptions = stream.exceptions.len() as u64;
@@ -482,7 +473,7 @@ pub(super) fn assemble(
         entry.copy_from_slice(&word.to_le_bytes()[..layout.entry]);
     }
     let all = streams.iter().flat_map(|stream| &stream.exceptions);
-    for (bytes, &(place, difference)) in out[sections[3].clone()]
+    for (bytes, &(place, difference)) in out[sections.exceptions.clone()]
         .chunks_exact_mut(layout.exception)
         .zip(all)
     {
@@ -491,7 +482,7 @@ pub(super) fn assemble(
         bytes[..width].copy_from_slice(&difference[..width]);
         bytes[width..].copy_from_slice(&place[..layout.exception - width]);
     }
-    let mut payload = &mut out[sections[4].clone()];
+    let mut payload = &mut out[sections.payload.clone()];
     let places: Vec<_> = parts()
         .map(|part| (payload.split_off_mut(..part.len()), part))
         .collect();
@@ -500,13 +491,4 @@ pub(super) fn assemble(
         None => unreachable!("the payload has room for all parts"),
     });
     out
-}
-
-fn write_scales(layout: &Layout, scales: &[f32], out: &mut [u8]) {
-    for (i, &scale) in scales.iter().enumerate() {
-        match layout.wide_scales {
-            true => out[4 * i..4 * i + 4].copy_from_slice(&scale.to_le_bytes()),
-            false => out[2 * i..2 * i + 2].copy_from_slice(&half::bf16::from_f32(scale).to_le_bytes()),
-        }
-    }
 }

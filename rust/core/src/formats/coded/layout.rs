@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use super::{BLOCK_ROWS, LANES, MAGIC, MAX_COLUMNS, MAX_LOW_BITS, QUAD, VERSION, corrupt, invalid};
+use super::{
+    BLOCK_ROWS, ColumnScales, LANES, MAGIC, MAX_COLUMNS, MAX_LOW_BITS, QUAD, VERSION, corrupt, invalid,
+};
 use crate::Result;
 use crate::formats::header;
 use crate::limits::MAX_ROWS;
@@ -22,6 +24,32 @@ pub(super) const PLANE: usize = LANES / 8;
 /// one, and 12 where it codes four, 0.3% of 2,048 columns of 2 bits.
 const NARROW: usize = 2048;
 
+/// Where the sections of a tensor lie, in their order.
+#[derive(Debug, Clone)]
+pub(super) struct Sections {
+    pub tables: Range<usize>,
+    pub scales: Range<usize>,
+    pub columns: Range<usize>,
+    pub index: Range<usize>,
+    pub exceptions: Range<usize>,
+    pub payload: Range<usize>,
+}
+
+impl Sections {
+    /// The end of each.
+    pub fn ends(&self) -> [usize; 6] {
+        [
+            &self.tables,
+            &self.scales,
+            &self.columns,
+            &self.index,
+            &self.exceptions,
+            &self.payload,
+        ]
+        .map(|section| section.end)
+    }
+}
+
 /// What the header says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
@@ -30,6 +58,8 @@ pub struct Layout {
     pub(super) blocks: usize,
     /// Whether each row has a scale.
     pub(super) row_scales: bool,
+    /// Which scales columns have.
+    pub(super) column_scales: ColumnScales,
     /// Whether scales are f32, otherwise bf16.
     pub(super) wide_scales: bool,
     pub(super) tables: usize,
@@ -63,6 +93,7 @@ impl Layout {
             shape,
             blocks,
             row_scales: false,
+            column_scales: ColumnScales::None,
             wide_scales: false,
             tables: 1,
             symbols: 2,
@@ -166,6 +197,11 @@ impl Layout {
         self.row_scales
     }
 
+    /// Which scales columns have.
+    pub fn column_scales(&self) -> ColumnScales {
+        self.column_scales
+    }
+
     /// The name that torch and NumPy use for the type of the scales.
     pub fn scale_type(&self) -> &'static str {
         if self.wide_scales { "float32" } else { "bfloat16" }
@@ -189,16 +225,18 @@ impl Layout {
         }
     }
 
-    /// Where the sections lie: tables, scales, index, exceptions, payload. `None` if there are more bytes than can be
-    /// counted.
-    pub(super) fn sections(&self) -> Option<[Range<usize>; 5]> {
+    /// Where the sections lie. `None` if there are more bytes than can be counted.
+    pub(super) fn sections(&self) -> Option<Sections> {
         let scales = match self.row_scales {
             true => self.shape.all_rows()?,
             false => 1,
         };
+        let scale = if self.wide_scales { 4 } else { 2 };
+        let columns = self.column_scales.rows(self.shape.experts);
         let lengths = [
             self.tables.checked_mul(self.table_bytes())?,
-            scales.checked_mul(if self.wide_scales { 4 } else { 2 })?,
+            scales.checked_mul(scale)?,
+            columns.checked_mul(self.shape.columns)?.checked_mul(scale)?,
             self.shape
                 .experts
                 .checked_mul(self.streams())?
@@ -207,19 +245,27 @@ impl Layout {
             self.payload,
         ];
         let mut at = HEADER_BYTES;
-        let mut sections = [const { 0..0 }; 5];
+        let mut sections = [const { 0..0 }; 6];
         for (section, length) in sections.iter_mut().zip(lengths) {
             let end = at.checked_add(length)?;
             *section = at..end;
             at = end.checked_next_multiple_of(ALIGNMENT)?;
         }
-        Some(sections)
+        let [tables, scales, columns, index, exceptions, payload] = sections;
+        Some(Sections {
+            tables,
+            scales,
+            columns,
+            index,
+            exceptions,
+            payload,
+        })
     }
 
     /// The size of the tensor in bytes, with the zeros behind the payload.
     pub(super) fn total(&self) -> Option<usize> {
-        let [.., payload] = self.sections()?;
-        payload
+        self.sections()?
+            .payload
             .end
             .checked_add(LANES)?
             .checked_next_multiple_of(ALIGNMENT)
@@ -246,6 +292,9 @@ impl Layout {
             let word = header[at..at + 8].try_into().map_or(u64::MAX, u64::from_le_bytes);
             usize::try_from(word).unwrap_or(usize::MAX)
         };
+        let Some(column_scales) = ColumnScales::from_byte(header[60]) else {
+            return corrupt(format!("columns have scales of no kind {}", header[60]));
+        };
         let layout = Layout {
             shape: Shape {
                 experts: size(16),
@@ -255,6 +304,7 @@ impl Layout {
             },
             blocks: header[11].into(),
             row_scales: header[12] == 1,
+            column_scales,
             wide_scales: header[13] == 1,
             tables: header[14].into(),
             symbols: header[15].into(),
@@ -276,7 +326,7 @@ impl Layout {
             && header[12..14].iter().all(|&flag| flag <= 1)
             && low_bits.contains(&layout.low_bits)
             && header[59] == u8::from(version == 3)
-            && header[60..].iter().all(|&byte| byte == 0);
+            && header[61..].iter().all(|&byte| byte == 0);
         match known && layout.is_valid() {
             true => Ok(layout),
             false => corrupt(format!("{layout:?} is no layout")),
@@ -312,5 +362,6 @@ impl Layout {
         }
         out[56..59].copy_from_slice(&[self.entry, self.exception, self.low_bits].map(|field| field as u8));
         out[59] = self.dependent.into();
+        out[60] = self.column_scales as u8;
     }
 }

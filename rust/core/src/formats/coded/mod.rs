@@ -1,6 +1,6 @@
 //! Integers at any rate: entropy-coded codes, each worth a step of its row or of the tensor.
 //!
-//! A weight is `scale * code`. Codes of one step for a whole tensor, rounded with their length in mind, lose less at the
+//! A weight is `scale * code`, and, where columns have scales, `(scale * code) * column` ([`scales`]). Codes of one step for a whole tensor, rounded with their length in mind, lose less at the
 //! same bytes than any fixed width, if they are stored at their entropy; and this code decodes about as fast as memory
 //! gives. It is interleaved rANS whose whole state lives in bytes: 64 *lanes*, each a state x of two bytes, x = 256 high +
 //! low. A *table* shares 256 slots out to at most 64 symbols, neighbouring integers from `lowest` on: symbol s has
@@ -30,12 +30,12 @@
 //! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
 //!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 1 to 3 in version 2, else 0
 //!                                                                59 u8 1 of dependent codes, version 3, else 0
-//!                                                                60 4 zeros
-//! 12 u8 a scale a row 0 or 1
-//! 13 u8 type of scales: 0 bf16, 1 f32
+//! 12 u8 a scale a row 0 or 1                                     60 u8 scales of columns: 0 none, 1 C, 2 E x C
+//! 13 u8 type of scales: 0 bf16, 1 f32                            61 3 zeros
 //! tables     T times: the lowest integer, i8, and K frequencies, u8, which add up to 256; in version 4 K first and K
 //!            second digits, u8
 //! scales     one, or E x R
+//! columns    none, or C, or E x C
 //! index      an entry a stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
 //! exceptions what a code is above its symbol's integer (8 bits, or 32, signed), below the weight's place in the stream
 //! payload    a stream: 64 high bytes, 64 low bytes, renormalization bytes, the r bit planes of each register
@@ -60,6 +60,7 @@ mod layout;
 mod pairs;
 mod planes;
 mod rows;
+mod scales;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -71,6 +72,7 @@ pub use decode::{Affine, Chain, Register, decode, side_by_side};
 pub use encode::{Code, encode, encode_dependent, encode_pairs, encode_with_low_bits};
 pub use layout::Layout;
 pub use planes::lows;
+pub use scales::{ColumnScales, Columns, Scales};
 pub use table::Table;
 pub use view::{Coded, CodedView, Exception};
 

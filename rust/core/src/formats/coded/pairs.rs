@@ -21,7 +21,7 @@ use super::decode::{Register, decode};
 use super::encode::{Stream, assemble};
 use super::fit::{self, EXCEPTION_BITS, Frequencies, Histogram, INTEGERS, RAREST};
 use super::table::{SLOTS, Table};
-use super::{CodedView, LANES, Layout, QUAD, corrupt};
+use super::{CodedView, LANES, Layout, QUAD, Scales, corrupt};
 use crate::Result;
 use crate::simd::Isa;
 
@@ -253,7 +253,11 @@ impl CodedView<'_> {
         let Some(coders) = coders else {
             return corrupt("a table of no use");
         };
-        let scales: Vec<f32> = (0..layout.scales()).map(|row| self.scale(row)).collect();
+        let (rows, columns) = (self.row_scales(), self.column_scales());
+        let scales = Scales {
+            rows: &rows,
+            columns: Some(&columns[..]),
+        };
         let streams = (0..layout.shape.experts * layout.streams()).into_par_iter();
         let encoded = |buffer: &mut Vec<u8>, number: usize| {
             let rows = |block| layout.rows_of(number % layout.streams(), block);
@@ -276,7 +280,7 @@ impl CodedView<'_> {
         };
         pool.install(|| {
             let streams: Vec<Stream> = streams.map_init(Vec::new, encoded).collect();
-            Ok(assemble(layout, &scales, &tables, &streams))
+            Ok(assemble(layout, scales, &tables, &streams))
         })
     }
 }

@@ -65,6 +65,17 @@ pub(crate) fn encoded_pairs(codes: &[i32], shape: Shape, stream_rows: Option<usi
     .unwrap()
 }
 
+/// Encoded with scales of columns, in 16 rows one for all experts, in others one for each.
+fn encoded_with_columns(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
+    let rows = if stream_rows == Some(16) { 1 } else { shape.experts };
+    let columns: Vec<f32> = (0..rows * shape.columns).map(|i| 0.1 * i as f32).collect();
+    let scales = Scales {
+        rows: &[0.5],
+        columns: Some(&columns),
+    };
+    encode(codes, scales, shape, stream_rows, &pool::current().unwrap()).unwrap()
+}
+
 /// Dependent codes that have given indices, of those beyond 2^27 the nearest.
 pub(crate) fn dependent(indices: &[i32], columns: usize) -> Vec<i32> {
     let rows = indices.chunks(columns.max(1));
@@ -285,7 +296,7 @@ fn low_bits_of_no_weight_are_found() {
     let data = encoded_with_low_bits(&gaussian(shape, 90.0, 2), shape, Some(64));
     let coded = Coded::parse(&data).unwrap();
     assert!(coded.layout().low_bits() > 0);
-    let end = coded.layout().sections().unwrap()[4].end;
+    let end = coded.layout().sections().unwrap().payload.end;
     let mut bad = data.clone();
     bad[end - 1] ^= 1 << 7; // the last lane of the second row block, which has one row
     let pool = pool::current().unwrap();
@@ -384,11 +395,13 @@ fn damaged_bytes_are_found_or_harmless() {
         (64, 2.0, of_paths),
         (16, 0.5, encoded_pairs),
         (64, 0.7, encoded_pairs),
+        (16, 2.0, encoded_with_columns),
+        (64, 2.0, encoded_with_columns),
     ] {
         let mut codes = gaussian(shape, deviation, 9);
         codes[100] = 9999;
         let data = encode(&codes, shape, Some(stream_rows));
-        let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
+        let payload = Layout::read(&data).unwrap().sections().unwrap().payload.clone();
         let (mut flips, mut found) = (0, 0);
         for _ in 0..600 {
             let mut bad = data.clone();
@@ -440,6 +453,8 @@ fn hostile_headers_are_refused() {
         (57, 16),
         (58, 1),
         (60, 1),
+        (60, 3),
+        (61, 1),
     ] {
         let mut bad = data.clone();
         let width = if (16..56).contains(&at) { 8 } else { 1 };
@@ -493,7 +508,7 @@ fn digits_beyond_a_signed_byte_are_refused() {
     let shape = matrix(16, 64);
     let data = encoded_pairs(&gaussian(shape, 1.0, 9), shape, None);
     let layout = Layout::read(&data).unwrap();
-    let table = layout.sections().unwrap()[0].clone();
+    let table = layout.sections().unwrap().tables.clone();
     for (at, value) in [
         (table.start, 127),
         (table.end - 1, 64),
@@ -509,12 +524,45 @@ fn digits_beyond_a_signed_byte_are_refused() {
 fn tables_of_dependent_codes_start_at_even_indices_within_reach() {
     let shape = matrix(16, 64);
     let data = encoded_dependent(&dependent(&gaussian(shape, 1.0, 9), 64), shape, None);
-    let table = Layout::read(&data).unwrap().sections().unwrap()[0].start;
+    let table = Layout::read(&data).unwrap().sections().unwrap().tables.start;
     assert_eq!(data[table] % 2, 0);
     for lowest in [data[table].wrapping_add(1), (-34i8) as u8, 30] {
         let mut bad = data.clone();
         bad[table] = lowest;
         assert!(Coded::parse(&bad).is_err());
+    }
+}
+
+#[test]
+fn golden_files_with_scales_of_columns_are_read() {
+    let pool = pool::current().unwrap();
+    for (data, kind, rows) in [
+        (
+            &include_bytes!("../../../../../tests/golden/coded/columns.bin")[..],
+            ColumnScales::Shared,
+            1,
+        ),
+        (
+            include_bytes!("../../../../../tests/golden/coded/columns-of-experts.bin"),
+            ColumnScales::OfExpert,
+            2,
+        ),
+    ] {
+        let coded = Coded::parse(data).unwrap();
+        let (view, layout) = (coded.view(data).unwrap(), coded.layout());
+        view.verify(Isa::Scalar, &pool).unwrap();
+        assert_eq!(layout.column_scales(), kind);
+        let (codes, columns) = (decoded(&view, Isa::Scalar), view.column_scales());
+        assert_eq!(columns.len(), rows * layout.shape().columns);
+        let scales = Scales {
+            rows: &view.row_scales(),
+            columns: Some(&columns),
+        };
+        let again = match layout.is_dependent() {
+            true => encode_dependent(&codes, scales, layout.shape(), Some(layout.stream_rows()), &pool),
+            false => encode(&codes, scales, layout.shape(), Some(layout.stream_rows()), &pool),
+        };
+        assert!(again.unwrap() == data);
     }
 }
 
@@ -542,7 +590,7 @@ proptest! {
             0 => encoded(&codes, shape, None),
             _ => encoded_pairs(&codes, shape, None),
         };
-        let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
+        let payload = Layout::read(&data).unwrap().sections().unwrap().payload.clone();
         let mut random = Random(seed);
         data[payload].fill_with(|| random.next() as u8);
         read_damaged(&data);

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::simd::Isa;
 
 impl CodedView<'_> {
-    /// Checks that scales are finite, that exceptions ascend, belong to weights and change them, and, by decoding
+    /// Checks that scales of rows and columns are finite, that exceptions ascend, belong to weights and change them, and, by decoding
     /// everything, that each stream ends with its last byte and each lane in the state in which encoding started.
     ///
     /// # Errors
@@ -20,6 +20,11 @@ impl CodedView<'_> {
         let scales = (0..layout.scales()).find(|&row| !self.scale(row).is_finite());
         if let Some(row) = scales {
             return corrupt(format!("scale {} of row {row} of all experts'", self.scale(row)));
+        }
+        let columns = self.column_scales();
+        if let Some(place) = columns.iter().position(|scale| !scale.is_finite()) {
+            let column = place % layout.shape().columns;
+            return corrupt(format!("scale {} of column {column}", columns[place]));
         }
         let streams = layout.streams();
         let check = |number: usize| {

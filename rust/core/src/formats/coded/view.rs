@@ -6,7 +6,7 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::decode::{Chain, Register, decode};
-use super::layout::{ALIGNMENT, Layout, STATE_BYTES};
+use super::layout::{ALIGNMENT, Layout, STATE_BYTES, Sections};
 use super::table::Table;
 use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid, lows, trellis};
 use crate::simd::Isa;
@@ -22,7 +22,7 @@ pub struct Coded {
     pub(super) tables: Vec<Table>,
     /// All streams, and their end.
     pub(super) starts: Vec<Start>,
-    pub(super) sections: [Range<usize>; 5],
+    pub(super) sections: Sections,
     total: usize,
 }
 
@@ -59,13 +59,16 @@ impl Coded {
             let message = format!("coded tensor: {} bytes instead of {total}", data.len());
             return Err(Error::InsufficientData(message));
         }
-        let ends = sections.each_ref().map(|section| section.end);
-        let padding = ends.map(|end| end..end.next_multiple_of(ALIGNMENT).min(data.len()));
-        let mut unused = padding.into_iter().chain(std::iter::once(ends[4]..data.len()));
+        let padding = sections
+            .ends()
+            .map(|end| end..end.next_multiple_of(ALIGNMENT).min(data.len()));
+        let mut unused = padding
+            .into_iter()
+            .chain(std::iter::once(sections.payload.end..data.len()));
         if data.len() > total || unused.any(|range| data[range].iter().any(|&byte| byte != 0)) {
             return corrupt("bytes that belong to nothing");
         }
-        let tables = data[sections[0].clone()].chunks_exact(layout.table_bytes());
+        let tables = data[sections.tables.clone()].chunks_exact(layout.table_bytes());
         let tables = tables.map(|table| {
             let (frequencies, digits) = table[1..].split_at(layout.symbols);
             match layout.pairs {
@@ -83,7 +86,7 @@ impl Coded {
         if layout.dependent && !tables.iter().all(trellis::holds) {
             return corrupt("a table that dependent codes cannot have");
         }
-        let starts = starts(&layout, &data[sections[2].clone()], sections[4].start)?;
+        let starts = starts(&layout, &data[sections.index.clone()], sections.payload.start)?;
         Ok(Coded {
             layout,
             tables,
@@ -209,7 +212,7 @@ impl<'a> CodedView<'a> {
             if self.coded.layout.dependent { 4 } else { 1 },
         );
         let [first, next] = [stream, stream + 1].map(|stream| self.coded.starts[stream].exception);
-        let section = &self.data[self.coded.sections[3].clone()];
+        let section = &self.data[self.coded.sections.exceptions.clone()];
         section[first * width..next * width]
             .chunks_exact(width)
             .map(move |bytes| {
@@ -240,18 +243,6 @@ impl<'a> CodedView<'a> {
         let column = quad * QUAD + lane % QUAD;
         (block < layout.blocks && row < layout.shape.rows && column < layout.shape.columns)
             .then_some((row, column))
-    }
-
-    /// The scale of a row of all experts' rows.
-    #[inline]
-    pub fn scale(&self, row: usize) -> f32 {
-        let layout = &self.coded.layout;
-        let scales = &self.data[self.coded.sections[1].clone()];
-        let index = if layout.row_scales { row } else { 0 };
-        match layout.wide_scales {
-            true => f32::from_le_bytes(scales.as_chunks().0[index]),
-            false => half::bf16::from_le_bytes(scales.as_chunks().0[index]).to_f32(),
-        }
     }
 
     /// Decodes everything: `put` makes of the codes of each row of all experts' rows, whose number it gets, what belongs

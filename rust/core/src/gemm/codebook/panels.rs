@@ -67,10 +67,11 @@ impl Source for Panels<'_> {
             columns: self.shape().columns,
             section: self.section,
             variant: self.form.variant(),
+            factors: 0,
         }
     }
 
-    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+    fn token(&self, x: &Activations, _: usize, token: usize, lane: usize, tile: &mut Tile) {
         let (codes, scale) = self.form.quantized(*x, token);
         tile.scales[lane] = scale;
         for (codes, line) in codes

@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use crate::formats::codebook::bits::{LANE, QUAD, step_columns, step_registers, unpack};
 use crate::formats::codebook::{Block, PANEL, View, join};
+use crate::gemm::hadamard;
 use crate::gemm::panel::{
     Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, bf16, round_token,
 };
@@ -83,12 +84,18 @@ impl Source for Rounded<'_> {
             columns: self.shape().columns,
             section: self.shape().columns.div_ceil(CHUNK).max(1),
             variant: self.view.layout().hadamard(),
+            factors: 0,
         }
     }
 
-    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+    fn token(&self, x: &Activations, _: usize, token: usize, lane: usize, tile: &mut Tile) {
         let (columns, hadamard) = (self.shape().columns, self.view.layout().hadamard());
-        round_token(self.isa, x, (token, columns, hadamard), lane, tile);
+        let rotate = |values: &mut [f32]| {
+            if hadamard > 1 {
+                hadamard::rotate(self.isa, values, hadamard);
+            }
+        };
+        round_token(self.isa, x, (token, columns), rotate, lane, tile);
     }
 
     fn open(&self, block: usize, open: &mut Vec<Values>) {

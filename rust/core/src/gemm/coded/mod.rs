@@ -3,7 +3,8 @@
 //! Streams are decoded a *piece* of columns at a time, several side by side, into registers of 16 rows by four columns that
 //! stay in the first-level cache, and multiplied from there by a broadcast of four activations of each token: decoding
 //! costs far more than the store and the load between. No sum crosses rows before the end of a row. Scales and exceptions
-//! (codes that streams do not hold) enter at the end.
+//! (codes that streams do not hold) enter at the end. Scales of columns enter before everything: activations are multiplied
+//! by them in f32, where they are prepared.
 //!
 //! * *exact*: codes become f32, activations are as they are.
 //! * *int8*: activations are rounded to bytes, symmetrically, by the largest of each piece of a token; products are
@@ -19,7 +20,8 @@
 //! most 1/254 of the largest of their piece; where that is below 2^-100 a piece counts as zero. It gives the same bits on
 //! every instruction set. A piece with an activation that is not finite makes its token's outputs NaN. Codes up to 256 are
 //! bf16 as they are; activations and larger codes are off by 2^-8 of themselves. With r low bits
-//! S has |code| + 2^(r+1) for |code|.
+//! S has |code| + 2^(r+1) for |code|. With scales of columns all of this holds of the activations times these, which are
+//! rounded to f32 once more: that adds u S, and they must not leave its range.
 
 #[cfg(target_arch = "aarch64")]
 mod neon;

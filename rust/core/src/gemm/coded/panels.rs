@@ -1,7 +1,8 @@
 //! Coded weights as [`crate::gemm::panel`] multiplies them in bf16: experts with many tokens.
 //!
 //! Streams are decoded from their start, so a strip's blocks are decoded when it is opened. Panels hold codes, which bf16
-//! holds exactly up to 256, and sums are scaled at the end.
+//! holds exactly up to 256, and sums are scaled at the end. Tokens are multiplied by the scales of columns before they are
+//! rounded.
 
 use std::ops::Range;
 
@@ -129,11 +130,17 @@ impl Source for Panels<'_> {
             columns,
             section: columns.div_ceil(CHUNK * QUAD).max(1),
             variant: 0,
+            factors: self.view.columns_identity(),
         }
     }
 
-    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
-        round_token(self.isa, x, (token, self.shape().columns, 1), lane, tile);
+    fn token(&self, x: &Activations, expert: usize, token: usize, lane: usize, tile: &mut Tile) {
+        let scaled = |values: &mut [f32]| {
+            if let Some(columns) = self.view.columns(expert) {
+                columns.multiply(values);
+            }
+        };
+        round_token(self.isa, x, (token, self.shape().columns), scaled, lane, tile);
     }
 
     fn together(&self) -> usize {

@@ -1,7 +1,8 @@
-//! Activations as products read them: padded to whole quads, and as bytes where the mode says so.
+//! Activations as products read them: multiplied by the scales of columns, if there are any, padded to whole quads, and as
+//! bytes where the mode says so.
 
 use super::{PIECE, Precision};
-use crate::formats::coded::QUAD;
+use crate::formats::coded::{Columns, QUAD};
 use crate::simd::{Isa, vectorized};
 use crate::types::Activations;
 
@@ -21,17 +22,21 @@ pub struct Token {
 }
 
 impl Token {
-    /// Token `token` of `x`, of so many columns.
+    /// Token `token` of `x`, of so many columns, whose scales `scales` are.
     pub(super) fn new(
         isa: Isa,
         precision: Precision,
         x: &Activations,
         token: usize,
         columns: usize,
+        scales: Option<Columns>,
     ) -> Token {
         let padded = columns.next_multiple_of(QUAD);
         let mut values = vec![0.0; padded];
         x.widen(token * columns, &mut values[..columns]);
+        if let Some(scales) = scales {
+            scales.multiply(&mut values);
+        }
         let (mut bytes, mut units) = (Vec::new(), Vec::new());
         if precision == Precision::Int8 {
             bytes.resize(padded, 0);

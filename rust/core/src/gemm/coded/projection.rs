@@ -8,7 +8,8 @@ use super::prepared::Token;
 use super::{MODES, PIECE, Precision, products};
 use crate::Result;
 use crate::formats::coded::{
-    Affine, BLOCK_ROWS, Chain, CodedView, MAX_LOW_BITS, QUAD, Register, decode, lows, side_by_side,
+    Affine, BLOCK_ROWS, Chain, CodedView, ColumnScales, MAX_LOW_BITS, QUAD, Register, decode, lows,
+    side_by_side,
 };
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
@@ -62,6 +63,14 @@ impl<'a> Coded<'a> {
     }
 }
 
+impl Coded<'_> {
+    /// Whether activations are prepared for each place of a job, not for each token: experts multiply them by scales of
+    /// columns of their own.
+    fn by_place(&self) -> bool {
+        self.view.layout().column_scales() == ColumnScales::OfExpert
+    }
+}
+
 impl Projection for Coded<'_> {
     fn shape(&self) -> Shape {
         self.view.layout().shape()
@@ -99,8 +108,8 @@ impl Projection for Coded<'_> {
     }
 }
 
-/// The tokens of a job, by precision and columns.
-static TOKENS_OF: Cache<(Precision, usize), Slots<Token>> = Cache::new();
+/// The tokens of a job, by precision, columns, and what tells the scales of columns apart.
+static TOKENS_OF: Cache<(Precision, usize, usize), Slots<Token>> = Cache::new();
 
 /// What a thread keeps from unit to unit.
 #[derive(Default)]
@@ -121,17 +130,30 @@ impl Kernel for Coded<'_> {
         Self: 'w;
 
     fn prepared(&self, job: &Arc<Job>) -> Shared<Slots<Token>> {
-        let key = (self.precision, self.shape().columns);
-        TOKENS_OF.get(job, key, |_| Slots::new(job.tokens))
+        let key = (self.precision, self.shape().columns, self.view.columns_identity());
+        let count = if self.by_place() {
+            job.list.len()
+        } else {
+            job.tokens
+        };
+        TOKENS_OF.get(job, key, |_| Slots::new(count))
     }
 
     fn stages(&self, prepared: &Slots<Token>) -> [usize; 2] {
         [prepared.len(), 0]
     }
 
-    fn prepare(&self, _: &Job, prepared: &Slots<Token>, _: usize, unit: usize, x: Activations) {
+    fn prepare(&self, job: &Job, prepared: &Slots<Token>, _: usize, unit: usize, x: Activations) {
+        // A split job leaves places to others.
+        let Some((token, expert)) = (match self.by_place() {
+            true => job.expert_at(unit).map(|expert| (job.list[unit], expert)),
+            false => Some((unit, 0)),
+        }) else {
+            return;
+        };
         prepared.fill(unit, || {
-            Token::new(self.isa, self.precision, &x, unit, self.shape().columns)
+            let (columns, scales) = (self.shape().columns, self.view.columns(expert));
+            Token::new(self.isa, self.precision, &x, token, columns, scales)
         });
     }
 
@@ -148,11 +170,14 @@ impl Kernel for Coded<'_> {
             _ => rows.start / height..rows.end.div_ceil(height),
         };
         out.fill(0.0);
-        let tokens: Vec<&Token> = work
-            .tokens()
-            .iter()
-            .map(|&token| work.prepared.get(token))
-            .collect();
+        let tokens: Vec<&Token> = match self.by_place() {
+            true => work.places().map(|place| work.prepared.get(place)).collect(),
+            false => work
+                .tokens()
+                .iter()
+                .map(|&token| work.prepared.get(token))
+                .collect(),
+        };
         let outputs = out.chunks_mut(TOKENS * rows.len().max(1));
         for (tokens, out) in tokens.chunks(TOKENS).zip(outputs) {
             let mut part = Part {

@@ -59,12 +59,13 @@ impl Source for Panels<'_> {
             columns: self.layout.shape().columns,
             section: self.layout.units().max(1),
             variant: 0,
+            factors: 0,
         }
     }
 
-    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+    fn token(&self, x: &Activations, _: usize, token: usize, lane: usize, tile: &mut Tile) {
         let columns = self.layout.shape().columns;
-        round_token(self.isa, x, (token, columns, 1), lane, tile);
+        round_token(self.isa, x, (token, columns), |_| (), lane, tile);
     }
 
     fn open(&self, _: usize, (): &mut ()) {}

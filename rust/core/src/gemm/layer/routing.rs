@@ -86,6 +86,13 @@ impl Job {
         }
     }
 
+    /// The expert of the task that has a place of the list; none of a job that is part of another and leaves the place out.
+    pub(crate) fn expert_at(&self, place: usize) -> Option<usize> {
+        let task = self.tasks.partition_point(|task| task.places.end <= place);
+        let task = self.tasks.get(task)?;
+        task.places.contains(&place).then_some(task.expert)
+    }
+
     /// Most tokens of an expert.
     pub(crate) fn widest(&self) -> usize {
         self.tasks.iter().map(|task| task.places.len()).max().unwrap_or(0)

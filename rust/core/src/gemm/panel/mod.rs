@@ -97,6 +97,8 @@ pub(crate) struct TokenForm {
     pub section: usize,
     /// The rounding of activations, a number that differs for all sources and roundings.
     pub variant: usize,
+    /// What tells the factors that activations are multiplied by first from all others; 0 where there are none.
+    pub factors: usize,
 }
 
 /// A section of columns of a block.
@@ -118,8 +120,8 @@ pub(crate) trait Source: Send + Sync {
     /// How the lines of its tokens are made.
     fn form(&self) -> TokenForm;
 
-    /// Writes token `token` of `x` into lane `lane` of a tile.
-    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile);
+    /// Writes token `token` of `x` into lane `lane` of a tile of an expert.
+    fn token(&self, x: &Activations, expert: usize, token: usize, lane: usize, tile: &mut Tile);
 
     /// Prepares block `block`, counted through all experts, before its chunks are decoded: computes what every call of
     /// [`Source::decode`] needs, or decodes all of a block that cannot be decoded from any column.

@@ -51,8 +51,8 @@ impl<S: Source> Kernel for Panels<S> {
     }
 
     fn prepare(&self, job: &Job, tiles: &Tiles, _: usize, unit: usize, x: Activations) {
-        tiles.tokens.make(unit, |place, lane, tile| {
-            self.source.token(&x, job.list[place], lane, tile);
+        tiles.tokens.make(unit, |expert, place, lane, tile| {
+            self.source.token(&x, expert, job.list[place], lane, tile);
         });
     }
 

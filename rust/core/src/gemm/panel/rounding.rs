@@ -1,24 +1,22 @@
 //! Rounding activations to bf16, into lines.
 
 use super::{LANES, Line, Tile, pair};
-use crate::gemm::hadamard;
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// Writes token `token` of `x`, of `columns` values rounded to bf16, into lane `lane` of a tile. Activations are rotated
-/// first if `width`, that of the Hadamard rotation ([`hadamard`]), is more than 1. `isa` must have been found available.
+/// Writes token `token` of `x`, of `columns` values rounded to bf16, into lane `lane` of a tile. `change` is applied to the
+/// values before they are rounded. `isa` must have been found available.
 pub(crate) fn round_token(
     isa: Isa,
     x: &Activations,
-    (token, columns, width): (usize, usize, usize),
+    (token, columns): (usize, usize),
+    change: impl FnOnce(&mut [f32]),
     lane: usize,
     tile: &mut Tile,
 ) {
     let mut values = vec![0.0; columns];
     x.widen(token * columns, &mut values);
-    if width > 1 {
-        hadamard::rotate(isa, &mut values, width);
-    }
+    change(&mut values);
     round(isa, &values, &mut tile.lines[lane..]);
 }
 

@@ -66,11 +66,12 @@ impl Source for &Plain {
             columns: self.shape.columns,
             section: self.shape.columns.div_ceil(32).max(1),
             variant: 0,
+            factors: 0,
         }
     }
 
-    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
-        round_token(Isa::Scalar, x, (token, self.shape.columns, 1), lane, tile);
+    fn token(&self, x: &Activations, _: usize, token: usize, lane: usize, tile: &mut Tile) {
+        round_token(Isa::Scalar, x, (token, self.shape.columns), |_| (), lane, tile);
     }
 
     fn open(&self, block: usize, open: &mut (usize, usize)) {
@@ -339,10 +340,11 @@ impl Source for Bytes {
             columns: self.0.columns,
             section: self.1,
             variant: 0,
+            factors: 0,
         }
     }
 
-    fn token(&self, _: &Activations, token: usize, lane: usize, tile: &mut Tile) {
+    fn token(&self, _: &Activations, _: usize, token: usize, lane: usize, tile: &mut Tile) {
         for column in 0..self.0.columns {
             let word = &mut tile.lines[column / 64 * LANES + lane].0[column % 64 / 4];
             *word |= u32::from(self.x(token, column)) << (8 * (column % 4));

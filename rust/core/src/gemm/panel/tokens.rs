@@ -19,8 +19,8 @@ pub(crate) struct Tile {
 /// The tiles of a job.
 pub(super) struct Tokens {
     pub form: TokenForm,
-    /// The tiles, with the places of the job that they hold.
-    tiles: Vec<(Range<usize>, OnceLock<Tile>)>,
+    /// The tiles, with the expert and the places of the job that they hold.
+    tiles: Vec<(usize, Range<usize>, OnceLock<Tile>)>,
     /// The tiles of each task.
     of_task: Vec<Range<usize>>,
 }
@@ -29,10 +29,13 @@ impl Tokens {
     /// Empty tiles for the places of tasks.
     pub fn new(tasks: &[Task], form: TokenForm) -> Tokens {
         let (mut tiles, mut of_task) = (Vec::new(), Vec::new());
-        for Task { places, .. } in tasks {
+        for Task { expert, places } in tasks {
             let first = tiles.len();
             let starts = places.clone().step_by(LANES);
-            tiles.extend(starts.map(|start| (start..(start + LANES).min(places.end), OnceLock::new())));
+            tiles.extend(starts.map(|start| {
+                let places = start..(start + LANES).min(places.end);
+                (*expert, places, OnceLock::new())
+            }));
             of_task.push(first..tiles.len());
         }
         Tokens { form, tiles, of_task }
@@ -48,9 +51,10 @@ impl Tokens {
         self.tiles.len()
     }
 
-    /// Makes a tile; `fill(place, lane, tile)` writes the token at a place of the job into a lane.
-    pub fn make(&self, tile: usize, fill: impl Fn(usize, usize, &mut Tile)) {
-        let (places, slot) = &self.tiles[tile];
+    /// Makes a tile; `fill(expert, place, lane, tile)` writes the token at a place of the job, which belongs to an expert,
+    /// into a lane.
+    pub fn make(&self, tile: usize, fill: impl Fn(usize, usize, usize, &mut Tile)) {
+        let (expert, places, slot) = &self.tiles[tile];
         slot.get_or_init(|| {
             let mut tile = Tile {
                 lines: vec![Line::ZERO; self.chunks() * LANES],
@@ -58,7 +62,7 @@ impl Tokens {
                 count: places.len(),
             };
             let lanes = places.clone().enumerate();
-            lanes.for_each(|(lane, place)| fill(place, lane, &mut tile));
+            lanes.for_each(|(lane, place)| fill(*expert, place, lane, &mut tile));
             tile
         });
     }
@@ -66,7 +70,7 @@ impl Tokens {
     /// The tiles of a task, which have been made.
     pub fn of_task(&self, task: usize) -> Vec<&Tile> {
         let tiles = &self.tiles[self.of_task[task].clone()];
-        let tiles = tiles.iter().map(|(_, slot)| slot.get());
+        let tiles = tiles.iter().map(|(_, _, slot)| slot.get());
         tiles
             .map(|tile| tile.expect("the first stage has made it"))
             .collect()

@@ -96,11 +96,12 @@ impl Source for Rounded<'_> {
             columns: self.view.columns(),
             section: self.view.columns().div_ceil(CHUNK).max(1),
             variant: 1,
+            factors: 0,
         }
     }
 
-    fn token(&self, x: &Activations, token: usize, lane: usize, tile: &mut Tile) {
-        round_token(self.isa, x, (token, self.view.columns(), 1), lane, tile);
+    fn token(&self, x: &Activations, _: usize, token: usize, lane: usize, tile: &mut Tile) {
+        round_token(self.isa, x, (token, self.view.columns()), |_| (), lane, tile);
     }
 
     fn open(&self, block: usize, open: &mut Rows) {

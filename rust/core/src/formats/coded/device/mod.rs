@@ -9,13 +9,14 @@
 //!
 //! A row block is cut into *segments* of columns, which warps decode independently, and these into *chunks* of 256
 //! columns, which fit shared memory. Rows that do not exist decode what does not matter. The layout is a header of
-//! 64-bit words and eight sections, each from the next multiple of 64:
+//! 64-bit words and nine sections, each from the next multiple of 64:
 //!
 //! ```text
 //! header       magic "MOEPRDEV"; experts, rows, columns, tables; chunks of a segment; bytes of the longest record;
 //!              whether each row has a scale; where each section starts, and its bytes
 //! head         the packed tensor up to its payload, as it is
 //! scales       f32: one, or E x R
+//! columns      f32, scales of columns: none, or one row of C, or E, each with zeros up to a multiple of 16
 //! tables       256 words for each: {0, frequency, slot - start, symbol} of each slot, from the lowest byte
 //! blocks       a word for each row block: its table, in the second byte the integer of symbol 0
 //! starts       a word for each chunk, and the end: where its record starts in the records, in units of 16 bytes
@@ -57,6 +58,8 @@ pub const MAGIC: [u8; 8] = *b"MOEPRDEV";
 pub const CHUNK: usize = 256;
 /// Registers of a chunk, at most; a lane has no more bytes.
 const QUADS: usize = CHUNK / QUAD;
+/// Columns of a product of tensor cores: rows of scales of columns are padded to it.
+const GROUP: usize = 16;
 /// What records start at multiples of.
 const UNIT: usize = 16;
 /// Most chunks of a segment: corrections have 12 bits for a column.
@@ -67,7 +70,7 @@ const USUAL: usize = 4;
 const SHORT: usize = 2;
 const WIDE: usize = 4096;
 const MANY: usize = 2048;
-const SECTIONS: usize = 8;
+const SECTIONS: usize = 9;
 const HEADER_WORDS: usize = 8 + 2 * SECTIONS;
 /// Bytes of a record that say where lanes are on their paths.
 const PATH_BYTES: usize = LANES / 2;
@@ -423,7 +426,6 @@ impl CodedView<'_> {
     }
 
     fn assemble(&self, cut: &Cut, tables: &[[u32; SLOTS]], parts: &[Part]) -> Result<Vec<u8>> {
-        let layout = cut.layout;
         let sums = |counts: Vec<usize>| {
             let mut end = 0;
             let ends = counts.into_iter().map(|count| {
@@ -444,9 +446,15 @@ impl CodedView<'_> {
             .iter()
             .flat_map(|part| part.corrections.iter().copied())
             .collect();
-        let scales: Vec<u32> = (0..layout.scales())
-            .map(|row| self.scale(row).to_bits())
-            .collect();
+        let scales: Vec<u32> = self.row_scales().into_iter().map(f32::to_bits).collect();
+        let mut columns = Vec::new();
+        for row in self
+            .column_scales()
+            .chunks_exact(self.layout().shape.columns.max(1))
+        {
+            columns.extend(row.iter().map(|scale| scale.to_bits()));
+            columns.resize(columns.len().next_multiple_of(GROUP), 0);
+        }
         let blocks: Vec<u32> = (0..cut.streams())
             .flat_map(|stream| cut.blocks_of(stream).map(move |_| start_table(self, stream)))
             .map(|table| self.note(table))
@@ -458,13 +466,14 @@ impl CodedView<'_> {
         let starts = sums(lengths.iter().map(|length| length / UNIT).collect());
         let words = [
             &scales,
+            &columns,
             &tables.concat(),
             &blocks,
             &starts,
             &sums(counts.collect()),
             &corrections,
         ];
-        let head = &self.data[..self.coded.sections[4].start];
+        let head = &self.data[..self.coded.sections.payload.start];
         let sizes = std::iter::once(head.len()).chain(words.iter().map(|words| 4 * words.len()));
         let (places, total) = placed(sizes.chain([records]));
         let mut out = vec![0; total];

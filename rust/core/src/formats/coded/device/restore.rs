@@ -51,7 +51,7 @@ impl<'a> Stored<'a> {
             let (start, length) = (word(8 + 2 * i) as usize, word(9 + 2 * i) as usize);
             start.checked_add(length).and_then(|end| data.get(start..end))
         };
-        let (Some(head), Some(starts), Some(records)) = (section(0), section(4), section(7)) else {
+        let (Some(head), Some(starts), Some(records)) = (section(0), section(5), section(8)) else {
             return corrupt("sections of a layout for GPUs beyond its end");
         };
         let layout = Layout::read(head)?;
@@ -66,7 +66,7 @@ impl<'a> Stored<'a> {
         let packed = Coded::parse(&packed)?;
         let cut = Cut::new(layout, Some(word(5) as usize))?;
         let known = word(0) == u64::from_le_bytes(MAGIC)
-            && head.len() == packed.sections[4].start
+            && head.len() == packed.sections.payload.start
             && !layout.is_of_pairs()
             && starts.len() == 4 * (cut.all_blocks() * cut.chunks() + 1);
         match known {

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::super::Coded;
+use super::super::{Coded, Scales, encode};
 use super::restore::*;
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, encoded, encoded_dependent, gaussian, matrix};
@@ -19,13 +19,47 @@ fn restored(data: &[u8]) -> Result<Vec<u8>> {
     from_device(data, &pool::current().unwrap())
 }
 
-/// Tensors of codes, and of the dependent codes that have these as indices.
-fn both(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> [Vec<u8>; 2] {
-    let paths = dependent(codes, shape.columns);
+/// Tensors of codes, with scales of columns, too, and of the dependent codes that have these as indices.
+fn all(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> [Vec<u8>; 4] {
+    let (paths, pool) = (dependent(codes, shape.columns), pool::current().unwrap());
+    let columns: Vec<f32> = (0..shape.experts * shape.columns)
+        .map(|i| i as f32 / 8.0)
+        .collect();
+    let scaled = [&columns[..shape.columns.min(columns.len())], &columns].map(|columns| {
+        let scales = Scales {
+            rows: &[0.5],
+            columns: Some(columns),
+        };
+        encode(codes, scales, shape, stream_rows, &pool).unwrap()
+    });
+    let [shared, own] = scaled;
     [
         encoded(codes, shape, stream_rows),
         encoded_dependent(&paths, shape, stream_rows),
+        shared,
+        own,
     ]
+}
+
+#[test]
+fn layouts_hold_scales_of_columns_in_f32() {
+    let shape = Shape {
+        experts: 2,
+        rows: 5,
+        columns: 3,
+        ndim: 3,
+    };
+    for (data, wanted) in all(&[1; 30], shape, None).iter().zip([0, 0, 1, 2]) {
+        let layout = laid_out(data, None);
+        let word = |i: usize| u64::from_le_bytes(layout.as_chunks().0[i]) as usize;
+        let section = layout[word(12)..][..word(13)].as_chunks().0;
+        let found: Vec<f32> = section.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+        assert_eq!(found.len(), wanted * GROUP);
+        for (row, scales) in found.chunks(GROUP).enumerate() {
+            let own = (3 * row..3 * row + 3).map(|i| i as f32 / 8.0);
+            assert!(scales.iter().copied().eq(own.chain([0.0; GROUP - 3])));
+        }
+    }
 }
 
 #[test]
@@ -47,7 +81,7 @@ fn layouts_come_back() {
             ndim: 3,
         };
         for (stream_rows, deviation) in [(16, 3.0), (64, 0.2), (64, 12.0)] {
-            for data in both(&gaussian(shape, deviation, 1), shape, Some(stream_rows)) {
+            for data in all(&gaussian(shape, deviation, 1), shape, Some(stream_rows)) {
                 for of_segment in [None, Some(1), Some(3)] {
                     assert!(
                         restored(&laid_out(&data, of_segment)).unwrap() == data,
@@ -104,7 +138,7 @@ fn arguments_out_of_range_are_refused() {
 fn damaged_layouts_are_refused_or_harmless() {
     let shape = matrix(40, 300);
     let mut random = Random(1);
-    for data in both(&gaussian(shape, 2.0, 9), shape, None).map(|data| laid_out(&data, None)) {
+    for data in all(&gaussian(shape, 2.0, 9), shape, None).map(|data| laid_out(&data, None)) {
         for _ in 0..500 {
             let mut bad = data.clone();
             let place = random.next() as usize % bad.len();
@@ -130,7 +164,7 @@ proptest! {
         let shape = matrix(rows, columns);
         let mut random = Random(seed);
         let codes: Vec<i32> = (0..rows * columns).map(|_| random.next() as i32 % spread).collect();
-        for data in both(&codes, shape, Some(if wide { 64 } else { 16 })) {
+        for data in all(&codes, shape, Some(if wide { 64 } else { 16 })) {
             prop_assert!(restored(&laid_out(&data, Some(of_segment))).unwrap() == data);
         }
     }
@@ -139,8 +173,8 @@ proptest! {
     fn random_payloads_are_laid_out(seed: u64, rows in 1usize..70, columns in 1usize..300) {
         let shape = matrix(rows, columns);
         let mut random = Random(seed);
-        for mut data in both(&gaussian(shape, 1.5, seed), shape, None) {
-            let payload = Layout::read(&data).unwrap().sections().unwrap()[4].clone();
+        for mut data in all(&gaussian(shape, 1.5, seed), shape, None) {
+            let payload = Layout::read(&data).unwrap().sections().unwrap().payload.clone();
             data[payload].fill_with(|| random.next() as u8);
             restored(&laid_out(&data, None)).unwrap();
         }
