@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 
 from auto_sizes import SCORED
-from moepack.methods.auto.importance import solved_rise
+from moepack.methods.auto.loss import solved_rise
 
 WITHIN = 1.5
 

@@ -3,7 +3,7 @@
     python benches/importance.py MODEL [MODEL ...] --calibration FILE [--windows 8] [--threads 1]
 
 It is the sum over a role's tensors of the measured importance (`moepack.calibration.fisher`) times the squares of the
-weights; without a text `auto` takes it to be alike for all models (`moepack.methods.auto.importance.LOST`).
+weights; without a text `auto` takes it to be alike for all models (`moepack.methods.rate.importance.LOST`).
 """
 
 from __future__ import annotations

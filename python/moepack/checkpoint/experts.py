@@ -76,7 +76,7 @@ class ExpertsForm:
         return out
 
     def part(self, projection: str, parameter: Tensor) -> Tensor:
-        """The matrices of a projection, `[E, R, C]`, as a view of the values of its parameter, or of values like them."""
+        """The matrices of a projection, `[E, R, C]`: a view of its parameter, or of a tensor of that shape."""
         place, experts = self.places[projection], self.shapes[projection][0]
         if parameter.dim() == 2:
             matrices = parameter.view(experts, -1, parameter.shape[1])

@@ -1,9 +1,9 @@
 """The magnitudes of the rows and columns of matrices.
 
 Factors a of rows and b of columns *balance* a matrix W where the mean magnitude of W[i, j] / (a[i] b[j]) is 1 over each
-row and each column (Sinkhorn and Knopp, 1967). A function can be written down with rows and columns of any scale: the
-gain of a norm, the outputs of the layer before. Such scales change a and b, and leave the balanced matrix alone. So what
-is decided on balanced matrices does not depend on them.
+row and each column (Sinkhorn and Knopp, 1967). One function can be written with rows and columns of any scale, against
+the gain of a norm or the outputs of the layer before. Such scales change a and b, and leave the balanced matrix as it
+is. Decisions on balanced matrices do not depend on them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Balance:
 def balance(tensors: Sequence[Matrices]) -> list[Balance]:
     """Balance the matrices of tensors that read the same input: all of them share the factors of columns.
 
-    A tensor alone has factors of columns for each of its matrices. Weights that are not finite give factors that are not.
+    A tensor alone has factors of columns for each of its matrices. Weights that are not finite give such factors.
     """
     if len(tensors) == 1:
         (tensor,) = tensors

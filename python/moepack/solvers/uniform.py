@@ -60,6 +60,7 @@ class UniformSettings:
         worth: squared steps that a bit is worth.
         largest: the largest magnitude with a length of its own.
         dependent: whether codes may be dependent.
+        even: whether errors of all matrices count alike: what they count is in their scale. Otherwise Hessians tell.
     """
 
     damping: float = 0.5
@@ -68,6 +69,7 @@ class UniformSettings:
     worth: float = WORTH
     largest: int = LARGEST
     dependent: bool = False
+    even: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class UniformProblem(Problem):
         self.settings, self.dependent = settings or UniformSettings(), dependent
         super().__init__(weights, hessians, drift, self.settings, _by_lane(weights.shape[2]) if dependent else None)
         self.curvature = self.importance * self.factors.pivots.square().mean(1)
+        if self.settings.even:
+            self.importance, self.curvature = self.importance / self.curvature, torch.ones_like(self.curvature)
 
     def solve(self, step: float, price: float, lengths: CodeLengths) -> GptqResult:
         """Quantize all rows.

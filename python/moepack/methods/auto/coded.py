@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,11 +14,12 @@ from torch import Tensor
 from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
-from moepack.methods.auto.importance import Importance, expected_rise, role_of, solved_rise
+from moepack.methods.auto.loss import expected_rise, solved_rise
 from moepack.methods.auto.packer import Packer
 from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
 from moepack.methods.rate import Rate
-from moepack.methods.rate.layer import LayerSolver
+from moepack.methods.rate.importance import Importance, role_of
+from moepack.methods.rate.layer import LayerSolver, solved_apart
 from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.scales import Scales
@@ -83,18 +83,22 @@ class Coded(Packer):
         """
         coder = coded_within(coder, room, shapes)
         largest = largest_at(coder.bits_per_weight + AHEAD)
-        scales, used = dict(importance.scales), dict.fromkeys(importance.scales, 1.0)
+        scales, used = importance.scales, dict.fromkeys(importance.scales, 1.0)
         tokens = [linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head")]
         for _ in range(ROUNDS):
             sample = take_sample(checkpoint, model, coder.dense_roles, used, scales, largest, shapes)
-            step, finest = coder.decide(sample, scales), FINEST * 2 ** low_bits_of(largest)
-            held = {each.source: _held(each.matrix(), scales[each.source], finest * step.size * sample.widths[each.source])
-                    for each in tokens if each.source in sample.widths}  # fmt: skip
+            step, finest = coder.decide(sample, replace(importance, scales=scales)), FINEST * 2 ** low_bits_of(largest)
+            widest = {name: finest * step.size * width for name, width in sample.widths.items()}
+            held = {
+                each.source: _held(each.matrix(), scales[each.source], widest[each.source])
+                for each in tokens
+                if each.source in widest
+            }
             finer = _too_fine(sample, step, finest)
             if not finer.keys() - held and all(torch.equal(own, scales[name].rows) for name, own in held.items()):
                 break
             used |= {name: used[name] / excess**2 for name, excess in finer.items() if name not in held}
-            scales |= {name: scales[name].coarser(own) for name, own in held.items()}
+            scales = scales | {name: scales[name].coarser(own) for name, own in held.items()}
         roles, errors = role_of(model), defaultdict[str, float](float)
         for name, error in _errors(sample, step):
             coarser = float((importance.scales[name].rows / scales[name].rows).square().mean())
@@ -120,7 +124,7 @@ class Coded(Packer):
         left, due, _ = self._open()
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
         bits = {name: bits * factor for name, bits in self.given.items()}
-        return LayerSolver(bits, self.coder.solver_settings(self.largest), self.coder.scales)
+        return self.coder.layer_solver(bits, self.largest)
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Linear layers that read the same input are solved one by one: their errors count differently."""
@@ -131,13 +135,7 @@ class Coded(Packer):
         if not stage.dense:
             found: dict[str, Solution] = stage.plan.solve(stage)
             return found
-        found = {}
-        known = replace(stage, inputs=replace(stage.inputs, moments=cache(stage.inputs.moments)))
-        for name in stage.tensors:
-            solver, part = self.layer_solver(), known.only([name])
-            solver.plan(part)
-            found |= solver.solve(part)
-        return found
+        return solved_apart(stage, self.layer_solver)
 
     def _open(self) -> tuple[float, float, int]:
         """Bits that are left, bits that tensors still to be packed were given, and how many weights they have."""

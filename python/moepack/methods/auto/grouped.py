@@ -17,11 +17,12 @@ from moepack.allocation import Candidate
 from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import ROLES
-from moepack.methods.auto.importance import Importance, expected_rise, role_of
+from moepack.methods.auto.loss import expected_rise
 from moepack.methods.auto.packer import Packer
 from moepack.methods.base import Expected, PackedTensor, Solution, Weights
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.planning import proposals
+from moepack.methods.rate.importance import Importance, role_of
 from moepack.solvers.groupwise import BITS
 
 __all__ = ["Grouped"]

@@ -21,13 +21,14 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.auto.coded import Coded
-from moepack.methods.auto.importance import WITHIN, find_importance
+from moepack.methods.auto.loss import WITHIN
 from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.packer import Packer
 from moepack.methods.auto.target import Target
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Weights
 from moepack.methods.files import kept_bytes
 from moepack.methods.rate import Rate
+from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
 from moepack.progress import Progress, Silent

@@ -25,10 +25,11 @@ from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.methods.auto.coded import Coded, coded_within
 from moepack.methods.auto.grouped import Grouped
-from moepack.methods.auto.importance import Importance, expected_rise
+from moepack.methods.auto.loss import expected_rise
 from moepack.methods.auto.packer import Packer
 from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
 from moepack.methods.rate import Rate
+from moepack.methods.rate.importance import Importance
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.runtime.speeds import token_seconds
@@ -99,7 +100,8 @@ class Mixed(Packer):
         """
         whole = coded_within(coder, room, shapes)
         largest = largest_at(whole.bits_per_weight)
-        sample = take_sample(checkpoint, model, coder.dense_roles, dict.fromkeys(importance.scales, 1.0), importance.scales, largest, shapes)
+        even = dict.fromkeys(importance.scales, 1.0)
+        sample = take_sample(checkpoint, model, coder.dense_roles, even, importance.scales, largest, shapes)
         found: Candidates = {name: [] for name in sample.shapes}
         for name, one in _rates(sample, find_step(sample, whole.bits_per_weight)):
             found[name].append(one)

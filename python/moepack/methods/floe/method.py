@@ -31,6 +31,7 @@ from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
 from moepack.methods.rate import Rate
+from moepack.methods.rate.sample import take_sample
 from moepack.methods.roles import as_number
 from moepack.progress import Progress
 from moepack.runtime.prediction import serialized
@@ -38,6 +39,7 @@ from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affi
 from moepack.solvers.groupwise import BITS, quantize_groupwise
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
+from moepack.solvers.priced import largest_at
 
 __all__ = ["Floe"]
 
@@ -152,7 +154,10 @@ class Floe(Method):
         for layer in model.layers:
             self.arranged(layer)
         if self._coarse is not None:
-            self._coarse.prepare(checkpoint, model)
+            # Thresholds compare channels of a layer as they are: copies have no factors of rows and columns.
+            coder = self._coarse
+            sample = take_sample(checkpoint, model, coder.dense_roles, largest=largest_at(coder.bits_per_weight))
+            coder.decide(sample)
             ups = (found.packed_name for layer in model.layers for found in layer.projections if found.name == UP)
             for name in ups:
                 self._coarse.widen(name, UP_STEP)

@@ -13,8 +13,9 @@ compensated weights are wider than those that were looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from moepack.methods.rate.step import LEAST_DEPENDENT, NEARLY_ZERO, encoded, fre
 from moepack.solvers.priced import WORTH, WORTH_OF_DEPENDENT, least_spread, scale_of, symbols_of
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, dependent_codes, priced_codes, step_of
 
-__all__ = ["LayerSolver", "parts_of"]
+__all__ = ["LayerSolver", "parts_of", "solved_apart"]
 
 ROWS, COLUMNS = 16, 512
 """Rows and columns of a matrix that are looked at in advance."""
@@ -100,7 +101,10 @@ class LayerSolver:
     """Solves the stages of one layer such that the layer takes its bits: a `moepack.methods.base.LayerPlan`."""
 
     def __init__(
-        self, bits: Mapping[str, float], settings: UniformSettings | None = None, scales: Mapping[str, Scales] | None = None
+        self,
+        bits: Mapping[str, float],
+        settings: UniformSettings | None = None,
+        scales: Mapping[str, Scales] | None = None,
     ) -> None:
         """Start a layer; by the tensor's name, `bits` are what it is given, all metadata counted, and `scales` factors
         of its rows and columns: their product with the weights is what is rounded."""
@@ -155,7 +159,9 @@ class LayerSolver:
         scales = torch.full((len(stage.experts), 1), scale)
         return {
             tensor: Solution(
-                parts_of(codes, scales, outlook.dependent), self._unscaled(stage, tensor, codes * scale), rounded=rounded
+                parts_of(codes, scales, outlook.dependent),
+                codes * scale / self._factors(stage, tensor),
+                rounded=rounded,
             )
             for tensor, codes in _by_tensor(stage, result.codes).items()
         }
@@ -189,33 +195,48 @@ class LayerSolver:
         moments = stage.moments()
         # Linear layers outside the experts are better left where they are (docs/methods/qmoe.md).
         drift = None if stage.dense else moments.drift
-        factors = {tensor: self._factors(stage, tensor) for tensor in stage.weights}
-        weights = [own if factors[tensor] is None else own * factors[tensor][0][..., None] * factors[tensor][1][:, None]
-                   for tensor, own in stage.weights.items()]  # fmt: skip
-        hessians, known = moments.hessians, next(iter(factors.values()))
-        if known is not None:
-            # Inputs are divided by what columns are multiplied by; an error of a row counts less by its factor.
-            rows = torch.cat([own[0].square().reciprocal() for own in factors.values() if own is not None], 1)
-            per = rows.mean(1)[:, None, None] / (known[1][:, :, None] * known[1][:, None])
-            hessians, drift = hessians * per, None if drift is None else drift * per
-        return UniformProblem(torch.cat(weights, dim=1), hessians, drift, self._settings, dependent=dependent)
+        factors = [self._factors(stage, tensor) for tensor in stage.weights]
+        weights = torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
+        hessians = moments.hessians
+        if (per := self._divisors(stage)) is not None:
+            hessians, drift = hessians / per, None if drift is None else drift / per
+        return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
 
-    def _factors(self, stage: Stage, tensor: str) -> tuple[Tensor, Tensor] | None:
-        """The factors of rows [G, R] and columns [G or 1, C] of a tensor of a stage."""
-        scales = self._scales.get(stage.tensors[tensor].name)
-        if scales is None:
+    def _divisors(self, stage: Stage) -> Tensor | None:
+        """What moments of a stage are divided by, [G, C, C], where weights are multiplied by factors: inputs by the
+        factors of columns, which its tensors share, and errors of outputs by those of rows."""
+        known = [self._scales.get(stage.tensors[name].name) for name in stage.weights]
+        factors = [scales.of(stage.experts) for scales in known if scales is not None]
+        if not factors:
             return None
-        rows, columns = (each.to(stage.weights[tensor].device) for each in scales.of(stage.experts))
-        return rows, columns
+        rows, columns = torch.cat([rows for rows, _ in factors], 1), factors[0][1]
+        counts = rows.square().reciprocal().mean(1)
+        per = columns[:, :, None] * columns[:, None] / counts[:, None, None]
+        return per.to(next(iter(stage.weights.values())).device)
 
-    def _unscaled(self, stage: Stage, tensor: str, values: Tensor) -> Tensor:
-        """What values [G, R, C] stand for."""
-        factors = self._factors(stage, tensor)
-        return values if factors is None else values / (factors[0][..., None] * factors[1][:, None])
+    def _factors(self, stage: Stage, tensor: str) -> Tensor:
+        """What the weights of a tensor of a stage are multiplied by, [G, R, C] or what expands to it."""
+        scales, device = self._scales.get(stage.tensors[tensor].name), stage.weights[tensor].device
+        if scales is None:
+            return torch.ones((), device=device)
+        rows, columns = scales.of(stage.experts)
+        return (rows[..., None] * columns[:, None]).to(device)
 
     def _free(self, tensor: str, shape: Shape) -> float:
         """Bits of a tensor beside its symbols."""
         return free_bits(shape) + (self._scales[tensor].bits if tensor in self._scales else 0)
+
+
+def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, Solution]:
+    """Solve linear layers that read the same input one by one: errors of their columns count differently."""
+    assert stage.inputs is not None
+    found: dict[str, Solution] = {}
+    known = replace(stage, inputs=replace(stage.inputs, moments=cache(stage.inputs.moments)))
+    for name in stage.tensors:
+        own, part = solver(), known.only([name])
+        own.plan(part)
+        found |= own.solve(part)
+    return found
 
 
 def parts_of(codes: Tensor, scales: Tensor, dependent: bool) -> dict[str, Tensor]:

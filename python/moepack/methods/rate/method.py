@@ -1,7 +1,7 @@
 """The method `rate`: integers of one step for the whole model, rounded with their code's length in mind, at any rate.
 
-Without a text an error counts by what the checkpoint knows, the share of tokens that visit an expert. The step follows
-from the bits that were asked for and a sample of the model (`step`), weights are rounded to it
+Rows and columns of each tensor are multiplied by factors that make all errors count alike (`importance`, `scales`). The
+step follows from the bits that were asked for and a sample of the model (`step`), weights are rounded to it
 (`moepack.solvers.priced`), and an entropy coder stores the integers in as many bytes as they carry information. With a
 text, each layer takes the bits that this gives it, and GPTQ with the code's length as its price decides where they go
 (`layer`).
@@ -22,9 +22,9 @@ from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
-from moepack.methods.rate.layer import LayerSolver, parts_of
+from moepack.methods.rate.importance import Importance, find_importance
+from moepack.methods.rate.layer import LayerSolver, parts_of, solved_apart
 from moepack.methods.rate.sample import Sample, take_sample
-from moepack.methods.rate.scales import Scales
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.progress import Progress
 from moepack.solvers.priced import form_of, largest_at, low_bits_of, round_priced, scale_of
@@ -75,7 +75,7 @@ class Rate(Method):
     name: ClassVar[str] = "rate"
     _step: Step | None = field(default=None, init=False, repr=False)
     _widths: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-    _scales: Mapping[str, Scales] = field(default_factory=dict, init=False, repr=False)
+    _importance: Importance = field(default=Importance({}, {}, measured=False), init=False, repr=False)
     _solved: dict[str, Shape] = field(default_factory=dict, init=False, repr=False)
     _excess: float = field(default=0.0, init=False, repr=False)
 
@@ -149,24 +149,21 @@ class Rate(Method):
             InvalidTensorError: a weight of the sample is NaN or infinite.
             ValueError: metadata alone takes more bits.
         """
-        self.decide(take_sample(checkpoint, model, self._roles, largest=largest_at(self.bits_per_weight)))
+        found, largest = find_importance(checkpoint, model, self.request, progress), largest_at(self.bits_per_weight)
+        even = dict.fromkeys(found.scales, 1.0)
+        self.decide(take_sample(checkpoint, model, self._roles, even, found.scales, largest), found)
         ends = (linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head"))
         for linear in ends:
             self._solved.pop(linear.source, None)
 
-    def decide(self, sample: Sample, scales: Mapping[str, Scales] | None = None) -> Step:
-        """Find the step for a sample, whose rows were multiplied by these factors; raises the ValueError of
-        `prepare`."""
-        self._scales = scales or {}
+    def decide(self, sample: Sample, importance: Importance | None = None) -> Step:
+        """Find the step for a sample, whose weights were multiplied by the scales of an importance; raises the
+        ValueError of `prepare`."""
+        self._importance = importance or Importance({}, {}, measured=False)
         self._step = find_step(sample, self.bits_per_weight, self.codes == "dependent")
         self._widths = dict(sample.widths)
         self._solved, self._excess = dict(sample.shapes), 0.0
         return self._step
-
-    @property
-    def scales(self) -> Mapping[str, Scales]:
-        """Factors of rows and columns by the tensor's name, after `decide`."""
-        return self._scales
 
     def widen(self, name: str, factor: float) -> None:
         """Make the step of a tensor so many times as large as the price says."""
@@ -193,14 +190,17 @@ class Rate(Method):
         """A solver for tensors whose bits are changed by what those before them took."""
         assert self._step is not None, "prepare comes first"
         given = self._step.bits
-        symbols = {name: given[name] - free_bits(shape) - self._scale_bits(name) for name, shape in self._solved.items()}
+        free = {name: free_bits(shape) + self._scale_bits(name) for name, shape in self._solved.items()}
+        symbols = {name: given[name] - own for name, own in free.items()}
         share = min(max(self._excess / max(sum(symbols.values()), 1.0), -MOST_CORRECTED), MOST_CORRECTED)
         bits = {name: given[name] - share * own for name, own in symbols.items()}
-        return LayerSolver(bits, self.solver_settings(largest_at(self.bits_per_weight)), self._scales)
+        return self.layer_solver(bits, largest_at(self.bits_per_weight))
 
-    def solver_settings(self, largest: int) -> UniformSettings:
-        """How tensors are solved, of so large a magnitude with a length of its own."""
-        return UniformSettings(largest=largest, dependent=self.codes == "dependent" and not low_bits_of(largest))
+    def layer_solver(self, bits: Mapping[str, float], largest: int) -> LayerSolver:
+        """A solver for tensors of these bits, by name, and of so large a magnitude with a length of its own."""
+        dependent = self.codes == "dependent" and not low_bits_of(largest)
+        settings = UniformSettings(largest=largest, dependent=dependent, even=self._importance.measured)
+        return LayerSolver(bits, settings, self._importance.scales)
 
     def _step_of(self, name: str) -> float:
         assert self._step is not None, "prepare comes first"
@@ -212,11 +212,9 @@ class Rate(Method):
         assert self._step is not None, "prepare comes first"
         if stage.inputs is None:
             return self._rounded(stage)
-        solver: LayerSolver | None = stage.plan
-        if solver is None:  # linear layers, whose stages are not seen in advance
-            solver = self._layer_solver()
-            solver.plan(stage)
-        return solver.solve(stage)
+        if not stage.dense:
+            return stage.plan.solve(stage)  # type: ignore[no-any-return]
+        return solved_apart(stage, self._layer_solver)
 
     def rounded(self, name: str, matrix: Tensor, out: Tensor | None = None) -> tuple[Tensor, float]:
         """Round a matrix of the tensor `name` without a text: codes [R, C], in `out` if they fit, and their scale.
@@ -235,7 +233,7 @@ class Rate(Method):
         experts, rows, columns = weights.shape
         assert self._step is not None, "prepare comes first"
         whole, dependent = torch.empty(weights.shape, dtype=torch.int8), weights.name in self._step.dependent
-        scales = self._scales.get(weights.name)
+        scales = self._importance.scales.get(weights.name)
         for expert in range(experts):
             matrix = weights.expert(expert)
             try:
@@ -257,7 +255,7 @@ class Rate(Method):
         parts = solution.parts
         codes, scale, dependent = parts["codes"].numpy(), parts["scale"][:1], bool(parts["dependent"].any())
         form = form_of(self._step.largest, dependent)
-        if (scales := self._scales.get(weights.name)) is not None:
+        if (scales := self._importance.scales.get(weights.name)) is not None:
             scale = (scale / scales.rows).bfloat16().float()
             form["columns"] = (1 / scales.columns).numpy()
         try:
@@ -267,7 +265,7 @@ class Rate(Method):
         return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
 
     def _scale_bits(self, name: str) -> int:
-        return self._scales[name].bits if name in self._scales else 0
+        return self._importance.scales[name].bits if name in self._importance.scales else 0
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""

@@ -124,10 +124,11 @@ def _sources(checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str]) -> 
             yield _Source(part.packed_name, part.shape, share, part.expert)
     for dense in model.dense:
         for linear in dense.only(roles).linears:
-            yield _Source(linear.source, (1, *linear.shape), 1.0, _only(linear))
+            yield _Source(linear.source, (1, *linear.shape), 1.0, only(linear))
 
 
-def _only(linear: DenseLinear) -> Callable[[int], Tensor]:
+def only(linear: DenseLinear) -> Callable[[int], Tensor]:
+    """Its matrix, as that of an expert."""
     return lambda _: linear.matrix()
 
 

@@ -1,8 +1,7 @@
-"""What an error of each tensor counts: twice the nats a token that a squared error of a weight costs."""
+"""What errors of weights count: twice the nats a token that a squared error costs, and the scales that follow."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,26 +12,16 @@ from moepack.calibration.fisher import fisher
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.errors import InvalidTensorError
+from moepack.methods.rate.sample import only
 from moepack.methods.rate.scales import Scales, scales_of
 from moepack.progress import Progress
 from moepack.solvers.balance import Balance, Matrices, balance
 
-__all__ = ["WITHIN", "Importance", "expected_rise", "find_importance", "role_of", "solved_rise"]
+__all__ = ["Importance", "find_importance", "role_of"]
 
 LOST = {"experts": 1.5, "attention": 2.0, "shared": 0.4, "mlp": 1.0, "head": 3.0, "embedding": 4.5}
 """Nats, times two, that a model would lose by noise as strong as all tensors of a role, were the loss a parabola: what
 texts gave (docs/methods/auto.md), alike for models of unlike shapes. It tells importance where there is no text."""
-
-STEEPER, BEND, MOST = 1.2, 4.7, 10.0
-"""The loss is a parabola near the original only: 1.2 times as steep on unseen texts, and growing by a factor of e for
-each 0.21 nats that the parabola says (docs/methods/auto.md); more than 10 nats is noise."""
-
-COMPENSATED = 0.5
-"""What error compensation leaves of what rounding alone would cost: 0.38 to 0.7, model by model."""
-
-LOW_RATE, FALL = 1.7, 2.0
-"""How many times more than that a model loses at 0.9 bits a weight, where most integers are zero and compensation is of
-less help, and by how much that falls with each bit, as a power of e."""
 
 SQUARE = math.pi / 2
 """The mean square of balanced weights, whose mean magnitude is 1, were they Gaussian."""
@@ -40,9 +29,6 @@ SQUARE = math.pi / 2
 ROWS = 256
 """Rows of a matrix, about, that tell its mean square."""
 
-WITHIN = 2.0
-"""Factor, either way, within which a model loses what is expected with a text: 50 of 56 increases of three small models
-(`benches/expected.py`), and SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13; docs/methods/sensitivity.md)."""
 
 @dataclass(frozen=True)
 class Importance:
@@ -58,19 +44,6 @@ class Importance:
     values: dict[str, float]
     scales: dict[str, Scales]
     measured: bool
-
-
-def expected_rise(errors: Mapping[str, float]) -> float:
-    """Nats a token that a model loses, by what errors of each role would cost were the loss a parabola."""
-    small = sum(errors.values())
-    return min(STEEPER * small * math.exp(min(BEND * small, 10.0)), MOST)
-
-
-def solved_rise(errors: Mapping[str, float], bits: float) -> float:
-    """Nats a token that a model of so many bits a weight loses whose tensors were solved on a text, all but those that
-    hold tokens; errors as for `expected_rise`."""
-    small = sum(error * (1.0 if role in (EMBEDDING, "head") else COMPENSATED) for role, error in errors.items())
-    return min(STEEPER * small * (1 + LOW_RATE * math.exp(-FALL * (bits - 0.9))), MOST)
 
 
 def find_importance(
@@ -92,10 +65,10 @@ def find_importance(
                   for name, weights in _weights(model).items()}  # fmt: skip
         scales = {name: scales_of(own, counts[name]) for name, own in balances.items()}
         return Importance(prior, scales, measured=False)
-    inputs = {}
+    inputs: dict[str, Tensor] = {}
     for layer in model.layers:
         if len(first := [part.packed_name for part in layer.projections[:-1]]) > 1:
-            inputs |= dict.fromkeys(first, sum(found[name].columns.mean(0) for name in first))
+            inputs |= dict.fromkeys(first, torch.stack([found[name].columns.mean(0) for name in first]).sum(0))
     scales = {
         name: scales_of(own, found[name], inputs.get(name), tokens=roles[name] in (EMBEDDING, "head"))
         for name, own in balances.items()
@@ -122,7 +95,7 @@ def find_balances(model: MoeModel) -> dict[str, Balance]:
                     source = part.parts[int((~finite).nonzero()[0])].tensor
                     raise InvalidTensorError("has NaN or infinite weights", tensor=source)
     for linear in (linear for dense in model.dense for linear in dense.linears):
-        (own,) = balance([Matrices((1, *linear.shape), lambda _, linear=linear: linear.matrix())])
+        (own,) = balance([Matrices((1, *linear.shape), only(linear))])
         if not bool(own.rows.isfinite().all()):
             raise InvalidTensorError("has NaN or infinite weights", tensor=linear.source)
         found[linear.source] = own
