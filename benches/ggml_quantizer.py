@@ -1,7 +1,7 @@
 """llama.cpp's own quantizer, applied to a Llama checkpoint, by the library in `llama-cpp-python`.
 
-The checkpoint is written as a GGUF file in float32, `llama_model_quantize` makes a file of the wanted type, with its own
-choice of a type for each tensor, and `gguf` decodes that. No runtime of llama.cpp takes part.
+The checkpoint is written as a GGUF file in float32. `llama_model_quantize` makes a file of the wanted type, in which it
+chooses a type for each tensor, and `gguf` decodes it. No runtime of llama.cpp takes part.
 
 K and I types have blocks of 256 columns. A row whose length is no multiple of that falls back to a larger type, so
 a model with 576 columns quantized to Q2_K has five bits a weight. `folded` writes four such rows as one of 2,304,
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantized import Quantized, linear_layers, opened
@@ -71,8 +72,19 @@ def fold(columns: int) -> int:
     return BLOCK // math.gcd(BLOCK, columns)
 
 
+def _folded(tensor: Tensor, times: int) -> Tensor:
+    """A matrix with so many rows in one; a vector stays as it is."""
+    return tensor.reshape(-1, times * tensor.shape[-1]) if tensor.ndim == 2 else tensor
+
+
 def importances(model: Path, ids: Tensor, device: str) -> dict[str, Tensor]:
-    """What llama.cpp's imatrix holds: the mean square of each input of each projection, over all tokens."""
+    """What llama.cpp's imatrix holds: the mean square of each input of each projection, over all tokens.
+
+    They are kept beside the model, since every type needs the same.
+    """
+    kept = model.with_name(f"{model.name}-importances-{len(ids)}.safetensors")
+    if kept.exists():
+        return load_file(kept)
     loaded, sums = opened(model, torch.float32, device), {}
 
     def note(name: str) -> Any:
@@ -86,7 +98,9 @@ def importances(model: Path, ids: Tensor, device: str) -> dict[str, Tensor]:
     with torch.inference_mode():
         for row in ids.to(device):
             loaded.model(row[None], use_cache=False)
-    return {name: (each / ids.numel()).float().cpu() for name, each in sums.items()}
+    found = {name: (each / ids.numel()).float().cpu() for name, each in sums.items()}
+    save_file(found, kept)
+    return found
 
 
 def write_gguf(tensors: dict[str, Tensor], config: dict[str, Any], file: Path) -> None:
@@ -143,7 +157,6 @@ def llama_cpp(
 ) -> Quantized:
     """llama.cpp's types, with the embedding, which is also the head; norms stay in float32."""
     import gguf
-    from safetensors.torch import load_file
 
     config = json.loads((model / "config.json").read_text())
     turned, tensors = Turned(config), load_file(model / "model.safetensors")
@@ -156,11 +169,8 @@ def llama_cpp(
     result = Quantized()
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "source.gguf", Path(folder) / "out.gguf"
-        written = {}
-        for name, tensor in tensors.items():
-            ordered = turned.to_gguf(name, tensor.float())
-            written[gguf_name(name)] = ordered.reshape(-1, times[name] * tensor.shape[-1]) if tensor.ndim == 2 else ordered
-        write_gguf(written, config, source)
+        ordered = {name: turned.to_gguf(name, tensor.float()) for name, tensor in tensors.items()}
+        write_gguf({gguf_name(name): _folded(each, times[name]) for name, each in ordered.items()}, config, source)
         quantize(source, out, kind, weights_of)
         for part in gguf.GGUFReader(out).tensors:
             name, shape = shapes[part.name]

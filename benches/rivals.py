@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import re
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,11 +73,40 @@ def quantize(peer: str, settings: dict[str, Any], options: argparse.Namespace, o
     made = QUANTIZERS[peer][1](options.model, ids, options.device, **settings)
     seconds = time.perf_counter() - start
     save_file(made.weights, out)
-    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    row = {"sizes": made.sizes, "seconds": round(seconds, 1), "peak_gib": round(int(peak[1]) / 2**20, 2) if peak else None}
+    row: Row = {"sizes": made.sizes, "seconds": round(seconds, 1), "peak_gib": _peak()}
     if options.device != "cpu":
         row["device_peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return row
+
+
+def _peak() -> float:
+    """The most memory that this process had, GiB; `getrusage` would count its parent's as well."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    return round(int(found[1]) / 2**20, 2) if found else math.nan
+
+
+def sizes_of(sizes: dict[str, tuple[float, int]], count: int) -> dict[str, float]:
+    """Bits a weight of the matrices of the layers, and of all `count` weights; what is left alone has 16."""
+    layers = [size for name, size in sizes.items() if not is_embedding(name) and "norm" not in name]
+    bits, weights = (sum(part) for part in zip(*layers, strict=True))
+    all_bits, all_weights = (sum(part) for part in zip(*sizes.values(), strict=True))
+    rest = 16 * (count - all_weights)
+    return {"layer_bits": round(bits / weights, 3), "bits": round((all_bits + rest) / count, 3)}
+
+
+class Kept:
+    """A model that answers each window once, and keeps its logits."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.answers: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        """The model's output."""
+        key = tuple(ids.flatten().tolist())
+        if key not in self.answers:
+            self.answers[key] = SimpleNamespace(logits=self.model(ids).logits)
+        return self.answers[key]
 
 
 class Bench:
@@ -84,6 +115,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.scores = Scores(options.model, options.texts, options.device, options.windows)
+        self.scores.original = Kept(self.scores.original)
         self.model = Dequantized(options.model, options.device)
         self.count = sum(each.numel() for each in self.model.model.parameters())
 
@@ -101,21 +133,12 @@ class Bench:
             except Exception as error:
                 return known | {"failure": f"{type(error).__name__}: {error}".splitlines()[0]}
             weights = load_file(out)
-        layers = {name: size for name, size in found.pop("sizes").items()}
-        found |= self._bits(layers)
+        found |= sizes_of(found.pop("sizes"), self.count)
         found["everything"] = self._scored(weights)
         kept = {name: tensor for name, tensor in weights.items() if not is_embedding(name)}
         found["layers"] = found["everything"] if len(kept) == len(weights) else self._scored(kept)
         where = {key: machine.describe(1, self.options.device)[key] for key in ("processor", "device")}
         return known | where | {"samples": self.options.samples, "windows": self.options.windows} | found
-
-    def _bits(self, sizes: dict[str, tuple[float, int]]) -> dict[str, float]:
-        """Bits a weight of the matrices of the layers, and of everything, where what is left alone has 16."""
-        layers = [size for name, size in sizes.items() if not is_embedding(name) and "norm" not in name]
-        bits, count = (sum(part) for part in zip(*layers, strict=True))
-        all_bits, all_count = (sum(part) for part in zip(*sizes.values(), strict=True))
-        rest = 16 * (self.count - all_count)
-        return {"layer_bits": round(bits / count, 3), "bits": round((all_bits + rest) / self.count, 3)}
 
     @torch.no_grad()
     def _scored(self, weights: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
@@ -139,7 +162,8 @@ def table(rows: list[Row]) -> str:
         cells += [_figures(row["layers"], "divergence", ".3f"), f"{row['bits']:.2f}"]
         cells += [_figures(row["everything"], "increase", "+.3f"), f"{row['seconds']:.0f}", f"{row['peak_gib']:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines + ["", *(f"- {row['peer']}, {row['setting']}: {row['failure']}" for row in rows if "failure" in row)])
+    failures = [f"- {row['peer']}, {row['setting']}: {row['failure']}" for row in rows if "failure" in row]
+    return "\n".join([*lines, "", *failures])
 
 
 def _figures(scores: dict[str, dict[str, float]], figure: str, form: str) -> str:
