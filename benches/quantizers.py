@@ -133,8 +133,8 @@ def moepack(model: Path, ids: Tensor, device: str, bits: float, text: bool = Tru
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "text.txt", Path(folder) / "packed"
         source.write_text(open_tokenizer(model).decode(ids.flatten()), encoding="utf-8")
-        calibration = {"calibration": str(source), "samples": len(ids)} if text else {}
-        package.compress(model, out, method=Auto(bits_per_weight=bits, device=device, **calibration))
+        given = {"calibration": str(source), "samples": len(ids), "sequence_length": ids.shape[1]} if text else {}
+        package.compress(model, out, method=Auto(bits_per_weight=bits, device=device, **given))
         for name, record in PackedDirectory.open(out).manifest.packed().items():
             found.sizes[name] = 8.0 * record.nbytes, math.prod(record.shape)
         originals = opened(model, torch.float32, "cpu").state_dict()
