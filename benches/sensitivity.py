@@ -53,10 +53,11 @@ LARGEST = 3000
 class Scores:
     """Measures models beside the original, on some texts."""
 
-    def __init__(self, path: Path, texts: list[Path], device: str) -> None:
+    def __init__(self, path: Path, texts: list[Path], device: str, count: int = SCORED) -> None:
+        """Read the model at `path`, and `count` windows of each text."""
         self.device, tokenizer = device, open_tokenizer(path)
         self.original = open_model(path, torch.float32).to(device).eval()
-        self.windows = {text.stem: windows(tokenizer, text, SCORED, WINDOW) for text in texts}
+        self.windows = {text.stem: windows(tokenizer, text, count, WINDOW) for text in texts}
 
     @torch.inference_mode()
     def of(self, model: Any) -> dict[str, dict[str, float]]:
