@@ -1,6 +1,6 @@
 """Fixtures that every test file shares: tiny random checkpoints, built once a session. Treat them as read-only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,14 @@ import transformers
 import moepack
 import tiny_models
 from moepack.census.tiny import tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache directory of the session's own: no measurement of another run is used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from moepack.errors import CalibrationError, DiskError, ResumeError
 from moepack.methods import Auto, Rate
 from moepack.methods.auto.coded import _held
 from moepack.methods.auto.target import Target
+from moepack.methods.rate.importance import find_balances
+from moepack.methods.rate.scales import Scales
 from moepack.pipeline.estimate import estimate
 from moepack.units import byte_count
 from test_cli_format import run
@@ -103,7 +105,7 @@ def test_a_size_is_met_and_the_plan_knows_it(settings: dict[str, Any], tmp_path:
 
 def test_a_text_meets_the_size_too_and_saves_loss(tmp_path: Path) -> None:
     losses = {}
-    for name, method in {"free": Auto(size="1.2MB"), "text": calibrated(size="1.2MB")}.items():
+    for name, method in {"free": Auto(size="1.2MB", calibration=None), "text": calibrated(size="1.2MB")}.items():
         moepack.compress(TINY_MOE, tmp_path / name, method=method)
         assert 0.99 * 1_200_000 < weight_bytes(tmp_path / name) <= 1_200_000
         losses[name] = moepack.evaluate(tmp_path / name, NOVEL, 8000).loss
@@ -135,11 +137,12 @@ def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeyp
 
 def test_rows_are_held_where_tables_list_their_integers() -> None:
     matrix = torch.randn(64, 32) * torch.logspace(-2, 2, 64)[:, None]
-    rows = torch.ones(64)
-    spreads = (matrix * _held(matrix, rows, 1.0)[:, None]).square().mean(1).sqrt()
+    scales, rows = Scales(torch.ones(1, 64), torch.ones(1, 32)), torch.ones(64)
+    held = _held(matrix, scales, 1.0)[0]
+    spreads = (matrix * held[:, None]).square().mean(1).sqrt()
     assert spreads.max() <= 1.0 + 1e-6
     wide = matrix.square().mean(1).sqrt() > 1
-    assert torch.equal(_held(matrix, rows, 1.0)[~wide], rows[~wide]) and spreads[wide].min() > 2**-0.26
+    assert torch.equal(held[~wide], rows[~wide]) and spreads[wide].min() > 2**-0.26
 
 
 def test_measuring_importance_shows_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,8 +213,9 @@ def test_squared_gradients_tell_what_noise_costs() -> None:
     checkpoint = Checkpoint.open(TINY_MOE)
     model = describe(checkpoint)
     samples = calibrated(size="3MB").request.load(checkpoint)  # type: ignore[union-attr]
-    found = fisher(checkpoint, model, samples, torch.device("cpu"))
-    assert found is not None
+    known = fisher(checkpoint, model, find_balances(model), samples, torch.device("cpu"))
+    assert known is not None
+    found = {name: own.mean for name, own in known.items()}
     linears = {linear.source for dense in model.dense for linear in dense.linears}
     assert set(found) == linears | {part.packed_name for layer in model.layers for part in layer.projections}
     last = model.layers[-1].projections[-1]
@@ -223,8 +227,10 @@ def test_a_plan_promises_only_what_was_measured(tmp_path: Path, capsys: pytest.C
     """A range with a text; without one the plan says that it does not know."""
     known = estimate(TINY_MOE, tmp_path / "out", calibrated(size="3MB"))
     assert known.loss is not None and 0 < known.loss[0] < known.loss[1]
-    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB")).loss is None
-    said = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "3MB", "--dry-run")[1]
+    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB")).loss is not None
+    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB", calibration=None)).loss is None
+    options = ("--size", "3MB", "--dry-run", "--calibration", "none")
+    said = run(capsys, "compress", TINY_MOE, tmp_path / "out", *options)[1]
     assert re.search(r"loss +unknown: .*--calibration", said), said
     said = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--method", "finequant", "--dry-run")[1]
     assert not re.search(r"loss +", said), said
@@ -234,7 +240,8 @@ def test_models_that_do_not_fit_are_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     checkpoint = Checkpoint.open(TINY_MOE)
     samples = calibrated(size="3MB").request.load(checkpoint)  # type: ignore[union-attr]
     monkeypatch.setattr("moepack.calibration.fisher.available_bytes", lambda: 1000)
-    assert fisher(checkpoint, describe(checkpoint), samples, torch.device("cpu")) is None
+    model = describe(checkpoint)
+    assert fisher(checkpoint, model, find_balances(model), samples, torch.device("cpu")) is None
 
 
 def test_the_first_command_makes_a_good_model_of_a_quarter(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from moepack.cli import main
 from moepack.errors import NonFiniteError
 from moepack.evaluation import evaluate, record_reference
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.methods.rate.importance import find_balances
 from moepack.runtime.conversation import Conversation
 from moepack.runtime.finite import are_finite, non_finite, watching
 from moepack.runtime.generation import generate
@@ -250,7 +251,8 @@ def test_commands_say_it_in_a_line(damaged, text, capsys):
 def test_the_search_for_what_errors_cost(damaged):
     checkpoint = Checkpoint.open(damaged)
     with pytest.raises(NonFiniteError, match=r"'model\.norm'"):
-        fisher(checkpoint, describe(checkpoint), decoder_samples(torch.arange(3, 19)[None]), torch.device("cpu"))
+        model, samples = describe(checkpoint), decoder_samples(torch.arange(3, 19)[None])
+        fisher(checkpoint, model, find_balances(model), samples, torch.device("cpu"))
 
 
 def test_every_call_of_a_model_that_is_watched(broken):

@@ -186,7 +186,11 @@ def test_later_layers_make_up_for_what_earlier_ones_took(mixtral: Path, text: Pa
     after = method._layer_solver()._bits
     excess = 8 * taken - method.decided(first)
     assert sum(after.values()) == pytest.approx(sum(before.values()) - excess)
-    assert after.keys() == before.keys() and all(after[name] < bits for name, bits in before.items())
+    assert after.keys() == before.keys()
+    # Narrow projections take no more than their scales.
+    assert all(after[name] <= bits for name, bits in before.items()) and any(
+        after[name] < before[name] for name in after
+    )
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers"])

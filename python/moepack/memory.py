@@ -53,8 +53,31 @@ def available_bytes() -> int | None:
     return min([system, *_group_limits()])
 
 
+def total_bytes() -> int | None:
+    """Return the bytes of memory of this machine, or of the control groups that this process is in, if those have less.
+
+    None where Linux's `/proc/meminfo` does not exist.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        system = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:"))
+    except (OSError, StopIteration):
+        return None
+    return min([system, *(limit for limit, _ in _groups())])
+
+
 def _group_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each control group (version 2) that this process is in leaves it, where the group has a limit."""
+    """What each control group that this process is in leaves it, where the group has a limit."""
+    for limit, group in _groups(root):
+        with suppress(OSError, ValueError):
+            used = int((group / "memory.current").read_text())
+            statistics = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = sum(int(value) for name, value in statistics if name in ("active_file", "inactive_file"))
+            yield max(0, limit - used + cached)
+
+
+def _groups(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, Path]]:
+    """The limit of each control group (version 2) that this process is in and that has one, and its directory."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -64,11 +87,7 @@ def _group_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
         if not group.is_relative_to(root):
             return
         with suppress(OSError, ValueError):  # no group of version 2, or "max": none with a limit
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
-            statistics = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = sum(int(value) for name, value in statistics if name in ("active_file", "inactive_file"))
-            yield max(0, limit - used + cached)
+            yield int((group / "memory.max").read_text()), group
 
 
 class PeakMemory:

@@ -14,6 +14,7 @@ The model runs whole, in float32: a gradient is summed up and dropped as soon as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from moepack.progress import Progress, Silent
 from moepack.runtime.finite import are_finite, non_finite
 from moepack.solvers.balance import Balance
 
-__all__ = ["LENGTH", "Sensitivity", "fisher", "fits", "owners"]
+__all__ = ["LENGTH", "WINDOWS", "Sensitivity", "fisher", "fits", "needed_bytes", "owners"]
 
 WINDOWS, LENGTH = 32, 256
 """Windows of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
@@ -96,9 +97,14 @@ def fisher(
 
 def fits(checkpoint: Checkpoint, samples: Samples, device: torch.device) -> bool:
     """Whether the model reads one text, and fits in float32 into the memory that is free."""
-    weights = sum(info.nbytes // info.dtype.itemsize for info in map(checkpoint.info, checkpoint.names()))
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return samples.targets is None and (free is None or free >= ROOM * 4 * weights)
+    return samples.targets is None and (free is None or free >= needed_bytes(checkpoint))
+
+
+def needed_bytes(checkpoint: Checkpoint) -> int:
+    """Memory that the whole model needs to run so."""
+    infos = map(checkpoint.info, checkpoint.names())
+    return math.ceil(ROOM * 4 * sum(info.nbytes // info.dtype.itemsize for info in infos))
 
 
 def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tensor:

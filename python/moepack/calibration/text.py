@@ -1,7 +1,8 @@
 """Calibration text: from a file, a directory or a data set to token windows.
 
 A source is plain text, JSON lines (field "text", or the only string field), a directory of both, or the name of a data
-set on the hub. The tokens of all documents are joined, and windows are taken from them at even distances, so that a
+set on the hub, or `BUILT_IN`, pages of *Little Women* (Louisa May Alcott, 1868; in the public domain). The tokens of
+all documents are joined, and windows are taken from them at even distances, so that a
 short calibration run still sees the whole text. Nothing here is random.
 """
 
@@ -21,7 +22,10 @@ from moepack.errors import CalibrationError, MoepackWarning, TextError
 from moepack.runtime.vocabulary import first_unknown, unknown
 from moepack.textfile import read_text
 
-__all__ = ["Tokenizer", "check_source", "read_texts", "token_windows"]
+__all__ = ["BUILT_IN", "Tokenizer", "check_source", "read_texts", "token_windows"]
+
+BUILT_IN = "built-in"
+"""The source that comes with the package: some 10,000 tokens of English prose."""
 
 #: Text beyond this many characters a token asked for is not read: natural text has 3 to 6.
 CHARACTERS_PER_TOKEN = 32
@@ -46,7 +50,7 @@ def check_source(source: str | PathLike[str]) -> None:
     Raises:
         CalibrationError: there is none of this name, and it cannot be one of a data set.
     """
-    path = Path(source)
+    path = _path(source)
     named = path.suffix in TEXT_SUFFIXES + JSON_SUFFIXES or str(source).partition(":")[0].count("/") != 1
     if not path.exists() and (named or str(source).startswith(("/", "."))):
         raise CalibrationError("there is no such calibration file or directory", file=path)
@@ -56,14 +60,14 @@ def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iter
     """Documents of a calibration source, in a fixed order.
 
     Args:
-        source: a file, a directory (searched in sorted order, without descending), or a data set of the hub as
-            ``owner/name`` or ``owner/name:split``.
+        source: a file, a directory (searched in sorted order, without descending), a data set of the hub as
+            ``owner/name`` or ``owner/name:split``, or `BUILT_IN`.
         limit: stop after this many characters.
 
     Raises:
         CalibrationError: the source does not exist, is empty, or is not text.
     """
-    path = Path(source)
+    path = _path(source)
     documents: Iterator[str]
     if path.is_dir():
         files = sorted(f for f in path.iterdir() if f.is_file() and f.suffix in TEXT_SUFFIXES + JSON_SUFFIXES)
@@ -75,6 +79,10 @@ def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iter
     else:
         documents = _hub_documents(str(source))
     return _limited(documents, limit)
+
+
+def _path(source: str | PathLike[str]) -> Path:
+    return Path(__file__).with_name("built_in.txt") if source == BUILT_IN else Path(source)
 
 
 def token_windows(

@@ -74,8 +74,8 @@ def compress_command(
     """Compress MODEL into the packed directory OUT, after printing a plan of the job.
 
     Say how large OUT may be with one of --size, --bits-per-weight and --ratio; without, it takes 4 bits a weight, or
-    half of the free memory where that is less. A text (--calibration) saves about half of what is lost. A model of the
-    hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
+    half of the free memory where that is less. A text of your own (--calibration) tells best what errors
+    cost. A model of the hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
     """
     given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
     done = run(

@@ -114,7 +114,11 @@ Prefer = Annotated[
 Code = Annotated[str | None, _option("code", "fsv8 (default) or dict16.")]
 Calibration = Annotated[
     str | None,
-    _option("calibration", "Text like what the model will read: file, JSON lines, directory or data set of the hub."),
+    _option(
+        "calibration",
+        "Text like what the model will read: file, JSON lines, directory or data set of the hub. By default auto takes "
+        "a built-in text if the model fits; none takes nothing.",
+    ),
 ]
 Samples = Annotated[int | None, _option("samples", "windows of the text; default 128, floe 64.", min=1)]
 SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a window; default 512.", min=1)]

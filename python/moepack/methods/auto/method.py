@@ -17,9 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from moepack.calibration import CalibrationRequest, Stage
+from moepack.calibration.fisher import needed_bytes
+from moepack.calibration.text import BUILT_IN
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
+from moepack.memory import total_bytes
 from moepack.methods.auto.coded import Coded
 from moepack.methods.auto.loss import WITHIN
 from moepack.methods.auto.mixed import Mixed
@@ -39,6 +44,9 @@ __all__ = ["Auto"]
 
 PREFER = ("quality", "speed")
 
+NO_TEXT = "none"
+"""The calibration set that is none."""
+
 
 @dataclass
 class Auto(Method):
@@ -48,7 +56,8 @@ class Auto(Method):
         size: bytes that all files of weights may take, or text such as `9GB`.
         bits_per_weight: the same over all weights of the checkpoint. ratio: the same over the checkpoint's bytes. With
             none of the three, half of the free memory or 4 bits a weight, whichever is smaller.
-        calibration: text file, JSON lines, directory or data set of the hub; None does without.
+        calibration: text file, JSON lines, directory or data set of the hub. The default, "built-in", is a text that
+            comes with the package, where the model fits into memory in float32; None or "none" does without.
         prefer: "quality", or "speed", which weighs the time of products on this machine, too.
         codes: "dependent" where tensors have the bits for it, or "plain" for all.
         samples: calibration windows, at most.
@@ -62,7 +71,7 @@ class Auto(Method):
     size: str | int | None = None
     bits_per_weight: float | None = None
     ratio: float | None = None
-    calibration: str | None = None
+    calibration: str | None = BUILT_IN
     prefer: str = "quality"
     codes: str = "dependent"
     samples: int = 128
@@ -80,8 +89,15 @@ class Auto(Method):
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
         if self.prefer not in PREFER:
             raise ValueError(f"prefer must be {' or '.join(PREFER)}, not {self.prefer}")
-        names = ("codes", "calibration", "samples", "sequence_length", "group", "minimum_tokens", "device", "seed")
-        self._coder = Rate(MOST_BITS, **{name: getattr(self, name) for name in names})
+        # Where speed is preferred, formats are compared by errors of weights as they are, and no text is needed.
+        none = self.calibration == NO_TEXT or (self.calibration == BUILT_IN and self.prefer == "speed")
+        self._read(None if none else self.calibration)
+
+    def _read(self, source: str | None) -> None:
+        """Take a calibration set, or none."""
+        names = ("codes", "samples", "sequence_length", "group", "minimum_tokens", "device", "seed")
+        self.calibration = source
+        self._coder = Rate(MOST_BITS, calibration=source, **{name: getattr(self, name) for name in names})
 
     @property
     def request(self) -> CalibrationRequest | None:
@@ -160,6 +176,8 @@ class Auto(Method):
         """Turn what was asked for into bytes; raises ValueError for less than is possible and more than there is."""
         if self._goal is not None and self._goal.path == checkpoint.path:
             return
+        if self.calibration == BUILT_IN and not _runs_whole(checkpoint, self.device):
+            self._read(None)
         nbytes, reason = self._target.nbytes(checkpoint)
         shapes = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
         linears = (linear for dense in model.dense for linear in dense.only(self.dense_roles).linears)
@@ -229,6 +247,16 @@ class Auto(Method):
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""
         return self._coder.notes(layers)
+
+
+def _runs_whole(checkpoint: Checkpoint, device: str) -> bool:
+    """Whether a model can be run on a text, as a whole, in the memory that the machine has."""
+    tokenizer = any((checkpoint.path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if not tokenizer or checkpoint.config.get("is_encoder_decoder"):
+        return False
+    place = torch.device(device)
+    memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
+    return memory is None or memory >= needed_bytes(checkpoint)
 
 
 @dataclass(frozen=True)

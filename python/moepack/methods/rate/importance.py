@@ -2,13 +2,15 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moepack.calibration import CalibrationRequest
-from moepack.calibration.fisher import fisher
+from moepack.calibration.fisher import Sensitivity, fisher
+from moepack.calibration.kept import KeptSensitivity
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.errors import InvalidTensorError
@@ -56,7 +58,7 @@ def find_importance(
     """
     balances, found = find_balances(model), None
     if request is not None:
-        found = fisher(checkpoint, model, balances, request.load(checkpoint), request.settings.device, progress)
+        found = _measured(checkpoint, model, balances, request, progress)
     prior = _prior(model)
     roles = role_of(model)
     if found is None:
@@ -75,6 +77,24 @@ def find_importance(
     }
     values = prior | {name: _rounded(own.mean) for name, own in found.items() if own.mean > 0}
     return Importance(values, scales, measured=True)
+
+
+def _measured(
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    balances: Mapping[str, Balance],
+    request: CalibrationRequest,
+    progress: Progress | None,
+) -> dict[str, Sensitivity] | None:
+    """What was kept of the same model and text, or what is measured now."""
+    samples = request.load(checkpoint)
+    kept = KeptSensitivity(checkpoint, samples)
+    found = kept.read()
+    if found is None or found.keys() != balances.keys():
+        found = fisher(checkpoint, model, balances, samples, request.settings.device, progress)
+        if found is not None:
+            kept.write(found)
+    return found
 
 
 def find_balances(model: MoeModel) -> dict[str, Balance]:

@@ -160,7 +160,7 @@ class LayerSolver:
         return {
             tensor: Solution(
                 parts_of(codes, scales, outlook.dependent),
-                codes * scale / self._factors(stage, tensor),
+                self._values(stage, tensor, codes, scale),
                 rounded=rounded,
             )
             for tensor, codes in _by_tensor(stage, result.codes).items()
@@ -221,6 +221,14 @@ class LayerSolver:
             return torch.ones((), device=device)
         rows, columns = scales.of(stage.experts)
         return (rows[..., None] * columns[:, None]).to(device)
+
+    def _values(self, stage: Stage, tensor: str, codes: Tensor, scale: float) -> Tensor:
+        """What codes [G, R, C] stand for once they are stored."""
+        scales = self._scales.get(stage.tensors[tensor].name)
+        if scales is None:
+            return codes * scale
+        rows, columns = (each.to(codes.device) for each in scales.stored(scale, stage.experts))
+        return codes * rows[..., None] * columns[:, None]
 
     def _free(self, tensor: str, shape: Shape) -> float:
         """Bits of a tensor beside its symbols."""

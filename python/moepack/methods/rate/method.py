@@ -191,7 +191,7 @@ class Rate(Method):
         assert self._step is not None, "prepare comes first"
         given = self._step.bits
         free = {name: free_bits(shape) + self._scale_bits(name) for name, shape in self._solved.items()}
-        symbols = {name: given[name] - own for name, own in free.items()}
+        symbols = {name: max(given[name] - own, 0.0) for name, own in free.items()}
         share = min(max(self._excess / max(sum(symbols.values()), 1.0), -MOST_CORRECTED), MOST_CORRECTED)
         bits = {name: given[name] - share * own for name, own in symbols.items()}
         return self.layer_solver(bits, largest_at(self.bits_per_weight))
@@ -256,8 +256,8 @@ class Rate(Method):
         codes, scale, dependent = parts["codes"].numpy(), parts["scale"][:1], bool(parts["dependent"].any())
         form = form_of(self._step.largest, dependent)
         if (scales := self._importance.scales.get(weights.name)) is not None:
-            scale = (scale / scales.rows).bfloat16().float()
-            form["columns"] = (1 / scales.columns).numpy()
+            scale, columns = scales.stored(scale)
+            form["columns"] = columns.numpy()
         try:
             blob = _core.encode_coded(codes, scale.numpy(), ndim=weights.ndim, **form)
         except ValueError as cause:

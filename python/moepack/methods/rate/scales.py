@@ -62,6 +62,13 @@ class Scales:
         rows, columns = self.of(range(expert, expert + 1))
         return matrix.float() * rows[0, :, None] * columns[0]
 
+    def stored(self, worth: float | Tensor, experts: range | None = None) -> tuple[Tensor, Tensor]:
+        """What is stored where a code is worth so much of the scaled weights: the scales of rows [G, R] and of columns
+        [G or 1, C] of some experts or all. A weight is (row * code) * column, in this order."""
+        rows, columns = self.of(range(len(self.rows)) if experts is None else experts)
+        # One over a factor of columns is a bfloat16 but for the rounding of the two divisions.
+        return (worth / rows).bfloat16().float(), (1 / columns).bfloat16().float()
+
     def coarser(self, rows: Tensor) -> Scales:
         """With other factors of rows."""
         return replace(self, rows=rows)
