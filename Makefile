@@ -30,7 +30,7 @@ setup: $(VENV)/built ## Create .venv with all dependencies and the release build
 
 demo: setup ## Compress examples/tiny-moe, inspect, verify and evaluate it, let both models write
 	rm -rf $(DEMO) && mkdir -p $(dir $(DEMO))
-	$(BIN)/moepack compress examples/tiny-moe $(DEMO) --ratio 0.25 --calibration examples/texts/little-women.txt
+	$(BIN)/moepack compress examples/tiny-moe $(DEMO) --ratio 0.25
 	$(BIN)/moepack inspect $(DEMO)
 	$(BIN)/moepack verify $(DEMO)
 	$(BIN)/moepack eval $(DEMO) --text examples/texts/white-fang.txt --reference examples/tiny-moe

@@ -18,6 +18,7 @@ import torch
 from moepack.calibration.fisher import fisher
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, MoeModel, describe
+from moepack.methods.rate.importance import find_balances
 
 
 def squares(model: MoeModel) -> Iterator[tuple[str, str, float]]:
@@ -44,11 +45,11 @@ def main() -> None:
         checkpoint = Checkpoint.open(path)
         model = describe(checkpoint)
         samples = load_samples(checkpoint, options.calibration, options.windows, 256)
-        found = fisher(checkpoint, model, samples, torch.device("cpu"))
+        found = fisher(checkpoint, model, find_balances(model), samples, torch.device("cpu"))
         assert found is not None, "the model does not fit into memory, or reads two texts"
         lost: dict[str, float] = defaultdict(float)
         for name, role, square in squares(model):
-            lost[role] += float(found[name].mean()) * square
+            lost[role] += found[name].mean * square
         print(path.name, "  ".join(f"{role} {value:.2f}" for role, value in lost.items()), flush=True)
 
 

@@ -130,8 +130,8 @@ def _unpermuted(weight: Tensor, heads: int) -> Tensor:
 
 
 def rescaled(dense: Dense, seed: int) -> tuple[dict[str, Tensor], float]:
-    """The tensors of the same function in other scales, with a head of its own, and what outputs of experts are divided
-    by; factors are powers of two."""
+    """The tensors of the same function in other scales, and what outputs of experts are divided by; factors are powers
+    of two. The last norm keeps its scale, so that the head stays tied and sizes can be compared."""
     generator = torch.Generator().manual_seed(seed)
 
     def factors(count: int) -> Tensor:
@@ -155,9 +155,6 @@ def rescaled(dense: Dense, seed: int) -> tuple[dict[str, Tensor], float]:
         c = factors(dense.inner)
         part["up"] *= c[:, None]
         part["down"] /= c
-    c = factors(dense.hidden)
-    found["norm"] *= c
-    found["head"] = found["embed"] / c
     return found, 8.0
 
 
@@ -174,9 +171,7 @@ def checkpoint(dense: Dense, out: Path, form: str = "mixtral", seed: int | None 
 
     tensors, divided = (dense.tensors, 1.0) if seed is None else rescaled(dense, seed)
     written, config = {"mixtral": _mixtral, "glm4": _glm4, "dense": _llama}[form](dense, tensors, divided)
-    config |= {"tie_word_embeddings": "head" not in tensors}
-    if "head" in tensors:
-        written["lm_head.weight"] = tensors["head"]
+    config |= {"tie_word_embeddings": True}
     out.mkdir(parents=True)
     save_file(
         {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in written.items()},

@@ -1,13 +1,13 @@
 """What errors of weights cost a model that somebody else trained, and what follows for the steps of its integers.
 
     python benches/sensitivity.py samples MODEL --results FILE [--device cuda]
-    python benches/sensitivity.py texts MODEL --texts FILE ... [--sources FILE ...] [--bits 3 4] [--device cuda]
+    python benches/sensitivity.py texts MODEL --texts FILE ... --sources FILE ... [--bits 3 4] [--device cuda]
     python benches/sensitivity.py steps MODEL --texts FILE ... --sources FILE [--bits 3 4] [--device cuda]
 
 `samples` lets MODEL write a text of its own, from random first tokens at a temperature of 1.
 
-`texts` compresses MODEL by `auto`, without a text and with each source, and prints the loss that the plan expected
-beside the increase of the loss and the divergence that were measured.
+`texts` compresses MODEL by `auto` with each source, which may be `none` or `built-in`. It prints the loss that the plan
+expected, beside the increase of the loss and the divergence that were measured.
 
 `steps` rounds all weights to integers, whose steps follow the squared gradients F of the source's text: for a whole
 tensor (the mean of F), or in proportion to 1 / sqrt(rows^b columns^a) within it, with the means of F over columns and
@@ -89,10 +89,8 @@ def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each size and source of `auto`."""
     scores = Scores(options.model, options.texts, options.device)
     for bits in options.bits:
-        for source in (None, *options.sources):
-            method = Auto(
-                bits_per_weight=bits, calibration=None if source is None else str(source), device=options.device
-            )
+        for source in options.sources:
+            method = Auto(bits_per_weight=bits, calibration=str(source), device=options.device)
             with tempfile.TemporaryDirectory() as folder:
                 start = time.perf_counter()
                 moepack.compress(options.model, Path(folder) / "packed", method=method)
@@ -101,7 +99,7 @@ def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 model = moepack.load(Path(folder) / "packed", dtype="float32", **place)
                 found = scores.of(model)
             yield {
-                "bits": bits, "source": None if source is None else source.stem, "expected": method.packer.loss,
+                "bits": bits, "source": source.stem, "expected": method.packer.loss,
                 "seconds": round(seconds), **found,
             }  # fmt: skip
 

@@ -245,8 +245,7 @@ def test_models_that_do_not_fit_are_not_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_first_command_makes_a_good_model_of_a_quarter(tmp_path: Path) -> None:
-    method = Auto(ratio=0.25, calibration=str(NOVEL.with_name("little-women.txt")), samples=16)
-    moepack.compress(TINY_MOE, tmp_path / "out", method=method)
+    moepack.compress(TINY_MOE, tmp_path / "out", method=Auto(ratio=0.25))
     assert weight_bytes(tmp_path / "out") <= weight_bytes(TINY_MOE) / 4
     rise = moepack.evaluate(tmp_path / "out", NOVEL, 12_000).loss - moepack.evaluate(TINY_MOE, NOVEL, 12_000).loss
     assert rise < 0.05

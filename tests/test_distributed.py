@@ -63,6 +63,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copies]:
 def methods(place: Path) -> dict[str, Method]:
     found = every_method(place)
     seen = {"calibration": str(place / "text.txt"), "samples": 4, "sequence_length": 32, "group": 2}
+    found["auto"] = create("auto", calibration="none")
     found["qmoe"] = create("qmoe", **seen, dense_bits=4)
     found["codequant"] = create("codequant", **seen, rotation="random", activation_bits=8)
     return found

@@ -105,7 +105,7 @@ def test_stored_scales_are_what_weights_are_divided_by() -> None:
 
 
 def rescaled(model: Path, out: Path) -> Path:
-    """The same function in other scales: gains of norms against their readers, up against down, values against output."""
+    """The same function in other scales: norms against their readers, up against down, values against output."""
     shutil.copytree(model, out)
     for file in out.glob("*.safetensors"):
         tensors = load_file(file)

@@ -31,6 +31,7 @@ from moepack.errors import (
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
 from moepack.methods import CodeQuant, Rate
+from moepack.methods.rate.sample import take_sample
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.pipeline.tune import tune
@@ -149,11 +150,18 @@ def test_a_tuned_directory_is_verified_keeps_its_size_and_is_closer(packed, text
         tune(out, source, tmp_path / "tuned", calibration=str(text))
 
 
+class Plain(Rate):
+    """Coded integers without scales of rows and columns."""
+
+    def prepare(self, checkpoint, model, progress=None):
+        self.decide(take_sample(checkpoint, model, self.dense_roles))
+
+
 @pytest.mark.parametrize("long", [1, 64])
 def test_coded_tensors_keep_their_codes_and_long_rows_come_to_have_scales(packed, text, tmp_path, monkeypatch, long):
     monkeypatch.setattr("moepack.tuning.tensors.LONG", long)
     source = packed[1]
-    compress(source, tmp_path / "coded", method=Rate(bits_per_weight=2.5))
+    compress(source, tmp_path / "coded", method=Plain(bits_per_weight=2.5))
     few = {"calibration": str(text), "samples": 8, "sequence_length": 64}
     tuned = tune(tmp_path / "coded", source, tmp_path / "tuned", **few, settings=TuneSettings(20, 1e-2, batch=4))
     assert tuned.after.total(1) < 0.95 * tuned.before.total(1) and moepack.verify(tmp_path / "tuned").ok

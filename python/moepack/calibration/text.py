@@ -111,7 +111,7 @@ def token_windows(
     if (token := first_unknown(tokens, vocabulary)) is not None:
         raise CalibrationError(unknown(token, vocabulary, tokenizer), file=source)
     count = min(samples, len(ids) // length)
-    if count < samples:
+    if count < samples and source != BUILT_IN:
         message = f"{source}: the text holds {count} samples of {length} tokens, {samples} were asked for"
         warnings.warn(message, MoepackWarning, stacklevel=2)
     slack = len(ids) - count * length

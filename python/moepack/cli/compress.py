@@ -103,6 +103,7 @@ def run(
     from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
     from moepack.methods import create
+    from moepack.methods.auto.method import NO_TEXT
     from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
@@ -113,6 +114,8 @@ def run(
     progress = terminal_progress(console, quiet)
     with wrong_usage():
         settings.refuse_foreign(method, given)
+        if ray is not None and method == "auto":
+            given.setdefault("calibration", NO_TEXT)  # solving on a text cannot be shared
         chosen = create(method, **given)
         if ray is not None:
             refuse_sharing(chosen)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from moepack.calibration.fisher import needed_bytes
 from moepack.calibration.text import BUILT_IN
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
+from moepack.errors import CalibrationError
 from moepack.memory import total_bytes
 from moepack.methods.auto.coded import Coded
 from moepack.methods.auto.loss import WITHIN
@@ -176,7 +178,7 @@ class Auto(Method):
         """Turn what was asked for into bytes; raises ValueError for less than is possible and more than there is."""
         if self._goal is not None and self._goal.path == checkpoint.path:
             return
-        if self.calibration == BUILT_IN and not _runs_whole(checkpoint, self.device):
+        if self.calibration == BUILT_IN and not self._can_read(checkpoint):
             self._read(None)
         nbytes, reason = self._target.nbytes(checkpoint)
         shapes = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
@@ -189,6 +191,19 @@ class Auto(Method):
                 f"{in_words(nbytes)} were asked for; the least that can be made of this model is {in_words(smallest)}"
             )
         self._goal, self._packer = goal, None
+
+    def _can_read(self, checkpoint: Checkpoint) -> bool:
+        """Whether a model can run on a text, as a whole, in the memory that the machine has."""
+        place = torch.device(self.device)
+        memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
+        if checkpoint.config.get("is_encoder_decoder") or (memory is not None and memory < needed_bytes(checkpoint)):
+            return False
+        request = self._coder.request
+        assert request is not None, "there is a calibration set"
+        with suppress(CalibrationError):  # no tokenizer, or fewer positions than a window has
+            request.load(checkpoint)
+            return True
+        return False
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Share out the bytes.
@@ -247,16 +262,6 @@ class Auto(Method):
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""
         return self._coder.notes(layers)
-
-
-def _runs_whole(checkpoint: Checkpoint, device: str) -> bool:
-    """Whether a model can be run on a text, as a whole, in the memory that the machine has."""
-    tokenizer = any((checkpoint.path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-    if not tokenizer or checkpoint.config.get("is_encoder_decoder"):
-        return False
-    place = torch.device(device)
-    memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
-    return memory is None or memory >= needed_bytes(checkpoint)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moepack.arrays import is_finite
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.fisher import Sensitivity, fisher
 from moepack.calibration.kept import KeptSensitivity
@@ -108,18 +109,24 @@ def find_balances(model: MoeModel) -> dict[str, Balance]:
         *first, last = layer.projections
         for parts in (first, [last]) if first else ([last],):
             balances = balance([Matrices(part.shape, part.expert) for part in parts])
-            for part, own in zip(parts, balances, strict=True):
-                found[part.packed_name] = own
-                finite = own.rows.isfinite().all(1)
-                if not bool(finite.all()):
-                    source = part.parts[int((~finite).nonzero()[0])].tensor
-                    raise InvalidTensorError("has NaN or infinite weights", tensor=source)
+            if not all(bool(own.rows.isfinite().all()) for own in balances):
+                _refuse(
+                    (piece.tensor, part.expert(expert)) for part in parts for expert, piece in enumerate(part.parts)
+                )
+            found |= {part.packed_name: own for part, own in zip(parts, balances, strict=True)}
     for linear in (linear for dense in model.dense for linear in dense.linears):
         (own,) = balance([Matrices((1, *linear.shape), only(linear))])
         if not bool(own.rows.isfinite().all()):
-            raise InvalidTensorError("has NaN or infinite weights", tensor=linear.source)
+            _refuse([(linear.source, linear.matrix())])
         found[linear.source] = own
     return found
+
+
+def _refuse(matrices: Iterable[tuple[str, Tensor]]) -> None:
+    """Name the first of some tensors, one of which has a weight that is not finite."""
+    for name, matrix in matrices:
+        if not is_finite(matrix):
+            raise InvalidTensorError("has NaN or infinite weights", tensor=name)
 
 
 def role_of(model: MoeModel) -> dict[str, str]:
