@@ -73,7 +73,7 @@ def fold(columns: int) -> int:
 
 
 def _folded(tensor: Tensor, times: int) -> Tensor:
-    """A matrix with so many rows in one; a vector stays as it is."""
+    """A matrix whose rows are joined in groups; a vector stays as it is."""
     return tensor.reshape(-1, times * tensor.shape[-1]) if tensor.ndim == 2 else tensor
 
 

@@ -36,7 +36,7 @@ def changed(before: Path, after: Any, bits: Callable[[Tensor], float]) -> Quanti
 
 
 def grouped_bits(shape: torch.Size, bits: int, group: int, scale: int, zero: int) -> float:
-    """Bits of codes in groups along rows, with a scale and a zero of so many bits for each group."""
+    """Bits a weight of codes in groups along rows; each group has a scale and a zero of the given bits."""
     rows, columns = shape
     return float(rows * columns * bits + rows * math.ceil(columns / group) * (scale + zero))
 

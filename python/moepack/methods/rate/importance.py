@@ -123,7 +123,7 @@ def find_balances(model: MoeModel) -> dict[str, Balance]:
 
 
 def _refuse(matrices: Iterable[tuple[str, Tensor]]) -> None:
-    """Name the first of some tensors, one of which has a weight that is not finite."""
+    """Raise InvalidTensorError for the first matrix with a weight that is not finite."""
     for name, matrix in matrices:
         if not is_finite(matrix):
             raise InvalidTensorError("has NaN or infinite weights", tensor=name)

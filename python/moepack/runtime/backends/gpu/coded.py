@@ -220,7 +220,7 @@ def _scaled(
 def _launch_items(
     kernel: str, matrix: DeviceMatrix, items: int, arguments: list[Argument], device: torch.device
 ) -> None:
-    """Launch a kernel whose threads share out so many items."""
+    """Launch a kernel whose threads share `items`."""
     grid = min(-(-items // 512), 4 * _device(device.index)[0])
     _program(8, _dependent([matrix])).launch(kernel, grid, 512, arguments, early=True)
 
