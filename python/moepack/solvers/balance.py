@@ -91,7 +91,7 @@ def _columns(samples: Sequence[Tensor]) -> Tensor:
 
 
 def _rows(tensor: Matrices, columns: Tensor) -> Tensor:
-    """The factors of rows [E, R], given those of columns."""
+    """Factors of rows [E, R] for known factors of columns."""
     experts, rows, width = tensor.shape
     if not width:
         return torch.ones(experts, rows)

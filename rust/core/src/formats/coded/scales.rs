@@ -50,7 +50,7 @@ impl ColumnScales {
         Self::ALL.get(usize::from(byte)).copied()
     }
 
-    /// Rows of scales of so many experts.
+    /// Rows of scales that this number of experts has.
     pub fn rows(self, experts: usize) -> usize {
         match self {
             ColumnScales::None => 0,
@@ -65,7 +65,7 @@ impl Scales<'_> {
         self.rows.iter().chain(self.columns.unwrap_or_default()).copied()
     }
 
-    /// Which scales columns have, of those that fit a shape.
+    /// The kind of column scales for a shape.
     fn kind(&self, shape: Shape) -> Option<ColumnScales> {
         match self.columns.map(<[f32]>::len) {
             None => Some(ColumnScales::None),

@@ -26,7 +26,7 @@ struct Case {
     data: Vec<u8>,
     codes: Vec<i32>,
     scales: Vec<f32>,
-    /// Of columns: none, C, or E x C.
+    /// Scales of columns: none, C, or E x C.
     columns: Vec<f32>,
 }
 
