@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 
 from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.text import token_windows
 from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.classes import building
 from moepack.errors import CalibrationError
 
 __all__ = ["CalibrationRequest", "load_samples", "span_tokens"]
@@ -62,16 +62,16 @@ def load_samples(
         seed: of the span corruption.
 
     Raises:
+        UnsupportedModelError: transformers cannot build the configuration.
         CalibrationError: the text or the tokenizer is unusable, or a window is longer than the model's positions.
     """
-    try:
+    with building(checkpoint.path):
         config = AutoConfig.from_pretrained(checkpoint.path)
+    try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except Exception as error:  # tokenizers raise plain Exception for files that they cannot parse
         reason = " ".join(str(error).split())
-        raise CalibrationError(
-            f"no configuration and tokenizer can be loaded: {reason}", file=checkpoint.path
-        ) from error
+        raise CalibrationError(f"the tokenizer cannot be loaded: {reason}", file=checkpoint.path) from error
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and length > positions:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moepack.calibration.recorder import Recorder
 from moepack.checkpoint import Checkpoint
-from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.classes import building, meta_model
 from moepack.checkpoint.model import MoeLayer, MoeModel
 from moepack.checkpoint.names import Names
 from moepack.errors import CheckpointError, UnsupportedModelError
@@ -28,13 +28,9 @@ __all__ = ["Skeleton"]
 
 def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
     """Configuration and model, on the meta device."""
-    try:
+    with building(checkpoint.path):
         model = meta_model(checkpoint.path, checkpoint.config).eval()
-        return model.config, model
-    except Exception as cause:  # whatever a class of transformers makes of values that it does not expect
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
-        message = f"transformers cannot build the model ({reason})"
-        raise UnsupportedModelError(message, file=checkpoint.path / "config.json") from cause
+    return model.config, model
 
 
 _EXACT = (torch.bool, torch.int32, torch.int64)

@@ -4,7 +4,8 @@ The class that config.json names is taken if transformers has it: it alone knows
 one that reads images, or one that labels tokens. Otherwise an auto class decides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from moepack.errors import UnsupportedModelError
 
-__all__ = ["configuration", "meta_model", "model_class"]
+__all__ = ["building", "configuration", "meta_model", "model_class"]
 
 _AUTO = ("CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM", "TokenClassification")
 """The auto classes in the order in which they are asked."""
@@ -31,6 +32,17 @@ def model_class(config: Mapping[str, Any]) -> Any:
     kind, known = config["model_type"], transformers.CONFIG_MAPPING
     autos = [auto for name in _AUTO if (auto := getattr(transformers, f"AutoModelFor{name}", None)) is not None]
     return next((auto for auto in autos if kind in known and known[kind] in auto._model_mapping), autos[0])
+
+
+@contextmanager
+def building(checkpoint_path: Path) -> Iterator[None]:
+    """Raise UnsupportedModelError, which names config.json, for any exception of a class of transformers."""
+    try:
+        yield
+    except Exception as cause:  # a class raises whatever it makes of values that it does not expect
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        message = f"transformers cannot build the model ({reason})"
+        raise UnsupportedModelError(message, file=checkpoint_path / "config.json") from cause
 
 
 def configuration(checkpoint_path: Path, config: Mapping[str, Any]) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.classes import building, meta_model
 from moepack.checkpoint.model import Part
 from moepack.checkpoint.reader import Checkpoint
-from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.errors import CheckpointError
 from moepack.memory import without_collector
 
 __all__ = ["Names", "Rules", "Source", "UnknownConversion", "check_tensors", "nearest"]
@@ -218,12 +218,8 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
         UnsupportedModelError: transformers cannot build a model of config.json.
         CheckpointError: a tensor is missing or has another shape than the model's.
     """
-    try:
+    with building(checkpoint.path):
         model = meta_model(checkpoint.path, checkpoint.config)
-    except Exception as cause:  # whatever a class of transformers makes of values that it does not expect
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
-        message = f"transformers cannot build the model ({reason})"
-        raise UnsupportedModelError(message, file=checkpoint.path / "config.json") from cause
     names, described, rules = Names(checkpoint, model), tuple(f"{path}." for path in packed), Rules(model)
     for name in rules.needed:
         if name.startswith(described):
