@@ -47,3 +47,8 @@ def duration(seconds: float) -> str:
             return f"{max(seconds, 1):.0f} {unit}" if unit == "s" else f"{seconds:.2g} {unit}"
         seconds /= length if unit != "h" else 24
     return f"{seconds:.0f} days"
+
+
+def nats(increase: float) -> str:
+    """Return an increase of the loss: `nats(0.0214)` is `+0.021 nats a token`."""
+    return f"{increase:+.2g} nats a token"

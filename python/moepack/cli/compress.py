@@ -12,7 +12,7 @@ from moepack.cli.console import plain_console
 from moepack.cli.inspect import print_directory
 from moepack.cli.plan import print_plan
 from moepack.cli.usage import wrong_usage
-from moepack.units import size, speed
+from moepack.units import nats, size, speed
 
 if TYPE_CHECKING:
     from moepack.pipeline import CompressReport
@@ -41,6 +41,7 @@ def compress_command(
     ray: options.Ray = None,
     mtp_bits: options.MtpBits = None,
     resume: options.Resume = True,
+    check: options.Check = None,
     quiet: options.Quiet = False,
     method: Annotated[str, typer.Option(help=f"For research: {', '.join(settings.METHODS)}.")] = "auto",
     samples: settings.Samples = None,
@@ -80,7 +81,7 @@ def compress_command(
     given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
     done = run(
         model, out, method, given,
-        dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, quiet=quiet,
+        dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check, quiet=quiet,
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
@@ -97,6 +98,7 @@ def run(
     ray: str | None,
     mtp_bits: int | None,
     resume: bool,
+    check: bool | None = None,
     quiet: bool,
 ) -> "CompressReport | None":
     """Print the plan and do the work; None where the plan was all that was asked for."""
@@ -128,7 +130,7 @@ def run(
                 return None
             return compress(
                 directory, out, method=chosen,
-                mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, progress=progress,
+                mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, check=check, progress=progress,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise interrupted(console, out) from None
@@ -141,6 +143,8 @@ def interrupted(console: Console, out: Path) -> typer.Exit:
 
     kept = [file for suffix in (PARTIAL, STATE) if (file := out.with_name(out.name + suffix)).exists()]
     rest = f"the same command continues from {kept[0]}" if kept else "nothing was written yet"
+    if out.exists():  # only its check was left
+        rest = f"{out} is complete"
     console.print(f"interrupted; {rest}", soft_wrap=True)
     return typer.Exit(130)
 
@@ -174,6 +178,8 @@ def print_report(report: "CompressReport") -> None:
         print(f"dense      {size(report.dense_source_bytes)} -> {size(report.dense_bytes)} ({bits:.3f} bits a weight)")
     ratio = report.source_bytes / max(report.packed_bytes, 1)
     print(f"directory  {size(report.source_bytes)} -> {size(report.packed_bytes)} ({ratio:.2f}x)")
+    if report.increase is not None:
+        print(f"loss       {nats(report.increase)} on a part of the calibration text")
     rate = speed(report.weights_per_second)
     print(f"time       {report.seconds:.1f} s ({rate}), peak memory {size(report.peak_memory)}")
     print(f"wrote      {report.path}")

@@ -22,7 +22,10 @@ def tune_command(
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens a sample.")] = 512,
     steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = 200,
     rate: Annotated[
-        float, typer.Option(help="Learning rate, relative to a codebook's largest centroid and to a row's scale.")
+        float,
+        typer.Option(
+            help="Learning rate, relative to a codebook's largest centroid; eight times that for scales, gains."
+        ),
     ] = 5e-4,
     batch: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 8,
     router_weight: Annotated[
@@ -33,7 +36,7 @@ def tune_command(
     ] = "cpu",
     quiet: options.Quiet = False,
 ) -> None:
-    """Fine-tune PACKED towards the outputs of ORIGINAL: centroids of codebooks, scales of coded integers.
+    """Fine-tune centroids, scales and gains of norms of PACKED towards the outputs of ORIGINAL.
 
     OUT has the same codes; codebooks keep their size, coded integers gain two bytes a row where rows are long. An
     interrupted run leaves nothing behind and cannot be continued.

@@ -29,6 +29,7 @@ class CompressReport:
         resumed_weights: weights that an interrupted run had done before.
         skipped: entries of the source directory that were not taken over.
         notes: what the reader of the checkpoint wants the user to know, in full sentences.
+        increase: of the loss over the original, nats a token on a part of the calibration text; None if not measured.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class CompressReport:
     resumed_weights: int
     skipped: tuple[str, ...]
     notes: tuple[str, ...]
+    increase: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`tune`: fine-tunes centroids and scales of a packed directory against the model it was made of; codes stay."""
+"""`tune`: fine-tunes centroids, scales and gains of norms against the model that was packed; codes stay."""
 
 import math
 import os
@@ -84,7 +84,7 @@ def tune(
     workspace = Workspace.fresh(target.with_name(target.name + PARTIAL), "tune")
     try:
         workspace.reserve(_space(source))
-        tuned = _tuned(packed, original, windows.inputs, settings, torch.device(device), progress or Silent())
+        tuned = _tuned(source, original, windows.inputs, settings, torch.device(device), progress or Silent())
         _write(source, workspace, tuned, {**asdict(settings), "calibration_sha256": windows.fingerprint()})
         workspace.publish(target)
     except BaseException:
@@ -112,8 +112,18 @@ def _space(source: PackedDirectory) -> int:
     return directory_bytes(source.manifest) + sum(2 * math.prod(record.shape[:-1]) for record in coded) + (1 << 20)
 
 
+def _gains(source: PackedDirectory) -> dict[str, torch.dtype]:
+    """The types of the vectors that are stored as they are; those among them that are gains of norms may change."""
+    found: dict[str, torch.dtype] = {}
+    for file in source.manifest.files:
+        names = [name for name, record in source.manifest.tensors.items() if record.file == file and not record.packed]
+        infos = read_header(source.path / file, CorruptionError).tensors if names else {}
+        found |= {name: infos[name].dtype for name in names if len(infos[name].shape) == 1}
+    return found
+
+
 def _tuned(
-    packed: str | PathLike[str],
+    source: PackedDirectory,
     original: str | PathLike[str],
     samples: torch.Tensor,
     settings: TuneSettings,
@@ -125,11 +135,12 @@ def _tuned(
     progress.start(settings.steps * tokens, 0, "tokens")
     try:
         progress.stage("loading both models")
-        models = load(packed, torch.float32), open_model(original, torch.float32)
+        models = load(source.path, torch.float32), open_model(original, torch.float32)
         progress.stage("fine-tuning")
         return tune_model(
-            *models, samples, settings, device, lambda steps: progress.advance(steps * tokens, peak.sample())
-        )
+            *models, samples, settings, device,
+            lambda steps: progress.advance(steps * tokens, peak.sample()), _gains(source),
+        )  # fmt: skip
     finally:
         progress.finish()
 
@@ -167,6 +178,8 @@ def _shard(
             found = _core.PackedTensor(data).details()
             details = {name: found.get(name, value) for name, value in record.details.items()}
             shape, record = data.shape, replace(record, nbytes=data.nbytes, details=details)
+        elif (gain := tuned.gains.get(name)) is not None:
+            data = gain.view(torch.uint8).numpy()
         entries.append(Entry(name, DTYPE_NAMES[info.dtype], shape, partial(_flat, data), packed=record.packed))
         records[name] = record
     return entries, records

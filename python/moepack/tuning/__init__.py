@@ -1,11 +1,13 @@
 """Fine-tuning of what codes stand for, by gradient: the packed model's outputs against the original's."""
 
+from moepack.tuning.gains import Gain, thaw_gains
 from moepack.tuning.gradient import Objective, Tuned, TuneSettings, listening, tune_model
 from moepack.tuning.modules import TunedExperts, TunedLinear, thaw
 from moepack.tuning.tensors import Books, Scales, TunedTensor
 
 __all__ = [
     "Books",
+    "Gain",
     "Objective",
     "Scales",
     "TuneSettings",
@@ -15,5 +17,6 @@ __all__ = [
     "TunedTensor",
     "listening",
     "thaw",
+    "thaw_gains",
     "tune_model",
 ]

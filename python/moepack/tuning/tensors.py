@@ -26,13 +26,7 @@ they are spent on codes (docs/methods/rate.md)."""
 
 
 class TunedTensor(nn.Module, ABC):
-    """A packed tensor [E, R, C].
-
-    Attributes:
-        moves: float32, what gradient steps change: relative ways from where the tensor was.
-    """
-
-    moves: nn.Parameter
+    """A packed tensor [E, R, C]. Its parameters are relative ways from where its values were."""
 
     def inputs(self, x: Tensor) -> Tensor:
         """What the weights multiply, of activations [..., C]."""
@@ -111,14 +105,16 @@ class Books(TunedTensor):
 
 
 class Scales(TunedTensor):
-    """A coded tensor; its streams and scales of columns stay. Long rows come to have scales of their own.
+    """A coded tensor; its streams stay. Long rows come to have scales of their own.
 
     Attributes:
-        moves: [E, R] or [1, 1], of each scale, a bfloat16, relative to itself.
+        moves: [E, R] or [1, 1], of each scale of rows, a bfloat16, relative to itself.
+        turns: [E, C] or [1, C], of each scale of columns; [1, 0] where there are none.
     """
 
     values: Tensor
     first: Tensor
+    columns: Tensor
 
     def __init__(self, data: Tensor) -> None:
         """Read the bytes of a tensor, which are kept."""
@@ -126,33 +122,51 @@ class Scales(TunedTensor):
         self.data, blob = data, _core.PackedTensor(data.numpy())
         self.ndim, first = blob.ndim, torch.from_numpy(blob.parameters("scales"))
         experts, rows, columns = blob.shape
+        scaled = bool(blob.details().get("column_scales"))
         self.register_buffer("values", torch.from_numpy(blob.dequantize()))
         self.register_buffer("first", first.expand(experts, rows).clone() if columns >= LONG else first)
+        self.register_buffer("columns", torch.from_numpy(blob.parameters("columns")) if scaled else torch.ones(1, 0))
         self.moves = nn.Parameter(torch.zeros_like(self.first))
+        self.turns = nn.Parameter(torch.zeros_like(self.columns))
 
     def scales(self) -> Tensor:
-        """The scales as they will be stored."""
-        scales = self.first * (1 + self.moves)
-        return scales + (scales.bfloat16().float() - scales).detach()
+        """The scales of rows as they will be stored."""
+        return stored(self.first * (1 + self.moves))
+
+    def column_scales(self) -> Tensor:
+        """The scales of columns as they will be stored."""
+        return stored(self.columns * (1 + self.turns))
 
     def products(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Multiply by the values as they were, and the products by what became of their rows' scales."""
-        factors = (self.scales() / torch.where(self.first == 0, 1, self.first)).expand(self.values.shape[:2])
+        """Multiply by the values as they were; activations and products by what became of the scales."""
         expert = torch.repeat_interleave(torch.tensor(counts, device=x.device))
-        return _grouped(x, self.values, counts) * factors[expert]
+        if self.columns.numel():
+            columns = relative(self.column_scales(), self.columns)
+            x = x * (columns if len(columns) == 1 else columns[expert])
+        rows = relative(self.scales(), self.first).expand(self.values.shape[:2])
+        return _grouped(x, self.values, counts) * rows[expert]
 
     def blob(self) -> Tensor:
         """The tensor with the scales as they are now; equal codes are coded into equal streams."""
         data, scales = self.data.numpy(), self.scales().detach().cpu().numpy()
-        blob = _core.PackedTensor(data)
-        details = blob.details()
+        details = _core.PackedTensor(data).details()
         names = ("stream_rows", "low_bits", "dependent")
         form = {name: details[name] for name in names if name in details}
         if details.get("pairs", False):
             form["pairs"] = math.inf
-        if details.get("column_scales", False):
-            form["columns"] = blob.parameters("columns")
+        if self.columns.numel():
+            form["columns"] = self.column_scales().detach().cpu().numpy()
         return torch.from_numpy(_core.encode_coded(_core.decode_coded(data), scales, ndim=self.ndim, **form))
+
+
+def stored(scales: Tensor) -> Tensor:
+    """Scales rounded to bfloat16, with gradients as if they were not."""
+    return scales + (scales.bfloat16().float() - scales).detach()
+
+
+def relative(scales: Tensor, first: Tensor) -> Tensor:
+    """Scales over what they were; 1 where that was zero."""
+    return torch.where(first == 0, 1, scales / torch.where(first == 0, 1, first))
 
 
 KINDS: dict[str, type[Books | Scales]] = {"codebook": Books, "coded": Scales}
