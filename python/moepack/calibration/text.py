@@ -1,9 +1,13 @@
 """Calibration text: from a file, a directory or a data set to token windows.
 
-A source is plain text, JSON lines (field "text", or the only string field), a directory of both, or the name of a data
-set on the hub, or `BUILT_IN`, pages of *Little Women* (Louisa May Alcott, 1868; in the public domain). The tokens of
-all documents are joined, and windows are taken from them at even distances, so that a
-short calibration run still sees the whole text. Nothing here is random.
+A source is plain text, JSON lines (field "text", or the only string field), a directory of both, the name of a data set
+on the hub, or `BUILT_IN`. The tokens of all documents are joined, and windows are taken from them at even distances, so
+that a short calibration run still sees the whole text. Nothing here is random.
+
+The built-in text stands for what models are used for: encyclopedic articles, a novel, other languages, source code,
+chat, news, science and law. The kinds alternate every few hundred tokens, because a run may read only some windows. The
+novel is *Little Women* (Louisa May Alcott, 1868; in the public domain). All other parts were written for this package;
+the people and works that they describe are invented.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from moepack.textfile import read_text
 __all__ = ["BUILT_IN", "Tokenizer", "check_source", "read_texts", "token_windows"]
 
 BUILT_IN = "built-in"
-"""The source that comes with the package: some 10,000 tokens of English prose."""
+"""The source that comes with the package: about 12,700 tokens of prose, articles, chat, code and other languages."""
 
 #: Text beyond this many characters a token asked for is not read: natural text has 3 to 6.
 CHARACTERS_PER_TOKEN = 32
