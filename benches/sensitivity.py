@@ -1,13 +1,15 @@
 """What errors of weights cost a model that somebody else trained, and what follows for the steps of its integers.
 
     python benches/sensitivity.py samples MODEL --results FILE [--device cuda]
-    python benches/sensitivity.py texts MODEL --texts FILE ... --sources FILE ... [--bits 3 4] [--device cuda]
+    python benches/sensitivity.py texts MODEL --texts FILE ... --sources FILE ... [--bits 3 4] [--steps 40]
+        [--device cuda]
     python benches/sensitivity.py steps MODEL --texts FILE ... --sources FILE [--bits 3 4] [--device cuda]
 
 `samples` lets MODEL write a text of its own, from random first tokens at a temperature of 1.
 
 `texts` compresses MODEL by `auto` with each source, which may be `none` or `built-in`. It prints the loss that the plan
-expected, beside the increase of the loss and the divergence that were measured.
+expected, beside the increase of the loss and the divergence that were measured. With --steps, `moepack tune` follows on
+the same source, and a second row shows what it leaves.
 
 `steps` rounds all weights to integers, whose steps follow the squared gradients F of the source's text: for a whole
 tensor (the mean of F), or in proportion to 1 / sqrt(rows^b columns^a) within it, with the means of F over columns and
@@ -34,6 +36,8 @@ from torch.nn import functional
 import moepack
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import Auto
+from moepack.pipeline.tune import tune
+from moepack.tuning import TuneSettings
 
 WINDOW, SCORED = 512, 40
 """Tokens of a window that is scored, and how many windows of each text."""
@@ -87,21 +91,29 @@ def windows(tokenizer: Any, text: Path, count: int, length: int) -> Tensor:
 
 def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each size and source of `auto`."""
-    scores = Scores(options.model, options.texts, options.device)
+    scores = Scores(options.model, options.texts, options.device, options.windows)
     for bits in options.bits:
         for source in options.sources:
             method = Auto(bits_per_weight=bits, calibration=str(source), device=options.device)
+            row = {"bits": bits, "source": source.stem}
             with tempfile.TemporaryDirectory() as folder:
-                start = time.perf_counter()
-                moepack.compress(options.model, Path(folder) / "packed", method=method)
+                packed, tuned, start = Path(folder) / "packed", Path(folder) / "tuned", time.perf_counter()
+                moepack.compress(options.model, packed, method=method, check=False)
                 seconds = time.perf_counter() - start
-                place = {} if options.device == "cpu" else {"device": options.device}
-                model = moepack.load(Path(folder) / "packed", dtype="float32", **place)
-                found = scores.of(model)
-            yield {
-                "bits": bits, "source": source.stem, "expected": method.packer.loss,
-                "seconds": round(seconds), **found,
-            }  # fmt: skip
+                found = scores.of(loaded(packed, options.device))
+                yield {**row, "expected": method.packer.loss, "seconds": round(seconds), **found}
+                if not options.steps:
+                    continue
+                start, settings = time.perf_counter(), TuneSettings(steps=options.steps, batch=options.batch)
+                tune(packed, options.model, tuned, calibration=str(source), settings=settings, device=options.device)
+                seconds = time.perf_counter() - start
+                found = scores.of(loaded(tuned, options.device))
+                yield {**row, "steps": options.steps, "batch": options.batch, "seconds": round(seconds), **found}
+
+
+def loaded(packed: Path, device: str) -> Any:
+    """A packed model in float32."""
+    return moepack.load(packed, dtype="float32", **({} if device == "cpu" else {"device": device}))
 
 
 def samples(options: argparse.Namespace) -> str:
@@ -194,7 +206,7 @@ def _squares(model: Any, parameters: dict[str, Any], chosen: Tensor) -> dict[str
 
 def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each size and pair of exponents."""
-    scores = Scores(options.model, options.texts, options.device)
+    scores = Scores(options.model, options.texts, options.device, options.windows)
     made = Steps(options.model, options.sources[0], options.device)
     for bits in options.bits:
         for a, b in SHAPES:
@@ -210,6 +222,9 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, nargs="*", default=[], help="texts that are scored")
     parser.add_argument("--sources", type=Path, nargs="*", default=[], help="texts that settings follow from")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.0, 4.0])
+    parser.add_argument("--steps", type=int, default=0, help="of `moepack tune`, after `texts`")
+    parser.add_argument("--batch", type=int, default=2, help="samples of 512 tokens a step")
+    parser.add_argument("--windows", type=int, default=SCORED, help="windows of each text that are scored")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()

@@ -27,24 +27,23 @@ def draw(title: str, axis: str, lines: Mapping[str, Sequence[tuple[float, float]
     """
     points = [point for line in lines.values() for point in line]
     low, high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)
-    decades = [math.floor(math.log10(min((max(y, LEAST) for _, y in points), default=LEAST)))]
-    decades.append(math.ceil(math.log10(max((max(y, 10 * LEAST) for _, y in points), default=1.0))))
+    increases = [max(y, LEAST) for _, y in points] or [LEAST, 1.0]
+    ticks = _ticks(min(increases), max(increases))
 
     def across(x: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (x - low) / ((high - low) or 1.0)
 
     def down(y: float) -> float:
-        part = (math.log10(max(y, LEAST)) - decades[0]) / max(decades[1] - decades[0], 1)
+        part = math.log(max(y, LEAST) / ticks[0]) / math.log(ticks[-1] / ticks[0])
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(max(part, 0.0), 1.0)
 
     shapes = [_text(LEFT, TOP - 18, title, "start", 15), _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, axis)]
-    for decade in range(decades[0], decades[1] + 1):
-        y = down(10.0**decade)
-        shapes.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
-        shapes.append(_text(LEFT - 8, y + 4, f"+{10.0**decade:g}", "end"))
-    for number in range(6):
-        x = low + (high - low) * number / 5
-        shapes.append(_text(across(x), HEIGHT - BOTTOM + 18, f"{x:.3g}"))
+    for tick in ticks:
+        shapes.append(f'<path d="M{LEFT} {down(tick):.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
+        shapes.append(_text(LEFT - 8, down(tick) + 4, f"+{tick:.6g}", "end"))
+    for x in _round_numbers(low, high):
+        shapes.append(f'<path d="M{across(x):.1f} {HEIGHT - BOTTOM}v5" stroke="#999"/>')
+        shapes.append(_text(across(x), HEIGHT - BOTTOM + 18, f"{x:.6g}"))
     for number, (name, line) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         path = "L".join(f"{across(x):.1f} {down(y):.1f}" for x, y in sorted(line))
@@ -56,6 +55,24 @@ def draw(title: str, axis: str, lines: Mapping[str, Sequence[tuple[float, float]
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">\n'
         f'<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
     )
+
+
+def _ticks(least: float, most: float) -> list[float]:
+    """The numbers 1, 2 and 5 times powers of ten from at most `least` to at least `most`, two of them at least."""
+    decades = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 2)
+    marks = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
+    first = max(number for number, mark in enumerate(marks) if mark <= least * (1 + 1e-9))
+    last = next(number for number, mark in enumerate(marks) if mark >= most and number > first)
+    return marks[first : last + 1]
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Multiples of a round step between two numbers, about six; the numbers themselves if they are equal."""
+    if high <= low:
+        return [low]
+    unit = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(factor * unit for factor in (1, 2, 5, 10) if (high - low) / (factor * unit) <= 8)
+    return [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12, fill: str = "#333") -> str:
