@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moepack
+from moepack import _core
 from moepack.calibration.fisher import Sensitivity, fisher
 from moepack.calibration.kept import KeptSensitivity
 from moepack.calibration.load import load_samples
@@ -246,3 +247,24 @@ def test_packed_tensors_have_scales_of_columns(tmp_path: Path) -> None:
         first = name.endswith(("gate_proj", "up_proj"))
         assert record.details["column_scales"] and record.details["dtype"] == "bfloat16"
         assert columns.shape[0] == (1 if first or record.details.get("role") else 8)
+
+
+# ---- experts that the text hardly reaches
+
+
+@pytest.mark.parametrize("method", [Auto, Rate])
+def test_experts_that_few_tokens_reach_are_kept(method: type[Auto] | type[Rate], tmp_path: Path) -> None:
+    """128 tokens reach some experts twice or never: their weights stay near the original all the same."""
+    text = tmp_path / "text.txt"
+    text.write_text(NOVEL.read_text(encoding="utf-8")[3000:3400], encoding="utf-8")
+    few = method(bits_per_weight=2.5, calibration=str(text), samples=2, sequence_length=64)
+    report = moepack.compress(TINY_MOE, tmp_path / "out", method=few)
+    assert any("no calibration token reached" in note and "error compensation" in note for note in report.notes)
+    tensors = PackedDirectory.open(report.path).tensors()
+    for layer in describe(Checkpoint.open(TINY_MOE)).layers:
+        for part in layer.projections:
+            packed = torch.from_numpy(_core.PackedTensor(tensors[part.packed_name]).dequantize())
+            for expert, found in enumerate(packed):
+                weights = part.expert(expert).float()
+                error = float((weights - found).square().sum() / weights.square().sum())
+                assert error < 0.9, (part.packed_name, expert, error)

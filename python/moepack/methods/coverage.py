@@ -11,18 +11,21 @@ __all__ = ["coverage_notes", "listed"]
 NAMED = 12
 
 
-def coverage_notes(layers: Mapping[str, Mapping[str, Any]], minimum: int, *, priced: bool = False) -> tuple[str, ...]:
+def coverage_notes(
+    layers: Mapping[str, Mapping[str, Any]], minimum: int, *, priced: bool = False, emptied: bool = False
+) -> tuple[str, ...]:
     """Full sentences about the layers that deserve one.
 
     Args:
         layers: by layer, the details of its first projection: `tokens` (a list over experts) and `rounded` (experts
             without error compensation, with the reason).
         minimum: tokens below which an expert is named.
-        priced: whether bits had a price, which leaves next to nothing of an expert that no token needs; without one it
-            is rounded to nearest.
+        priced: whether bits had a price, so that experts are not rounded to nearest.
+        emptied: whether an expert that no token reaches is given next to no bits.
     """
     notes: list[str] = []
-    fate = "almost empty, for their bits went where tokens are" if priced else "rounded to nearest"
+    uncompensated = "quantized without error compensation" if priced else "rounded to nearest"
+    fate = "almost empty, for their bits went where tokens are" if emptied else uncompensated
     for layer, details in layers.items():
         tokens: Sequence[int] = details["tokens"]
         few = [expert for expert, count in enumerate(tokens) if 0 < count < minimum]
@@ -33,8 +36,7 @@ def coverage_notes(layers: Mapping[str, Mapping[str, Any]], minimum: int, *, pri
         if few:
             notes.append(f"{layer}: fewer than {minimum} calibration tokens reached {listed(few)}.")
         if failed:
-            compensation = "quantized without error compensation" if priced else "rounded to nearest"
-            notes.append(f"{layer}: {listed(list(failed))} {compensation}: {next(iter(failed.values()))}.")
+            notes.append(f"{layer}: {listed(list(failed))} {uncompensated}: {next(iter(failed.values()))}.")
     return tuple(notes)
 
 

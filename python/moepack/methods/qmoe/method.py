@@ -220,4 +220,6 @@ class Qmoe(Method):
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""
-        return coverage_notes(layers, self.minimum_tokens, priced=self.bits_per_weight is not None)
+        return coverage_notes(
+            layers, self.minimum_tokens, priced=(own := self.bits_per_weight is not None), emptied=own
+        )

@@ -40,6 +40,10 @@ LADDER = 2.0 ** (torch.arange(-12, 13, dtype=torch.float64) / 4)
 LOWEST, HIGHEST, EXACT = -40.0, 8.0, 0.004
 """Octaves around the mean loss of a weight that becomes zero in which the price is searched; to which it is found."""
 
+RIDGE = 0.25
+"""Added to the diagonal of a Hessian, relative to its mean, times columns over tokens. Otherwise an expert that three
+tokens reached would be fitted to these alone."""
+
 PASSES, TOLERANCE = 4, 0.001
 """Passes over a group at most; two at least, for lengths follow from codes. A layer this near to its bits is done."""
 
@@ -197,7 +201,7 @@ class LayerSolver:
         drift = None if stage.dense else moments.drift
         factors = [self._factors(stage, tensor) for tensor in stage.weights]
         weights = torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
-        hessians = moments.hessians
+        hessians = _with_ridge(moments.hessians, stage)
         if (per := self._divisors(stage)) is not None:
             hessians, drift = hessians / per, None if drift is None else drift / per
         return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
@@ -233,6 +237,16 @@ class LayerSolver:
     def _free(self, tensor: str, shape: Shape) -> float:
         """Bits of a tensor beside its symbols."""
         return free_bits(shape) + (self._scales[tensor].bits if tensor in self._scales else 0)
+
+
+def _with_ridge(hessians: Tensor, stage: Stage) -> Tensor:
+    """The Hessians [G, C, C] of a stage, with more on the diagonal the fewer tokens each is made of."""
+    assert stage.inputs is not None
+    if not stage.inputs.tokens.numel():
+        return hessians
+    columns, means = hessians.shape[1], hessians.diagonal(dim1=1, dim2=2).mean(1)
+    ridge = RIDGE * columns / stage.inputs.tokens.clamp(min=1).to(hessians) * means
+    return hessians + torch.diag_embed(ridge[:, None].expand(-1, columns))
 
 
 def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, Solution]:

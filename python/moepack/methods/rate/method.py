@@ -269,4 +269,4 @@ class Rate(Method):
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""
-        return coverage_notes(layers, self.minimum_tokens, priced=True)
+        return coverage_notes(layers, self.minimum_tokens, priced=True, emptied=not self._importance.measured)

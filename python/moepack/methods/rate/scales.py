@@ -28,6 +28,10 @@ LEAST = 0.0025
 UNSEEN = 0.5
 """What is added to what the row of a token counts, over the mean of its tensor: other texts have other tokens."""
 
+RARE = 0.1
+"""What an expert counts at least, of the mean of its layer, evenly over its rows and columns: other texts choose other
+experts, and a few tokens say little of which rows count. Less is added to experts that count more."""
+
 OCTAVE = 8
 """Factors of an octave: finer than they are known, for the last bits of sums depend on the number of threads."""
 
@@ -89,9 +93,11 @@ def scales_of(
     if not isinstance(known, Sensitivity):
         rows = rows * known**0.5
     elif (mean := float(known.rows.mean())) > 0:
-        by_row = known.rows / mean
+        own = known.rows.mean(1, keepdim=True) / (RARE * mean)
+        lacking = RARE * mean / own.clamp(min=1).square()
+        by_row = (known.rows + lacking) / mean
         by_row = (by_row + UNSEEN) / (1 + UNSEEN) if tokens else by_row
-        by_column = known.columns if inputs is None else inputs[None]
+        by_column = known.columns + lacking if inputs is None else inputs[None]
         by_column = by_column / by_column.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
         of_rows = by_row**0.5 if tokens else by_row.clamp(min=LEAST) ** (SHARE / 2)
         of_columns = by_column.clamp(min=LEAST) ** (SHARE / 2)
