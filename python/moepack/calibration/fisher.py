@@ -9,7 +9,8 @@ Within a tensor F differs by orders of magnitude between rows and between column
 (`moepack.solvers.balance`), whose weights W[i, j] / (a[i] b[j]) have F (a[i] b[j])^2: numbers that do not depend on the
 scales with which a function was written down.
 
-The model runs whole, in float32: a gradient is summed up and dropped as soon as it is complete.
+The model runs block by block (`moepack.calibration.backward`): a gradient is squared, summed up and dropped as soon as
+it is complete.
 """
 
 from __future__ import annotations
@@ -23,22 +24,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moepack.calibration.backward import Backward
 from moepack.calibration.samples import Samples
+from moepack.calibration.skeleton import Skeleton
+from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.classes import building, meta_model
 from moepack.checkpoint.experts import form_of
-from moepack.integrations.loading import open_model
 from moepack.memory import PeakMemory, available_bytes
 from moepack.progress import Progress, Silent
-from moepack.runtime.finite import are_finite, non_finite
+from moepack.runtime.vocabulary import require_known, vocabulary_of
 from moepack.solvers.balance import Balance
+from moepack.units import size
 
-__all__ = ["LENGTH", "WINDOWS", "Sensitivity", "fisher", "fits", "needed_bytes", "owners"]
+__all__ = [
+    "LENGTH",
+    "TWO_TEXTS",
+    "WINDOWS",
+    "Sensitivity",
+    "fisher",
+    "hindrance",
+    "needed_bytes",
+    "owners",
+    "pieces",
+    "too_little",
+]
 
 WINDOWS, LENGTH = 32, 256
-"""Windows of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
+"""Pieces of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
 
-ROOM = 1.3
-"""Memory that a model needs to run so, over that of its weights in float32."""
+BLOCK, ENDS = 2.5, 2.5
+"""Memory for weights in float32, their gradients and what is made of these, over that of the weights: of a block, and
+of the embedding or the head."""
+
+LOGITS = 5
+"""Arrays of a piece's logits that are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,62 +94,103 @@ def fisher(
         progress: told of the tokens.
 
     Returns:
-        None for models that read two texts, and where the model does not fit into the memory that is free.
+        None for what `hindrance` names.
+
+    Raises:
+        CalibrationError, NonFiniteError: the model computes NaN or infinity; names the module.
+        TokenError: the embedding has no row for a token of the samples.
+        UnsupportedModelError: blocks read more than the block before them gives.
     """
-    if not fits(checkpoint, samples, device):
+    if hindrance(checkpoint, model, samples, device) is not None:
         return None
-    whole = open_model(checkpoint.path, torch.float32).to(device)
-    gradients = _Squares(whole, dict(owners(model, whole)), balances)
-    windows = samples.inputs[torch.linspace(0, len(samples.inputs) - 1, min(WINDOWS, len(samples.inputs))).long()]
-    generator, progress, peak = torch.Generator().manual_seed(0), progress or Silent(), PeakMemory()
-    progress.prepare("reading some of the text, for what an error of each tensor costs")
-    progress.start(windows[:, :LENGTH].numel(), 0, "tokens")
-    progress.stage("what errors count")
+    skeleton = Skeleton(checkpoint, model, dtype=torch.float32, device=device, recorded=False)
+    ids = pieces(samples.inputs)
+    require_known(ids, vocabulary_of(skeleton.module))
+    squares, shown = _Squares(dict(owners(model, skeleton.module)), balances), progress or Silent()
+    stack, peak, place = Stack(skeleton, *decoder_blocks(model), batch=1), PeakMemory(), ""
+
+    def passed(path: str, weights: int) -> None:
+        nonlocal place
+        if path != place:
+            shown.stage(f"what errors count: {path}")
+            place = path
+        shown.advance(weights, peak.sample())
+
+    backward = Backward(skeleton, stack, ids, squares, passed)
+    shown.prepare("reading some of the text, for what an error of each tensor costs")
+    shown.start(backward.work, 0)
     try:
-        with torch.enable_grad():
-            for window in windows[:, :LENGTH]:
-                torch.autograd.backward(_predict(whole, window[None].to(device), generator))
-                progress.advance(len(window), peak.sample())
+        backward.run(torch.Generator().manual_seed(0))
     finally:
-        progress.finish()
-    return gradients.means(windows[:, :LENGTH].numel())
+        shown.finish()
+    return squares.means(ids.numel())
 
 
-def fits(checkpoint: Checkpoint, samples: Samples, device: torch.device) -> bool:
-    """Whether the model reads one text, and fits in float32 into the memory that is free."""
+def pieces(inputs: Tensor) -> Tensor:
+    """Up to `WINDOWS` pieces of windows [N, L], of `LENGTH` tokens or L if that is less, at even distances."""
+    length = min(LENGTH, inputs.shape[1])
+    cut = inputs[:, : inputs.shape[1] // length * length].reshape(-1, length)
+    return cut[torch.linspace(0, len(cut) - 1, min(WINDOWS, len(cut))).long()]
+
+
+def hindrance(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> str | None:
+    """Why a model cannot be measured, and what helps, as a clause; None where it can.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build it.
+    """
+    if samples.targets is not None:
+        return TWO_TEXTS
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return samples.targets is None and (free is None or free >= needed_bytes(checkpoint))
+    return too_little(needed_bytes(checkpoint, model), free, "is free")
 
 
-def needed_bytes(checkpoint: Checkpoint) -> int:
-    """Memory that the whole model needs to run so."""
-    infos = map(checkpoint.info, checkpoint.names())
-    return math.ceil(ROOM * 4 * sum(info.nbytes // info.dtype.itemsize for info in infos))
+TWO_TEXTS = "sensitivity is measured on models that read one text, and this one is an encoder-decoder"
 
 
-def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tensor:
-    """The loss, summed over a window, of tokens drawn from the model's own predictions."""
-    logits = whole(input_ids=ids, use_cache=False).logits[0].float()
-    if not are_finite(logits):
-        raise non_finite(whole, {"input_ids": ids})
-    # Drawn on the CPU: the same tokens whatever the device.
-    drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-    return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+def too_little(needed: int, there: int | None, which: str) -> str | None:
+    """The clause for too little memory; None where it is enough or unknown."""
+    if there is None or there >= needed:
+        return None
+    return f"its largest layer needs {size(needed)} of memory with gradients, and {size(there)} {which}"
+
+
+def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:
+    """Memory that the measurement takes, about: for the largest block or end of the model, and for hidden states.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build it.
+    """
+    with building(checkpoint.path):
+        whole = meta_model(checkpoint.path, checkpoint.config)
+    owner, blocks = decoder_blocks(model)
+    stack, config = whole.get_submodule(owner), whole.config.get_text_config(decoder=True)
+    sizes = [_weights(block) for block in getattr(stack, blocks)]
+    embedding, head = _weights(stack) - sum(sizes), _weights(whole.get_output_embeddings())
+    ends = ENDS * max(embedding, head) + LOGITS * LENGTH * int(config.vocab_size)
+    states = WINDOWS * LENGTH * int(config.hidden_size) * int(getattr(config, "hc_mult", 1)) * (len(sizes) + 3)
+    return math.ceil(4 * (max(BLOCK * max(sizes), ends) + states))
+
+
+def _weights(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
 class _Squares:
     """Sums of the squared gradients of parameters, by the packed tensors that the parameters hold."""
 
-    def __init__(
-        self, whole: nn.Module, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]
-    ) -> None:
-        self._balances = balances
+    def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
+        self._owners, self._balances = owners, balances
         self._sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        for name, parameter in whole.named_parameters():
-            parameter.requires_grad_(name in owners)
-            if name in owners:
-                hooked: Any = parameter
-                hooked.register_post_accumulate_grad_hook(lambda found, of=owners[name]: self._add(found, of))
+
+    def wants(self, name: str) -> bool:
+        """Whether a parameter holds weights to be packed."""
+        return name in self._owners
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Take each gradient of a parameter as soon as it is complete, and drop it."""
+        hooked: Any = parameter.requires_grad_(True)
+        hooked.register_post_accumulate_grad_hook(lambda found: self._add(found, self._owners[name]))
 
     def _add(self, parameter: Any, views: Mapping[str, View]) -> None:
         gradient, parameter.grad = parameter.grad.square_(), None
@@ -137,7 +198,8 @@ class _Squares:
             squares, balance = view(gradient), self._balances[name]
             rows, columns = (each.to(squares.device).square() for each in (balance.rows, balance.columns))
             found = (
-                squares.sum((1, 2), dtype=torch.float64).sum(),
+                # In two steps: a sum in float64 copies what it sums up.
+                squares.sum((1, 2)).sum(dtype=torch.float64),
                 (squares @ columns[..., None])[..., 0] * rows,
                 (rows[:, None] @ squares)[:, 0] * columns,
             )
@@ -173,5 +235,5 @@ def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, dict[str, V
             if form is not None and part.name in form.places:
                 parameter = f"{layer.name}.{form.places[part.name].parameter}"
                 owners.setdefault(parameter, {})[part.packed_name] = partial(form.part, part.name)
-    parameters = dict(whole.named_parameters())
+    parameters = dict(whole.named_parameters(remove_duplicate=False))
     yield from ((name, packed) for name, packed in owners.items() if name in parameters)
