@@ -8,8 +8,8 @@ gradient of one of its parameters or a few, and what entered each block, N * L *
 What blocks hand on beside hidden states is followed, too: what the block before returned (`Carried`), what earlier
 blocks left in a mapping (`Shared`), and arguments that the embedding's module computes from weights.
 
-A parameter that both the embedding and the tail use (a tied head) gets the sum of both gradients within a window: the
-tail is run once more beside the embedding, so two gradients of one window meet and none is kept.
+A parameter that both the embedding's module and the tail use (a tied head) gets the sum of both gradients within a
+window: the tail runs once more beside the embedding, so the gradients of one window meet and none is kept.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ __all__ = ["Backward", "Passed", "Watch"]
 FORWARD, BACKWARD = 1, 3
 """Passes over weights that a window takes: one forward; one forward and two of products with gradients on the way back."""
 
+PROBED = 4
+"""Tokens with which it is found out what logits depend on."""
+
 Roots = Iterable[tuple[Tensor, Tensor | None]]
 """Tensors and the gradient of the loss with respect to each of them."""
 
@@ -51,7 +54,7 @@ class Watch(Protocol):
 
 
 Passed = Callable[[str, int], None]
-"""Told of a module's path and how many weights a window has passed."""
+"""Told where the pass is (a block's path, "head" or "embedding") and how many weights a window has passed there."""
 
 
 @dataclass
@@ -97,18 +100,15 @@ class Backward:
         assert stack.batch == 1, "gradients are told apart by window"
         self._skeleton, self._stack, self._ids, self._watch, self._passed = skeleton, stack, ids, watch, passed
         self._tail = Tail(skeleton, stack)
-        ends = (set(self._origins(self._tail.parts)), set(self._origins([stack.name])))
-        self._joint = {name for name in ends[0] & ends[1] if watch.wants(name)}
+        self._joint = False
         self._dependent: list[list[bool]] = []
         self._entered: list[list[_Entered]] = []
 
     @property
     def work(self) -> int:
         """The sum of all weights that `passed` will be told of."""
-        tail, embedding = self._weights(self._tail.parts), self._weights([self._stack.name])
-        blocks = (FORWARD + BACKWARD) * self._weights(self._stack.blocks)
-        joint = BACKWARD * tail if self._joint else 0
-        return len(self._ids) * (blocks + BACKWARD * (tail + embedding) + joint)
+        blocks = (FORWARD + BACKWARD) * sum(map(self._weights, self._stack.blocks))
+        return len(self._ids) * (blocks + BACKWARD * (self._head_weights + self._weights(self._stack.name)))
 
     def run(self, generator: torch.Generator) -> None:
         """Show the gradients of the summed loss of each window, whose targets are drawn from the model's predictions.
@@ -136,7 +136,7 @@ class Backward:
         stream = Stream(compressed=False, hidden=hidden)
         for index, path in enumerate(stack.blocks):
             entered: list[_Entered] = []
-            weights = self._weights([path])
+            weights = self._weights(path)
             with self._skeleton.loaded(path) as block:
                 for number in range(count):
                     states = hidden.samples(number, number + 1)
@@ -149,30 +149,40 @@ class Backward:
 
     @torch.enable_grad()
     def _head(self, states: list[Tensor], generator: torch.Generator) -> list[_Window]:
-        """Draw the tokens; gradients of the tail's parameters, but for those that the embedding uses, too."""
+        """Draw the tokens, and show the gradients of the head, unless it is tied to what the owner of the blocks has."""
         windows: list[_Window] = []
-        weights = self._weights(self._tail.parts)
+        owner = self._skeleton.module.get_submodule(self._stack.name)
         with self._tail.loaded():
-            for part in self._tail.parts:
-                self._watch_below(part, but=self._joint)
-            for each in states:
-                given = each.to(self._skeleton.device).requires_grad_()
-                logits = self._tail.logits(given)[0].float()
+            self._tail.require_last_alone(self._ids, states[0])
+            self._joint = self._reads(owner, states[0])
+            for path in self._tail.heads:
+                self._watch_below(path, but=owner)
+            for ids, each in zip(self._ids, states, strict=True):
+                given = _leaf(each)
+                logits = self._tail.logits(ids[None], given)[0].float()
                 if not are_finite(logits):
-                    raise self._tail.non_finite(each.to(self._skeleton.device))
+                    raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU: the same tokens whatever the device.
                 drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
                 _backward([(_loss(logits, drawn), None)])
                 assert given.grad is not None
-                windows.append(_Window(given.grad.cpu(), drawn, each.detach() if self._joint else None))
-                self._passed(self._tail.parts[-1], BACKWARD * weights)
+                windows.append(_Window(given.grad, drawn, each if self._joint else None))
+                self._passed("head", BACKWARD * self._head_weights)
         return windows
+
+    def _reads(self, owner: nn.Module, states: Tensor) -> bool:
+        """Whether logits depend on a weight below the owner of the blocks whose gradient is wanted."""
+        with _requiring_gradients(owner):
+            wanted = [own for name, own in self._loaded(self._stack.name) if self._watch.wants(name)]
+            logits = self._tail.logits(self._ids[:1, :PROBED], states[:, :PROBED])
+            found = torch.autograd.grad(logits.sum(), wanted, allow_unused=True) if wanted else ()
+        return any(gradient is not None for gradient in found)
 
     @torch.enable_grad()
     def _block(self, index: int, windows: list[_Window]) -> None:
         """From gradients of what a block gives to those of its parameters and of what entered it."""
         path = self._stack.blocks[index]
-        weights = self._weights([path])
+        weights = self._weights(path)
         with self._skeleton.loaded(path) as block:
             self._watch_below(path)
             for number, (entered, window) in enumerate(zip(self._entered.pop(), windows, strict=True)):
@@ -209,7 +219,7 @@ class Backward:
     def _embedding(self, windows: list[_Window]) -> None:
         """Gradients of what computes the first hidden states and the blocks' arguments."""
         stack = self._stack
-        weights = self._weights([stack.name]) + (self._weights(self._tail.parts) if self._joint else 0)
+        weights = self._weights(stack.name)
         tail = self._tail.loaded() if self._joint else nullcontext()
         with self._skeleton.loaded(stack.name, without=stack.list_name), tail:
             self._watch_below(stack.name)
@@ -222,31 +232,34 @@ class Backward:
                     pairs = zip(depend, window.arguments[index], strict=True)
                     roots += [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
                 if window.states is not None:
-                    logits = self._tail.logits(window.states.to(self._skeleton.device))[0].float()
+                    logits = self._tail.logits(self._ids[number : number + 1], window.states)[0].float()
                     roots.append((_loss(logits, window.drawn), None))
                 _backward(roots)
-                self._passed(stack.name, BACKWARD * weights)
+                self._passed("embedding", BACKWARD * weights)
 
-    def _watch_below(self, path: str, but: Iterable[str] = ()) -> None:
-        """Have gradients of the loaded parameters below a module looked at."""
+    def _watch_below(self, path: str, but: nn.Module | None = None) -> None:
+        """Have gradients of the loaded parameters below a module looked at, except for those of another module."""
+        others = set() if but is None else set(map(id, but.parameters()))
+        for name, parameter in self._loaded(path):
+            if id(parameter) not in others and self._watch.wants(name):
+                self._watch.watch(name, parameter)
+
+    def _loaded(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """The loaded parameters below a module, tied ones by the name of the other."""
         for name, parameter in self._skeleton.module.get_submodule(path).named_parameters(path):
-            origin = self._skeleton.origin(name)
-            if not parameter.is_meta and origin not in but and self._watch.wants(origin):
-                self._watch.watch(origin, parameter)
+            if not parameter.is_meta:
+                yield self._skeleton.origin(name), parameter
 
-    def _parameters(self, paths: Iterable[str]) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters below modules, without those of blocks below a module that owns them."""
-        owned = f"{self._stack.list_path}."
-        for path in paths:
-            for name, parameter in self._skeleton.module.get_submodule(path).named_parameters(path):
-                if f"{path}.".startswith(owned) or not name.startswith(owned):
-                    yield name, parameter
+    @property
+    def _head_weights(self) -> int:
+        return sum(map(self._weights, self._tail.heads))
 
-    def _origins(self, paths: Iterable[str]) -> Iterator[str]:
-        return (self._skeleton.origin(name) for name, _ in self._parameters(paths))
-
-    def _weights(self, paths: Iterable[str]) -> int:
-        return sum(parameter.numel() for _, parameter in self._parameters(paths))
+    def _weights(self, path: str) -> int:
+        """Weights below a module; of the owner of the blocks without theirs."""
+        blocks = f"{self._stack.list_path}."
+        parameters = self._skeleton.module.get_submodule(path).named_parameters(path)
+        within = f"{path}.".startswith(blocks)
+        return sum(own.numel() for name, own in parameters if within or not name.startswith(blocks))
 
 
 def _leaf(tensor: Tensor) -> Tensor:

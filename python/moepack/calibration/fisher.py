@@ -53,9 +53,11 @@ __all__ = [
 WINDOWS, LENGTH = 32, 256
 """Pieces of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
 
-BLOCK, ENDS = 2.5, 2.5
-"""Memory for weights in float32, their gradients and what is made of these, over that of the weights: of a block, and
-of the embedding or the head."""
+BLOCK = 2.5
+"""Memory for a block's weights in float32, their gradients and what is made of these, over that of the weights."""
+
+GRADIENT = 1.5
+"""Memory for the gradient of the embedding or the head and what is made of it, over that of its weights."""
 
 LOGITS = 5
 """Arrays of a piece's logits that are held at a time."""
@@ -166,14 +168,17 @@ def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:
     owner, blocks = decoder_blocks(model)
     stack, config = whole.get_submodule(owner), whole.config.get_text_config(decoder=True)
     sizes = [_weights(block) for block in getattr(stack, blocks)]
-    embedding, head = _weights(stack) - sum(sizes), _weights(whole.get_output_embeddings())
-    ends = ENDS * max(embedding, head) + LOGITS * LENGTH * int(config.vocab_size)
+    embedding = _weights(stack) - sum(sizes)
+    head = _weights(whole.get_output_embeddings(), but=stack)
+    ends = embedding + head + GRADIENT * max(embedding, head) + LOGITS * LENGTH * int(config.vocab_size)
     states = WINDOWS * LENGTH * int(config.hidden_size) * int(getattr(config, "hc_mult", 1)) * (len(sizes) + 3)
     return math.ceil(4 * (max(BLOCK * max(sizes), ends) + states))
 
 
-def _weights(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
+def _weights(module: nn.Module | None, but: nn.Module | None = None) -> int:
+    """Weights of a module that another one does not share."""
+    others = set() if but is None else set(map(id, but.parameters()))
+    return 0 if module is None else sum(own.numel() for own in module.parameters() if id(own) not in others)
 
 
 class _Squares:

@@ -130,21 +130,27 @@ class Stack:
             change: what each block makes of the hidden states.
             count: run up to this block; None runs all.
         """
-        blocks = getattr(self.module, self.list_name)
-        last = (count or len(blocks)) - 1
-        stand_ins = [StandIn(block, i == last, self.outputs) for i, block in enumerate(blocks)]
         extra = {} if encoder is None else {"encoder_hidden_states": encoder}
-        setattr(self.module, self.list_name, nn.ModuleList(stand_ins))
-        try:
+        with self.stand_ins() as stand_ins:
+            stand_ins[(count or len(stand_ins)) - 1].last = True
             for stand_in in stand_ins:
                 stand_in.change = change
             with contextlib.suppress(Stopped):
                 self.module(input_ids=ids.to(self.skeleton.device), use_cache=False, **extra)
-        finally:
-            setattr(self.module, self.list_name, blocks)
         for stand_in in stand_ins:
             stand_in.arguments = stand_in.arguments.marked(encoder)
         return stand_ins
+
+    @contextlib.contextmanager
+    def stand_ins(self) -> Iterator[list[StandIn]]:
+        """With stand-ins in the blocks' places."""
+        blocks = getattr(self.module, self.list_name)
+        stand_ins = [StandIn(block, last=False, outputs=self.outputs) for block in blocks]
+        setattr(self.module, self.list_name, nn.ModuleList(stand_ins))
+        try:
+            yield stand_ins
+        finally:
+            setattr(self.module, self.list_name, blocks)
 
     def _keep(self, first: int, arguments: list[Arguments]) -> None:
         """Keep the arguments of a batch, or those of an earlier one where they are equal."""

@@ -62,8 +62,10 @@ class StreamedDecoder:
         for done, layer in enumerate(self._calibrator.layers(), 1):
             layer.keep()
             passed(done, len(self._model.layers))
-        hidden, tail = self._calibrator.hidden, Tail(self._calibrator.skeleton, self._calibrator.stack)
+        hidden, ids = self._calibrator.hidden, self._calibrator.samples.inputs
+        tail, size = Tail(self._calibrator.skeleton, self._calibrator.stack), batch_size(self.config)
         with tail.loaded():
-            size = batch_size(self.config)
+            tail.require_last_alone(ids[:1], hidden.samples(0, 1))
             for first in range(0, len(hidden), size):
-                yield tail.logits(hidden.samples(first, min(first + size, len(hidden))))
+                last = min(first + size, len(hidden))
+                yield tail.logits(ids[first:last], hidden.samples(first, last))

@@ -45,9 +45,7 @@ def non_finite(model: Any, inputs: Mapping[str, Any], what: str = "logits") -> N
     return non_finite_in(model, run, model.dtype, what)
 
 
-def non_finite_in(
-    model: Any, run: Callable[[], Any], dtype: torch.dtype, what: str = "logits"
-) -> NonFiniteError:
+def non_finite_in(model: Any, run: Callable[[], Any], dtype: torch.dtype, what: str = "logits") -> NonFiniteError:
     """Return the error of a model whose logits are not finite, which names the layer.
 
     Args:
