@@ -34,7 +34,7 @@ from moepack.runtime.finite import are_finite
 __all__ = ["Backward", "Passed", "Watch"]
 
 FORWARD, BACKWARD = 1, 3
-"""Passes over weights that a window takes: one forward; one forward and two of products with gradients on the way back."""
+"""Passes over weights that a window takes: one forward, three on the way back (outputs, and two kinds of gradients)."""
 
 PROBED = 4
 """Tokens with which it is found out what logits depend on."""
@@ -149,7 +149,7 @@ class Backward:
 
     @torch.enable_grad()
     def _head(self, states: list[Tensor], generator: torch.Generator) -> list[_Window]:
-        """Draw the tokens, and show the gradients of the head, unless it is tied to what the owner of the blocks has."""
+        """Draw the tokens, and show the gradients of the head, unless it is tied to the embedding."""
         windows: list[_Window] = []
         owner = self._skeleton.module.get_submodule(self._stack.name)
         with self._tail.loaded():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,11 +136,9 @@ class Skeleton:
                             if leaf in owner._non_persistent_buffers_set:
                                 raise UnsupportedModelError(f"do not know how to compute the buffer '{path}.{leaf}'")
                             filled.append((owner, leaf, tensor))
-                            name_of_leaf = f"{path}.{leaf}"
-                            if isinstance(tensor, nn.Parameter):
-                                tensors[leaf] = self._parameter(name_of_leaf, tensor, held)
-                            else:
-                                tensors[leaf] = self._fetch(name_of_leaf, tensor)
+                            is_parameter = isinstance(tensor, nn.Parameter)
+                            fetch = partial(self._parameter, held=held) if is_parameter else self._fetch
+                            tensors[leaf] = fetch(f"{path}.{leaf}", tensor)
             yield module
         finally:
             for owner, leaf, tensor in filled:
@@ -155,8 +154,8 @@ class Skeleton:
         """
         if name not in self._origins:
             other = self._names.tied.get(name, name)
-            stored = [self._names.plain.get(each) for each in (name, other)]
-            apart = other != name and None not in stored and not torch.equal(*map(self.checkpoint.tensor, stored))
+            stored = [self._names.plain[each] for each in (name, other) if each in self._names.plain]
+            apart = other != name and len(stored) == 2 and not torch.equal(*map(self.checkpoint.tensor, stored))
             self._origins[name] = name if apart else other
         return self._origins[name]
 

@@ -268,5 +268,6 @@ class Rate(Method):
         return self._importance.scales[name].bits if name in self._importance.scales else 0
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
-        return coverage_notes(layers, self.minimum_tokens, priced=True)
+        """Say why a text told nothing of what errors cost; name experts that saw few tokens, and experts that were
+        quantized without error compensation."""
+        return (*self._importance.notes, *coverage_notes(layers, self.minimum_tokens, priced=True))
