@@ -93,12 +93,12 @@ class Backward:
         stack: its blocks, with batches of one window.
         ids: [N, L] tokens.
         watch: what looks at gradients.
-        passed: told of the progress.
     """
 
-    def __init__(self, skeleton: Skeleton, stack: Stack, ids: Tensor, watch: Watch, passed: Passed) -> None:
+    def __init__(self, skeleton: Skeleton, stack: Stack, ids: Tensor, watch: Watch) -> None:
         assert stack.batch == 1, "gradients are told apart by window"
-        self._skeleton, self._stack, self._ids, self._watch, self._passed = skeleton, stack, ids, watch, passed
+        self._skeleton, self._stack, self._ids, self._watch = skeleton, stack, ids, watch
+        self._passed: Passed = lambda path, weights: None
         self._tail = Tail(skeleton, stack)
         self._joint = False
         self._dependent: list[list[bool]] = []
@@ -110,14 +110,19 @@ class Backward:
         blocks = (FORWARD + BACKWARD) * sum(map(self._weights, self._stack.blocks))
         return len(self._ids) * (blocks + BACKWARD * (self._head_weights + self._weights(self._stack.name)))
 
-    def run(self, generator: torch.Generator) -> None:
+    def run(self, generator: torch.Generator, passed: Passed) -> None:
         """Show the gradients of the summed loss of each window, whose targets are drawn from the model's predictions.
+
+        Args:
+            generator: what they are drawn with, on the CPU.
+            passed: told of the progress.
 
         Raises:
             CalibrationError: a block computes NaN or infinity; names it.
             NonFiniteError: the tail does.
             UnsupportedModelError: blocks read more than the block before them gives.
         """
+        self._passed = passed
         states = self._forward()
         windows = self._head(states, generator)
         for index in reversed(range(len(self._stack.blocks))):

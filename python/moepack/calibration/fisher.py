@@ -109,23 +109,32 @@ def fisher(
     ids = pieces(samples.inputs)
     require_known(ids, vocabulary_of(skeleton.module))
     squares, shown = _Squares(dict(owners(model, skeleton.module)), balances), progress or Silent()
-    stack, peak, place = Stack(skeleton, *decoder_blocks(model), batch=1), PeakMemory(), ""
-
-    def passed(path: str, weights: int) -> None:
-        nonlocal place
-        if path != place:
-            shown.stage(f"what errors count: {path}")
-            place = path
-        shown.advance(weights, peak.sample())
-
-    backward = Backward(skeleton, stack, ids, squares, passed)
+    backward = Backward(skeleton, Stack(skeleton, *decoder_blocks(model), batch=1), ids, squares)
     shown.prepare("reading some of the text, for what an error of each tensor costs")
-    shown.start(backward.work, 0)
+    shown.start(ids.numel(), 0, "tokens")
+    passed = _Shown(shown, ids.numel(), backward.work)
     try:
-        backward.run(torch.Generator().manual_seed(0))
+        backward.run(torch.Generator().manual_seed(0), passed)
     finally:
         shown.finish()
     return squares.means(ids.numel())
+
+
+class _Shown:
+    """Shows the passes over weights as tokens that are done with: a token is, after all passes."""
+
+    def __init__(self, progress: Progress, tokens: int, work: int) -> None:
+        self._progress, self._tokens, self._work = progress, tokens, work
+        self._peak, self._place, self._passed, self._done = PeakMemory(), "", 0, 0
+
+    def __call__(self, path: str, weights: int) -> None:
+        if path != self._place:
+            self._place = path
+            self._progress.stage(f"what errors count: {path}")
+        self._passed += weights
+        done = self._passed * self._tokens // self._work
+        self._progress.advance(done - self._done, self._peak.sample())
+        self._done = done
 
 
 def pieces(inputs: Tensor) -> Tensor:
@@ -147,14 +156,16 @@ def hindrance(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device:
     return too_little(needed_bytes(checkpoint, model), free, "is free")
 
 
-TWO_TEXTS = "sensitivity is measured on models that read one text, and this one is an encoder-decoder"
+TWO_TEXTS = "it is measured on models that read one text, and this one is an encoder-decoder"
+"""The clause for models that cannot be measured whatever the memory."""
 
 
 def too_little(needed: int, there: int | None, which: str) -> str | None:
-    """The clause for too little memory; None where it is enough or unknown."""
+    """The clause for too little memory, with what helps; None where it is enough or unknown."""
     if there is None or there >= needed:
         return None
-    return f"its largest layer needs {size(needed)} of memory with gradients, and {size(there)} {which}"
+    needs = f"to measure it takes {size(needed)} of memory, for its largest layer with gradients"
+    return f"{needs}, and {size(there)} {which}; compress where there is more"
 
 
 def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:

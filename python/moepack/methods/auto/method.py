@@ -61,8 +61,8 @@ class Auto(Method):
         bits_per_weight: the same over all weights of the checkpoint. ratio: the same over the checkpoint's bytes. With
             none of the three, half of the free memory or 4 bits a weight, whichever is smaller.
         calibration: text file, JSON lines, directory or data set of the hub. The default, "built-in", is a text that
-            comes with the package, where the model's largest layer fits into memory in float32, with its gradients; None
-            or "none" does without.
+            comes with the package, where the model's largest layer fits into memory in float32 with its gradients;
+            None or "none" does without.
         prefer: "quality", or "speed", which weighs the time of products on this machine, too.
         codes: "dependent" where tensors have the bits for it, or "plain" for all.
         samples: calibration windows, at most.
@@ -210,12 +210,11 @@ class Auto(Method):
             UnsupportedModelError: transformers cannot build the model.
         """
         if checkpoint.config.get("is_encoder_decoder"):
-            return f"{TWO_TEXTS}; `--calibration FILE` reads a text that tells what tensors read"
+            return f"{TWO_TEXTS}; `--calibration FILE` solves tensors on what they read of a text"
         place = torch.device(self.device)
         memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
-        reason = too_little(needed_bytes(checkpoint, model), memory, "is what this machine has")
-        if reason is not None:
-            return f"{reason}; compress where there is more"
+        if reason := too_little(needed_bytes(checkpoint, model), memory, "is what this machine has"):
+            return reason
         request = self._coder.request
         assert request is not None, "there is a calibration set"
         try:
