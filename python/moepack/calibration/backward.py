@@ -29,6 +29,7 @@ from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.calibration.stream import Stream
 from moepack.calibration.tail import Tail
+from moepack.errors import UnsupportedModelError
 from moepack.runtime.finite import are_finite
 
 __all__ = ["Backward", "Passed", "Watch"]
@@ -73,7 +74,7 @@ class _Window:
     Attributes:
         states: [1, L, W], what the last block gave; kept where the tail runs again.
         drawn: [L] the tokens that were drawn.
-        hidden: gradient of the hidden states between two blocks.
+        hidden: [1, L, W], gradient of the hidden states between two blocks; written in place.
         handed: gradients of what is handed on there beside them; empty behind the last block.
         arguments: by block, gradients of its arguments that depend on weights.
     """
@@ -93,12 +94,16 @@ class Backward:
         stack: its blocks, with batches of one window.
         ids: [N, L] tokens.
         watch: what looks at gradients.
+
+    Raises:
+        UnsupportedModelError: blocks share a parameter, whose gradient would be complete behind the last of them.
     """
 
     def __init__(self, skeleton: Skeleton, stack: Stack, ids: Tensor, watch: Watch) -> None:
         assert stack.batch == 1, "gradients are told apart by window"
         self._skeleton, self._stack, self._ids, self._watch = skeleton, stack, ids, watch
         self._passed: Passed = lambda path, weights: None
+        self._refuse_shared()
         self._tail = Tail(skeleton, stack)
         self._joint = False
         self._dependent: list[list[bool]] = []
@@ -142,11 +147,12 @@ class Backward:
         for index, path in enumerate(stack.blocks):
             entered: list[_Entered] = []
             weights = self._weights(path)
+            before = hidden.tokens.clone().view(count, 1, length, -1)
             with self._skeleton.loaded(path) as block:
                 for number in range(count):
                     states = hidden.samples(number, number + 1)
                     shared = mapped(stream.shared_of(number), lambda tensor: tensor)
-                    entered.append(_Entered(states.clone(), stream.carried.get(number, ()), shared))
+                    entered.append(_Entered(before[number], stream.carried.get(number, ()), shared))
                     states.copy_(stack.run(index, block, stream, number, number + 1, keep=True))
                     self._passed(path, FORWARD * weights)
             self._entered.append(entered)
@@ -156,22 +162,25 @@ class Backward:
     def _head(self, states: list[Tensor], generator: torch.Generator) -> list[_Window]:
         """Draw the tokens, and show the gradients of the head, unless it is tied to the embedding."""
         windows: list[_Window] = []
+        # One allocation: small ones that stay, between large ones that go, keep the large ones' memory from the system.
+        gradients, drawn = torch.zeros(len(states), *states[0].shape), torch.zeros_like(self._ids)
         owner = self._skeleton.module.get_submodule(self._stack.name)
         with self._tail.loaded():
             self._tail.require_last_alone(self._ids, states[0])
             self._joint = self._reads(owner, states[0])
             for path in self._tail.heads:
                 self._watch_below(path, but=owner)
-            for ids, each in zip(self._ids, states, strict=True):
+            for ids, each, gradient, targets in zip(self._ids, states, gradients, drawn, strict=True):
                 given = _leaf(each)
                 logits = self._tail.logits(ids[None], given)[0].float()
                 if not are_finite(logits):
                     raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU: the same tokens whatever the device.
-                drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-                _backward([(_loss(logits, drawn), None)])
+                chances = logits.detach().softmax(-1).cpu()
+                targets.copy_(torch.multinomial(chances, 1, generator=generator)[:, 0])
+                _backward([(_loss(logits, targets), None)])
                 assert given.grad is not None
-                windows.append(_Window(given.grad, drawn, each if self._joint else None))
+                windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
                 self._passed("head", BACKWARD * self._head_weights)
         return windows
 
@@ -217,7 +226,8 @@ class Backward:
         roots = [(first.flatten(2), window.hidden), *zip_longest(given, window.handed)]
         _backward((tensor, gradient) for tensor, gradient in roots if gradient is not None)
         assert hidden.grad is not None
-        window.hidden, window.handed = hidden.grad.cpu(), [tensor.grad for tensor in handed]
+        window.hidden.copy_(hidden.grad)
+        window.handed = [tensor.grad for tensor in handed]
         window.arguments[index] = [leaf.grad for leaf in leaves]
 
     @torch.enable_grad()
@@ -241,6 +251,15 @@ class Backward:
                     roots.append((_loss(logits, window.drawn), None))
                 _backward(roots)
                 self._passed("embedding", BACKWARD * weights)
+
+    def _refuse_shared(self) -> None:
+        owner: dict[str, str] = {}
+        for path in self._stack.blocks:
+            for name, _ in self._skeleton.module.get_submodule(path).named_parameters(path):
+                origin = self._skeleton.origin(name)
+                if self._watch.wants(origin) and owner.setdefault(origin, path) != path:
+                    message = f"'{owner[origin]}' and '{path}' share '{origin}', whose gradient is not followed"
+                    raise UnsupportedModelError(message)
 
     def _watch_below(self, path: str, but: nn.Module | None = None) -> None:
         """Have gradients of the loaded parameters below a module looked at, except for those of another module."""

@@ -219,8 +219,11 @@ class _Squares:
                 (squares @ columns[..., None])[..., 0] * rows,
                 (rows[:, None] @ squares)[:, 0] * columns,
             )
-            before = self._sums.get(name)
-            self._sums[name] = found if before is None else tuple(map(torch.add, before, found))  # type: ignore[assignment]
+            if name not in self._sums:
+                self._sums[name] = found
+            else:
+                for total, part in zip(self._sums[name], found, strict=True):
+                    total += part
 
     def means(self, tokens: int) -> dict[str, Sensitivity]:
         """The means over weights and tokens."""
