@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import MixtralModel
 
 import moepack
 import tiny_models
@@ -23,6 +24,7 @@ from moepack.census.tiny import tiny_model
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.quantized import open_checkpoint
+from moepack.errors import UnsupportedModelError
 from moepack.evaluation.streaming import StreamedDecoder
 from moepack.evaluation.windows import Windows
 from moepack.integrations.loading import open_model
@@ -136,6 +138,24 @@ def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_
     with torch.inference_mode():
         expected = open_model(path, torch.float32)(input_ids=IDS, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_head_that_reads_earlier_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients would lack what comes by that way."""
+    path = saved("mixtral", tmp_path / "model", {})
+    forward = MixtralModel.forward
+
+    def adds_the_first(self: Any, *given: Any, **named: Any) -> Any:
+        seen: list[Tensor] = []
+        hook = self.layers[0].register_forward_hook(lambda _, inputs, output: seen.append(output))
+        output = forward(self, *given, **named)
+        hook.remove()
+        output.last_hidden_state = output.last_hidden_state + seen[0]
+        return output
+
+    monkeypatch.setattr(MixtralModel, "forward", adds_the_first)
+    with pytest.raises(UnsupportedModelError, match="reads more than the last block gives"):
+        measured(path)
 
 
 # ---- the text

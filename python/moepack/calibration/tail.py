@@ -70,8 +70,8 @@ class Tail:
         """Refuse a model whose logits depend on what blocks before the last one gave; arguments as of `logits`."""
         ids, states = ids[:1, :PROBED], states[:1, :PROBED]
         with torch.no_grad():
-            found = [self._run(ids, states, factor) for factor in (1.0, 2.0)]
-        if not torch.equal(*found):
+            one, other = (self._run(ids, states, factor) for factor in (1.0, 2.0))
+        if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
             raise UnsupportedModelError(
                 f"the head of {type(self._skeleton.module).__name__} reads more than the last block gives"
             )
