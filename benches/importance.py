@@ -46,7 +46,7 @@ def main() -> None:
         model = describe(checkpoint)
         samples = load_samples(checkpoint, options.calibration, options.windows, 256)
         found = fisher(checkpoint, model, find_balances(model), samples, torch.device("cpu"))
-        assert found is not None, "the model does not fit into memory, or reads two texts"
+        assert found is not None, "a layer does not fit into memory with gradients, or the model reads two texts"
         lost: dict[str, float] = defaultdict(float)
         for name, role, square in squares(model):
             lost[role] += found[name].mean * square

@@ -8,13 +8,14 @@ kinds are known by what they are while they are recorded: what the block before 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ENCODER", "Arguments", "Carried", "Shared", "StandIn", "Stopped", "same"]
+__all__ = ["ENCODER", "Arguments", "Carried", "Shared", "StandIn", "Stopped", "mapped", "same", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,34 @@ def same(one: Any, other: Any, known: dict[tuple[int, int], bool] | None = None)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key], known) for key in one)
     return bool(one == other) if isinstance(one, str | int | float | Carried) else True
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested tuples, lists, mappings and arguments, with each tensor in it changed; the order is fixed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Arguments):
+        return value.replaced(lambda each: mapped(each, change))
+    if isinstance(value, MutableMapping):
+        copied = copy(value)
+        copied.update((key, mapped(each, change)) for key, each in value.items())
+        return copied
+    if isinstance(value, tuple | list):
+        changed = [mapped(each, change) for each in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    return value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a nested structure, in the order of `mapped`."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(value, note)
+    return found
 
 
 class Stopped(Exception):

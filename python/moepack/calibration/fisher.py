@@ -9,7 +9,8 @@ Within a tensor F differs by orders of magnitude between rows and between column
 (`moepack.solvers.balance`), whose weights W[i, j] / (a[i] b[j]) have F (a[i] b[j])^2: numbers that do not depend on the
 scales with which a function was written down.
 
-The model runs whole, in float32: a gradient is summed up and dropped as soon as it is complete.
+The model runs block by block (`moepack.calibration.backward`): a gradient is squared, summed up and dropped as soon as
+it is complete.
 """
 
 from __future__ import annotations
@@ -23,22 +24,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moepack.calibration.backward import Backward
 from moepack.calibration.samples import Samples
+from moepack.calibration.skeleton import Skeleton
+from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.classes import building, meta_model
 from moepack.checkpoint.experts import form_of
-from moepack.integrations.loading import open_model
 from moepack.memory import PeakMemory, available_bytes
 from moepack.progress import Progress, Silent
-from moepack.runtime.finite import are_finite, non_finite
+from moepack.runtime.vocabulary import require_known, vocabulary_of
 from moepack.solvers.balance import Balance
+from moepack.units import size
 
-__all__ = ["LENGTH", "WINDOWS", "Sensitivity", "fisher", "fits", "needed_bytes", "owners"]
+__all__ = [
+    "LENGTH",
+    "TWO_TEXTS",
+    "WINDOWS",
+    "Sensitivity",
+    "fisher",
+    "hindrance",
+    "needed_bytes",
+    "owners",
+    "pieces",
+    "too_little",
+]
 
 WINDOWS, LENGTH = 32, 256
-"""Windows of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
+"""Pieces of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
 
-ROOM = 1.3
-"""Memory that a model needs to run so, over that of its weights in float32."""
+BLOCK = 2.5
+"""Memory for a block's weights in float32, their gradients and what is made of these, over that of the weights."""
+
+GRADIENT = 1.5
+"""Memory for the gradient of the embedding or the head and what is made of it, over that of its weights."""
+
+LOGITS = 5
+"""Arrays of a piece's logits that are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,62 +96,117 @@ def fisher(
         progress: told of the tokens.
 
     Returns:
-        None for models that read two texts, and where the model does not fit into the memory that is free.
+        None for what `hindrance` names.
+
+    Raises:
+        CalibrationError, NonFiniteError: the model computes NaN or infinity; names the module.
+        TokenError: the embedding has no row for a token of the samples.
+        UnsupportedModelError: blocks read more than the block before them gives.
     """
-    if not fits(checkpoint, samples, device):
+    if hindrance(checkpoint, model, samples, device) is not None:
         return None
-    whole = open_model(checkpoint.path, torch.float32).to(device)
-    gradients = _Squares(whole, dict(owners(model, whole)), balances)
-    windows = samples.inputs[torch.linspace(0, len(samples.inputs) - 1, min(WINDOWS, len(samples.inputs))).long()]
-    generator, progress, peak = torch.Generator().manual_seed(0), progress or Silent(), PeakMemory()
-    progress.prepare("reading some of the text, for what an error of each tensor costs")
-    progress.start(windows[:, :LENGTH].numel(), 0, "tokens")
-    progress.stage("what errors count")
+    skeleton = Skeleton(checkpoint, model, dtype=torch.float32, device=device, recorded=False)
+    ids = pieces(samples.inputs)
+    require_known(ids, vocabulary_of(skeleton.module))
+    squares, shown = _Squares(dict(owners(model, skeleton.module)), balances), progress or Silent()
+    backward = Backward(skeleton, Stack(skeleton, *decoder_blocks(model), batch=1), ids, squares)
+    shown.prepare("reading some of the text, for what an error of each tensor costs")
+    shown.start(ids.numel(), 0, "tokens")
+    passed = _Shown(shown, ids.numel(), backward.work)
     try:
-        with torch.enable_grad():
-            for window in windows[:, :LENGTH]:
-                torch.autograd.backward(_predict(whole, window[None].to(device), generator))
-                progress.advance(len(window), peak.sample())
+        backward.run(torch.Generator().manual_seed(0), passed)
     finally:
-        progress.finish()
-    return gradients.means(windows[:, :LENGTH].numel())
+        shown.finish()
+    return squares.means(ids.numel())
 
 
-def fits(checkpoint: Checkpoint, samples: Samples, device: torch.device) -> bool:
-    """Whether the model reads one text, and fits in float32 into the memory that is free."""
+class _Shown:
+    """Shows the passes over weights as tokens that are done with: a token is, after all passes."""
+
+    def __init__(self, progress: Progress, tokens: int, work: int) -> None:
+        self._progress, self._tokens, self._work = progress, tokens, work
+        self._peak, self._place, self._passed, self._done = PeakMemory(), "", 0, 0
+
+    def __call__(self, path: str, weights: int) -> None:
+        if path != self._place:
+            self._place = path
+            self._progress.stage(f"what errors count: {path}")
+        self._passed += weights
+        done = self._passed * self._tokens // self._work
+        self._progress.advance(done - self._done, self._peak.sample())
+        self._done = done
+
+
+def pieces(inputs: Tensor) -> Tensor:
+    """Up to `WINDOWS` pieces of windows [N, L], of `LENGTH` tokens or L if that is less, at even distances."""
+    length = min(LENGTH, inputs.shape[1])
+    cut = inputs[:, : inputs.shape[1] // length * length].reshape(-1, length)
+    return cut[torch.linspace(0, len(cut) - 1, min(WINDOWS, len(cut))).long()]
+
+
+def hindrance(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> str | None:
+    """Why a model cannot be measured, and what helps, as a clause; None where it can.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build it.
+    """
+    if samples.targets is not None:
+        return TWO_TEXTS
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return samples.targets is None and (free is None or free >= needed_bytes(checkpoint))
+    return too_little(needed_bytes(checkpoint, model), free, "is free")
 
 
-def needed_bytes(checkpoint: Checkpoint) -> int:
-    """Memory that the whole model needs to run so."""
-    infos = map(checkpoint.info, checkpoint.names())
-    return math.ceil(ROOM * 4 * sum(info.nbytes // info.dtype.itemsize for info in infos))
+TWO_TEXTS = "it is measured on models that read one text, and this one is an encoder-decoder"
+"""The clause for models that cannot be measured whatever the memory."""
 
 
-def _predict(whole: nn.Module, ids: Tensor, generator: torch.Generator) -> Tensor:
-    """The loss, summed over a window, of tokens drawn from the model's own predictions."""
-    logits = whole(input_ids=ids, use_cache=False).logits[0].float()
-    if not are_finite(logits):
-        raise non_finite(whole, {"input_ids": ids})
-    # Drawn on the CPU: the same tokens whatever the device.
-    drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-    return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+def too_little(needed: int, there: int | None, which: str) -> str | None:
+    """The clause for too little memory, with what helps; None where it is enough or unknown."""
+    if there is None or there >= needed:
+        return None
+    needs = f"to measure it takes {size(needed)} of memory, for its largest layer with gradients"
+    return f"{needs}, and {size(there)} {which}; compress where there is more"
+
+
+def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:
+    """Memory that the measurement takes, about: for the largest block or end of the model, and for hidden states.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build it.
+    """
+    with building(checkpoint.path):
+        whole = meta_model(checkpoint.path, checkpoint.config)
+    owner, blocks = decoder_blocks(model)
+    stack, config = whole.get_submodule(owner), whole.config.get_text_config(decoder=True)
+    sizes = [_weights(block) for block in getattr(stack, blocks)]
+    embedding = _weights(stack) - sum(sizes)
+    head = _weights(whole.get_output_embeddings(), but=stack)
+    ends = embedding + head + GRADIENT * max(embedding, head) + LOGITS * LENGTH * int(config.vocab_size)
+    states = WINDOWS * LENGTH * int(config.hidden_size) * int(getattr(config, "hc_mult", 1)) * (len(sizes) + 3)
+    return math.ceil(4 * (max(BLOCK * max(sizes), ends) + states))
+
+
+def _weights(module: nn.Module | None, but: nn.Module | None = None) -> int:
+    """Weights of a module that another one does not share."""
+    others = set() if but is None else set(map(id, but.parameters()))
+    return 0 if module is None else sum(own.numel() for own in module.parameters() if id(own) not in others)
 
 
 class _Squares:
     """Sums of the squared gradients of parameters, by the packed tensors that the parameters hold."""
 
-    def __init__(
-        self, whole: nn.Module, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]
-    ) -> None:
-        self._balances = balances
+    def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
+        self._owners, self._balances = owners, balances
         self._sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        for name, parameter in whole.named_parameters():
-            parameter.requires_grad_(name in owners)
-            if name in owners:
-                hooked: Any = parameter
-                hooked.register_post_accumulate_grad_hook(lambda found, of=owners[name]: self._add(found, of))
+
+    def wants(self, name: str) -> bool:
+        """Whether a parameter holds weights to be packed."""
+        return name in self._owners
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Take each gradient of a parameter as soon as it is complete, and drop it."""
+        hooked: Any = parameter.requires_grad_(True)
+        hooked.register_post_accumulate_grad_hook(lambda found: self._add(found, self._owners[name]))
 
     def _add(self, parameter: Any, views: Mapping[str, View]) -> None:
         gradient, parameter.grad = parameter.grad.square_(), None
@@ -137,12 +214,16 @@ class _Squares:
             squares, balance = view(gradient), self._balances[name]
             rows, columns = (each.to(squares.device).square() for each in (balance.rows, balance.columns))
             found = (
-                squares.sum((1, 2), dtype=torch.float64).sum(),
+                # In two steps: a sum in float64 copies what it sums up.
+                squares.sum((1, 2)).sum(dtype=torch.float64),
                 (squares @ columns[..., None])[..., 0] * rows,
                 (rows[:, None] @ squares)[:, 0] * columns,
             )
-            before = self._sums.get(name)
-            self._sums[name] = found if before is None else tuple(map(torch.add, before, found))  # type: ignore[assignment]
+            if name not in self._sums:
+                self._sums[name] = found
+            else:
+                for total, part in zip(self._sums[name], found, strict=True):
+                    total += part
 
     def means(self, tokens: int) -> dict[str, Sensitivity]:
         """The means over weights and tokens."""
@@ -173,5 +254,5 @@ def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, dict[str, V
             if form is not None and part.name in form.places:
                 parameter = f"{layer.name}.{form.places[part.name].parameter}"
                 owners.setdefault(parameter, {})[part.packed_name] = partial(form.part, part.name)
-    parameters = dict(whole.named_parameters())
+    parameters = dict(whole.named_parameters(remove_duplicate=False))
     yield from ((name, packed) for name, packed in owners.items() if name in parameters)

@@ -23,7 +23,7 @@ __all__ = ["KeptSensitivity"]
 MOST = 16
 """Files that are kept; the oldest go."""
 
-FORM = "1"
+FORM = "2"
 """Changes when sensitivity is measured differently."""
 
 

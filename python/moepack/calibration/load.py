@@ -75,7 +75,8 @@ def load_samples(
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and length > positions:
-        raise CalibrationError(f"samples of {length} tokens are longer than the model's {positions} positions")
+        message = f"samples of {length} tokens are longer than the model's {positions} positions"
+        raise CalibrationError(f"{message}: use a shorter sequence length")
     windows = token_windows(tokenizer, source, samples, length, int(text.vocab_size))
     if not config.is_encoder_decoder:
         return decoder_samples(windows)

@@ -14,7 +14,6 @@ answers gives the same bits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -27,11 +26,11 @@ from moepack.calibration.linears import LinearsRun
 from moepack.calibration.samples import Samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.skeleton import Skeleton
-from moepack.calibration.stacks import Stack
+from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.calibration.stage import LayerRun, enough_memory
 from moepack.calibration.stream import Stream
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
-from moepack.errors import CalibrationError, UnsupportedModelError
+from moepack.errors import CalibrationError
 from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["Calibrator"]
@@ -120,12 +119,8 @@ class Calibrator:
 
     def _stacks(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         """Path of the owner, the name in it, ids and mask of each list of blocks."""
-        first = self.model.layers[0].name
         if self.samples.targets is None or self.samples.target_mask is None:
-            found = re.match(r"(.+?)\.(\w+)\.\d+\.", first)
-            if found is None:
-                raise UnsupportedModelError(f"do not know the list of blocks that '{first}' is in")
-            yield found[1], found[2], self.samples.inputs, self.samples.input_mask
+            yield *decoder_blocks(self.model), self.samples.inputs, self.samples.input_mask
         else:
             yield "encoder", "block", self.samples.inputs, self.samples.input_mask
             yield "decoder", "block", self.samples.targets, self.samples.target_mask

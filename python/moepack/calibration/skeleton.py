@@ -1,16 +1,18 @@
 """A transformers model without weights, whose parts are filled from the checkpoint one at a time.
 
 The model is built on torch's meta device, so it costs nothing whatever its size. Experts modules are replaced by a
-recorder at once: their matrices are never loaded through the model but fetched expert by expert. `loaded` fills one
-submodule (a block, an embedding, a norm) with its dense weights, and empties it again.
+recorder at once, where that is asked for: their matrices are never loaded through the model but fetched expert by
+expert. `loaded` fills one submodule (a block, an embedding, a norm) with its weights, and empties it again.
 
-Invariant: outside of `loaded`, no parameter holds memory.
+Invariants: outside of `loaded`, no parameter holds memory. Within it a tied parameter is one object wherever it is
+used, so its gradient is that of all uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +51,25 @@ class Skeleton:
     Attributes:
         module: the transformers model.
         config: its configuration.
-        recorders: the stand-in of each sparse layer, by the layer's name.
+        recorders: the stand-in of each sparse layer, by the layer's name; empty where experts are kept.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: MoeModel, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        recorded: bool = True,
+    ) -> None:
         """Build the model.
+
+        Args:
+            checkpoint, model: what is built.
+            dtype: of the weights once they are loaded.
+            device: where they are loaded to.
+            recorded: replace experts modules by recorders.
 
         Raises:
             UnsupportedModelError: transformers cannot build a model of config.json, or it has no experts where the
@@ -62,7 +78,9 @@ class Skeleton:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.config, self.module = _built(checkpoint)
         self._names = Names(checkpoint, self.module)
-        self.recorders = {layer.name: self._replace_experts(layer) for layer in model.layers}
+        self._held: dict[str, nn.Parameter] = {}
+        self._origins: dict[str, str] = {}
+        self.recorders = {layer.name: self._replace_experts(layer) for layer in model.layers} if recorded else {}
         self._fill_buffers()
 
     def _replace_experts(self, layer: MoeLayer) -> Recorder:
@@ -98,13 +116,16 @@ class Skeleton:
 
     @contextmanager
     def loaded(self, name: str, without: str | None = None) -> Iterator[nn.Module]:
-        """The submodule `name` with its dense weights on the device, but for its child `without`; dropped on exit.
+        """The submodule `name` with its weights on the device, but for its child `without`; dropped on exit.
+
+        May be nested: what is loaded already is left as it is, and tied parameters are shared.
 
         Raises:
             CheckpointError: a weight is missing or has another shape than the model's.
         """
         module = self.module.get_submodule(name)
         filled: list[tuple[nn.Module, str, Tensor]] = []
+        held: list[str] = []
         try:
             for path, owner in module.named_modules(prefix=name):
                 if without is not None and f"{path}.".startswith(f"{name}.{without}."):
@@ -115,15 +136,36 @@ class Skeleton:
                             if leaf in owner._non_persistent_buffers_set:
                                 raise UnsupportedModelError(f"do not know how to compute the buffer '{path}.{leaf}'")
                             filled.append((owner, leaf, tensor))
-                            self._put(tensors, leaf, self._fetch(f"{path}.{leaf}", tensor))
+                            is_parameter = isinstance(tensor, nn.Parameter)
+                            fetch = partial(self._parameter, held=held) if is_parameter else self._fetch
+                            tensors[leaf] = fetch(f"{path}.{leaf}", tensor)
             yield module
         finally:
             for owner, leaf, tensor in filled:
                 store: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
                 store[leaf] = tensor
+            for origin in held:
+                del self._held[origin]
 
-    def _put(self, store: Any, leaf: str, value: Tensor) -> None:
-        store[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(store[leaf], nn.Parameter) else value
+    def origin(self, name: str) -> str:
+        """The parameter that a parameter is tied to; its own name where it is not tied.
+
+        As transformers does, a parameter that is stored with other values than the one it is tied to is not tied.
+        """
+        if name not in self._origins:
+            other = self._names.tied.get(name, name)
+            stored = [self._names.plain[each] for each in (name, other) if each in self._names.plain]
+            apart = other != name and len(stored) == 2 and not torch.equal(*map(self.checkpoint.tensor, stored))
+            self._origins[name] = name if apart else other
+        return self._origins[name]
+
+    def _parameter(self, name: str, like: nn.Parameter, held: list[str]) -> nn.Parameter:
+        """A parameter of the model, on the device; notes in `held` that it is new."""
+        origin = self.origin(name)
+        if origin not in self._held:
+            self._held[origin] = nn.Parameter(self._fetch(name, like), requires_grad=False)
+            held.append(origin)
+        return self._held[origin]
 
     def _fetch(self, name: str, like: Tensor) -> Tensor:
         """A tensor of the model, on the device."""

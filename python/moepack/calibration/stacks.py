@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
@@ -23,14 +24,28 @@ from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.recorder import Recorder
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stream import Stream
+from moepack.checkpoint import MoeModel
 from moepack.errors import CalibrationError, UnsupportedModelError
 from moepack.runtime.finite import advice
 
-__all__ = ["Stack"]
+__all__ = ["Stack", "decoder_blocks"]
 
 #: The stand-in's answer when the share of the experts in a block's output is measured: so large that rounding of the
 #: residual stream does not show (2^10 in float32 leaves 13 bits below one).
 PROBE = 1024.0
+
+
+def decoder_blocks(model: MoeModel) -> tuple[str, str]:
+    """The path of the module that owns a causal model's list of blocks, and the list's name in it.
+
+    Raises:
+        UnsupportedModelError: the first sparse layer is in no list.
+    """
+    first = model.layers[0].name
+    found = re.match(r"(.+?)\.(\w+)\.\d+\.", first)
+    if found is None:
+        raise UnsupportedModelError(f"do not know the list of blocks that '{first}' is in")
+    return found[1], found[2]
 
 
 class Stack:
@@ -38,6 +53,7 @@ class Stack:
 
     Attributes:
         name: path of the module that owns the list, such as `model` or `encoder`.
+        list_name: the list's name in it.
         blocks: paths of the blocks.
         shape: of a token's hidden state, [H] but where blocks have several of them.
         outputs: how many outputs blocks have beside the hidden states; None where they return these alone.
@@ -50,7 +66,7 @@ class Stack:
         self.module = skeleton.module.get_submodule(name)
         self.list_name = blocks
         count = len(getattr(self.module, blocks))
-        self.blocks = [f"{name}.{blocks}.{i}" for i in range(count)]
+        self.blocks = [f"{self.list_path}.{i}" for i in range(count)]
         self.shape = torch.Size()
         self.outputs: int | None = None
         self.largest: dict[str, float] = {}
@@ -73,12 +89,12 @@ class Stack:
                 states = None if encoder is None else encoder.samples(first, last).to(self.skeleton.device)
                 if first == 0:
                     self.outputs = self._probed(ids[first:last], states)
-                stand_ins = self._recorded(ids[first:last], states)
+                stand_ins = self.recorded(ids[first:last], states)
                 hidden = stand_ins[0].hidden
                 if buffer is None:
                     self.shape = hidden.shape[2:]
                     buffer = make(prod(self.shape))
-                    self._refuse_memories(stand_ins, self._recorded(ids[first:last], states, lambda x: 2 * x + 1))
+                    self._refuse_memories(stand_ins, self.recorded(ids[first:last], states, lambda x: 2 * x + 1))
                 buffer.samples(first, last).copy_(hidden.flatten(2))
                 self._keep(first, [stand_in.arguments for stand_in in stand_ins])
         assert buffer is not None
@@ -94,40 +110,56 @@ class Stack:
 
     def _probed(self, ids: Tensor, encoder: Tensor | None) -> int | None:
         """How many outputs the first block has beside the hidden states; None where it returns these alone."""
-        (first, *_) = self._recorded(ids, encoder, count=1)
+        (first, *_) = self.recorded(ids, encoder, count=1)
         states = first.hidden
         with self.skeleton.loaded(self.blocks[0]) as block:
-            output = self._call(block, states, first.arguments, (), {}, encoder)
+            output = self.call(block, states, first.arguments, (), {}, encoder)
         return len(output) - 1 if isinstance(output, tuple) else None
 
-    def _recorded(
+    def recorded(
         self,
         ids: Tensor,
-        encoder: Tensor | None,
+        encoder: Tensor | None = None,
         change: Callable[[Tensor], Tensor] = lambda hidden: hidden,
         count: int | None = None,
     ) -> list[StandIn]:
-        """Run the stack's forward over stand-ins for its blocks, up to the block `count` if that is given."""
-        blocks = getattr(self.module, self.list_name)
-        last = (count or len(blocks)) - 1
-        stand_ins = [StandIn(block, i == last, self.outputs) for i, block in enumerate(blocks)]
+        """Run the stack's forward over stand-ins for its blocks, which hold what blocks are given.
+
+        Args:
+            ids: [B, L] tokens. encoder: the encoder's states, in a decoder that attends to them.
+            change: what each block makes of the hidden states.
+            count: run up to this block; None runs all.
+        """
         extra = {} if encoder is None else {"encoder_hidden_states": encoder}
-        setattr(self.module, self.list_name, nn.ModuleList(stand_ins))
-        try:
+        with self.stand_ins() as stand_ins:
+            stand_ins[(count or len(stand_ins)) - 1].last = True
             for stand_in in stand_ins:
                 stand_in.change = change
             with contextlib.suppress(Stopped):
                 self.module(input_ids=ids.to(self.skeleton.device), use_cache=False, **extra)
-        finally:
-            setattr(self.module, self.list_name, blocks)
         for stand_in in stand_ins:
             stand_in.arguments = stand_in.arguments.marked(encoder)
         return stand_ins
+
+    @contextlib.contextmanager
+    def stand_ins(self) -> Iterator[list[StandIn]]:
+        """With stand-ins in the blocks' places."""
+        blocks = getattr(self.module, self.list_name)
+        stand_ins = [StandIn(block, last=False, outputs=self.outputs) for block in blocks]
+        setattr(self.module, self.list_name, nn.ModuleList(stand_ins))
+        try:
+            yield stand_ins
+        finally:
+            setattr(self.module, self.list_name, blocks)
 
     def _keep(self, first: int, arguments: list[Arguments]) -> None:
         """Keep the arguments of a batch, or those of an earlier one where they are equal."""
         known = next((kept for kept in self._arguments.values() if same(kept, arguments)), arguments)
         self._arguments.setdefault(first, known)
+
+    def arguments(self, first: int, index: int) -> Arguments:
+        """What block `index` is given beside hidden states, of the batch that begins with sample `first`."""
+        return self._arguments[first][index]
 
     def batches(self, samples: int) -> Iterator[tuple[int, int]]:
         """First and last (exclusive) sample of each batch."""
@@ -148,8 +180,8 @@ class Stack:
         """
         hidden, encoder = stream.batch(first, last, self.skeleton.device)
         states = hidden.view(*hidden.shape[:2], *self.shape)
-        arguments = self._arguments[first][index]
-        output = self._call(block, states, arguments, stream.carried.get(first, ()), stream.shared_of(first), encoder)
+        arguments = self.arguments(first, index)
+        output = self.call(block, states, arguments, stream.carried.get(first, ()), stream.shared_of(first), encoder)
         if isinstance(output, tuple):
             if keep:
                 stream.carry(first, output[1:])
@@ -161,7 +193,7 @@ class Stack:
         self.largest[place] = max(largest, self.largest.get(place, 0.0))
         return output.flatten(2)  # type: ignore[no-any-return]
 
-    def _call(
+    def call(
         self,
         block: nn.Module,
         states: Tensor,
@@ -205,6 +237,11 @@ class Stack:
         if factor == 0 or not bool(((share - factor).abs() <= tolerance).all()):
             return None
         return 1.0 if abs(factor - 1) <= tolerance else factor
+
+    @property
+    def list_path(self) -> str:
+        """The path of the list of blocks."""
+        return f"{self.name}.{self.list_name}"
 
     @property
     def _is_seq2seq(self) -> bool:

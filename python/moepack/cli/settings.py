@@ -117,7 +117,7 @@ Calibration = Annotated[
     _option(
         "calibration",
         "Text like what the model will read: file, JSON lines, directory or data set of the hub. By default auto takes "
-        "a built-in text if the model fits; none takes nothing.",
+        "a built-in text if the model's largest layer fits into memory with gradients; none takes nothing.",
     ),
 ]
 Samples = Annotated[int | None, _option("samples", "windows of the text; default 128, floe 64.", min=1)]

@@ -5,16 +5,15 @@ whatever the text. Hidden states lie in mapped files, which the system may write
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from moepack.calibration.run import Calibrator
 from moepack.calibration.samples import decoder_samples
 from moepack.calibration.settings import CalibrationSettings
+from moepack.calibration.tail import Tail
 from moepack.checkpoint import describe
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.errors import UnsupportedModelError
@@ -63,25 +62,10 @@ class StreamedDecoder:
         for done, layer in enumerate(self._calibrator.layers(), 1):
             layer.keep()
             passed(done, len(self._model.layers))
-        hidden, blocks = self._calibrator.hidden, self._calibrator.stack
-        owner, module = blocks.name, blocks.module
-        ends = (blocks.list_name, "embed_tokens")
-        parts = [f"{owner}.{name}" for name, _ in module.named_children() if name not in ends]
-        head = next(
-            name for name, module in self.module.named_modules() if module is self.module.get_output_embeddings()
-        )
-        # The model's own forward does what follows the blocks; a block that answers with their result stands for all.
-        last = getattr(module, blocks.list_name)[-1]
-        setattr(module, blocks.list_name, nn.ModuleList([last]))
-        beside = () if blocks.outputs is None else (None,) * blocks.outputs
-        with ExitStack() as loaded:
-            for part in (*parts, head):
-                loaded.enter_context(self._calibrator.skeleton.loaded(part))
-            size = batch_size(self.config)
+        hidden, ids = self._calibrator.hidden, self._calibrator.samples.inputs
+        tail, size = Tail(self._calibrator.skeleton, self._calibrator.stack), batch_size(self.config)
+        with tail.loaded():
+            tail.require_last_alone(ids[:1], hidden.samples(0, 1))
             for first in range(0, len(hidden), size):
-                states = hidden.samples(first, min(first + size, len(hidden)))
-                states = states.view(*states.shape[:2], *blocks.shape)
-                output = states if blocks.outputs is None else (states, *beside)
-                last.forward = lambda *_, output=output, **__: output
-                entered = states.new_zeros(*states.shape[:2], blocks.shape[-1])
-                yield self.module(inputs_embeds=entered, use_cache=False).logits
+                last = min(first + size, len(hidden))
+                yield tail.logits(ids[first:last], hidden.samples(first, last))

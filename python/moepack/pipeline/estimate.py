@@ -112,7 +112,7 @@ class Estimate:
         run_memory: bytes that running the packed model takes, about: a process, and all files of weights.
         tokens_per_second: of one sequence on this machine's processor, about and at most: products of packed weights
             alone. None where the format was not measured (`moepack doctor` does).
-        notes: what a user should know of the source, in full sentences.
+        notes: what a user should know of the source, and of a text that is not read, in full sentences.
     """
 
     model: Path
@@ -189,7 +189,7 @@ def estimate(
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
-        notes=found.notes,
+        notes=(*found.notes, *dict.fromkeys(note for each in assignment.methods for note in each.notes({}))),
         model=checkpoint.path,
         architecture=found.architecture,
         layers=len(found.layers),

@@ -8,7 +8,7 @@ whose output is not finite while its inputs are.
 Logits of -inf are sound as long as a row has others: models mask parts of their vocabulary so.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from moepack.errors import NonFiniteError
 from moepack.runtime.calls import cache_argument
 from moepack.runtime.prefix import new_cache
 
-__all__ = ["advice", "are_finite", "non_finite", "watching"]
+__all__ = ["advice", "are_finite", "non_finite", "non_finite_in", "watching"]
 
 CHUNK = 1024
 """Tokens that are read again at a time."""
@@ -38,13 +38,29 @@ def non_finite(model: Any, inputs: Mapping[str, Any], what: str = "logits") -> N
         inputs: of its forward, without a cache: `input_ids` [B, L] and what an encoder-decoder takes beside.
         what: is not finite.
     """
-    place = _place(model, inputs)
+
+    def run() -> None:
+        _read(model, {name: _moved(value, model.device) for name, value in inputs.items()})
+
+    return non_finite_in(model, run, model.dtype, what)
+
+
+def non_finite_in(model: Any, run: Callable[[], Any], dtype: torch.dtype, what: str = "logits") -> NonFiniteError:
+    """Return the error of a model whose logits are not finite, which names the layer.
+
+    Args:
+        model: the model; its state is left as it is.
+        run: computes the logits once more.
+        dtype: in which it computes them.
+        what: is not finite.
+    """
+    place = _place(model, run)
     where = (
         "the layer cannot be told, for reading the same tokens again gives finite ones"
         if place is None
         else f"NaN or infinity first appears in '{place}'"
     )
-    return NonFiniteError(f"the model's {what} are not finite: {where}; {advice(model.dtype)}")
+    return NonFiniteError(f"the model's {what} are not finite: {where}; {advice(dtype)}")
 
 
 def advice(dtype: torch.dtype) -> str:
@@ -82,7 +98,7 @@ class _Found(Exception):
     """The module that is looked for has run."""
 
 
-def _place(model: Any, inputs: Mapping[str, Any]) -> str | None:
+def _place(model: Any, run: Callable[[], Any]) -> str | None:
     """The path of the first module whose output is not finite while its inputs are; None where all are finite."""
     config = model.config.get_text_config(decoder=True)
     width = int(getattr(config, "hidden_size", 0))
@@ -105,7 +121,7 @@ def _place(model: Any, inputs: Mapping[str, Any]) -> str | None:
             hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
         with torch.inference_mode(), suppress(_Found):
-            _read(model, {name: _moved(value, model.device) for name, value in inputs.items()})
+            run()
     finally:
         for handle in hooks:
             handle.remove()

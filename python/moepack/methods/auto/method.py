@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from moepack.calibration import CalibrationRequest, Stage
-from moepack.calibration.fisher import needed_bytes
+from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
 from moepack.calibration.text import BUILT_IN
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
@@ -49,6 +48,9 @@ PREFER = ("quality", "speed")
 NO_TEXT = "none"
 """The calibration set that is none."""
 
+UNREAD = "The built-in text was not read, so what errors of weights cost is a guess: {}."
+"""A note; the reason and what helps follow."""
+
 
 @dataclass
 class Auto(Method):
@@ -59,7 +61,8 @@ class Auto(Method):
         bits_per_weight: the same over all weights of the checkpoint. ratio: the same over the checkpoint's bytes. With
             none of the three, half of the free memory or 4 bits a weight, whichever is smaller.
         calibration: text file, JSON lines, directory or data set of the hub. The default, "built-in", is a text that
-            comes with the package, where the model fits into memory in float32; None or "none" does without.
+            comes with the package, where the model's largest layer fits into memory in float32 with its gradients;
+            None or "none" does without.
         prefer: "quality", or "speed", which weighs the time of products on this machine, too.
         codes: "dependent" where tensors have the bits for it, or "plain" for all.
         samples: calibration windows, at most.
@@ -86,6 +89,9 @@ class Auto(Method):
     _goal: _Goal | None = field(default=None, init=False, repr=False)
     _packer: Packer | None = field(default=None, init=False, repr=False)
     _measured: bool = field(default=False, init=False, repr=False)
+    _by_default: bool = field(default=False, init=False, repr=False)
+    _unread_notes: tuple[str, ...] = field(default=(), init=False, repr=False)
+    _guessed_notes: tuple[str, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
@@ -94,6 +100,7 @@ class Auto(Method):
         # Where speed is preferred, formats are compared by errors of weights as they are, and no text is needed.
         none = self.calibration == NO_TEXT or (self.calibration == BUILT_IN and self.prefer == "speed")
         self._read(None if none else self.calibration)
+        self._by_default = self.calibration == BUILT_IN
 
     def _read(self, source: str | None) -> None:
         """Take a calibration set, or none."""
@@ -178,8 +185,12 @@ class Auto(Method):
         """Turn what was asked for into bytes; raises ValueError for less than is possible and more than there is."""
         if self._goal is not None and self._goal.path == checkpoint.path:
             return
-        if self.calibration == BUILT_IN and not self._can_read(checkpoint):
-            self._read(None)
+        if self._by_default:
+            self._read(BUILT_IN)
+            unread = self._unread(checkpoint, model)
+            if unread is not None:
+                self._read(None)
+            self._unread_notes = () if unread is None else (UNREAD.format(unread),)
         nbytes, reason = self._target.nbytes(checkpoint)
         shapes = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
         linears = (linear for dense in model.dense for linear in dense.only(self.dense_roles).linears)
@@ -192,18 +203,25 @@ class Auto(Method):
             )
         self._goal, self._packer = goal, None
 
-    def _can_read(self, checkpoint: Checkpoint) -> bool:
-        """Whether a model can run on a text, as a whole, in the memory that the machine has."""
+    def _unread(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
+        """Why the built-in text is not read, and what helps, as clauses; None where it is.
+
+        Raises:
+            UnsupportedModelError: transformers cannot build the model.
+        """
+        if checkpoint.config.get("is_encoder_decoder"):
+            return f"{TWO_TEXTS}; `--calibration FILE` solves tensors on what they read of a text"
         place = torch.device(self.device)
         memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
-        if checkpoint.config.get("is_encoder_decoder") or (memory is not None and memory < needed_bytes(checkpoint)):
-            return False
+        if reason := too_little(needed_bytes(checkpoint, model), memory, "is what this machine has"):
+            return reason
         request = self._coder.request
         assert request is not None, "there is a calibration set"
-        with suppress(CalibrationError):  # no tokenizer, or fewer positions than a window has
+        try:
             request.load(checkpoint)
-            return True
-        return False
+        except CalibrationError as error:
+            return f"{error}; mend that and compress again"
+        return None
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Share out the bytes.
@@ -217,7 +235,7 @@ class Auto(Method):
         if self._packer is not None:
             return
         goal, importance = self._known, find_importance(checkpoint, model, self._coder.request, progress or Silent())
-        self._measured = importance.measured
+        self._measured, self._guessed_notes = importance.measured, importance.notes
         if self.prefer == "speed":
             coder, speeds = replace(self._coder, calibration=None), kept_speeds() or measure_speeds()
             self._packer = Mixed.chosen(coder, checkpoint, model, importance, goal.room, goal.shapes, speeds)
@@ -260,8 +278,9 @@ class Auto(Method):
         self.packer.book(name, nbytes)
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
-        return self._coder.notes(layers)
+        """Say why a text was not read, or told nothing of what errors cost; name experts that saw few tokens, and
+        experts that were quantized without error compensation."""
+        return (*self._unread_notes, *self._guessed_notes, *self._coder.notes(layers))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moepack.arrays import is_finite
 from moepack.calibration import CalibrationRequest
-from moepack.calibration.fisher import Sensitivity, fisher
+from moepack.calibration.fisher import Sensitivity, fisher, hindrance
 from moepack.calibration.kept import KeptSensitivity
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
-from moepack.errors import InvalidTensorError
+from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods.rate.sample import only
 from moepack.methods.rate.scales import Scales, scales_of
 from moepack.progress import Progress
@@ -42,42 +42,50 @@ class Importance:
         scales: by the packed tensor's name, factors with which its weights count 1.
         measured: whether a text told it. Without one it is a guess from models that were trained for this project,
             which promised 15 to 22 times too little on SmolLM2-135M (docs/methods/sensitivity.md).
+        reason: why it was not measured although there is a text, as a clause; empty otherwise.
     """
 
     values: dict[str, float]
     scales: dict[str, Scales]
     measured: bool
+    reason: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of a text that told nothing."""
+        if not self.reason:
+            return ()
+        return (f"What errors of weights cost was not measured on the text but guessed: {self.reason}.",)
 
 
 def find_importance(
     checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None, progress: Progress | None = None
 ) -> Importance:
-    """Measure what errors count, on the calibration set where there is one and the model fits into memory.
+    """Measure what errors count, on the calibration set where there is one and the model can be measured.
 
     Raises:
-        CalibrationError: the calibration set is unusable.
+        CalibrationError, NonFiniteError: the calibration set is unusable, or the model computes NaN or infinity.
     """
-    balances, found = find_balances(model), None
+    balances, found, reason = find_balances(model), dict[str, Sensitivity](), ""
     if request is not None:
-        found = _measured(checkpoint, model, balances, request, progress)
+        found, reason = _measured(checkpoint, model, balances, request, progress)
     prior = _prior(model)
     roles = role_of(model)
-    if found is None:
-        alike = Counter(roles[name] for name in balances)
-        counts = {name: LOST[roles[name]] / alike[roles[name]] / SQUARE / max(weights, 1)
-                  for name, weights in _weights(model).items()}  # fmt: skip
-        scales = {name: scales_of(own, counts[name]) for name, own in balances.items()}
-        return Importance(prior, scales, measured=False)
+    alike, weights = Counter(roles[name] for name in balances), _weights(model)
     inputs: dict[str, Tensor] = {}
     for layer in model.layers:
-        if len(first := [part.packed_name for part in layer.projections[:-1]]) > 1:
+        first = [part.packed_name for part in layer.projections[:-1] if part.packed_name in found]
+        if len(first) > 1:
             inputs |= dict.fromkeys(first, torch.stack([found[name].columns.mean(0) for name in first]).sum(0))
-    scales = {
-        name: scales_of(own, found[name], inputs.get(name), tokens=roles[name] in (EMBEDDING, "head"))
-        for name, own in balances.items()
-    }
+    scales: dict[str, Scales] = {}
+    for name, own in balances.items():
+        if name in found:
+            tokens = roles[name] in (EMBEDDING, "head")
+            scales[name] = scales_of(own, found[name], inputs.get(name), tokens=tokens)
+        else:
+            scales[name] = scales_of(own, LOST[roles[name]] / alike[roles[name]] / SQUARE / max(weights[name], 1))
     values = prior | {name: _rounded(own.mean) for name, own in found.items() if own.mean > 0}
-    return Importance(values, scales, measured=True)
+    return Importance(values, scales, bool(found), reason)
 
 
 def _measured(
@@ -86,16 +94,27 @@ def _measured(
     balances: Mapping[str, Balance],
     request: CalibrationRequest,
     progress: Progress | None,
-) -> dict[str, Sensitivity] | None:
-    """What was kept of the same model and text, or what is measured now."""
-    samples = request.load(checkpoint)
+) -> tuple[dict[str, Sensitivity], str]:
+    """What was kept of the same model and text, or what is measured now; nothing, and why, where that cannot be.
+
+    Tensors that the text does not reach, such as those of a tower for images, are not among it.
+    """
+    samples, device = request.load(checkpoint), request.settings.device
     kept = KeptSensitivity(checkpoint, samples)
     found = kept.read()
-    if found is None or found.keys() != balances.keys():
-        found = fisher(checkpoint, model, balances, samples, request.settings.device, progress)
-        if found is not None:
-            kept.write(found)
-    return found
+    if found and found.keys() <= balances.keys():
+        return found, ""
+    reason = hindrance(checkpoint, model, samples, device)
+    if reason is not None:
+        return {}, reason
+    try:
+        found = fisher(checkpoint, model, balances, samples, device, progress)
+    except UnsupportedModelError as error:
+        return {}, error.detail
+    if not found:
+        return {}, "memory was taken by others meanwhile"
+    kept.write(found)
+    return found, ""
 
 
 def find_balances(model: MoeModel) -> dict[str, Balance]:

@@ -268,5 +268,7 @@ class Rate(Method):
         return self._importance.scales[name].bits if name in self._importance.scales else 0
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
-        return coverage_notes(layers, self.minimum_tokens, priced=True, emptied=not self._importance.measured)
+        """Say why a text told nothing of what errors cost; name experts that saw few tokens, and experts that were
+        quantized without error compensation."""
+        found = coverage_notes(layers, self.minimum_tokens, priced=True, emptied=not self._importance.measured)
+        return (*self._importance.notes, *found)
