@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,19 @@ def test_stored_scales_are_what_weights_are_divided_by() -> None:
     codes = torch.stack([(scales.scaled(expert, weights[expert]) / 0.25).round() for expert in range(3)])
     values = codes * rows[..., None] * columns[:, None]
     assert (values - weights).abs().max() <= 0.51 * (rows[..., None] * columns[:, None]).max()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_factors_follow_the_order_of_rows_and_columns(axis: int) -> None:
+    weights = drawn(3, 20, 12)
+    (known,) = balance([Matrices(weights.shape, lambda expert: weights[expert])])
+    order = torch.stack([drawn(weights.shape[axis + 1], seed=seed).argsort() for seed in range(3)])
+    for columns in (known.columns, known.columns[:1]):
+        scales = scales_of(replace(known, columns=columns), 1.0)
+        other = scales.reordered(order, axis)
+        for expert, matrix in enumerate(weights):
+            expected = scales.scaled(expert, matrix).index_select(axis, order[expert])
+            assert torch.equal(other.scaled(expert, matrix.index_select(axis, order[expert])), expected)
 
 
 # ---- whole models

@@ -336,12 +336,15 @@ class Floe(Method):
         return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that the text did not reach."""
-        return tuple(
+        """Name experts that the text did not reach, and what could not be measured."""
+        found = tuple(
             f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
             for layer, details in layers.items()
             if details.get("pooled")
         )
+        if self._coarse is None or self._coarse.is_measured:
+            return found
+        return (*found, "The model does not fit into memory in float32: what errors of coarse copies cost is a guess.")
 
 
 def _channel_axis(projection: str) -> int:

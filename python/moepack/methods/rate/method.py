@@ -162,6 +162,11 @@ class Rate(Method):
         even = dict.fromkeys(found.scales, 1.0)
         self.decide(take_sample(checkpoint, model, self._roles, even, found.scales, largest), found)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether a text told what errors count."""
+        return self._importance.measured
+
     def decide(self, sample: Sample, importance: Importance | None = None) -> Step:
         """Find the step for a sample, whose weights were multiplied by the scales of an importance; raises the
         ValueError of `prepare`."""
