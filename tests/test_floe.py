@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import moepack
 import runtime_support as support
 from moepack import UnsupportedModelError, _core
-from moepack.calibration.load import load_samples
+from moepack.calibration.load import CalibrationRequest, load_samples
+from moepack.calibration.samples import decoder_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import app
 from moepack.export import export
@@ -377,3 +378,48 @@ def test_every_gated_architecture_runs(
 def test_the_paper_s_solver_runs(mixtral: Path, text: Path, tmp_path: Path) -> None:
     compress(mixtral, tmp_path / "out", method=paper(text, solver="hqq"))
     assert torch.isfinite(support.logits(moepack.load(tmp_path / "out", dtype="float32"))).all()
+
+
+@pytest.mark.parametrize("form", [method, paper], ids=["refined", "paper"])
+@pytest.mark.parametrize(
+    ("family", "runs"),
+    [
+        ("qwen2_moe", True), ("glm4_moe", True), ("ernie4_5_vl_moe", True), ("dots3_note", True),
+        ("gpt_oss", False), ("dbrx", False), ("gemma4", False), ("llama4_text", False), ("jetmoe", False),
+    ],
+)  # fmt: skip
+def test_a_family_runs_or_is_refused_before_a_weight_is_read(
+    saved: Callable[[str], Path],
+    family: str,
+    runs: bool,
+    form: Callable[..., Floe],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts of a vision tower, which no text reaches, are packed as well."""
+    windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
+    settings = {"sparsity": 0.5} if form is paper else {"sparsity": 0.5, "coarse_bits": 5.0}
+    chosen, out = form(text, **settings), tmp_path / "out"
+    if not runs:
+        monkeypatch.setattr(Checkpoint, "tensor", None)
+        for job in (estimate, compress):
+            with pytest.raises(UnsupportedModelError, match=r"does not compute down\(SiLU\(gate x\) \* up x\)"):
+                job(saved(family), out, method=chosen)
+        assert not any(tmp_path.iterdir())
+        return
+    compress(saved(family), out, method=chosen)
+    model = moepack.load(out, dtype="float32", mode="exact")
+    with torch.no_grad():
+        assert torch.isfinite(model(windows).logits).all()
+    assert sparse_modules(model) and moepack.verify(out).ok
+
+
+def test_rates_that_metadata_exceeds_name_what_would_do(
+    saved: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
+    with pytest.raises(ValueError, match=r"coarse copies: .* bits a weight, .*\(--coarse-bits\).*\(--paper-form\)"):
+        compress(saved("qwen2_moe"), tmp_path / "out", method=method(text))

@@ -23,12 +23,12 @@ from moepack import _core
 from moepack.calibration.load import CalibrationRequest
 from moepack.calibration.settings import CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
-from moepack.errors import InvalidTensorError
+from moepack.errors import InvalidTensorError, MoepackError
 from moepack.format.hub import PREDICTORS
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
-from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels
+from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels, refuse_other_experts
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
 from moepack.methods.rate import Rate
@@ -96,6 +96,7 @@ class Floe(Method):
     _spec: GroupSpec = field(default=GroupSpec(2, 64), init=False, repr=False)
     _decisions: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
     _dense: set[str] = field(default_factory=set, init=False, repr=False)
+    _unread: tuple[str, ...] = field(default=(), init=False, repr=False)
     _layers: dict[str, str] = field(default_factory=dict, init=False, repr=False)
     _names: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False)
     _coarse: Rate | None = field(default=None, init=False, repr=False)
@@ -150,6 +151,10 @@ class Floe(Method):
         """Thresholds come from a run of the model."""
         return True
 
+    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Refuse experts that cannot be kept by channels; see `Method.aim`."""
+        refuse_other_experts(checkpoint, model)
+
     def arranged(self, layer: MoeLayer) -> MoeLayer:
         """Put gate and down projection together, channel by channel; see `Method.arranged`."""
         found = by_channels(layer, coarse=self._coarse is not None)
@@ -188,7 +193,10 @@ class Floe(Method):
         shares = {name: 0.0 if at < self.dense_layers else self.sparsity for at, name in enumerate(names)}
         self._dense = {name for name, share in shares.items() if share <= 0}
         routed = self._coarse is not None
-        self._decisions = decide(checkpoint, model, samples, running, self._quantized, shares, routed)
+        found = decide(checkpoint, model, samples, running, self._quantized, shares, routed)
+        # No text reaches the experts of a vision tower: they compute everything.
+        unread = {layer.name: Decision.dense(layer.experts) for layer in model.layers if layer.name not in found}
+        self._decisions, self._dense, self._unread = found | unread, self._dense | unread.keys(), tuple(unread)
         if self._coarse is not None:
             self._reorder(self._coarse)
 
@@ -203,7 +211,13 @@ class Floe(Method):
         for layer in model.layers:
             self.arranged(layer)
         if self._coarse is not None:
-            self._coarse.measure(checkpoint, model, request, progress)
+            try:
+                self._coarse.measure(checkpoint, model, request, progress)
+            except MoepackError:
+                raise
+            except ValueError as error:
+                hint = "more coarse_bits (--coarse-bits), or paper_form (--paper-form), would do"
+                raise ValueError(f"coarse copies: {error}; {hint}") from error
             for own in self._names.values():
                 self._coarse.widen(own[UP], UP_STEP)
 
@@ -341,6 +355,9 @@ class Floe(Method):
             f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
             for layer, details in layers.items()
             if details.get("pooled")
+        )
+        found += tuple(
+            f"{layer}: no text reaches its experts; all of their channels are read." for layer in self._unread
         )
         if self._coarse is None or self._coarse.is_measured:
             return found

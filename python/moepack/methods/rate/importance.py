@@ -60,24 +60,22 @@ def find_importance(
     balances, found = find_balances(model), None
     if request is not None:
         found = _measured(checkpoint, model, balances, request, progress)
-    prior = _prior(model)
-    roles = role_of(model)
-    if found is None:
-        alike = Counter(roles[name] for name in balances)
-        counts = {name: LOST[roles[name]] / alike[roles[name]] / SQUARE / max(weights, 1)
-                  for name, weights in _weights(model).items()}  # fmt: skip
-        scales = {name: scales_of(own, counts[name]) for name, own in balances.items()}
-        return Importance(prior, scales, measured=False)
+    prior, roles, known = _prior(model), role_of(model), found or {}
+    alike = Counter(roles[name] for name in balances)
+    counts = {name: LOST[roles[name]] / alike[roles[name]] / SQUARE / max(weights, 1)
+              for name, weights in _weights(model).items()}  # fmt: skip
     inputs: dict[str, Tensor] = {}
     for layer in model.layers:
-        if len(first := [part.packed_name for part in layer.projections[:-1]]) > 1:
-            inputs |= dict.fromkeys(first, torch.stack([found[name].columns.mean(0) for name in first]).sum(0))
+        first = [part.packed_name for part in layer.projections[:-1]]
+        if len(first) > 1 and known.keys() >= set(first):
+            inputs |= dict.fromkeys(first, torch.stack([known[name].columns.mean(0) for name in first]).sum(0))
+    # Where no token of the text came by, as in experts of a vision tower, the guess serves.
     scales = {
-        name: scales_of(own, found[name], inputs.get(name), tokens=roles[name] in (EMBEDDING, "head"))
+        name: scales_of(own, known.get(name, counts[name]), inputs.get(name), tokens=roles[name] in (EMBEDDING, "head"))
         for name, own in balances.items()
     }
-    values = prior | {name: _rounded(own.mean) for name, own in found.items() if own.mean > 0}
-    return Importance(values, scales, measured=True)
+    values = prior | {name: _rounded(own.mean) for name, own in known.items() if own.mean > 0}
+    return Importance(values, scales, measured=found is not None)
 
 
 def _measured(
@@ -91,7 +89,7 @@ def _measured(
     samples = request.load(checkpoint)
     kept = KeptSensitivity(checkpoint, samples)
     found = kept.read()
-    if found is None or found.keys() != balances.keys():
+    if found is None or not found.keys() <= balances.keys():
         found = fisher(checkpoint, model, balances, samples, request.settings.device, progress)
         if found is not None:
             kept.write(found)
