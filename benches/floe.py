@@ -17,17 +17,21 @@ The fastest call counts, by the processor's time of one thread, otherwise by the
 `rules` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5; the
 first sparse layer stays whole): the up projection's output, the gate's after SiLU, their product, or that times the
 router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each layer;
-all weights are bf16, so this is what the rule alone costs. `forms` sets the default beside the paper's form: thresholds,
-size, loss, and the processor's time of compressing and of a token that is generated. `packed` measures packed models: by `floe`, with and without
-coarse copies, and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse copies),
-those that a token moves, and what it loses more where guesses decide over channels (`--approximate`). `equal` sets the
-paper's form beside coarse copies in the same memory and with the same bytes moved: what decides leaves memory for the
+all weights are bf16, so this is what the rule alone costs.
+
+`forms` sets the default of `floe` beside the paper's form: thresholds, sizes, loss, and the processor's time to
+compress a model and to generate a token. `packed` measures packed models: by `floe`, with and without coarse copies,
+and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse copies), those that a
+token moves, and what it loses more where guesses decide over channels (`--approximate`). `equal` sets the paper's
+form beside coarse copies in the same memory and with the same bytes moved: what decides leaves memory for the
 channels of each expert that are stored first, which the calibration text wanted most, and only others are moved. The
-paper's form skips 50 to 80 %, with up projections of 2 or 4 bits; between the points the increase is interpolated, and
-the better of both counts. `recall` tells how much of what a layer asks for could be guessed from what enters the
+paper's form skips 50 to 80 %, with up projections of 2 or 4 bits; between the points the increase is interpolated,
+and the better of both counts. `recall` tells how much of what a layer asks for could be guessed from what enters the
 experts of the layer before: its experts by its router, or by the linear map that fits its router's logits on the
-calibration text best; its channels by its up projection, where the experts are known. Figures are added to those in the
-file, whose points `packed` and `equal` do not measure again; `table` prints it as it stands in docs.
+calibration text best; its channels by its up projection, where the experts are known.
+
+Figures are added to those in the file, whose points `forms`, `packed` and `equal` do not measure again; `table` prints
+it as it stands in docs.
 """
 
 from __future__ import annotations
@@ -440,15 +444,8 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
     ).loss  # fmt: skip
     rows: dict[str, dict[str, Any]] = {"coarse 2 bits, 80 %": {}}
     for share in SHARES[1:-1]:
-        rows |= {
-            f"paper, up {bits} bits, {share:.0%}": {
-                "paper_form": True,
-                "up_bits": bits,
-                "sparsity": share,
-                "dense_layers": 0,
-            }  # fmt: skip
-            for bits in (2, 4)
-        }
+        paper = {"paper_form": True, "sparsity": share, "dense_layers": 0}
+        rows |= {f"paper, up {bits} bits, {share:.0%}": {**paper, "up_bits": bits} for bits in (2, 4)}
     found = measured_before(options)
     for name, settings in rows.items():
         if name in found:
