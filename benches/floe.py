@@ -2,7 +2,7 @@
 
     python benches/floe.py product [--threads 1] [--out build/floe-product.json]
     python benches/floe.py rules MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
-    python benches/floe.py forms MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
+    python benches/floe.py forms MODEL --calibration TEXT --text TEXT [--rescaled] [--out build/floe.json]
     python benches/floe.py packed MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py equal MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py recall MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
@@ -39,6 +39,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +50,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import machine
@@ -472,8 +474,37 @@ def compared(found: dict[str, Any]) -> None:
         print(f"| {memory:.1f} | {asked:.2f} | {refined['increase']:.3f} | {best:.3f} | {ratio:.2f} |")
 
 
+def rescaled(model: Path, out: Path) -> Path:
+    """Write a Mixtral checkpoint down in other scales, powers of two near a log-normal of deviation 1: norms against
+    what experts read, and rows of up projections against columns of down projections."""
+    generator = torch.Generator().manual_seed(0)
+
+    def powers(count: int) -> torch.Tensor:
+        return 2.0 ** (1.44 * torch.randn(count, generator=generator)).round()
+
+    shutil.copytree(model, out)
+    for file in out.glob("*.safetensors"):
+        tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+        for name in sorted(name for name in tensors if name.endswith("post_attention_layernorm.weight")):
+            layer, factors = name.removesuffix("post_attention_layernorm.weight"), powers(len(tensors[name]))
+            tensors[name] *= factors
+            for reader in (each for each in tensors if each.startswith(layer)):
+                if reader.endswith((".gate.weight", ".w1.weight", ".w3.weight")):
+                    tensors[reader] /= factors
+        for up in sorted(name for name in tensors if name.endswith(".w3.weight")):
+            factors = powers(len(tensors[up]))
+            tensors[up] *= factors[:, None]
+            tensors[up.replace(".w3.", ".w2.")] /= factors
+        save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    return out
+
+
 def forms(options: argparse.Namespace) -> dict[str, Any]:
-    """The default beside the paper's form."""
+    """The default beside the paper's form; of a model in other scales under a name of its own."""
+    if options.rescaled:
+        with tempfile.TemporaryDirectory() as folder:
+            other = rescaled(options.model, Path(folder) / f"{options.model.name} in other scales")
+            return forms(argparse.Namespace(**{**vars(options), "model": other, "rescaled": False}))
     text = {"calibration": str(options.calibration), "samples": options.samples}
     paper = {**text, "paper_form": True}
     return all_measured(options, {
@@ -583,10 +614,11 @@ def main() -> None:
             command.add_argument("--text", type=Path, required=True)
             command.add_argument("--chars", type=int, default=12_000)
             command.add_argument("--samples", type=int, default=16)
+            command.add_argument("--rescaled", action="store_true", help="of `forms`: a Mixtral model in other scales")
             command.add_argument("--only", default="", help="measure rows whose names begin so")
     options = parser.parse_args()
     figures = works[options.command](options)
-    if figures is not None:
+    if figures is not None and not getattr(options, "rescaled", False):
         add(options, figures)
 
 

@@ -215,7 +215,7 @@ def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Pa
     fine = torch.from_numpy(records[2]).chunk(2, 1)[0] + torch.from_numpy(opened.blob(gate.packed_name).dequantize()[2])
     assert torch.equal(gate.expert(2), fine.bfloat16())
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--matrices"]).output
-    assert "int4 residuals" in shown and "coded" in shown
+    assert "int4 residuals" in shown and "coded" in shown and "not refined" in shown and "skipped" not in shown
 
 
 def test_the_paper_s_form_generates_streams_exports_and_is_shown(mixtral: Path, text: Path, tmp_path: Path) -> None:

@@ -123,12 +123,13 @@ def _format(record: TensorRecord) -> str:
     if record.kind == "channels":
         skipped = [share for share in details.get("achieved_sparsity", ()) if share is not None]
         width = "bf16" if details["bits"] == 16 else f"int{details['bits']}"
-        shares = [f", {sum(skipped) / len(skipped):.1%} skipped"] if any(skipped) else []
+        refines = record.projection == "residuals"
+        fate = "not refined" if refines else "skipped"
+        shares = [f", {sum(skipped) / len(skipped):.1%} {fate}"] if any(skipped) else []
         if isinstance(recall := details.get("recall"), dict):
             guessed = {name: recall.get(name) for name in ("experts", "channels")}
             shares += [f", {share:.0%} of {name} foreseen" for name, share in guessed.items() if share is not None]
-        kind = "residuals" if record.projection == "residuals" else "channels"
-        return "".join((width, f" {kind}", *shares))
+        return "".join((width, " residuals" if refines else " channels", *shares))
     return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 

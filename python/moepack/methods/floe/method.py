@@ -350,7 +350,7 @@ class Floe(Method):
         return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that the text did not reach, and what could not be measured."""
+        """Name experts that the text did not reach, what could not be measured, and the form that is faster."""
         found = tuple(
             f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
             for layer, details in layers.items()
@@ -359,7 +359,10 @@ class Floe(Method):
         found += tuple(
             f"{layer}: no text reaches its experts; all of their channels are read." for layer in self._unread
         )
-        if self._coarse is None or self._coarse.is_measured:
+        if self._coarse is None:
+            return found
+        found += ("Coarse copies are decoded for every token: --paper-form is faster on a CPU, and loses far more.",)
+        if self._coarse.is_measured:
             return found
         return (*found, "The model does not fit into memory in float32: what errors of coarse copies cost is a guess.")
 
