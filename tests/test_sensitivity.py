@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moepack
+from moepack.calibration import CalibrationSettings
 from moepack.calibration.fisher import Sensitivity, fisher
 from moepack.calibration.kept import KeptSensitivity
-from moepack.calibration.load import load_samples
+from moepack.calibration.load import CalibrationRequest, load_samples
+from moepack.calibration.samples import decoder_samples
 from moepack.calibration.text import BUILT_IN
 from moepack.checkpoint import Checkpoint, describe
 from moepack.format.directory import PackedDirectory
 from moepack.methods import Auto, Rate
-from moepack.methods.rate.importance import find_balances
+from moepack.methods.rate.importance import find_balances, find_importance
 from moepack.methods.rate.scales import scales_of
 from moepack.solvers.balance import Matrices, balance
 
@@ -236,6 +239,27 @@ def test_what_was_measured_is_kept_and_damage_is_measured_again(
     layers = [name for name in first if "layers" in name]  # rows of tokens follow the size
     for other in (second, third):
         assert all(torch.equal(first[name].rows, other[name].rows) for name in layers)
+
+
+def test_experts_that_no_text_reaches_are_packed_with_factors_of_their_weights(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a vision tower, beside experts whose sensitivity is measured."""
+    windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint = Checkpoint.open(saved("ernie4_5_vl_moe"))
+    model, request = describe(checkpoint), CalibrationRequest("", 3, 24, CalibrationSettings())
+    found, again = (find_importance(checkpoint, model, request) for _ in "12")
+    without = find_importance(checkpoint, model, None)
+    names = {part.packed_name for layer in model.layers for part in layer.projections}
+    unread = {name for name in names if "vision" in name}
+    assert unread and found.measured and unread < names
+    for name in names:
+        same = torch.equal(found.scales[name].rows, without.scales[name].rows)
+        assert same == (name in unread) and torch.equal(found.scales[name].rows, again.scales[name].rows)
+    moepack.compress(checkpoint.path, tmp_path / "out", method=Rate(6.0, calibration=str(NOVEL)))
+    assert moepack.verify(tmp_path / "out").ok
 
 
 def test_sensitivity_of_experts_is_that_of_their_matrices(tmp_path: Path) -> None:
