@@ -1,5 +1,6 @@
 """The method `floe` in both forms: thresholds, records, and the whole way from a checkpoint to text."""
 
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from moepack.methods.floe.channels import by_channels
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.pipeline import compress
 from moepack.pipeline.estimate import estimate
+from moepack.pipeline.report import Totals
+from moepack.report.contents import add_up, read_rows
 from moepack.runtime.backends.cpu import CpuBackend
 from moepack.runtime.experts import RefinedExperts, SparseExperts
 from moepack.runtime.streaming import statistics_of
@@ -341,6 +344,11 @@ def test_defaults_and_recorded_settings_are_those_of_the_form(directory: Path) -
 def test_the_plan_s_size_is_what_is_written(directory: Path, mixtral: Path, text: Path, tmp_path: Path) -> None:
     form = paper if directory.name == "paper" else method
     (part,) = estimate(mixtral, tmp_path / "out", form(text)).parts
+    layers = describe(Checkpoint.open(mixtral)).layers
+    weights = sum(math.prod(projection.shape) for layer in layers for projection in layer.projections)
+    manifest = PackedDirectory.open(directory).manifest
+    assert part.weights == weights == Totals.of(manifest).experts.weights
+    assert weights == add_up(manifest, read_rows(manifest))["weights"]
     packed = sum(record.nbytes for record in PackedDirectory.open(directory).manifest.packed().values())
     assert part.after == pytest.approx(packed, rel=0.25) and not part.exact
 

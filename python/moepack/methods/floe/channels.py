@@ -9,14 +9,13 @@ from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, Projection
 from moepack.checkpoint.classes import building, meta_model
 from moepack.checkpoint.experts import form_of
 from moepack.errors import UnsupportedModelError
+from moepack.format.manifest import RESIDUALS
 from moepack.runtime.backends import is_silu
 
 __all__ = ["CHANNELS", "DOWN", "GATE", "RESIDUALS", "UP", "Channels", "by_channels", "refuse_other_experts"]
 
 GATE, UP, DOWN, CHANNELS = "gate_proj", "up_proj", "down_proj", "channels"
 """The projections of an arranged layer."""
-RESIDUALS = "residuals"
-"""Records beside coarse copies: what finer values add to them."""
 
 
 @dataclass(frozen=True)
