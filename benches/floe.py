@@ -2,6 +2,7 @@
 
     python benches/floe.py product [--threads 1] [--out build/floe-product.json]
     python benches/floe.py rules MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
+    python benches/floe.py forms MODEL --calibration TEXT --text TEXT [--rescaled] [--out build/floe.json]
     python benches/floe.py packed MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py equal MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py recall MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
@@ -16,16 +17,21 @@ The fastest call counts, by the processor's time of one thread, otherwise by the
 `rules` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5; the
 first sparse layer stays whole): the up projection's output, the gate's after SiLU, their product, or that times the
 router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each layer;
-all weights are bf16, so this is what the rule alone costs. `packed` measures packed models: by `floe`, with and without
-coarse copies, and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse copies),
-those that a token moves, and what it loses more where guesses decide over channels (`--approximate`). `equal` sets the
-paper's form beside coarse copies in the same memory and with the same bytes moved: what decides leaves memory for the
+all weights are bf16, so this is what the rule alone costs.
+
+`forms` sets the default of `floe` beside the paper's form: thresholds, sizes, loss, and the processor's time to
+compress a model and to generate a token. `packed` measures packed models: by `floe`, with and without coarse copies,
+and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse copies), those that a
+token moves, and what it loses more where guesses decide over channels (`--approximate`). `equal` sets the paper's
+form beside coarse copies in the same memory and with the same bytes moved: what decides leaves memory for the
 channels of each expert that are stored first, which the calibration text wanted most, and only others are moved. The
-paper's form skips 50 to 80 %, with up projections of 2 or 4 bits; between the points the increase is interpolated, and
-the better of both counts. `recall` tells how much of what a layer asks for could be guessed from what enters the
+paper's form skips 50 to 80 %, with up projections of 2 or 4 bits; between the points the increase is interpolated,
+and the better of both counts. `recall` tells how much of what a layer asks for could be guessed from what enters the
 experts of the layer before: its experts by its router, or by the linear map that fits its router's logits on the
-calibration text best; its channels by its up projection, where the experts are known. Figures are added to those in the
-file, whose points `packed` and `equal` do not measure again; `table` prints it as it stands in docs.
+calibration text best; its channels by its up projection, where the experts are known.
+
+Figures are added to those in the file, whose points `forms`, `packed` and `equal` do not measure again; `table` prints
+it as it stands in docs.
 """
 
 from __future__ import annotations
@@ -33,9 +39,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,6 +50,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import machine
@@ -59,7 +67,7 @@ from moepack.runtime.streaming.channels import RECORDS
 
 CHANNELS, COLUMNS = 14336, 4096
 SHARES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
-CALLS = 12
+CALLS, TOKENS = 12, 24
 PARTS = 64
 """Parts of an expert's channels in which wanted ones are counted."""
 MEMORY = (2.7, 3.0, 3.5, 4.0)
@@ -99,9 +107,12 @@ def records(rng: np.random.Generator, bits: int) -> np.ndarray[Any, Any]:
 
 
 def coded(rng: np.random.Generator, shape: tuple[int, int, int], step: float) -> Any:
-    """A coded tensor of random values of about `shape[2] ** -0.5`, rounded to a step that is relative to this."""
+    """A coded tensor of random values of about `shape[2] ** -0.5`, rounded to a step that is relative to this, with
+    scales of rows and columns."""
     codes = np.rint(rng.standard_normal(shape, np.float32) / step).astype(np.int8)
-    return _core.PackedTensor(_core.encode_coded(codes, np.full((1, 1), step * shape[2] ** -0.5, np.float32), ndim=3))
+    worth = torch.tensor(step * shape[2] ** -0.5).bfloat16().float().item()
+    rows, columns = np.full(shape[:2], worth, np.float32), np.ones((1, shape[2]), np.float32)
+    return _core.PackedTensor(_core.encode_coded(codes, rows, ndim=3, columns=columns))
 
 
 def product(options: argparse.Namespace) -> dict[str, Any]:
@@ -332,29 +343,52 @@ def recall(options: argparse.Namespace) -> dict[str, list[float]]:
     return found
 
 
-def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[str, float]:
-    """The loss of a packed model, and bits of an expert weight that stay in memory and that a token moves."""
+def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[str, Any]:
+    """The loss of a packed model, and bits of an expert weight in its files, in memory, and that a token moves; of
+    `floe` also its thresholds, the share of channels that they leave out of a text held out, and times."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "packed"
+        out, start = Path(folder) / "packed", time.process_time()
         moepack.compress(options.model, out, method=moepack.methods.create(method, **settings))
-        model = moepack.load(out, dtype="float32")
-        loss = evaluate(model, options.text, options.chars, tokenizer=open_tokenizer(options.model)).loss
+        found: dict[str, Any] = {"compress_seconds": time.process_time() - start}
+        model, tokenizer = moepack.load(out, dtype="float32"), open_tokenizer(options.model)
+        found["loss"] = evaluate(model, options.text, options.chars, tokenizer=tokenizer).loss
         sparse = {name: module for name, module in model.named_modules() if hasattr(module, "computed")}
-        resident = moved = weights = 0.0
-        for record in PackedDirectory.open(out).manifest.packed().values():
-            module = sparse.get(record.module)
+        resident = moved = files = weights = 0.0
+        records = PackedDirectory.open(out).manifest.packed().values()
+        for record in records:
+            module, bits = sparse.get(record.module), 8 * record.nbytes
+            files += bits
             if record.projection in RECORDS and module is not None:
-                moved += 8 * record.nbytes * module.computed / module.asked
+                moved += bits * module.computed / module.asked
                 continue
-            resident += 8 * record.nbytes * (module is not None)
-            moved += 8 * record.nbytes * (module is None)
+            resident += bits * (module is not None)
+            moved += bits * (module is None)
             weights += math.prod(record.shape) * (3 if module is not None and len(module.projections) == 2 else 1)
-        found = {"loss": loss, "resident": resident / weights, "moved": moved / weights}
+        found |= {"files": files / weights, "resident": resident / weights, "moved": moved / weights}
         if sparse:
+            found |= decided([record.details for record in records if record.projection in RECORDS])
+            found["token_ms"] = generated(model)
             foresee(model, out, approximate=True)
-            guessed = evaluate(model, options.text, options.chars, tokenizer=open_tokenizer(options.model)).loss
-            found["approximation"] = guessed - loss
+            guessed = evaluate(model, options.text, options.chars, tokenizer=tokenizer).loss
+            found["approximation"] = guessed - found["loss"]
         return found
+
+
+def decided(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The least and the largest threshold of layers that leave channels out, and the share that is left out."""
+    thresholds = [value for layer in layers for value in layer["thresholds"] if value != "infinity" and value > 0]
+    left = [share for layer in layers for share in layer["achieved_sparsity"] if share is not None]
+    return {"thresholds": [min(thresholds, default=0.0), max(thresholds, default=0.0)], "left": sum(left) / len(left)}
+
+
+def generated(model: Any) -> float:
+    """Milliseconds of the processor for a token that is generated, the fastest of a few runs."""
+    ids, best = torch.tensor([[1, 5, 7, 11]]), math.inf
+    for _ in range(3):
+        start = time.process_time()
+        model.generate(ids, min_new_tokens=TOKENS, max_new_tokens=TOKENS, do_sample=False)
+        best = min(best, time.process_time() - start)
+    return 1e3 * best / TOKENS
 
 
 class Counting(MappedStore):
@@ -410,12 +444,10 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
         open_model(options.model, dtype=torch.float32), options.text, options.chars,
         tokenizer=open_tokenizer(options.model),
     ).loss  # fmt: skip
-    rows: dict[str, dict[str, Any]] = {"coarse 2 bits, 80 %": {"coarse_bits": 2.0}}
+    rows: dict[str, dict[str, Any]] = {"coarse 2 bits, 80 %": {}}
     for share in SHARES[1:-1]:
-        rows |= {
-            f"paper, up {bits} bits, {share:.0%}": {"up_bits": bits, "sparsity": share, "dense_layers": 0}
-            for bits in (2, 4)
-        }
+        paper = {"paper_form": True, "sparsity": share, "dense_layers": 0}
+        rows |= {f"paper, up {bits} bits, {share:.0%}": {**paper, "up_bits": bits} for bits in (2, 4)}
     found = measured_before(options)
     for name, settings in rows.items():
         if name in found:
@@ -442,30 +474,74 @@ def compared(found: dict[str, Any]) -> None:
         print(f"| {memory:.1f} | {asked:.2f} | {refined['increase']:.3f} | {best:.3f} | {ratio:.2f} |")
 
 
+def rescaled(model: Path, out: Path) -> Path:
+    """Write a Mixtral checkpoint down in other scales, powers of two near a log-normal of deviation 1: norms against
+    what experts read, and rows of up projections against columns of down projections."""
+    generator = torch.Generator().manual_seed(0)
+
+    def powers(count: int) -> torch.Tensor:
+        return 2.0 ** (1.44 * torch.randn(count, generator=generator)).round()
+
+    shutil.copytree(model, out)
+    for file in out.glob("*.safetensors"):
+        tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+        for name in sorted(name for name in tensors if name.endswith("post_attention_layernorm.weight")):
+            layer, factors = name.removesuffix("post_attention_layernorm.weight"), powers(len(tensors[name]))
+            tensors[name] *= factors
+            for reader in (each for each in tensors if each.startswith(layer)):
+                if reader.endswith((".gate.weight", ".w1.weight", ".w3.weight")):
+                    tensors[reader] /= factors
+        for up in sorted(name for name in tensors if name.endswith(".w3.weight")):
+            factors = powers(len(tensors[up]))
+            tensors[up] *= factors[:, None]
+            tensors[up.replace(".w3.", ".w2.")] /= factors
+        save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    return out
+
+
+def forms(options: argparse.Namespace) -> dict[str, Any]:
+    """The default beside the paper's form; of a model in other scales under a name of its own."""
+    if options.rescaled:
+        with tempfile.TemporaryDirectory() as folder:
+            other = rescaled(options.model, Path(folder) / f"{options.model.name} in other scales")
+            return forms(argparse.Namespace(**{**vars(options), "model": other, "rescaled": False}))
+    text = {"calibration": str(options.calibration), "samples": options.samples}
+    paper = {**text, "paper_form": True}
+    return all_measured(options, {
+        "the default": ("floe", text),
+        "the paper's form, as it was the default": ("floe", paper),
+        "the paper's form, every layer sparse": ("floe", {**paper, "dense_layers": 0}),
+    })  # fmt: skip
+
+
 def packed(options: argparse.Namespace) -> dict[str, Any]:
-    """Packed models beside each other; the loss of the original is that of `whole`."""
+    """Packed models beside each other."""
+    text = {"calibration": str(options.calibration), "samples": options.samples}
+    paper = {**text, "paper_form": True, "dense_layers": 0}
+    return all_measured(options, {
+        "coarse 2 bits, 80 %, int4 residuals": ("floe", text),
+        "coarse 2 bits, 90 %, int4 residuals": ("floe", {**text, "sparsity": 0.9}),
+        "coarse 2 bits, 80 %, int8 residuals": ("floe", {**text, "bits": 8}),
+        "coarse 1.25 bits, 80 %, int4 residuals": ("floe", {**text, "coarse_bits": 1.25}),
+        "coarse 2 bits, 100 %": ("floe", {**text, "sparsity": 1.0}),
+        "the paper's form, 80 %, int8": ("floe", paper),
+        "the paper's form, 80 %, bf16": ("floe", {**paper, "bits": 16}),
+        "the paper's form, 60 %, int8": ("floe", {**paper, "sparsity": 0.6}),
+        "the paper's form, 80 %, int8, first layer whole": ("floe", {**paper, "dense_layers": 1}),
+        "int2, offsets": ("finequant", {"bits": 2, "symmetric": False}),
+        "int3, offsets": ("finequant", {"bits": 3, "symmetric": False}),
+    })  # fmt: skip
+
+
+def all_measured(options: argparse.Namespace, rows: Mapping[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Measure the rows that the file lacks, or those of `--only`; the loss of the original is that of `whole`."""
     whole = evaluate(
         open_model(options.model, dtype=torch.float32), options.text, options.chars,
         tokenizer=open_tokenizer(options.model),
     ).loss  # fmt: skip
-    text = {"calibration": str(options.calibration), "samples": options.samples}
-    coarse = {**text, "coarse_bits": 2.0}
-    rows: dict[str, tuple[str, dict[str, Any]]] = {
-        "coarse 2 bits, 80 %, int4 residuals": ("floe", coarse),
-        "coarse 2 bits, 90 %, int4 residuals": ("floe", {**coarse, "sparsity": 0.9}),
-        "the paper's form, 80 %, bf16": ("floe", {**text, "dense_layers": 0, "bits": 16}),
-        "the paper's form, 60 %, int8": ("floe", {**text, "dense_layers": 0, "sparsity": 0.6}),
-        "the paper's form, 80 %, int8": ("floe", {**text, "dense_layers": 0}),
-        "coarse 2 bits, 100 %": ("floe", {**coarse, "sparsity": 1.0}),
-        "int2, offsets": ("finequant", {"bits": 2, "symmetric": False}),
-        "int3, offsets": ("finequant", {"bits": 3, "symmetric": False}),
-        "the paper's form, 80 %, int8, first layer whole": ("floe", text),
-        "coarse 2 bits, 80 %, int8 residuals": ("floe", {**coarse, "bits": 8}),
-        "coarse 1.25 bits, 80 %, int4 residuals": ("floe", {**coarse, "coarse_bits": 1.25}),
-    }
     found = measured_before(options)
     for name, (method, settings) in rows.items():
-        if name in found:
+        if name in found or not name.startswith(options.only):
             continue
         figures = measured(options, method, **settings)
         found[name] = {"increase": figures.pop("loss") - whole, **figures}
@@ -504,6 +580,13 @@ def table(options: argparse.Namespace) -> None:
     for model, found in known.get("equal", {}).items():
         print(model)
         compared(found)
+    for model, found in known.get("forms", {}).items():
+        for name, row in found.items():
+            least, most = row["thresholds"]
+            bits = " | ".join(f"{row[key]:.2f}" for key in ("files", "resident", "moved"))
+            times = f"{row['compress_seconds']:.0f} | {row['token_ms']:.1f}"
+            print(f"| {model} | {name} | {least:.2g} to {most:.2g} | {row['left']:.1%} | {bits} | "
+                  f"{row['increase']:.4f} | {times} |")  # fmt: skip
     models = known.get("packed", {})
     for name in dict.fromkeys(name for found in models.values() for name in found):
         cells = (
@@ -518,22 +601,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     works: dict[str, Callable[[argparse.Namespace], Any]] = {
-        "product": product, "rules": curves, "packed": packed, "equal": equal, "recall": recall,
+        "product": product, "rules": curves, "forms": forms, "packed": packed, "equal": equal, "recall": recall,
         "table": table,
     }  # fmt: skip
     for name in works:
         command = commands.add_parser(name)
         command.add_argument("--threads", type=int, default=1)
         command.add_argument("--out", type=Path, default=Path("build/floe.json"))
-        if name in ("rules", "packed", "equal", "recall"):
+        if name in ("rules", "forms", "packed", "equal", "recall"):
             command.add_argument("model", type=Path)
             command.add_argument("--calibration", type=Path, required=True)
             command.add_argument("--text", type=Path, required=True)
             command.add_argument("--chars", type=int, default=12_000)
             command.add_argument("--samples", type=int, default=16)
+            command.add_argument("--rescaled", action="store_true", help="of `forms`: a Mixtral model in other scales")
+            command.add_argument("--only", default="", help="measure rows whose names begin so")
     options = parser.parse_args()
     figures = works[options.command](options)
-    if figures is not None:
+    if figures is not None and not getattr(options, "rescaled", False):
         add(options, figures)
 
 

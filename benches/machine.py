@@ -20,7 +20,7 @@ def describe(threads: int, device: str = "cpu") -> dict[str, Any]:
         for key, _, value in (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     }
     flags = cpu.get("flags", cpu.get("Features", "")).split()
-    x86 = ("avx2", "avx512f", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_int8", "amx_bf16")
+    x86 = ("avx2", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16", "amx_int8", "amx_bf16")
     interesting = (*x86, "asimd", "asimddp")
     return {
         "processor": cpu.get("model name", platform.processor()),

@@ -172,12 +172,15 @@ def test_experts_that_take_no_adapters_say_so(architecture: str) -> None:
     assert not any("experts" in name for name in adapted(peft.get_peft_model(packed, config)))
 
 
-def test_experts_by_channels_take_no_adapters(tiny_checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("paper_form", "experts"), [(False, "RefinedExperts"), (True, "SparseExperts")])
+def test_experts_by_channels_take_no_adapters(
+    tiny_checkpoint: Any, paper_form: bool, experts: str, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLES / "texts/white-fang.txt").read_text()[:4000])
-    method = Floe(calibration=str(text), samples=2, sequence_length=32)
+    method = Floe(calibration=str(text), samples=2, sequence_length=32, paper_form=paper_form)
     moepack.compress(tiny_checkpoint("qwen3_moe"), tmp_path / "packed", method=method)
-    with pytest.raises(UnsupportedModelError, match=r"experts' is a layer of packed experts .*SparseExperts"):
+    with pytest.raises(UnsupportedModelError, match=rf"experts' is a layer of packed experts .*{experts}"):
         peft.get_peft_model(moepack.load(tmp_path / "packed"), peft.LoraConfig(target_modules="all-linear", r=4))
     for names in ({"target_modules": ["q_proj"]}, {"target_modules": "all-linear", "exclude_modules": ["experts"]}):
         model = peft.get_peft_model(moepack.load(tmp_path / "packed"), peft.LoraConfig(r=4, **names))

@@ -1,7 +1,9 @@
-"""The method `floe`: thresholds, records, and the whole way from a checkpoint to text."""
+"""The method `floe` in both forms: thresholds, records, and the whole way from a checkpoint to text."""
 
+import math
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from typer.testing import CliRunner
 import moepack
 import runtime_support as support
 from moepack import UnsupportedModelError, _core
-from moepack.calibration.load import load_samples
+from moepack.calibration.load import CalibrationRequest, load_samples
+from moepack.calibration.samples import decoder_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import app
 from moepack.export import export
@@ -24,10 +27,16 @@ from moepack.methods.floe import Floe
 from moepack.methods.floe.channels import by_channels
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.pipeline import compress
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.report import Totals
+from moepack.report.contents import add_up, read_rows
 from moepack.runtime.backends.cpu import CpuBackend
 from moepack.runtime.experts import RefinedExperts, SparseExperts
 from moepack.runtime.streaming import statistics_of
 from oracle import channels as oracle
+from test_sensitivity import NOVEL, TINY_MOE, rescaled
+
+STOCK = ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +46,21 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def directory(mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("floe") / "packed"
-    compress(mixtral, out, method=method(text))
+@pytest.fixture(scope="module", params=["refined", "paper"])
+def directory(
+    request: pytest.FixtureRequest, mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    out = tmp_path_factory.mktemp("floe") / request.param
+    compress(mixtral, out, method=(paper if request.param == "paper" else method)(text))
     return out
 
 
 def method(text: Path, **settings: Any) -> Floe:
     return Floe(**{"calibration": str(text), "samples": 6, "sequence_length": 64, **settings})
+
+
+def paper(text: Path, **settings: Any) -> Floe:
+    return method(text, paper_form=True, **settings)
 
 
 def sparse_modules(model: Any) -> list[SparseExperts]:
@@ -75,8 +90,10 @@ def test_quantiles_of_nothing_and_of_everything() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_directory_holds_what_the_settings_say(mixtral: Path, text: Path, tmp_path: Path, bits: int) -> None:
-    chosen = method(text, bits=bits)
+def test_the_paper_s_directory_holds_what_the_settings_say(
+    mixtral: Path, text: Path, tmp_path: Path, bits: int
+) -> None:
+    chosen = paper(text, bits=bits)
     compress(mixtral, tmp_path / "out", method=chosen)
     assert moepack.verify(tmp_path / "out").ok
     opened, model = PackedDirectory.open(tmp_path / "out"), describe(Checkpoint.open(mixtral))
@@ -97,9 +114,35 @@ def test_a_directory_holds_what_the_settings_say(mixtral: Path, text: Path, tmp_
         assert (max(thresholds) == 0) == (number == 0)
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_residuals_lead_from_coarse_copies_to_the_weights(mixtral: Path, text: Path, tmp_path: Path, bits: int) -> None:
+    """Every tensor has its channels in the order of the others, with the factors of rows and columns of its own."""
+    chosen = method(text, bits=bits)
+    compress(mixtral, tmp_path / "out", method=chosen)
+    opened = PackedDirectory.open(tmp_path / "out")
+    for layer in describe(Checkpoint.open(mixtral)).layers:
+        names = chosen._names[layer.name]
+        coarse = {name: torch.from_numpy(opened.blob(names[name]).dequantize()) for name in STOCK}
+        rows, columns = torch.from_numpy(opened.blob(names["residuals"]).dequantize()).chunk(2, 2)
+        found = coarse["gate_proj"] + rows, coarse["up_proj"], coarse["down_proj"] + columns.mT
+        order = chosen._decisions[layer.name].order
+        assert order is not None and not torch.equal(order, order.sort().values)
+        for projection, values in zip(layer.projections, found, strict=True):
+            wanted = torch.stack([projection.expert(expert) for expert in range(layer.experts)]).float()
+            axis = int(projection.name == "down_proj") + 1
+            wanted = wanted.take_along_dim(order[..., None] if axis == 1 else order[:, None], axis)
+            of_copy, of_all = (
+                float((each - wanted).norm() / wanted.norm()) for each in (coarse[projection.name], values)
+            )
+            if projection.name == "up_proj":
+                assert of_copy < 0.25
+            else:
+                assert of_copy < 0.8 and of_all < {4: 0.2, 8: 0.02, 16: 0.01}[bits] * of_copy
+
+
 def test_thresholds_skip_what_is_asked_on_the_text_that_they_come_from(mixtral: Path, text: Path) -> None:
     """What enters the first layer is what transformers' model sends there."""
-    chosen, checkpoint = method(text, sparsity=0.7, dense_layers=0), Checkpoint.open(mixtral)
+    chosen, checkpoint = paper(text, sparsity=0.7, dense_layers=0), Checkpoint.open(mixtral)
     model = describe(checkpoint)
     chosen.prepare(checkpoint, model)
     first = model.layers[0]
@@ -122,45 +165,40 @@ def test_thresholds_skip_what_is_asked_on_the_text_that_they_come_from(mixtral: 
         assert 0.7 <= details["predicted_sparsity"][expert] < 0.72
 
 
+def computed(module: SparseExperts, *call: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What a module computes, by its equations in float64 with the values of its matrices."""
+    *deciders, records = (torch.from_numpy(module.matrix(name).dequantize()) for name in module.projections)
+    thresholds = torch.from_numpy(module.matrix(module.projections[-1]).parameters("thresholds"))
+    if len(deciders) == 1:
+        return oracle.layer(deciders[0], records, thresholds, *call)
+    gate, up, down = deciders
+    return oracle.refined_layer((gate, up, down), records, thresholds, *call)
+
+
 def test_a_model_computes_the_equations(directory: Path) -> None:
     model = moepack.load(directory, dtype="float32", mode="exact")
     assert type(model).__name__ == "MixtralForCausalLM"
     for module in sparse_modules(model):
-        up, records = (torch.from_numpy(module.matrix(name).dequantize()) for name in module.projections)
-        thresholds = torch.from_numpy(module.matrix("channels").parameters("thresholds"))
-        x, index = torch.randn(5, up.shape[2]), torch.tensor([[0, 1], [2, 1], [3, 0], [9, 2], [1, 3]])
+        assert isinstance(module, RefinedExperts) == (directory.name == "refined")
+        _, channels, columns = module.shapes["up_proj"]
+        x, index = torch.randn(5, columns), torch.tensor([[0, 1], [2, 1], [3, 0], [9, 2], [1, 3]])
         weights = torch.rand(5, 2)
-        expected, computed = oracle.layer(up, records, thresholds, x, index, weights)
+        expected, count = computed(module, x, index, weights)
         torch.testing.assert_close(module(x, index, weights), expected.float(), rtol=1e-4, atol=1e-5)
-        assert abs(module.computed - computed) <= 1 and module.asked == 9 * up.shape[1]
+        assert abs(module.computed - count) <= 1 and module.asked == 9 * channels
+        if isinstance(module, RefinedExperts):
+            matrices = [module.matrix(name) for name in module.projections]
+            traced = CpuBackend().experts(matrices, x, index, weights, module.act_fn, module.mode)
+            assert torch.equal(traced, module(x, index, weights))
 
 
 def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Path, text: Path, tmp_path: Path) -> None:
-    report = compress(mixtral, tmp_path / "out", method=method(text, sparsity=0.7, coarse_bits=3.0))
-    assert moepack.verify(tmp_path / "out").ok and report.expert_weights
+    compress(mixtral, tmp_path / "out", method=method(text, sparsity=0.7))
+    assert moepack.verify(tmp_path / "out").ok
     model = moepack.load(tmp_path / "out", dtype="float32", mode="exact")
     for module in sparse_modules(model):
-        assert isinstance(module, RefinedExperts)
-        gate, up, down, records = (torch.from_numpy(module.matrix(name).dequantize()) for name in module.projections)
-        fine, columns = records.double().chunk(2, 2)
-        fine, columns = fine + gate.double(), columns + down.double().mT
         thresholds = module.matrix("residuals").parameters("thresholds")
         assert len(set(thresholds.tolist())) == 1 and 0 < thresholds[0] < np.inf
-        x, index = torch.randn(5, up.shape[2]), torch.tensor([[0, 1], [2, 1], [3, 0], [9, 2], [1, 3]])
-        weights, expected, computed = torch.rand(5, 2), torch.zeros(5, up.shape[2]).double(), 0
-        for token, slot in (index < 9).nonzero().tolist():
-            expert, share, y = index[token, slot], weights[token, slot], x[token].double()
-            ups = up[expert].double() @ y
-            inner = torch.nn.functional.silu(gate[expert].double() @ y) * ups
-            chosen = inner.abs() * share >= thresholds[0]
-            refined = torch.nn.functional.silu(fine[expert] @ y) * ups
-            part = down[expert].double() @ (inner * ~chosen) + columns[expert].T @ (refined * chosen)
-            expected[token], computed = expected[token] + share * part, computed + int(chosen.sum())
-        torch.testing.assert_close(module(x, index, weights), expected.float(), rtol=1e-4, atol=1e-5)
-        assert abs(module.computed - computed) <= 1 and module.asked == 9 * up.shape[1]
-        matrices = [module.matrix(name) for name in module.projections]
-        traced = CpuBackend().experts(matrices, x, index, weights, module.act_fn, module.mode)
-        assert torch.equal(traced, module(x, index, weights))
     ids = support.inputs(model, batch=2, tokens=1)["input_ids"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moepack.MoepackWarning)
@@ -172,7 +210,7 @@ def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Pa
     assert torch.equal(*generated) and counts is not None and counts.guessed and counts.most <= 1 << 20
     assert 0.05 < sum(module.computed / module.asked for module in sparse_modules(model)) / 2 < 0.6
     export(tmp_path / "out", tmp_path / "plain")
-    opened, (gate, _, down) = (
+    opened, (gate, *_) = (
         PackedDirectory.open(tmp_path / "out"),
         describe(Checkpoint.open(tmp_path / "plain")).layers[1].projections,
     )
@@ -180,10 +218,12 @@ def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Pa
     fine = torch.from_numpy(records[2]).chunk(2, 1)[0] + torch.from_numpy(opened.blob(gate.packed_name).dequantize()[2])
     assert torch.equal(gate.expert(2), fine.bfloat16())
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--matrices"]).output
-    assert "int4 residuals" in shown and "coded" in shown
+    assert "int4 residuals" in shown and "coded" in shown and "not refined" in shown and "skipped" not in shown
 
 
-def test_it_generates_streams_exports_and_is_shown(directory: Path, mixtral: Path, tmp_path: Path) -> None:
+def test_the_paper_s_form_generates_streams_exports_and_is_shown(mixtral: Path, text: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "packed"
+    compress(mixtral, directory, method=paper(text))
     model = moepack.load(directory, dtype="float32", mode="exact")
     ids = support.inputs(model, batch=1, tokens=5)["input_ids"]
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -206,12 +246,12 @@ def test_it_generates_streams_exports_and_is_shown(directory: Path, mixtral: Pat
         export(directory, tmp_path / "gguf", to="compressed-tensors")
 
 
-@pytest.mark.parametrize("coarse", [{}, {"coarse_bits": 2.0}], ids=["paper", "coarse"])
+@pytest.mark.parametrize("form", [method, paper], ids=["refined", "paper"])
 @pytest.mark.parametrize("sparsity", [0.0, 1.0])
 def test_nothing_and_everything_may_be_skipped(
-    mixtral: Path, text: Path, tmp_path: Path, sparsity: float, coarse: dict[str, float]
+    mixtral: Path, text: Path, tmp_path: Path, sparsity: float, form: Callable[..., Floe]
 ) -> None:
-    compress(mixtral, tmp_path / "out", method=method(text, sparsity=sparsity, dense_layers=0, **coarse))
+    compress(mixtral, tmp_path / "out", method=form(text, sparsity=sparsity, dense_layers=0))
     model = moepack.load(tmp_path / "out", dtype="float32")
     support.logits(model)
     shares = {module.computed / module.asked for module in sparse_modules(model)}
@@ -219,7 +259,7 @@ def test_nothing_and_everything_may_be_skipped(
 
 
 def test_experts_without_tokens_get_the_threshold_of_their_layer(mixtral: Path, text: Path, tmp_path: Path) -> None:
-    report = compress(mixtral, tmp_path / "out", method=method(text, samples=1, sequence_length=2))
+    report = compress(mixtral, tmp_path / "out", method=paper(text, samples=1, sequence_length=2))
     notes = [note for note in report.notes if "threshold of the whole layer" in note]
     assert notes
     records = PackedDirectory.open(tmp_path / "out").manifest.packed().values()
@@ -232,25 +272,26 @@ def test_a_resumed_job_gives_the_same_bytes(
     directory: Path, mixtral: Path, text: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     packed, pack = [], Floe.pack
+    form, last = (paper, 3) if directory.name == "paper" else (method, 5)
 
     def failing(self: Floe, *given: Any) -> Any:
-        if len(packed) == 3:
+        if len(packed) == last:
             raise KeyboardInterrupt
         packed.append(1)
         return pack(self, *given)
 
     monkeypatch.setattr(Floe, "pack", failing)
     with pytest.raises(KeyboardInterrupt):
-        compress(mixtral, tmp_path / "out", method=method(text))
+        compress(mixtral, tmp_path / "out", method=form(text))
     monkeypatch.undo()
-    assert compress(mixtral, tmp_path / "out", method=method(text)).resumed_weights > 0
+    assert compress(mixtral, tmp_path / "out", method=form(text)).resumed_weights > 0
     for file in sorted(directory.glob("*.safetensors")):
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
 
 
 def test_damaged_thresholds_and_records_are_found(directory: Path, tmp_path: Path) -> None:
     opened = PackedDirectory.open(directory)
-    name = next(name for name, record in opened.manifest.packed().items() if record.projection == "channels")
+    name = next(name for name, record in opened.manifest.packed().items() if record.kind == "channels")
     record = opened.manifest.tensors[name]
     for place, value in ((128, np.float32(-1).tobytes()), (record.nbytes - 1, b"\1")):
         copy = Path(shutil.copytree(directory, tmp_path / str(place)))
@@ -271,18 +312,122 @@ def test_models_without_gates_and_wrong_settings_are_refused(switch: Path, text:
     for wrong in (
         {"sparsity": 1.1},
         {"bits": 3},
-        {"up_bits": 5},
-        {"group_size": 7},
-        {"solver": "x"},
-        {"dense_layers": -1},
         {"coarse_bits": 9.0},
+        {"dense_layers": -1},
+        {"up_bits": 5, "paper_form": True},
+        {"group_size": 7, "paper_form": True},
+        {"solver": "x", "paper_form": True},
     ):
-        with pytest.raises(ValueError, match=next(iter(wrong)).replace("coarse_bits", "bits_per_weight")):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             create("floe", calibration=str(text), **wrong)
 
 
+def test_settings_of_the_other_form_are_refused_by_its_name(text: Path, mixtral: Path, tmp_path: Path) -> None:
+    for setting, value in {"up_bits": 2, "group_size": 64, "solver": "lsq"}.items():
+        with pytest.raises(ValueError, match=f"{setting}: .* by paper_form \\(--paper-form\\)"):
+            method(text, **{setting: value})
+        assert getattr(paper(text), setting) == value
+    with pytest.raises(ValueError, match=r"coarse_bits: the paper's form \(paper_form, --paper-form\) has no"):
+        paper(text, coarse_bits=2.0)
+    arguments = ["compress", str(mixtral), str(tmp_path / "out"), "--method", "floe", "--calibration", str(text)]
+    refused = CliRunner().invoke(app, [*arguments, "--up-bits", "2"])
+    assert refused.exit_code == 2 and "--paper-form" in refused.output and not (tmp_path / "out").exists()
+
+
+def test_defaults_and_recorded_settings_are_those_of_the_form(directory: Path) -> None:
+    settings = PackedDirectory.open(directory).manifest.settings
+    own = {"refined": {"coarse_bits": 2.0, "bits": 4, "dense_layers": 0}, "paper": {"paper_form": True, "up_bits": 2}}
+    assert own[directory.name].items() <= settings.items() and settings["sparsity"] == 0.8
+    assert ("coarse_bits" in settings) != ("up_bits" in settings)
+
+
+def test_the_plan_s_size_is_what_is_written(directory: Path, mixtral: Path, text: Path, tmp_path: Path) -> None:
+    form = paper if directory.name == "paper" else method
+    (part,) = estimate(mixtral, tmp_path / "out", form(text)).parts
+    layers = describe(Checkpoint.open(mixtral)).layers
+    weights = sum(math.prod(projection.shape) for layer in layers for projection in layer.projections)
+    manifest = PackedDirectory.open(directory).manifest
+    assert part.weights == weights == Totals.of(manifest).experts.weights
+    assert weights == add_up(manifest, read_rows(manifest))["weights"]
+    packed = sum(record.nbytes for record in PackedDirectory.open(directory).manifest.packed().values())
+    assert part.after == pytest.approx(packed, rel=0.25) and not part.exact
+
+
+def test_coarse_copies_lose_as_much_of_a_model_in_other_scales(tmp_path: Path) -> None:
+    apart = []
+    for model in (TINY_MOE, rescaled(TINY_MOE, tmp_path / "rescaled")):
+        out = tmp_path / f"packed {model.name}"
+        compress(model, out, method=method(NOVEL, sequence_length=128, sparsity=1.0))
+        apart.append(moepack.evaluate(out, NOVEL, 6_000, reference=model).kl)
+    assert apart[0] > 0.01 and apart[1] == pytest.approx(apart[0], rel=0.1)
+
+
+def test_what_errors_cost_is_said_to_be_unknown_where_the_model_does_not_fit(
+    mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any("float32" in note for note in compress(mixtral, tmp_path / "one", method=method(text)).notes)
+    monkeypatch.setattr("moepack.methods.rate.importance.fisher", lambda *_: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    report = compress(mixtral, tmp_path / "two", method=method(text))
+    assert any("float32" in note for note in report.notes)
+    assert torch.isfinite(support.logits(moepack.load(tmp_path / "two", dtype="float32"))).all()
+
+
+@pytest.mark.parametrize("form", [method, paper], ids=["refined", "paper"])
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2"])
-def test_every_gated_architecture_runs(tiny_checkpoint: Any, architecture: str, text: Path, tmp_path: Path) -> None:
-    compress(tiny_checkpoint(architecture), tmp_path / "out", method=method(text, solver="hqq"))
+def test_every_gated_architecture_runs(
+    tiny_checkpoint: Any, architecture: str, form: Callable[..., Floe], text: Path, tmp_path: Path
+) -> None:
+    compress(tiny_checkpoint(architecture), tmp_path / "out", method=form(text))
     model = moepack.load(tmp_path / "out", dtype="float32")
     assert torch.isfinite(support.logits(model)).all() and sparse_modules(model)
+
+
+def test_the_paper_s_solver_runs(mixtral: Path, text: Path, tmp_path: Path) -> None:
+    compress(mixtral, tmp_path / "out", method=paper(text, solver="hqq"))
+    assert torch.isfinite(support.logits(moepack.load(tmp_path / "out", dtype="float32"))).all()
+
+
+@pytest.mark.parametrize("form", [method, paper], ids=["refined", "paper"])
+@pytest.mark.parametrize(
+    ("family", "runs"),
+    [
+        ("qwen2_moe", True), ("glm4_moe", True), ("ernie4_5_vl_moe", True), ("dots3_note", True),
+        ("gpt_oss", False), ("dbrx", False), ("gemma4", False), ("llama4_text", False), ("jetmoe", False),
+    ],
+)  # fmt: skip
+def test_a_family_runs_or_is_refused_before_a_weight_is_read(
+    saved: Callable[[str], Path],
+    family: str,
+    runs: bool,
+    form: Callable[..., Floe],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts of a vision tower, which no text reaches, are packed as well."""
+    windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
+    settings = {"sparsity": 0.5} if form is paper else {"sparsity": 0.5, "coarse_bits": 5.0}
+    chosen, out = form(text, **settings), tmp_path / "out"
+    if not runs:
+        monkeypatch.setattr(Checkpoint, "tensor", None)
+        for job in (estimate, compress):
+            with pytest.raises(UnsupportedModelError, match=r"does not compute down\(SiLU\(gate x\) \* up x\)"):
+                job(saved(family), out, method=chosen)
+        assert not any(tmp_path.iterdir())
+        return
+    compress(saved(family), out, method=chosen)
+    model = moepack.load(out, dtype="float32", mode="exact")
+    with torch.no_grad():
+        assert torch.isfinite(model(windows).logits).all()
+    assert sparse_modules(model) and moepack.verify(out).ok
+
+
+def test_rates_that_metadata_exceeds_name_what_would_do(
+    saved: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
+    with pytest.raises(ValueError, match=r"coarse copies: .* bits a weight, .*\(--coarse-bits\).*\(--paper-form\)"):
+        compress(saved("qwen2_moe"), tmp_path / "out", method=method(text))

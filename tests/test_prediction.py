@@ -22,6 +22,7 @@ from moepack.pipeline import compress
 from moepack.runtime.experts import SparseExperts
 from moepack.runtime.prediction import Predictor, predictors_of, serialized
 from moepack.runtime.streaming import foresee, statistics_of
+from oracle import channels as oracle
 from runtime_support import inputs, logits
 
 
@@ -56,14 +57,15 @@ def test_tokens_without_experts_and_layers_without_routers_are_fitted() -> None:
     assert recalled(predictor, Pair(known.inputs[:0], known.chosen[:0])) == 0
 
 
-@pytest.fixture(scope="module")
-def directory(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["refined", "paper"])
+def directory(request: pytest.FixtureRequest, mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prediction")
     text = folder / "text.txt"
     text.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    method = Floe(str(text), samples=6, sequence_length=64, dense_layers=0)
+    settings = {"samples": 6, "sequence_length": 64, "dense_layers": 0, "paper_form": request.param == "paper"}
+    method = Floe(str(text), **settings)
     method.files = lambda: {PREDICTORS: serialized({layer: wrong(experts) for layer, experts in layers.items()})}  # type: ignore[method-assign]
-    compress(mixtral, folder / "right", method=Floe(str(text), samples=6, sequence_length=64, dense_layers=0))
+    compress(mixtral, folder / "right", method=Floe(str(text), **settings))
     model = moepack.load(folder / "right")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SparseExperts)}
     compress(mixtral, folder / "wrong", method=method)
@@ -135,7 +137,9 @@ def memory(directory: Path) -> int:
     """A budget that does not hold all records."""
     model = load(directory / "right")
     records = sum(
-        module.get_buffer("channels").nbytes for module in model.modules() if isinstance(module, SparseExperts)
+        module.get_buffer(module.projections[-1]).nbytes
+        for module in model.modules()
+        if isinstance(module, SparseExperts)
     )
     total: int = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return total - records + max(records // 4, 16 * 16384 + 65536)
@@ -152,15 +156,13 @@ def test_an_approximation_decides_by_what_entered_the_layer_before(
     changed = logits(model)
     assert not torch.allclose(changed, logits(exact), atol=1e-6)
     before, (x, index, weights, found) = seen[0][0], seen[1]
-    up, records = (torch.from_numpy(second.matrix(name).dequantize()).double() for name in second.projections)
-    thresholds = torch.from_numpy(second.matrix("channels").parameters("thresholds"))
-    gate, down = records.chunk(2, 2)
-    expected = torch.zeros_like(x).double()
-    for token, slot in torch.ones_like(index).nonzero().tolist():
-        expert, y = index[token, slot], x[token].double()
-        chosen = (up[expert] @ before[token].double()).abs() >= thresholds[expert]
-        inner = torch.nn.functional.silu(gate[expert] @ y) * (up[expert] @ y) * chosen
-        expected[token] += weights[token, slot] * (down[expert].T @ inner)
+    *deciders, records = (torch.from_numpy(second.matrix(name).dequantize()) for name in second.projections)
+    thresholds = torch.from_numpy(second.matrix(second.projections[-1]).parameters("thresholds"))
+    if len(deciders) == 1:
+        expected, _ = oracle.layer(deciders[0], records, thresholds, x, index, weights, before)
+    else:
+        gate, up, down = deciders
+        expected, _ = oracle.refined_layer((gate, up, down), records, thresholds, x, index, weights, before)
     torch.testing.assert_close(found, expected.float(), rtol=1e-3, atol=1e-5)
     streamed = load(directory / "right", approximate=True, host_memory=memory(directory))
     torch.testing.assert_close(logits(streamed), changed, rtol=1e-5, atol=1e-5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,16 @@ from torch import Tensor
 
 import moepack
 from moepack import _core
+from moepack.calibration import CalibrationSettings
 from moepack.calibration.fisher import Sensitivity, fisher
 from moepack.calibration.kept import KeptSensitivity
-from moepack.calibration.load import load_samples
+from moepack.calibration.load import CalibrationRequest, load_samples
+from moepack.calibration.samples import decoder_samples
 from moepack.calibration.text import BUILT_IN
 from moepack.checkpoint import Checkpoint, describe
 from moepack.format.directory import PackedDirectory
 from moepack.methods import Auto, Rate
-from moepack.methods.rate.importance import find_balances
+from moepack.methods.rate.importance import find_balances, find_importance
 from moepack.methods.rate.scales import scales_of
 from moepack.solvers.balance import Matrices, balance
 
@@ -100,6 +104,19 @@ def test_stored_scales_are_what_weights_are_divided_by() -> None:
     codes = torch.stack([(scales.scaled(expert, weights[expert]) / 0.25).round() for expert in range(3)])
     values = codes * rows[..., None] * columns[:, None]
     assert (values - weights).abs().max() <= 0.51 * (rows[..., None] * columns[:, None]).max()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_factors_follow_the_order_of_rows_and_columns(axis: int) -> None:
+    weights = drawn(3, 20, 12)
+    (known,) = balance([Matrices(weights.shape, lambda expert: weights[expert])])
+    order = torch.stack([drawn(weights.shape[axis + 1], seed=seed).argsort() for seed in range(3)])
+    for columns in (known.columns, known.columns[:1]):
+        scales = scales_of(replace(known, columns=columns), 1.0)
+        other = scales.reordered(order, axis)
+        for expert, matrix in enumerate(weights):
+            expected = scales.scaled(expert, matrix).index_select(axis, order[expert])
+            assert torch.equal(other.scaled(expert, matrix.index_select(axis, order[expert])), expected)
 
 
 # ---- whole models
@@ -223,6 +240,27 @@ def test_what_was_measured_is_kept_and_damage_is_measured_again(
     layers = [name for name in first if "layers" in name]  # rows of tokens follow the size
     for other in (second, third):
         assert all(torch.equal(first[name].rows, other[name].rows) for name in layers)
+
+
+def test_experts_that_no_text_reaches_are_packed_with_factors_of_their_weights(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a vision tower, beside experts whose sensitivity is measured."""
+    windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint = Checkpoint.open(saved("ernie4_5_vl_moe"))
+    model, request = describe(checkpoint), CalibrationRequest("", 3, 24, CalibrationSettings())
+    found, again = (find_importance(checkpoint, model, request) for _ in "12")
+    without = find_importance(checkpoint, model, None)
+    names = {part.packed_name for layer in model.layers for part in layer.projections}
+    unread = {name for name in names if "vision" in name}
+    assert unread and found.measured and unread < names
+    for name in names:
+        same = torch.equal(found.scales[name].rows, without.scales[name].rows)
+        assert same == (name in unread) and torch.equal(found.scales[name].rows, again.scales[name].rows)
+    moepack.compress(checkpoint.path, tmp_path / "out", method=Rate(6.0, calibration=str(NOVEL)))
+    assert moepack.verify(tmp_path / "out").ok
 
 
 def test_sensitivity_of_experts_is_that_of_their_matrices(tmp_path: Path) -> None:

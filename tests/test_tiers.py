@@ -33,8 +33,9 @@ class Skipping(Floe):
     """Floe with one threshold for all experts, without a text."""
 
     def prepare(self, checkpoint, model, progress=None):
-        decision = Decision((0.01,) * 4, (), (), (0.7,) * 4, (0.7,) * 4)
-        self._decisions = {layer.name: decision for layer in model.layers if self.arranged(layer)}
+        self._arrange(checkpoint, model)
+        decision = Decision((0.01 if self.paper_form else 1e-5,) * 4, (), (), (0.7,) * 4, (0.7,) * 4)
+        self._decisions = {layer.name: decision for layer in model.layers}
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -475,19 +476,22 @@ def test_what_cannot_be_is_refused(directory, least):
         moepack.load(directory, misses="moved")
 
 
-def test_experts_by_channels_keep_the_first_channels_on_the_device(tmp_path):
+@pytest.mark.parametrize("paper_form", [False, True])
+def test_experts_by_channels_keep_the_first_channels_on_the_device(tmp_path, paper_form):
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=64, moe_intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    directory = write_packed(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "packed", Skipping(""))
+    method = Skipping("", paper_form=paper_form)
+    directory = write_packed(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "packed", method)
     expected = moepack.load(directory, dtype="float32")
-    records = sum(layer.get_buffer("channels").nbytes for layer in expert_layers(expected))
+    records = sum(layer.get_buffer(layer.projections[-1]).nbytes for layer in expert_layers(expected))
     always = sum(tensor.nbytes for tensor in (*expected.parameters(), *expected.buffers())) - records
     device = Memory()
     model = on_memory(directory, always + records // 4, device=device)
     assert torch.equal(logits(model), logits(expected))
+    assert all(0 < layer.computed < layer.asked for layer in expert_layers(model))
     assert 0.2 * 96 < device.resident <= 24
     counts = statistics_of(model)
     assert (counts.hits, counts.misses, counts.bytes_read) == (2 * device.resident, 6, 600)

@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture(scope="module", params=["ternary", "finequant", "rate", "floe", "coarse"])
+@pytest.fixture(scope="module", params=["ternary", "finequant", "rate", "floe", "paper"])
 def directory(request, mixtral, tmp_path_factory):
     path = tmp_path_factory.mktemp("packed") / request.param
     text = path.with_suffix(".txt")
@@ -39,8 +39,8 @@ def directory(request, mixtral, tmp_path_factory):
         "rate": {"bits_per_weight": 3},
         "floe": {"calibration": str(text), "sequence_length": 64, "sparsity": 0.5},
     }
-    settings["coarse"] = settings["floe"] | {"coarse_bits": 2}
-    name = "floe" if request.param == "coarse" else request.param
+    settings["paper"] = settings["floe"] | {"paper_form": True}
+    name = "floe" if request.param == "paper" else request.param
     moepack.compress(mixtral, path, method=create(name, **settings.get(request.param, {})))
     return path
 

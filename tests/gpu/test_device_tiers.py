@@ -35,12 +35,13 @@ def whole(qwen3_moe, tmp_path_factory):
     return directory, budgets[-1]
 
 
-@pytest.fixture(scope="module")
-def channels(mixtral, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("packed") / "channels"
+@pytest.fixture(scope="module", params=["refined", "paper"])
+def channels(request, mixtral, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("packed") / request.param
     text = directory.with_suffix(".txt")
     text.write_text("She opened the door, and the river ran past the mill. " * 60)
-    made = create("floe", calibration=str(text), sequence_length=64, sparsity=0.5)
+    settings = {"sequence_length": 64, "sparsity": 0.5, "paper_form": request.param == "paper"}
+    made = create("floe", calibration=str(text), **settings)
     moepack.compress(mixtral, directory, method=made)
     return directory
 
@@ -207,7 +208,7 @@ def test_channels_compute_what_they_do_on_the_cpu(channels, tokens):
 
 def test_some_channels_are_on_the_gpu_and_steps_are_recorded_whole(channels):
     whole = moepack.load(channels, dtype="float32")
-    records = sum(layer.get_buffer("channels").nbytes for layer in expert_layers(whole))
+    records = sum(layer.get_buffer(layer.projections[-1]).nbytes for layer in expert_layers(whole))
     with pytest.raises(moepack.DeviceMemoryError, match="every token needs"):
         moepack.load(channels, dtype="float32", device="cuda", device_memory=1000)
     all_there = moepack.load(channels, dtype="float32", device="cuda")

@@ -77,16 +77,44 @@ def layer(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
+    deciding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int]:
-    """FloE's equation 11, token by token, in float64: up [E, I, H], records [E, I, 2 H], x [T, H], index [T, k]."""
+    """FloE's equation 11, token by token, in float64: up [E, I, H], records [E, I, 2 H], x [T, H], index [T, k].
+
+    `deciding` [T, H] decides over channels in place of x. The number is that of the channels that were computed.
+    """
+    deciding = x if deciding is None else deciding
     outputs, computed = torch.zeros_like(x, dtype=torch.float64), 0
-    for token, chosen in enumerate(index.tolist()):
-        for slot, expert in enumerate(chosen):
-            if expert < len(up):
-                v = up[expert].double() @ x[token].double()
-                kept = v.abs() >= thresholds[expert]
-                gate, down = records[expert].double().chunk(2, dim=1)
-                h = torch.nn.functional.silu(gate[kept] @ x[token].double()) * v[kept]
-                outputs[token] += weights[token, slot] * (down[kept].T @ h)
-                computed += int(kept.sum())
+    for token, slot in (index < len(up)).nonzero().tolist():
+        expert, y = index[token, slot], x[token].double()
+        own = up[expert].double()
+        kept = (own @ deciding[token].double()).abs() >= thresholds[expert]
+        gate, down = records[expert].double().chunk(2, dim=1)
+        h = torch.nn.functional.silu(gate[kept] @ y) * (own[kept] @ y)
+        outputs[token] += weights[token, slot] * (down[kept].T @ h)
+        computed += int(kept.sum())
     return outputs, computed
+
+
+def refined_layer(
+    coarse: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    residuals: torch.Tensor,
+    thresholds: torch.Tensor,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    deciding: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, int]:
+    """Coarse copies of which some channels are refined, as `layer`: gate and up [E, I, H] and down [E, H, I] are
+    `coarse`, residuals are [E, I, 2 H]. The number is that of the channels that were refined."""
+    deciding, silu = x if deciding is None else deciding, torch.nn.functional.silu
+    outputs, count = torch.zeros_like(x, dtype=torch.float64), 0
+    for token, slot in (index < len(residuals)).nonzero().tolist():
+        expert, share, y, z = index[token, slot], weights[token, slot], x[token].double(), deciding[token].double()
+        gate, up, down = (matrix[expert].double() for matrix in coarse)
+        rows, columns = residuals[expert].double().chunk(2, dim=1)
+        refined = (silu(gate @ z) * (up @ z)).abs() * share >= thresholds[expert]
+        inner = silu(torch.where(refined, (gate + rows) @ y, gate @ y)) * (up @ y)
+        outputs[token] += share * (down @ inner + columns[refined].T @ inner[refined])
+        count += int(refined.sum())
+    return outputs, count

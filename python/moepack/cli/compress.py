@@ -68,9 +68,10 @@ def compress_command(
     rotation: settings.Rotation = None,
     hadamard: settings.Hadamard = None,
     sparsity: settings.Sparsity = None,
-    up_bits: settings.UpBits = None,
-    dense_layers: settings.DenseLayers = None,
     coarse_bits: settings.CoarseBits = None,
+    dense_layers: settings.DenseLayers = None,
+    paper_form: settings.PaperForm = None,
+    up_bits: settings.UpBits = None,
 ) -> None:
     """Compress MODEL into the packed directory OUT, after printing a plan of the job.
 

@@ -17,7 +17,7 @@ METHODS = {
     "auto": "the best model of a size (the default); better with a text",
     "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text",
     "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; better with a text",
-    "floe": "2-bit up projections choose which channels of gate and down are read; needs a text",
+    "floe": "coarse copies compute, and choose the channels that 4-bit residuals refine; needs a text",
     "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
     "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
     "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",
@@ -43,9 +43,10 @@ METHODS_OF = {
     "solver": ("milo", "qmoe", "floe"),
     "device": ("auto", "rate", "qmoe", "codequant", "milo", "floe"),
     "sparsity": ("floe",),
-    "up_bits": ("floe",),
-    "dense_layers": ("floe",),
     "coarse_bits": ("floe",),
+    "dense_layers": ("floe",),
+    "paper_form": ("floe",),
+    "up_bits": ("floe",),
     "alpha": ("finequant",),
     "search": ("finequant",),
     "scales": ("finequant",),
@@ -124,7 +125,11 @@ Samples = Annotated[int | None, _option("samples", "windows of the text; default
 SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a window; default 512.", min=1)]
 Bits = Annotated[
     str | None,
-    _option("bits", "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2. floe: 16, 8, 4."),
+    _option(
+        "bits",
+        "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2. floe: 4, 8 or 16; default 4, "
+        "with --paper-form 8.",
+    ),
 ]
 BitsPerWeight = Annotated[
     float | None,
@@ -175,15 +180,34 @@ Hadamard = Annotated[
     _option("hadamard", "Turn inputs that no offline rotation reaches; the default with 4 activation bits."),
 ]
 Solver = Annotated[
-    str | None, _option("solver", "lsq (default), hqq or rtn (milo); gptq (default) or rtn (qmoe); lsq or hqq (floe).")
+    str | None,
+    _option(
+        "solver", "lsq (default), hqq or rtn (milo); gptq (default) or rtn (qmoe); lsq or hqq (floe --paper-form)."
+    ),
 ]
 Sparsity = Annotated[
-    float | None, _option("sparsity", "Share of channels that tokens skip; default 0.8.", min=0, max=1)
+    float | None,
+    _option(
+        "sparsity", "Share of channels that tokens do not refine, or skip (--paper-form); default 0.8.", min=0, max=1
+    ),
 ]
-UpBits = Annotated[int | None, _option("up_bits", "Bits of up projections, which decide: 2 (default), 3, 4 or 8.")]
-DenseLayers = Annotated[int | None, _option("dense_layers", "First layers that skip nothing; default 1.", min=0)]
 CoarseBits = Annotated[
-    float | None, _option("coarse_bits", "Bits a weight of copies that compute what is skipped; default none.")
+    float | None, _option("coarse_bits", "Bits a weight of coarse gate and down, 2 more of up; default 2.")
+]
+DenseLayers = Annotated[
+    int | None,
+    _option("dense_layers", "First layers that refine or compute all channels; default 0, 1 with --paper-form.", min=0),
+]
+PaperForm = Annotated[
+    bool | None,
+    _option(
+        "paper_form",
+        "The paper's form: low-bit up projections decide, and channels are skipped. Faster on CPUs; loses far more.",
+        "--paper-form",
+    ),
+]
+UpBits = Annotated[
+    int | None, _option("up_bits", "With --paper-form: bits of up projections, which decide: 2 (default), 3, 4 or 8.")
 ]
 Rank = Annotated[
     str | None, _option("rank", "Policies of the corrections, such as dense:512+kurtosis:16; default budget:5.")

@@ -7,6 +7,7 @@ spelling, so no bit of it is free to change.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ MAX_MANIFEST = 1 << 28
 DENSE = "dense"
 BEYOND = "beyond"
 """The detail of packed experts whose layer transformers' model does not have."""
+RESIDUALS = "residuals"
+"""The projection of records that hold what finer values add to coarse projections."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class TensorRecord:
     def experts(self) -> bool:
         """Whether it is a packed tensor that holds experts; a linear layer is one matrix."""
         return self.packed and len(self.shape) == 3
+
+    @property
+    def weights(self) -> int:
+        """Weights that it stands for; none where it refines other tensors, which stand for them already."""
+        return 0 if self.projection == RESIDUALS else math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as the manifest spells it: fields of packed tensors only where they apply."""

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from moepack.errors import UnsupportedModelError
+from moepack.format.manifest import RESIDUALS
 from moepack.runtime.packed import PackedModule
 
 __all__ = ["CHANNELS", "RESIDUALS", "decode_model", "projection_values"]
 
 CHANNELS = "channels"
 """The projection that stands for gate and down: rows of the one beside columns of the other."""
-
-RESIDUALS = "residuals"
-"""The projection of residuals: what is added to the rows of gate and to the columns of down."""
 
 
 def decode_model(model: Any, dtype: torch.dtype) -> None:

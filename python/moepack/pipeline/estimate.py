@@ -245,7 +245,8 @@ def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
         chosen = plan.assignment.of(middle)
         assert isinstance(chosen, Method), "tensors that come packed are no part of an estimate"
         found = chosen.expected(middle)
-        before, weights_count = sum(member.nbytes for member in members), len(members) * math.prod(shape)
+        before = sum(member.nbytes for member in members)
+        weights_count = len(members) * math.prod(shape) if before else 0  # what refines weights stands for no more
         parts.setdefault(role, []).append(Part(role, weights_count, before, len(members) * found.nbytes, found.exact))
     summed = [_sum(role, found) for role, found in parts.items()]
     return tuple(sorted(summed, key=lambda part: part.role != "experts"))

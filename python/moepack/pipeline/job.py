@@ -379,7 +379,7 @@ class Job:
             dense_bytes=totals.dense.packed_bytes,
             dense_weights=totals.dense.weights,
             seconds=seconds,
-            weights_per_second=(totals.experts.weights + totals.dense.weights - before) / seconds,
+            weights_per_second=(sum(map(_weights, self.plan.shards)) - before) / seconds,
             peak_memory=self.peak.sample(),
             resumed_weights=before,
             skipped=self.plan.skipped,

@@ -1,6 +1,5 @@
 """What `compress` did, in numbers."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ class Sizes:
     def of(cls, records: Iterable[TensorRecord]) -> "Sizes":
         """Add up records of packed tensors."""
         listed = list(records)
-        weights = sum(math.prod(record.shape) for record in listed)
+        weights = sum(record.weights for record in listed)
         return cls(weights, sum(record.source_bytes for record in listed), sum(record.nbytes for record in listed))
 
     @property

@@ -8,12 +8,13 @@ from typing import Any
 
 from moepack.format import Manifest, TensorRecord
 from moepack.format.hub import INDEX, PREDICTORS
+from moepack.format.manifest import RESIDUALS
 
 __all__ = ["EXPERTS", "ORDER", "MatrixRow", "RoleSize", "Row", "add_up", "read_rows", "role_sizes"]
 
 EXPERTS = "experts"
 
-ORDER = ("gate_proj", "up_proj", "channels", "down_proj", "residuals")
+ORDER = ("gate_proj", "up_proj", "channels", "down_proj", RESIDUALS)
 """Projections of experts in the order of the computation."""
 
 
@@ -53,6 +54,11 @@ class Row:
     before: int
     after: int
     matrices: tuple[MatrixRow, ...] = ()
+
+    @property
+    def weights(self) -> int:
+        """Weights that it stands for; none where it refines other tensors."""
+        return 0 if self.projection == RESIDUALS else math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -123,12 +129,13 @@ def _format(record: TensorRecord) -> str:
     if record.kind == "channels":
         skipped = [share for share in details.get("achieved_sparsity", ()) if share is not None]
         width = "bf16" if details["bits"] == 16 else f"int{details['bits']}"
-        shares = [f", {sum(skipped) / len(skipped):.1%} skipped"] if any(skipped) else []
+        refines = record.projection == RESIDUALS
+        fate = "not refined" if refines else "skipped"
+        shares = [f", {sum(skipped) / len(skipped):.1%} {fate}"] if any(skipped) else []
         if isinstance(recall := details.get("recall"), dict):
             guessed = {name: recall.get(name) for name in ("experts", "channels")}
             shares += [f", {share:.0%} of {name} foreseen" for name, share in guessed.items() if share is not None]
-        kind = "residuals" if record.projection == "residuals" else "channels"
-        return "".join((width, f" {kind}", *shares))
+        return "".join((width, " residuals" if refines else " channels", *shares))
     return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 
@@ -154,7 +161,7 @@ def add_up(manifest: Manifest, rows: list[Row]) -> dict[str, Any]:
 def _sum(rows: list[Row], experts: bool) -> dict[str, Any]:
     """Add up the rows of the experts, or the others."""
     chosen = [row for row in rows if (row.role == EXPERTS) == experts]
-    weights = sum(math.prod(row.shape) for row in chosen)
+    weights = sum(row.weights for row in chosen)
     before, after = sum(row.before for row in chosen), sum(row.after for row in chosen)
     return {"weights": weights, "before": before, "after": after, "bits_per_weight": 8 * after / max(weights, 1)}
 
@@ -181,7 +188,7 @@ def role_sizes(manifest: Manifest) -> list[RoleSize]:
         role = _packed_role(record) if record.packed else _dense_role(name)
         sums = found.setdefault(role, [0, 0, 0, 0])
         before = record.source_bytes if record.packed else record.nbytes
-        packed = (math.prod(record.shape), record.nbytes) if record.packed else (0, 0)
+        packed = (record.weights, record.nbytes) if record.packed else (0, 0)
         for i, value in enumerate((packed[0], before, record.nbytes, packed[1])):
             sums[i] += value
     sizes = [

@@ -178,7 +178,7 @@ def _formats(rows: Sequence[Row]) -> str:
     lines = []
     for (role, kind), group in sorted(groups.items(), key=lambda item: -sum(row.before for row in item[1])):
         before, after = sum(row.before for row in group), sum(row.after for row in group)
-        bits = 8 * after / max(sum(math.prod(row.shape) for row in group), 1)
+        bits = 8 * after / max(sum(row.weights for row in group), 1)
         cells = (escape(role), escape(kind), str(len(group)), f"{bits:.2f}", size(before), size(after))
         lines.append((*cells, _ratio(before, after)))
     heads = ("role", "format", "tensors", "bits a weight", "before", "after", "smaller by")

@@ -5,15 +5,17 @@ from functools import cached_property
 
 import torch
 
-from moepack.checkpoint import MoeLayer, Projection
+from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, Projection
+from moepack.checkpoint.classes import building, meta_model
+from moepack.checkpoint.experts import form_of
 from moepack.errors import UnsupportedModelError
+from moepack.format.manifest import RESIDUALS
+from moepack.runtime.backends import is_silu
 
-__all__ = ["CHANNELS", "DOWN", "GATE", "RESIDUALS", "UP", "Channels", "by_channels"]
+__all__ = ["CHANNELS", "DOWN", "GATE", "RESIDUALS", "UP", "Channels", "by_channels", "refuse_other_experts"]
 
 GATE, UP, DOWN, CHANNELS = "gate_proj", "up_proj", "down_proj", "channels"
 """The projections of an arranged layer."""
-RESIDUALS = "residuals"
-"""Records beside coarse copies: what finer values add to them."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,20 @@ def by_channels(layer: MoeLayer, coarse: bool = False) -> MoeLayer:
     records = Channels(kind, shape, name, parts, gate.checkpoint, gate, down, coarse)
     first = (gate, up, down) if coarse else (up,)
     return MoeLayer(layer.name, (*first, records), layer.router, layer.shared)
+
+
+def refuse_other_experts(checkpoint: Checkpoint, model: MoeModel) -> None:
+    """Refuse experts that compute anything but down(SiLU(gate x) * up x): no packed module would stand for them.
+
+    Raises:
+        UnsupportedModelError: names the module.
+    """
+    with building(checkpoint.path):
+        whole = meta_model(checkpoint.path, checkpoint.config)
+    for layer in model.layers:
+        module = whole.get_submodule(layer.name)
+        form, activation = form_of(module), getattr(module, "act_fn", None)
+        if form is None or form.kind != "gated" or activation is None or not is_silu(activation):
+            name = type(module).__name__
+            message = f"'{layer.name}' ({name}) does not compute down(SiLU(gate x) * up x), which floe needs"
+            raise UnsupportedModelError(message, file=checkpoint.path)

@@ -1,14 +1,15 @@
-"""The method `floe`: the up projection in few bits, and of gate and down projection only the channels that it asks for.
+"""The method `floe`: of each expert a token reads few channels, those that a low-bit copy finds to matter (FloE).
 
-A channel is skipped where the up projection's output is smaller than the expert's threshold (FloE, equations 5, 6 and
-11). Records of gate row and down column keep bf16, or 8 or 4 bits; up projections are group-wise integers.
+Coarse copies of all projections, as coded integers (`moepack.methods.rate`), stay in memory. They compute every channel
+and decide which ones are refined. Records hold what finer values of a channel's gate row and down column add to them.
 
-With coarse copies of all projections, as coded integers (`moepack.methods.rate`), nothing is skipped: the copies decide
-and compute, and records hold what finer values of the channels that matter most add to them.
+In the paper's form only the up projection has a low-bit copy. A channel is skipped where the up projection's output is
+smaller than the expert's threshold (equations 5, 6 and 11), and records hold the gate rows and down columns themselves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -19,19 +20,18 @@ import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.calibration.load import load_samples
+from moepack.calibration.load import CalibrationRequest
 from moepack.calibration.settings import CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
-from moepack.errors import InvalidTensorError
+from moepack.errors import InvalidTensorError, MoepackError
 from moepack.format.hub import PREDICTORS
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
-from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels
+from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels, refuse_other_experts
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
 from moepack.methods.rate import Rate
-from moepack.methods.rate.sample import take_sample
 from moepack.methods.roles import as_number
 from moepack.progress import Progress
 from moepack.runtime.prediction import serialized
@@ -39,15 +39,19 @@ from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affi
 from moepack.solvers.groupwise import BITS, quantize_groupwise
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
-from moepack.solvers.priced import largest_at
 
 __all__ = ["Floe"]
 
 SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic()}
 RECORD_GROUP = 64
 """Columns of a record that share a scale, by the format."""
-UP_STEP = 0.25
-"""The step of coarse up projections over that of the others, two bits more: records have no finer ones."""
+COARSE_BITS = 2.0
+"""Bits a weight of coarse gate and down projections, by default."""
+UP_STEP, UP_MORE = 0.25, 2.0
+"""The step of coarse up projections over that of the others, and the bits that they take more: records have no finer
+ones."""
+PAPER = {"up_bits": 2, "group_size": 64, "solver": "lsq"}
+"""Settings of the paper's form alone, and their defaults."""
 DENSE_BITS = 8
 """Bits of up projections that skip nothing: they are read whole, as the records of their layer are."""
 
@@ -58,15 +62,18 @@ class Floe(Method):
 
     Attributes:
         calibration: text file, JSON lines, directory or data set of the hub.
-        sparsity: the share of channels that each expert skips, 0 to 1.
-        bits: of the values of records: 16 (bfloat16), 8 or 4; by default 8, and 4 beside coarse copies, whose residuals
-            are small.
-        up_bits: of up projections, 2, 3, 4 or 8.
-        group_size: columns of an up projection that share a scale and an offset.
-        solver: of up projections, "lsq" (least squares) or "hqq" (the paper's).
-        dense_layers: so many sparse layers, the first ones, skip nothing; by default 1, and 0 with coarse copies.
-        coarse_bits: bits a weight of coarse copies; None is the paper's form, without them. `up_bits`, `group_size` and
-            `solver` are not used with them.
+        sparsity: the share of channels that is not refined, or in the paper's form skipped, 0 to 1.
+        bits: of the values of records: 16 (bfloat16), 8 or 4; by default 4, for residuals are small, and 8 in the
+            paper's form.
+        coarse_bits: bits a weight of coarse gate and down projections, 2 by default; up projections take two bits more.
+            Not a setting of the paper's form.
+        paper_form: the form of the paper: a low-bit up projection decides, and channels are skipped. It loses several
+            times as much, and is faster on CPUs.
+        up_bits: of up projections, 2, 3, 4 or 8; a setting of the paper's form, 2 by default.
+        group_size: columns of an up projection that share a scale and an offset; of the paper's form, 64 by default.
+        solver: of up projections, "lsq" (least squares) or "hqq" (the paper's); of the paper's form, lsq by default.
+        dense_layers: so many sparse layers, the first ones, refine or compute all channels; by default 0, and 1 in the
+            paper's form.
         samples: calibration windows, at most.
         sequence_length: tokens a window.
         device: where the model runs.
@@ -75,55 +82,78 @@ class Floe(Method):
     calibration: str
     sparsity: float = 0.8
     bits: int | None = None
-    up_bits: int = 2
-    group_size: int = 64
-    solver: str = "lsq"
-    dense_layers: int | None = None
     coarse_bits: float | None = None
+    paper_form: bool = False
+    up_bits: int | None = None
+    group_size: int | None = None
+    solver: str | None = None
+    dense_layers: int | None = None
     samples: int = 64
     sequence_length: int = 512
     device: str = "cpu"
     name: ClassVar[str] = "floe"
-    _bits: int = field(default=8, init=False, repr=False)
+    _bits: int = field(default=4, init=False, repr=False)
+    _spec: GroupSpec = field(default=GroupSpec(2, 64), init=False, repr=False)
     _decisions: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
     _dense: set[str] = field(default_factory=set, init=False, repr=False)
+    _unread: tuple[str, ...] = field(default=(), init=False, repr=False)
     _layers: dict[str, str] = field(default_factory=dict, init=False, repr=False)
     _names: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False)
     _coarse: Rate | None = field(default=None, init=False, repr=False)
     _calibration_sha256: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        default = 8 if self.coarse_bits is None else 4
+        self._choose_form()
+        default = 8 if self.paper_form else 4
         self.bits = self._bits = default if self.bits is None else as_number(self.bits, "bits")
+        self.dense_layers = int(self.paper_form) if self.dense_layers is None else self.dense_layers
         if not 0 <= self.sparsity <= 1:
             raise ValueError(f"sparsity must be 0 to 1, not {self.sparsity}")
         if self._bits not in (4, 8, 16):
             raise ValueError(f"bits must be 4, 8 or 16, not {self._bits}")
+        if self.dense_layers < 0 or self.samples < 1 or self.sequence_length < 1:
+            raise ValueError("dense_layers must not be negative, samples and sequence_length must be positive")
+
+    def _choose_form(self) -> None:
+        """Check the settings of either form and fill in their defaults."""
+        if not self.paper_form:
+            if foreign := [name for name in PAPER if getattr(self, name) is not None]:
+                names = ", ".join(foreign)
+                raise ValueError(f"{names}: settings of the paper's form, which is chosen by paper_form (--paper-form)")
+            self.coarse_bits = COARSE_BITS if self.coarse_bits is None else self.coarse_bits
+            try:
+                self._coarse = Rate(self.coarse_bits, roles="none", codes="plain")
+            except ValueError as error:
+                raise ValueError(str(error).replace("bits_per_weight", "coarse_bits")) from error
+            return
+        if self.coarse_bits is not None:
+            raise ValueError("coarse_bits: the paper's form (paper_form, --paper-form) has no coarse copies")
+        for name, default in PAPER.items():
+            setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
         if self.up_bits not in BITS:
             raise ValueError(f"up_bits must be one of {', '.join(map(str, BITS))}, not {self.up_bits}")
         if self.group_size not in (16, 32, 64, 128, 256):
             raise ValueError(f"group_size must be 16, 32, 64, 128 or 256, not {self.group_size}")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver must be lsq or hqq, not {self.solver}")
-        if self.coarse_bits is not None:
-            self._coarse = Rate(self.coarse_bits, roles="none", codes="plain")
-        if self.dense_layers is None:
-            self.dense_layers = int(self._coarse is None)
-        if self.dense_layers < 0 or self.samples < 1 or self.sequence_length < 1:
-            raise ValueError("dense_layers must not be negative, samples and sequence_length must be positive")
+        self._spec = GroupSpec(self.up_bits, self.group_size)
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Every setting that changes the bytes, and the calibration set, once it is read."""
-        names = ("sparsity", "bits", "up_bits", "group_size", "solver", "dense_layers", "samples", "sequence_length")
+        own = ("paper_form", *PAPER) if self.paper_form else ("coarse_bits",)
+        names = ("sparsity", "bits", *own, "dense_layers", "samples", "sequence_length")
         found = {name: getattr(self, name) for name in names}
-        found |= {} if self.coarse_bits is None else {"coarse_bits": self.coarse_bits}
         return found | ({"calibration_sha256": self._calibration_sha256} if self._calibration_sha256 else {})
 
     @property
     def looks_ahead(self) -> bool:
         """Thresholds come from a run of the model."""
         return True
+
+    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Refuse experts that cannot be kept by channels; see `Method.aim`."""
+        refuse_other_experts(checkpoint, model)
 
     def arranged(self, layer: MoeLayer) -> MoeLayer:
         """Put gate and down projection together, channel by channel; see `Method.arranged`."""
@@ -134,58 +164,80 @@ class Floe(Method):
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size of records or of another projection, whichever is larger."""
-        other = packed_bytes(shape, DENSE_BITS, self.group_size, symmetric=False)
         if self._coarse is not None:
             other = self._coarse.bound(shape, role)
+        else:
+            other = packed_bytes(shape, DENSE_BITS, self._spec.group_size, symmetric=False)
         return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
 
     def expected(self, weights: Weights) -> Expected:
         """Return the size, which shape and settings fix, but for coarse copies and the first layers' up projections."""
         if self._coarse is not None and self._is_coarse(weights.name):
-            return self._coarse.expected(weights)
+            assert self.coarse_bits is not None
+            bits = self.coarse_bits + UP_MORE * weights.name.endswith(f".{UP}")
+            return Expected(math.prod(weights.shape) * bits / 8, exact=False)
         if weights.name.endswith(f".{UP}"):
-            return Expected(packed_bytes(weights.shape, self.up_bits, self.group_size, symmetric=False), exact=False)
+            nbytes = packed_bytes(weights.shape, self._spec.bits, self._spec.group_size, symmetric=False)
+            return Expected(nbytes, exact=False)
         return Expected(_core.packed_bytes("channels", weights.shape, bits=self._bits), exact=True)
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Find the thresholds; runs the model over the calibration set, again when a job is resumed."""
-        samples = load_samples(checkpoint, self.calibration, self.samples, self.sequence_length)
+        running = CalibrationSettings(routing="compressed", device=torch.device(self.device))
+        request = CalibrationRequest(self.calibration, self.samples, self.sequence_length, running)
+        samples = request.load(checkpoint)
         self._calibration_sha256 = samples.fingerprint()
-        for layer in model.layers:
-            self.arranged(layer)
-        if self._coarse is not None:
-            # Thresholds compare channels of a layer as they are: copies have no factors of rows and columns.
-            coder = self._coarse
-            sample = take_sample(checkpoint, model, coder.dense_roles, largest=largest_at(coder.bits_per_weight))
-            coder.decide(sample)
-            ups = (found.packed_name for layer in model.layers for found in layer.projections if found.name == UP)
-            for name in ups:
-                self._coarse.widen(name, UP_STEP)
+        self._arrange(checkpoint, model, request, progress)
         assert self.dense_layers is not None
         names = [layer.name for layer in model.layers]
         shares = {name: 0.0 if at < self.dense_layers else self.sparsity for at, name in enumerate(names)}
         self._dense = {name for name, share in shares.items() if share <= 0}
-        running = CalibrationSettings(routing="compressed", device=torch.device(self.device))
-
         routed = self._coarse is not None
-        self._decisions = decide(checkpoint, model, samples, running, self._quantized, shares, routed)
+        found = decide(checkpoint, model, samples, running, self._quantized, shares, routed)
+        # No text reaches the experts of a vision tower: they compute everything.
+        unread = {layer.name: Decision.dense(layer.experts) for layer in model.layers if layer.name not in found}
+        self._decisions, self._dense, self._unread = found | unread, self._dense | unread.keys(), tuple(unread)
+        if self._coarse is not None:
+            self._reorder(self._coarse)
+
+    def _arrange(
+        self,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        request: CalibrationRequest | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Learn the names of all tensors and, where there are coarse copies, their steps and factors."""
+        for layer in model.layers:
+            self.arranged(layer)
+        if self._coarse is not None:
+            try:
+                self._coarse.measure(checkpoint, model, request, progress)
+            except MoepackError:
+                raise
+            except ValueError as error:
+                hint = "more coarse_bits (--coarse-bits), or paper_form (--paper-form), would do"
+                raise ValueError(f"coarse copies: {error}; {hint}") from error
+            for own in self._names.values():
+                self._coarse.widen(own[UP], UP_STEP)
+
+    def _reorder(self, coarse: Rate) -> None:
+        """Put the factors of coarse copies in the order in which channels are stored."""
+        for layer, names in self._names.items():
+            if (order := self._order(layer)) is not None:
+                for name in (GATE, UP, DOWN):
+                    coarse.reorder(names[name], order, _channel_axis(name))
 
     def files(self) -> Mapping[str, bytes]:
         """The predictors that are better than routers."""
         found = {layer: decision.predictor for layer, decision in self._decisions.items() if decision.predictor}
         return {PREDICTORS: serialized(found)} if found else {}
 
-    def _quantized(self, name: str, matrix: Tensor) -> Tensor:
-        """What a deciding matrix of the packed tensor `name` becomes."""
-        if self._coarse is None:
-            return self._up(matrix, self._layers[name]).values()
-        return self._coarse_values(name, matrix)
-
-    def _coarse_values(self, name: str, matrix: Tensor) -> Tensor:
-        """What a coarse copy of the packed tensor `name` holds of a matrix [R, C]."""
-        assert self._coarse is not None
-        codes, step = self._coarse.rounded(name, matrix)
-        return codes.float() * step
+    def _quantized(self, name: str, expert: int, matrix: Tensor) -> Tensor:
+        """The values that a deciding matrix of the packed tensor `name` will have."""
+        if self._coarse is not None:
+            return self._coarse.values(name, expert, matrix)
+        return self._up(matrix, self._layers[name]).values()
 
     def decided(self, name: str) -> Any:
         """The thresholds of a layer, or the step of a coarse copy."""
@@ -208,10 +260,9 @@ class Floe(Method):
         """A projection with its channels as they are stored."""
         if (order := self._order(layer)) is None:
             return weights
-        axis = int(name == "down_proj")
 
         def expert(number: int) -> Tensor:
-            return weights.expert(number).index_select(axis, order[number])
+            return weights.expert(number).index_select(_channel_axis(name), order[number])
 
         return replace(weights, expert=expert)
 
@@ -229,10 +280,13 @@ class Floe(Method):
             return self._coarse.solve(replace(stage, tensors={name: weights}))
         experts, rows, columns = weights.shape
         solved: list[dict[str, Tensor]] = [{} for _ in range(experts)]
-        work = self._solve_up if name == UP else self._solve_records
 
         def solve(expert: int) -> None:
-            solved[expert] = work(stage.layer, weights.expert(expert), weights.sources[expert])
+            given = weights.expert(expert), weights.sources[expert]
+            if name == UP:
+                solved[expert] = self._solve_up(stage.layer, *given)
+            else:
+                solved[expert] = self._solve_records(stage.layer, expert, *given)
 
         for_experts(solve, experts, lambda: stage.advance(rows * columns))
         return {name: Solution({part: torch.stack([one[part] for one in solved]) for part in solved[0]})}
@@ -244,17 +298,18 @@ class Floe(Method):
 
     def _up(self, matrix: Tensor, layer: str, source: str | None = None) -> AffineCodes:
         """An up projection [R, C] as it is packed."""
-        spec = GroupSpec(self._width(layer), self.group_size)
+        assert self.solver is not None
+        spec = replace(self._spec, bits=self._width(layer))
         return quantize_affine(matrix.float(), spec, SOLVERS[self.solver], name=source)
 
     def _width(self, layer: str) -> int:
         """Bits of a layer's up projections."""
-        return DENSE_BITS if layer in self._dense else self.up_bits
+        return DENSE_BITS if layer in self._dense else self._spec.bits
 
-    def _solve_records(self, layer: str, records: Tensor, source: str) -> dict[str, Tensor]:
+    def _solve_records(self, layer: str, expert: int, records: Tensor, source: str) -> dict[str, Tensor]:
         if not bool(torch.isfinite(records).all()):
             raise InvalidTensorError("holds NaN or infinite weights", tensor=source)
-        halves = self._halves(layer, records)
+        halves = self._halves(layer, expert, records)
         if self._bits == 16:
             return {"values": torch.cat(halves, dim=1).to(torch.bfloat16).view(torch.uint16)}
         found = [
@@ -262,15 +317,15 @@ class Floe(Method):
         ]
         return {part: torch.cat([getattr(half, part) for half in found], dim=1) for part in ("codes", "scales")}
 
-    def _halves(self, layer: str, records: Tensor) -> tuple[Tensor, Tensor]:
+    def _halves(self, layer: str, expert: int, records: Tensor) -> tuple[Tensor, Tensor]:
         """Gate rows and down columns [I, H], or what they add to coarse copies."""
-        gate, down = records.chunk(2, dim=1)
+        gate, down = (half.float() for half in records.chunk(2, dim=1))
         if self._coarse is None:
-            return gate.float(), down.float()
+            return gate, down
         names = self._names[layer]
-        coarse_gate = self._coarse_values(names[GATE], gate.contiguous())
-        coarse_down = self._coarse_values(names[DOWN], down.T.contiguous())
-        return gate.float() - coarse_gate, down.float() - coarse_down.T
+        coarse_gate = self._coarse.values(names[GATE], expert, gate.contiguous())
+        coarse_down = self._coarse.values(names[DOWN], expert, down.T.contiguous())
+        return gate - coarse_gate, down - coarse_down.T
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack what was found, records with their thresholds."""
@@ -289,15 +344,29 @@ class Floe(Method):
         return PackedTensor("channels", blob, {"bits": self._bits, **decision.details()})
 
     def _packed_up(self, weights: Weights, parts: Mapping[str, Any], bits: int) -> PackedTensor:
-        blob = _core.encode_groupwise(
-            parts["codes"], parts["scales"], parts["offsets"], bits=bits, group_size=self.group_size, ndim=weights.ndim
-        )
+        codes, scales, offsets = (parts[name] for name in ("codes", "scales", "offsets"))
+        size = self._spec.group_size
+        blob = _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=size, ndim=weights.ndim)
         return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that the text did not reach."""
-        return tuple(
+        """Name experts that the text did not reach, what could not be measured, and the form that is faster."""
+        found = tuple(
             f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
             for layer, details in layers.items()
             if details.get("pooled")
         )
+        found += tuple(
+            f"{layer}: no text reaches its experts; all of their channels are read." for layer in self._unread
+        )
+        if self._coarse is None:
+            return found
+        found += ("Coarse copies are decoded for every token: --paper-form is faster on a CPU, and loses far more.",)
+        if self._coarse.is_measured:
+            return found
+        return (*found, "The model does not fit into memory in float32: what errors of coarse copies cost is a guess.")
+
+
+def _channel_axis(projection: str) -> int:
+    """The axis of a projection's matrices along which an expert's channels lie."""
+    return int(projection == DOWN)

@@ -10,7 +10,7 @@ skip of a text that they were not chosen on.
 On the way, predictors are fitted: what enters one layer of experts tells what the next one will want.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ from moepack.runtime.prediction import Predictor
 
 __all__ = ["Decision", "Quantized", "decide"]
 
-Quantized = Callable[[str, Tensor], Tensor]
-"""The values [R, C] that a matrix of the packed tensor of that name will have, from its weights."""
+Quantized = Callable[[str, int, Tensor], Tensor]
+"""The values [R, C] that the packed tensor of a name will have of an expert's matrix, from its weights."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,9 @@ def _layer(
         with run.smaller_groups():
             values = dict(stage.finite().weights)
             if UP in values:
-                deciding = {name: run.tensors[name].name for name in ((GATE, UP) if routed else (UP,))}
                 coarse = {
-                    name: torch.stack([quantized(own, matrix) for matrix in values[name]])
-                    for name, own in deciding.items()
+                    name: _coarse(quantized, run.tensors[name].name, stage.experts, values[name])
+                    for name in ((GATE, UP) if routed else (UP,))
                 }
                 values[UP] = coarse[UP]
                 for position, expert in enumerate(stage.experts if share > 0 else ()):
@@ -161,6 +160,11 @@ def _layer(
     predictor, name, recall = fitted(*pair, experts)
     recalls = {"by": name, "experts": round(recall, 4), "channels": _digits(channels.share)}
     return replace(decision, predictor=None if name == "router" else predictor, recall=recalls)
+
+
+def _coarse(quantized: Quantized, name: str, experts: Iterable[int], matrices: Tensor) -> Tensor:
+    """The values [G, R, C] that the packed tensor `name` will have of the matrices of some experts."""
+    return torch.stack([quantized(name, *pair) for pair in zip(experts, matrices, strict=True)])
 
 
 class _Recall:

@@ -149,12 +149,23 @@ class Rate(Method):
             InvalidTensorError: a weight of the sample is NaN or infinite.
             ValueError: metadata alone takes more bits.
         """
-        found, largest = find_importance(checkpoint, model, self.request, progress), largest_at(self.bits_per_weight)
-        even = dict.fromkeys(found.scales, 1.0)
-        self.decide(take_sample(checkpoint, model, self._roles, even, found.scales, largest), found)
+        self.measure(checkpoint, model, self.request, progress)
         ends = (linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head"))
         for linear in ends:
             self._solved.pop(linear.source, None)
+
+    def measure(
+        self, checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None, progress: Progress | None
+    ) -> None:
+        """Find the factors of rows and columns, by a text where there is one, and the step; errors as of `prepare`."""
+        found, largest = find_importance(checkpoint, model, request, progress), largest_at(self.bits_per_weight)
+        even = dict.fromkeys(found.scales, 1.0)
+        self.decide(take_sample(checkpoint, model, self._roles, even, found.scales, largest), found)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a text told what errors count."""
+        return self._importance.measured
 
     def decide(self, sample: Sample, importance: Importance | None = None) -> Step:
         """Find the step for a sample, whose weights were multiplied by the scales of an importance; raises the
@@ -168,6 +179,11 @@ class Rate(Method):
     def widen(self, name: str, factor: float) -> None:
         """Make the step of a tensor so many times as large as the price says."""
         self._widths[name] *= factor
+
+    def reorder(self, name: str, order: Tensor, axis: int) -> None:
+        """Put rows (axis 0) or columns (axis 1) of a tensor in another order [E, n], expert by expert."""
+        scales = self._importance.scales[name]
+        self._importance.scales[name] = scales.reordered(order, axis)
 
     def decided(self, name: str) -> float:
         """The step of a tensor, or with a text the bits that it is given."""
@@ -226,6 +242,17 @@ class Rate(Method):
         step, lengths = self._step_of(name), self._step.lengths_of(name)
         codes = round_priced(matrix, step, lengths, lengths.worth, width=self._widths[name], out=out)
         return codes, scale_of(step, lengths.dependent)
+
+    def values(self, name: str, expert: int, matrix: Tensor) -> Tensor:
+        """The values [R, C], float32, that the tensor `name` stores for a matrix that is rounded without a text.
+
+        Raises:
+            ValueError: a weight is NaN or infinite.
+        """
+        scales = self._importance.scales[name]
+        codes, worth = self.rounded(name, scales.scaled(expert, matrix))
+        rows, columns = scales.stored(worth, range(expert, expert + 1))
+        return codes * rows[0, :, None] * columns[0]
 
     def _rounded(self, stage: Stage) -> dict[str, Solution]:
         """Round one tensor, expert by expert; holds its codes, a byte a weight where 127 is the largest."""

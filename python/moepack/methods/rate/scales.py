@@ -73,6 +73,12 @@ class Scales:
         # One over a factor of columns is a bfloat16 but for the rounding of the two divisions.
         return (worth / rows).bfloat16().float(), (1 / columns).bfloat16().float()
 
+    def reordered(self, order: Tensor, axis: int) -> Scales:
+        """With rows (axis 0) or columns (axis 1) in another order [E, n], expert by expert."""
+        if axis == 0:
+            return replace(self, rows=self.rows.gather(1, order))
+        return replace(self, columns=self.columns.expand(len(order), -1).gather(1, order))
+
     def coarser(self, rows: Tensor) -> Scales:
         """With other factors of rows."""
         return replace(self, rows=rows)
