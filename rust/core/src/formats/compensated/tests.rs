@@ -1,4 +1,4 @@
-//! Round trips, and what readers refuse.
+//! Round trips and refused bytes.
 
 use super::chunk::{CHUNK, Width};
 use super::*;
@@ -6,7 +6,7 @@ use crate::formats::groupwise::{self, ParameterType, Spec};
 use crate::pool;
 use crate::types::Shape;
 
-/// A packed tensor with what it was made of; everything follows from the sizes.
+/// A packed tensor with its sources; all values follow from the sizes.
 pub(crate) struct Case {
     pub blob: Vec<u8>,
     pub ranks: Vec<usize>,
@@ -234,7 +234,7 @@ fn padding_and_scales_are_verified() {
     assert!(spoil(right.scales_at, &0x7c00u16.to_le_bytes()).is_err());
     assert!(
         spoil(right.codes_at + 24 + 23, &[0]).is_err(),
-        "codes behind column 70"
+        "codes after column 70"
     );
     let half = case(&[2, 5], 20, 70, Width::Half).blob;
     let at = View::parse(&half).unwrap().layout().left().codes_at;
