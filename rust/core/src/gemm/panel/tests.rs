@@ -23,7 +23,7 @@ fn shape(experts: usize, rows: usize, columns: usize) -> Shape {
     }
 }
 
-/// Numbers of all signs and several sizes.
+/// Numbers of both signs and several magnitudes.
 pub(crate) fn numbers(count: usize, seed: u32) -> Vec<f32> {
     let mut state = seed | 1;
     let mut next = || {
@@ -125,7 +125,7 @@ impl<S: Source + Clone> Projection for By<S> {
     }
 }
 
-/// Every backend that the processor has.
+/// Every backend that the processor supports.
 pub(crate) fn backends() -> Vec<Backend> {
     let sets = Isa::ALL.into_iter().filter(|isa| isa.available());
     let found = sets.filter_map(Backend::of_floats);
@@ -313,7 +313,8 @@ fn what_is_no_number_stays_with_its_token() {
     }
 }
 
-/// A source of bytes with sections of some chunks; an output is the total of the sums times their sections' numbers.
+/// A source of bytes with sections of some chunks; an output is the sum over sections of their sums times their
+/// numbers.
 #[derive(Clone, Copy)]
 struct Bytes(Shape, usize);
 
