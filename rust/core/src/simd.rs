@@ -94,7 +94,7 @@ impl Isa {
         }
     }
 
-    /// The set of the vectors, which is the set itself but for [`Isa::Amx`], if the processor runs the set; an error
+    /// The set of the vectors, which is the set itself but for [`Isa::Amx`], if the processor supports the set; an error
     /// that says so otherwise.
     pub fn require(self) -> Result<Isa> {
         match (self.available(), self) {
@@ -141,7 +141,7 @@ pub(crate) fn reads_ahead() -> bool {
 pub(crate) fn fetch(bytes: &[u8]) {
     use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
     for line in bytes.chunks(64) {
-        // SAFETY: a prefetch may name any address, and every processor of x86-64 has it.
+        // SAFETY: a prefetch may use any address, and every processor of x86-64 has it.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) }
     }
 }
@@ -189,7 +189,7 @@ macro_rules! vectorized {
             }
             match isa {
                 $crate::simd::Isa::Scalar => $body($($argument),*),
-                // SAFETY: the caller's processor runs the set.
+                // SAFETY: the caller's processor supports the set.
                 #[cfg(target_arch = "x86_64")]
                 $crate::simd::Isa::Avx2 => unsafe { avx2($($argument),*) },
                 // SAFETY: as above; the other sets have all of AVX-512 that is asked for here.

@@ -9,10 +9,10 @@ use crate::gemm::panel::{Backend, Line, Source};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 
-/// The most that a weight rounded to bf16 is off by, in units of itself and of its scale.
+/// The maximum error of a weight rounded to bf16, relative to itself and to its scale.
 const ROUNDING: (f64, f64) = (1.0 / 256.0, 1.0 / 65536.0);
 
-/// Products in the mode `bf16`; without a set, by emulated matrix registers.
+/// Products in the mode `bf16`; without a set, with emulated matrix registers.
 fn products(view: &View, x: &[f32], offsets: &[usize], isa: Option<Isa>) -> Vec<f32> {
     let pool = pool::current().unwrap();
     let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
@@ -28,7 +28,7 @@ fn products(view: &View, x: &[f32], offsets: &[usize], isa: Option<Isa>) -> Vec<
     y
 }
 
-/// Every set, and emulated matrix registers where there is AVX-512 beside them.
+/// Every set, and emulated matrix registers if AVX-512 is available beside them.
 fn ways() -> impl Iterator<Item = Option<Isa>> {
     let emulated = Isa::Avx512.available().then_some(None);
     sets().map(Some).chain(emulated)
@@ -63,7 +63,8 @@ fn rounded_panels_hold_the_weights() {
     }
 }
 
-/// Against decoded weights in f64: each factor is off by 2^-8 of itself, a sum by C 2^-24 of its terms.
+/// Compared with decoded weights in f64: the relative error of each factor is at most 2^-8, that of a sum C 2^-24 of
+/// its terms.
 #[test]
 fn products_are_within_their_bound_on_every_set() {
     for spec in specs() {

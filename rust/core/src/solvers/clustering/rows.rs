@@ -52,7 +52,7 @@ impl<'a> Batch<'a> {
 /// Refines a batch with `isa`, which must be available and has no effect on results.
 pub(super) fn refine(batch: Batch, isa: Isa) {
     match isa {
-        // SAFETY: the caller checked that the processor runs the set.
+        // SAFETY: the caller checked that the processor supports the set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => unsafe { refine_avx512(batch) },
         // SAFETY: as above.

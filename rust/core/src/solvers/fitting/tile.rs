@@ -111,7 +111,7 @@ struct Solver<'a> {
 /// Finds the best parameters, and sets the codes and values of the tile.
 pub fn solve(isa: Isa, tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Parameters {
     match isa {
-        // SAFETY: `isa.require()` in the parent module proved that the processor runs the set.
+        // SAFETY: `isa.require()` in the parent module checked that the processor supports the set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => unsafe { solve_avx512(tile, grid, start) },
         // SAFETY: as above.

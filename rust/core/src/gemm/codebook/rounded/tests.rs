@@ -24,7 +24,7 @@ fn weights(view: &View, expert: usize, row: usize) -> Vec<bf16> {
     values.into_iter().map(bf16::from_f32).collect()
 }
 
-/// Tensors of all bits and shapes, with centroids of two bytes and of one.
+/// Tensors of all bits and shapes, with two-byte and one-byte centroids.
 fn cases() -> impl Iterator<Item = Case> {
     (2..=4).flat_map(|bits| {
         SHAPES

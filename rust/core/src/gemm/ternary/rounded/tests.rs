@@ -113,7 +113,7 @@ fn what_is_no_number_stays_with_its_token() {
     }
 }
 
-/// Codes that no encoder writes: payloads of a single byte, and of changing ones.
+/// Codes that no encoder writes: payloads of a single repeated byte, and of changing bytes.
 #[test]
 fn damaged_codes_give_numbers_and_nothing_else() {
     for (code, mut sample) in samples() {
