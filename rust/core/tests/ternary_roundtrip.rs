@@ -1,11 +1,11 @@
-//! Encoding and decoding: whatever is encoded parses, verifies and decodes to the same codes and levels.
+//! Encoding and decoding: encoded tensors parse, verify and decode to the same codes and levels.
 
 use moepack_core::formats::ternary::{self, Code, Row, TernaryView, fsv8};
 use moepack_core::pool;
 use moepack_core::types::Shape;
 use proptest::prelude::*;
 
-/// A row of a kind that encoders treat differently.
+/// A row of one of the kinds that encoders treat differently.
 fn row(columns: usize) -> impl Strategy<Value = Vec<i8>> {
     let iid = (0.0..=1.0f64, 0.0..=1.0f64).prop_flat_map(move |(p0, share)| {
         prop::collection::vec(0.0..1.0f64, columns).prop_map(move |draws| {
@@ -216,7 +216,7 @@ fn every_embedded_dictionary_codes_every_row() {
     }
 }
 
-/// The plain loop over a look-up table.
+/// Decodes with a simple loop over a lookup table.
 fn decode(codes: &[u8], lut: &fsv8::Lut, columns: usize) -> Vec<i8> {
     let (mut row, mut at, mut previous) = (vec![0; columns], 0, 0);
     for &code in codes {

@@ -1,4 +1,4 @@
-//! Attention of heads that share keys and values in groups.
+//! Grouped-query attention.
 
 use std::sync::OnceLock;
 
@@ -17,27 +17,27 @@ use crate::gemm::layer::{Job, Projection, sigmoid};
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// Attention of heads that share keys and values in groups.
+/// Attention with heads that share keys and values in groups.
 pub struct Attention<'a> {
-    /// Queries: heads * width rows, or twice as many if outputs are gated: of each head the query, then the gate.
+    /// Queries: heads * width rows, or twice as many for gated outputs: for each head the query, then the gate.
     pub query: Linear<'a>,
-    /// Keys: groups * width rows, where groups divide heads.
+    /// Keys: groups * width rows; groups divide heads.
     pub key: Linear<'a>,
     /// Values: as many rows as keys.
     pub value: Linear<'a>,
-    /// Applied to the heads' outputs: heads * width columns.
+    /// The output projection: heads * width columns.
     pub output: Linear<'a>,
-    /// The norm of queries: of each head, or of all together, as its length says.
+    /// The norm of queries, per head or over all heads, depending on its length.
     pub query_norm: Option<Norm<'a>>,
-    /// The norm of keys, in the same way.
+    /// The norm of keys, likewise.
     pub key_norm: Option<Norm<'a>>,
-    /// For each head a score that no token has, and that takes part in the softmax.
+    /// For each head, a score that belongs to no token but takes part in the softmax.
     pub sinks: Option<Activations<'a>>,
-    /// Outputs are multiplied by the sigmoid of a gate.
+    /// Whether outputs are multiplied by the sigmoid of a gate.
     pub gated: bool,
-    /// Values of a head, of which the first are rotated.
+    /// The number of values of a head; the first ones are rotated.
     pub width: usize,
-    /// What products of queries and keys count.
+    /// The factor of products of queries and keys.
     pub scale: f32,
 }
 
@@ -45,21 +45,21 @@ pub struct Attention<'a> {
 struct Heads {
     /// heads x width.
     queries: Vec<f32>,
-    /// heads x width; empty where nothing is gated.
+    /// heads x width; empty without gates.
     gates: Vec<f32>,
-    /// groups x width, as the cache holds them.
+    /// groups x width, in the precision of the cache.
     keys: Vec<f32>,
-    /// groups x width, as the cache holds them.
+    /// groups x width, in the precision of the cache.
     values: Vec<f32>,
 }
 
-/// Attention at a step.
+/// The attention of a step.
 struct Step<'a> {
     weights: &'a Attention<'a>,
     past: Past<'a>,
     inputs: Matrices<'a>,
     output: Output<'a>,
-    /// The memory that inputs read first.
+    /// The memory that the inputs read first.
     prefetch: Prefetch<'a>,
     heads: OnceLock<Heads>,
     softmax: Softmax,
@@ -153,7 +153,7 @@ impl Step<'_> {
         }
     }
 
-    /// What the heads have read, heads x width, gated.
+    /// The outputs of the heads, heads x width, after gates.
     fn outputs(&self, gates: &[f32]) -> Vec<f32> {
         let mut outputs = vec![0.0; self.weights.output.weights.shape().columns];
         let mut sinks = vec![0.0; self.weights.heads()];
@@ -210,7 +210,7 @@ impl Mixing for Step<'_> {
     }
 }
 
-/// Values that lie in turns, so many of each at a time.
+/// Separates interleaved values into runs of `width`.
 fn unzipped(values: &[f32], width: usize) -> (Vec<f32>, Vec<f32>) {
     let every = |first: usize| {
         let runs = values.chunks_exact(width).skip(first).step_by(2);

@@ -15,11 +15,11 @@ use crate::gemm::sparse::{Layer, Ups};
 use crate::pool;
 use crate::simd::Isa;
 
-/// Bytes before the tensor in its file: no multiple of a page.
+/// The bytes before the tensor in its file: not a multiple of a page.
 const BEFORE: usize = 1000;
 const HALF: usize = 1024;
 
-/// A file that holds a tensor of two experts, and the tensor's bytes.
+/// A file with a tensor of two experts, and the tensor's bytes.
 struct Fixture {
     file: PathBuf,
     tensor: Vec<u8>,
@@ -55,7 +55,7 @@ impl Fixture {
         View::parse(&self.tensor).unwrap().layout().record_bytes()
     }
 
-    /// Asserts that exactly these records are there, with the bytes of the tensor.
+    /// Asserts that exactly these records are loaded, with the bytes of the tensor.
     fn assert_there(&self, records: &Records, numbers: &[usize]) {
         let whole = View::parse(&self.tensor).unwrap();
         let compare = |view: View| {
@@ -114,7 +114,7 @@ fn neighbours_come_in_one_read_up_to_the_gap_and_the_length() {
     let (all, long) = ((0..1000).collect::<Vec<_>>(), READ / record);
     let count = records.read(&all, 3).unwrap();
     assert!((1000 / long..=1000 / (long - 2) + 1).contains(&count.reads));
-    // A read takes the pages of its records, the first and the last of them perhaps with its neighbours.
+    // A read covers the pages of its records; neighbours may share the first and the last page.
     assert!((1000 * record..1000 * record + 2 * PAGE * count.reads).contains(&count.bytes));
     assert_eq!(records.read(&[], 2).unwrap(), Count::default());
     fixture.assert_there(&records, &all);

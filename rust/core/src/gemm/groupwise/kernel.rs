@@ -35,7 +35,7 @@ const AHEAD: usize = 1536;
 /// Like [`AHEAD`], for two blocks read side by side for few lines.
 const PAIR_AHEAD: usize = 2560;
 
-/// The prefetch distance: `bytes`, or `None` if the processor does not need it.
+/// The prefetch distance: `bytes`, or 0 if the processor does not need it.
 fn ahead(bytes: usize) -> usize {
     if simd::reads_ahead() { 0 } else { bytes }
 }

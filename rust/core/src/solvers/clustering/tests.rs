@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::pool;
 
-/// A small problem: E = 2 experts with Hessians of random inputs, targets, and a start by quantiles.
+/// A small problem: E = 2 experts with Hessians of random inputs, targets, and a start from quantiles.
 struct Case {
     shape: [usize; 3],
     block: usize,
